@@ -1,0 +1,117 @@
+"""Agreement: one small message a step by which every rank knows what all ranks are about to do.
+
+A sharded step needs every rank. If one had other params, another learning rate, a gradient that others lack, or an error,
+the rest would hang or go on with numbers that no longer belong together. So before anything changes each rank shows a
+digest of its view of the step, and what the decision needs (overflow, norm). Where digests differ, the views themselves
+are exchanged and the first difference is named on every rank.
+"""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from .errors import DisagreementError, ShardoptError
+from .kernels.reductions import LIMBS
+from .partition.collectives import Ranks
+
+
+@dataclass(frozen=True)
+class View:
+    """One rank's view of the step it is about to take."""
+
+    description: dict[str, Any]  # JSON-able; must be equal on all ranks
+    problem: Exception | None = None  # why this rank cannot step
+    overflow: bool = False  # the GradScaler found an Inf or NaN
+    nonfinite: int = 0  # such elements in the gradients of this rank's shards
+    limbs: tuple[int, ...] = field(default=(0,) * LIMBS)  # sum of squares of them
+
+    def row(self) -> list[int]:
+        digest = hashlib.sha256(json.dumps(self.description, sort_keys=True).encode()).digest()
+        return [
+            int.from_bytes(digest[:8], "little", signed=True),
+            int.from_bytes(digest[8:16], "little", signed=True),
+            int(self.problem is not None),
+            int(self.overflow),
+            self.nonfinite,
+            *self.limbs,
+        ]
+
+
+@dataclass(frozen=True)
+class Agreed:
+    """What all ranks know now."""
+
+    overflow: bool
+    nonfinite: int
+    limbs: torch.Tensor  # 1D int64
+
+
+def agree(view: View, ranks: Ranks, device: torch.device, sharded: bool) -> Agreed:
+    """Exchanges the views.
+
+    Raises:
+        Exception: this rank's own problem.
+        DisagreementError: another rank's problem, or the first difference between the views; on every rank.
+        CommunicationError: a rank is missing.
+    """
+    rows = ranks.exchange(view.row(), device, "agreeing on the step")
+    if any(row[2] for row in rows):
+        _raise_problem(view, ranks, device)
+    if any(row[:2] != rows[0][:2] for row in rows):
+        _raise_difference(view, ranks, device)
+    counted = rows if sharded else rows[:1]  # replicated shards are each the whole
+    return Agreed(
+        overflow=any(row[3] for row in rows),
+        nonfinite=sum(row[4] for row in rows),
+        limbs=torch.tensor([row[5:] for row in counted], dtype=torch.int64).sum(0),
+    )
+
+
+def _raise_problem(view: View, ranks: Ranks, device: torch.device) -> None:
+    own = None if view.problem is None else f"{type(view.problem).__name__}: {view.problem}"
+    problems = ranks.exchange_json(own, device, "reporting a problem")
+    if view.problem is not None:
+        raise view.problem
+    rank, problem = next((rank, problem) for rank, problem in enumerate(problems) if problem is not None)
+    raise DisagreementError(f"rank {rank} cannot take this step, so no rank does and nothing changed. It says: {problem}")
+
+
+def _raise_difference(view: View, ranks: Ranks, device: torch.device) -> None:
+    descriptions = ranks.exchange_json(view.description, device, "finding where ranks differ")
+    for rank, other in enumerate(descriptions):
+        difference = first_difference(descriptions[0], other)
+        if difference is not None:
+            where, ours, theirs = difference
+            raise DisagreementError(
+                f"ranks differ in {where}: {ours!r} on rank 0, {theirs!r} on rank {rank}. Their shards would belong to "
+                "different trainings, so no rank took the step and nothing changed. Give every rank the same model, "
+                "param groups, options and calls; gradients must be averaged (by DDP, say) before step()."
+            )
+    raise ShardoptError("ranks sent different digests for equal views of the step: this is a bug in shardopt.")
+
+
+def first_difference(one: Any, other: Any, where: str = "") -> tuple[str, Any, Any] | None:
+    """Where two JSON values first differ: (path, value in the one, value in the other)."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        for key in [*one, *(key for key in other if key not in one)]:
+            found = first_difference(one.get(key), other.get(key), f"{where}.{key}" if where else key)
+            if found:
+                return found
+        return None
+    if isinstance(one, list) and isinstance(other, list):
+        if len(one) != len(other):
+            return f"the number of {where}", len(one), len(other)
+        return _first_in_lists(one, other, where)
+    return None if one == other and type(one) is type(other) else (where, one, other)
+
+
+def _first_in_lists(one: Sequence[Any], other: Sequence[Any], where: str) -> tuple[str, Any, Any] | None:
+    for index, (mine, theirs) in enumerate(zip(one, other, strict=True)):
+        found = first_difference(mine, theirs, f"{where}[{index}]")
+        if found:
+            return found
+    return None

@@ -1,0 +1,224 @@
+"""Binding: params become views of buckets, masters and states are allocated, and stay where they were put.
+
+Frameworks move, cast, load and wrap a model after the optimizer was made, so nothing is taken over before the first
+step. Params that appear later (``add_param_group``, unfreezing) are bound then, into buckets of their own: what is bound
+never changes its place.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any
+
+import torch
+
+from .config import Options
+from .errors import BindingError, StateError
+from .kernels.formats import format_of
+from .partition.bucket import Bucket, dense_strides
+from .partition.collectives import Ranks
+from .partition.layout import BucketLayout, split_into_buckets
+from .partition.placement import Placement, Placements
+from .part import Part
+from .rules import Rule
+from .shard import Shard
+
+Group = Mapping[str, Any]
+
+
+@dataclass
+class Loaded:
+    """The state of one param from a state dict, kept until the param is bound."""
+
+    step: int
+    carried: dict[str, float]
+    tensors: dict[str, torch.Tensor]  # state name or "master" -> whole tensor, or Part
+
+
+@dataclass(eq=False)
+class Entry:
+    """What is known of one bound param. Kept in a table: nothing is hung on the user's tensor."""
+
+    param: torch.nn.Parameter
+    name: str
+    shard: Shard
+    index: int  # in the shard's bucket
+    version: int  # of the param's data, when its master last agreed with it
+    step: int = 0  # updates so far; an int: a float counter stops counting (bf16 at 256, fp32 at 2**24)
+    carried: dict[str, float] = field(default_factory=dict)
+    has_state: bool = False
+
+    def forget(self) -> None:
+        """Back to before the param's first step, as torch does with params that a loaded dict has no state for."""
+        self.step, self.carried, self.has_state = 0, {}, False
+        for name in self.shard.states:
+            self.shard.read(name, self.index).zero_()
+
+    def check(self) -> None:
+        """Raises BindingError if the param is not where it was put."""
+        if not self.shard.bucket.holds(self.index):
+            param, bucket = self.param, self.shard.bucket
+            raise BindingError(
+                f"{self.name} was moved, recast or given other storage after the first step (now "
+                f"{_describe(param)}, bound on {bucket.device} as {bucket.dtype}): an update would go to memory that the "
+                "model no longer reads. Move and cast the model before the first step; to do it later call "
+                "optimizer.close() first and construct the optimizer anew with its state_dict()."
+            )
+
+
+class Binding:
+    """The table from params to entries, and the shards."""
+
+    def __init__(self, rule: Rule, options: Options, ranks: Ranks):
+        self.rule = rule
+        self.options = options
+        self.ranks = ranks
+        sharded = Placements.of_stage(options.stage).state is Placement.SHARD
+        self.num_shards = ranks.size if sharded else 1
+        self.shard_rank = ranks.rank if sharded else 0
+        self.shards: list[Shard] = []
+        self.entries: dict[torch.nn.Parameter, Entry] = {}  # by identity: that is how tensors hash
+        self.loaded: dict[torch.nn.Parameter, Loaded] = {}
+
+    # -- binding ---------------------------------------------------------------------------------------------------
+
+    def unbound(self, groups: Sequence[Group]) -> list[tuple[str, torch.nn.Parameter, Group]]:
+        """Params that a step needs and that are not bound: trainable, or with a gradient all the same."""
+        return [
+            (name, param, group)
+            for name, param, group in named_params(groups)
+            if param not in self.entries and (param.requires_grad or param.grad is not None)
+        ]
+
+    def check_bindable(self, candidates: Iterable[tuple[str, torch.nn.Parameter, Group]]) -> None:
+        """Raises BindingError for params that no bucket can hold. Changes nothing."""
+        memory: list[tuple[int, int, str]] = []
+        for name, param, _ in candidates:
+            if param.is_meta:
+                raise BindingError(f"{name} is on the meta device: it has no values to train. Materialise the model first.")
+            if param.layout is not torch.strided:
+                raise BindingError(f"{name} has layout {param.layout}: it has no flat storage. Use a dense param.")
+            format_of(param.dtype, name)
+            dense_strides(param)
+            if param.numel():
+                span = sum((size - 1) * stride for size, stride in zip(param.shape, param.stride(), strict=True)) + 1
+                memory.append((param.data_ptr(), param.data_ptr() + span * param.element_size(), name))
+        memory.sort()
+        for (_, end, name), (start, _, other) in zip(memory, memory[1:], strict=False):
+            if start < end:
+                raise BindingError(
+                    f"{name} and {other} share memory but are two params: bound apart they would drift apart. Tie them by "
+                    "using one nn.Parameter object for both."
+                )
+
+    def bind(self, candidates: Sequence[tuple[str, torch.nn.Parameter, Group]]) -> None:
+        """Makes buckets and shards for these params, in backward order, and applies what was loaded for them."""
+
+        def key(candidate: tuple[str, torch.nn.Parameter, Group]) -> tuple[str, str, tuple[str, ...]]:
+            _, param, group = candidate
+            return str(param.device), str(param.dtype), self.rule.variant(group).states
+
+        # Backward runs from the last param to the first; sorting is stable, so each kind keeps that order.
+        backward = sorted(reversed(candidates), key=key)
+        for (_, _, states), same_kind in groupby(backward, key=key):
+            kind = list(same_kind)
+            sizes = [param.numel() * param.element_size() for _, param, _ in kind]
+            for indices in split_into_buckets(sizes, self.options.tuning.bucket_bytes):
+                self._make_shard([kind[index] for index in indices], states)
+
+    def _make_shard(self, members: list[tuple[str, torch.nn.Parameter, Group]], states: tuple[str, ...]) -> None:
+        params = [param for _, param, _ in members]
+        layout = BucketLayout(tuple(param.numel() for param in params), self.num_shards)
+        shard = Shard(Bucket(params, layout), self.shard_rank, states)
+        self.shards.append(shard)
+        for index, (name, param, _) in enumerate(members):
+            entry = Entry(param, name, shard, index, param._version)
+            self.entries[param] = entry
+            if param in self.loaded:
+                self.apply(entry, self.loaded.pop(param))
+
+    def release(self) -> None:
+        """Gives every param storage of its own and forgets the states."""
+        for shard in self.shards:
+            shard.bucket.release()
+        self.shards, self.entries = [], {}
+
+    # -- weights written by others ---------------------------------------------------------------------------------
+
+    def follow_written_params(self) -> None:
+        """Masters follow params whose version moved: weights were loaded, clamped or averaged in place."""
+        for entry in self.entries.values():
+            if entry.param._version != entry.version:
+                entry.shard.refresh_master(entry.index)
+                entry.version = entry.param._version
+
+    def refresh_masters(self) -> None:
+        for entry in self.entries.values():
+            entry.shard.refresh_master(entry.index)
+            entry.version = entry.param._version
+
+    # -- loaded states ---------------------------------------------------------------------------------------------
+
+    def check_loadable(self, param: torch.nn.Parameter, name: str, group: Group, loaded: Loaded) -> None:
+        """Raises StateError if this state is not one that the rule keeps for this param. Changes nothing."""
+        needed = self.rule.variant(group).states
+        # SGD's first momentum comes with its first step: absent is what torch saves before it.
+        missing = [state for state in needed if state not in loaded.tensors] if loaded.step else []
+        unknown = [state for state in loaded.tensors if state not in (*needed, "master")]
+        if missing or unknown:
+            raise StateError(
+                f"the state of {name} does not fit {self.rule.name}: missing {missing}, not known {unknown}; it needs "
+                f"{list(needed)}. Loading it would train on from other moments than were saved. It is probably the state "
+                "of another optimizer or of other flags (amsgrad, momentum, centered)."
+            )
+        for state, tensor in loaded.tensors.items():
+            if tensor.shape != param.shape:
+                raise StateError(
+                    f"{state} of {name} has shape {tuple(tensor.shape)}, the param {tuple(param.shape)}: this is the "
+                    "state of another model. Load the state dict that was saved with this one."
+                )
+            if isinstance(tensor, Part):
+                self._check_part(param, state, name, tensor)
+
+    def _check_part(self, param: torch.nn.Parameter, state: str, name: str, part: Part) -> None:
+        entry = self.entries.get(param)
+        if entry is None:
+            return  # where its slice will lie is known at binding; apply() checks again
+        where = entry.shard.slice_of(entry.index)
+        end = where.start + where.local.stop - where.local.start
+        if end > where.start and not (part.start <= where.start and end <= part.start + part.local.numel()):
+            raise StateError(
+                f"{state} of {name}: this rank needs elements [{where.start}:{end}], the part holds "
+                f"[{part.start}:{part.start + part.local.numel()}]. Call consolidate_state_dict() on the optimizer that it "
+                "comes from, and load the consolidated dict."
+            )
+
+    def apply(self, entry: Entry, loaded: Loaded) -> None:
+        """Writes a loaded state into the shard."""
+        shard = entry.shard
+        shard.ensure_states(name for name in loaded.tensors if name != "master")
+        for name, tensor in loaded.tensors.items():
+            if name == "master" and shard.master is None:
+                continue
+            if isinstance(tensor, Part):
+                self._check_part(entry.param, name, entry.name, tensor)
+                shard.write(name, entry.index, tensor.start, tensor.local)
+            else:
+                shard.write_whole(name, entry.index, tensor.detach())
+        # The model's own weights are the truth; the loaded master only refines those that it rounds to.
+        shard.refresh_master(entry.index)
+        entry.version = entry.param._version
+        entry.step, entry.carried, entry.has_state = loaded.step, dict(loaded.carried), True
+
+
+def named_params(groups: Sequence[Group]) -> Iterator[tuple[str, torch.nn.Parameter, Group]]:
+    """Every param with a name for messages and its group, in the order of the groups."""
+    for number, group in enumerate(groups):
+        names = group.get("param_names")
+        for index, param in enumerate(group["params"]):
+            where = f"param {index} of group {number} (shape {tuple(param.shape)})"
+            yield (f"{where} {names[index]!r}" if names else where), param, group
+
+
+def _describe(tensor: torch.Tensor) -> str:
+    return f"{tensor.dtype} of shape {tuple(tensor.shape)} on {tensor.device}"

@@ -1,0 +1,43 @@
+"""The errors that shardopt raises on its own account.
+
+::
+
+    ShardoptError                 base of all of them, a RuntimeError
+     +-- RuleError                an update rule that cannot be translated (names file and line)
+     +-- BindingError             params that are not, or no longer, where the optimizer can update them
+     +-- DisagreementError        ranks that do not hold, or do not do, the same thing
+     +-- CommunicationError       a peer that died, stalled or left: names the phase of the step
+     +-- StateError               a state dict that does not fit, or a part that cannot be saved as it is
+     +-- UnsupportedVersionError  a missing or untested Triton, Numba or torch
+
+Mistakes that ``torch.optim`` itself reports keep torch's type and message. Every message says what was found,
+what would have gone wrong, and the call to make next.
+"""
+
+
+class ShardoptError(RuntimeError):
+    """Base class of shardopt's errors."""
+
+
+class RuleError(ShardoptError):
+    """The source of an update rule uses something outside the vocabulary."""
+
+
+class BindingError(ShardoptError):
+    """A param cannot be taken into a bucket, or was moved after it had been."""
+
+
+class DisagreementError(ShardoptError):
+    """Ranks differ in their params, options, gradients or calls."""
+
+
+class CommunicationError(ShardoptError):
+    """A collective did not finish: a peer is gone or late."""
+
+
+class StateError(ShardoptError):
+    """A state dict does not fit this optimizer, or a part cannot answer what it was asked."""
+
+
+class UnsupportedVersionError(ShardoptError):
+    """A library that a kernel needs is missing or has a version that was never tested."""

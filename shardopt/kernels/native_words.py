@@ -1,0 +1,174 @@
+"""Numba spellings of the words that kernels use: memory by address, bits, rounding, the vocabulary of rules.
+
+Kernels take raw addresses: a NumPy array argument costs a microsecond each to unbox, and its wrap-around indexing keeps
+LLVM from using full vectors. Loads and stores of different streams are marked as not aliasing; without the mark the
+vectoriser gives up beyond a few streams (its run-time checks grow with their square).
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from llvmlite import ir
+from numba import njit, types
+from numba.extending import intrinsic
+
+_FLOAT, _HALF = ir.FloatType(), ir.HalfType()
+_LLVM_TYPES = {
+    types.float32: _FLOAT,
+    types.uint16: ir.IntType(16),
+    types.int32: ir.IntType(32),
+    types.int64: ir.IntType(64),
+}
+# Streams a kernel may hold: gradient, param, master, states. Tables are read through stream TABLE.
+MAX_STREAMS = 16
+TABLE = MAX_STREAMS - 1
+
+
+def _mark_stream(builder: Any, instruction: Any, stream: int) -> None:
+    """This access touches memory of its stream only (LLVM's scoped no-alias metadata)."""
+    module = builder.module
+    domain = module.add_metadata(["shardopt streams"])
+    scopes = [module.add_metadata([f"stream {index}", domain]) for index in range(MAX_STREAMS)]
+    instruction.set_metadata("alias.scope", module.add_metadata([scopes[stream]]))
+    others = [scope for index, scope in enumerate(scopes) if index != stream]
+    instruction.set_metadata("noalias", module.add_metadata(others))
+
+
+def _element(builder: Any, address: Any, index: Any, kind: Any) -> Any:
+    return builder.gep(builder.inttoptr(address, _LLVM_TYPES[kind].as_pointer()), [index], inbounds=True)
+
+
+def _make_load(kind: Any) -> Any:
+    @intrinsic(prefer_literal=True)
+    def load(typing_context: Any, address: Any, index: Any, stream: Any) -> Any:
+        number = stream.literal_value
+
+        def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            value = builder.load(_element(builder, arguments[0], arguments[1], kind), align=kind.bitwidth // 8)
+            _mark_stream(builder, value, number)
+            return value
+
+        return kind(types.int64, types.int64, stream), emit
+
+    return load
+
+
+def _make_store(kind: Any) -> Any:
+    @intrinsic(prefer_literal=True)
+    def store(typing_context: Any, address: Any, index: Any, value: Any, stream: Any) -> Any:
+        number = stream.literal_value
+
+        def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            target = _element(builder, arguments[0], arguments[1], kind)
+            _mark_stream(builder, builder.store(arguments[2], target, align=kind.bitwidth // 8), number)
+            return context.get_dummy_value()
+
+        return types.void(types.int64, types.int64, kind, stream), emit
+
+    return store
+
+
+def _make_unary(result: Any, argument: Any, emit: Callable[[Any, Any], Any]) -> Any:
+    @intrinsic
+    def word(typing_context: Any, x: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            return emit(builder, arguments[0])
+
+        return result(argument), generate
+
+    return word
+
+
+def _llvm_unary(name: str) -> Callable[[Any, Any], Any]:
+    def emit(builder: Any, x: Any) -> Any:
+        return builder.call(builder.module.declare_intrinsic(f"llvm.{name}", [_FLOAT]), [x])
+
+    return emit
+
+
+load_f32, store_f32 = _make_load(types.float32), _make_store(types.float32)
+load_u16, store_u16 = _make_load(types.uint16), _make_store(types.uint16)
+load_i32, store_i32 = _make_load(types.int32), _make_store(types.int32)
+load_i64, store_i64 = _make_load(types.int64), _make_store(types.int64)
+
+to_bits = _make_unary(types.int32, types.float32, lambda builder, x: builder.bitcast(x, ir.IntType(32)))
+from_bits = _make_unary(types.float32, types.int32, lambda builder, x: builder.bitcast(x, _FLOAT))
+half_to_f32 = _make_unary(
+    types.float32, types.uint16, lambda builder, x: builder.fpext(builder.bitcast(x, _HALF), _FLOAT)
+)
+f32_to_half = _make_unary(
+    types.uint16, types.float32, lambda builder, x: builder.bitcast(builder.fptrunc(x, _HALF), ir.IntType(16))
+)
+sqrt = _make_unary(types.float32, types.float32, _llvm_unary("sqrt"))
+abs = _make_unary(types.float32, types.float32, _llvm_unary("fabs"))
+
+
+@intrinsic
+def where(typing_context: Any, condition: Any, x: Any, y: Any) -> Any:
+    """A select, never a branch: a branch inside the loop would stop it from being vectorised."""
+
+    def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.select(*arguments)
+
+    return types.float32(types.boolean, types.float32, types.float32), emit
+
+
+# IEEE arithmetic as written: no fastmath, so LLVM neither reorders nor contracts into FMA; NumPy's error model, because
+# Python's would test every divisor for zero.
+COMPILE_OPTIONS = {"nogil": True, "error_model": "numpy", "boundscheck": False, "fastmath": False}
+
+
+@njit(**COMPILE_OPTIONS)
+def f32(x: Any) -> Any:
+    return types.float32(x)
+
+
+@njit(**COMPILE_OPTIONS)
+def sign(x: Any) -> Any:
+    return where(x > f32(0.0), f32(1.0), where(x < f32(0.0), f32(-1.0), f32(0.0)))
+
+
+@njit(**COMPILE_OPTIONS)
+def minimum(x: Any, y: Any) -> Any:
+    return where((x < y) | (x != x), x, y)
+
+
+@njit(**COMPILE_OPTIONS)
+def maximum(x: Any, y: Any) -> Any:
+    return where((x > y) | (x != x), x, y)
+
+
+@njit(**COMPILE_OPTIONS)
+def clamp(x: Any, low: Any, high: Any) -> Any:
+    return minimum(maximum(x, low), high)
+
+
+@njit(**COMPILE_OPTIONS)
+def widen_bf16(x: Any) -> Any:
+    return from_bits(types.int32(types.uint32(x) << types.uint32(16)))
+
+
+@njit(**COMPILE_OPTIONS)
+def narrow_bf16(x: Any) -> Any:
+    """Round to nearest, ties to even; a NaN keeps being one (0x7fc0) instead of rounding up to infinity or -0."""
+    bits = types.uint32(to_bits(x))
+    rounded = (bits + types.uint32(0x7FFF) + ((bits >> types.uint32(16)) & types.uint32(1))) >> types.uint32(16)
+    return types.uint16(types.uint32(0x7FC0) if x != x else rounded)
+
+
+RULE_WORDS = {
+    "f32": f32,
+    "sqrt": sqrt,
+    "abs": abs,
+    "sign": sign,
+    "minimum": minimum,
+    "maximum": maximum,
+    "clamp": clamp,
+    "where": where,
+}
+# format name -> (load, widen, store, narrow); None: nothing to convert.
+FORMATS: dict[str, tuple[Any, Any, Any, Any]] = {
+    "fp32": (load_f32, None, store_f32, None),
+    "bf16": (load_u16, widen_bf16, store_u16, narrow_bf16),
+    "fp16": (load_u16, half_to_f32, store_u16, f32_to_half),
+}

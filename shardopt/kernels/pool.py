@@ -1,0 +1,49 @@
+"""Threads that run native kernels over ranges of blocks.
+
+Kernels run only on these threads, never on the caller's: another library may have set the caller's flush-to-zero mode
+(``torch.set_flush_denormal``, code built with ``-ffast-math``), and then bits would depend on which thread took which
+block. Subnormals are kept here, as on the GPU.
+"""
+
+import itertools
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
+
+import torch
+
+# Blocks that a thread takes at a time: 1 MiB of fp32 a stream. Measured on 2 cores: from a quarter of this to 16 times
+# it the bandwidth is the same; smaller ranges let a thread that was held up be helped by the others.
+BLOCKS_PER_RANGE = 1024
+
+_lock = threading.Lock()
+_pools: dict[int, ThreadPoolExecutor] = {}
+# A forked child (a DataLoader worker) has the table but not the threads.
+os.register_at_fork(after_in_child=_pools.clear)
+
+
+def run_over_blocks(kernel: Callable[[int, int], None], num_blocks: int) -> None:
+    """Calls ``kernel(first, last)`` until ``[0, num_blocks)`` is covered, on as many threads as torch would use."""
+    ranges = itertools.count(0, BLOCKS_PER_RANGE)  # its next() is atomic under the GIL
+
+    def work() -> None:
+        while (first := next(ranges)) < num_blocks:
+            kernel(first, min(first + BLOCKS_PER_RANGE, num_blocks))
+
+    num_ranges = -(-num_blocks // BLOCKS_PER_RANGE)
+    num_threads = min(torch.get_num_threads(), num_ranges)
+    pool = _pool(torch.get_num_threads())
+    tasks = [pool.submit(work) for _ in range(num_threads)]
+    wait(tasks)
+    for task in tasks:
+        task.result()
+
+
+def _pool(num_threads: int) -> ThreadPoolExecutor:
+    with _lock:
+        if num_threads not in _pools:
+            _pools[num_threads] = ThreadPoolExecutor(
+                num_threads, thread_name_prefix="shardopt", initializer=torch.set_flush_denormal, initargs=(False,)
+            )
+        return _pools[num_threads]

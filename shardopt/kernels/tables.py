@@ -1,0 +1,44 @@
+"""What a kernel is handed: the shard's streams and the small tables that steer it.
+
+``row_of_block`` gives each block of 256 elements a row; a row holds one param's scalars, where its gradient lies and
+where the param ends in the shard. So params of several groups and step counts share one launch, gradients are read
+where backward left them, and a skipped param is a row whose end is 0::
+
+    shard          |  w1 w1 w1.. | w2.. | w3 w3.. |        one character a block, .. the padding of a last block
+    row_of_block   |  0  0  0    | 1    | 2  2    |  int32
+    rows           |  (grad_at, end) of w1, w2, w3   |  int64
+    scalars        |  (beta2, step_size, ...) of w1, w2, w3   |  fp32
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+BLOCK = 256  # elements: the grain of layouts, norms, scalars and quantisation
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """Where the gradients of one shard are.
+
+    ``rows[r] = (grad_at, end)``: ``grad_at`` is the address that the gradient of the shard's element 0 would have if
+    the param of row ``r`` reached that far (so element ``i`` is at ``grad_at + i * itemsize``), ``end`` the index in
+    the shard just behind the param; 0 for a param that is skipped.
+    """
+
+    row_of_block: torch.Tensor  # 1D [num_blocks] int32
+    rows: torch.Tensor  # 2D [num_rows, 2] int64
+    aligned: bool  # whether every grad_at is a multiple of 16 bytes
+
+    @property
+    def num_blocks(self) -> int:
+        return self.row_of_block.numel()
+
+
+@dataclass(frozen=True)
+class Streams:
+    """The tensors that one pass reads and writes, each 1D and as long as the shard."""
+
+    param: torch.Tensor
+    master: torch.Tensor | None  # fp32; None where the param itself is fp32
+    states: tuple[torch.Tensor, ...]  # fp32, in the order of the variant

@@ -1,0 +1,90 @@
+"""From a rule's straight-line source to the text of a native loop body and of a Triton function.
+
+Both are printed from one parsed tree, statement by statement, in the order in which the rule was written. What differs
+is the spelling: Triton's plain ``/`` and ``sqrt`` compile to approximations, so they become ``div_rn`` and ``sqrt_rn``;
+Numba's bare literals are float64, so they become ``f32(...)``.
+"""
+
+import ast
+import hashlib
+import linecache
+import types
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+
+class Arithmetic(Protocol):
+    """What the kernels ask of a rule's variant."""
+
+    @property
+    def rule(self) -> str: ...
+
+    @property
+    def states(self) -> tuple[str, ...]: ...
+
+    @property
+    def scalars(self) -> tuple[str, ...]: ...
+
+    @property
+    def source(self) -> str:
+        """Assignments on ``param``, ``grad``, ``state_<name>``, ``s_<name>`` and locals, one a line."""
+
+
+def native_body(variant: Arithmetic) -> list[str]:
+    """The rule as statements on fp32 scalars, to be placed inside the native kernel's loop."""
+    return _spell(variant.source, _Native())
+
+
+def triton_function(variant: Arithmetic) -> str:
+    """The rule as a function ``(param, grad, states, scalars) -> (param, states)`` on tiles; states are a tuple."""
+    lines = [f"def {variant.rule}(param, grad, states, scalars):"]
+    lines += [f"    state_{name} = states[{index}]" for index, name in enumerate(variant.states)]
+    lines += [f"    s_{name} = scalars[{index}]" for index, name in enumerate(variant.scalars)]
+    lines += [f"    {line}" for line in _spell(variant.source, _Triton())]
+    lines += [f"    return param, ({''.join(f'state_{name}, ' for name in variant.states)})"]
+    return "\n".join(lines) + "\n"
+
+
+def function_from_source(text: str, kind: str, names: Mapping[str, Any]) -> Callable[..., Any]:
+    """The one function that ``text`` (ours, printed from a checked tree) defines, with ``names`` as its globals.
+
+    ``linecache`` is told of the text because Triton reads a kernel through ``inspect``, and for tracebacks. Nothing is
+    run here: the function's code object is taken out of the compiled module.
+    """
+    file = f"<shardopt {kind} {hashlib.sha256(text.encode()).hexdigest()[:12]}>"
+    linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
+    module = compile(text, file, "exec")
+    code = next(constant for constant in module.co_consts if isinstance(constant, types.CodeType))
+    function = types.FunctionType(code, {**names, "__name__": __name__, "__builtins__": {"range": range}}, code.co_name)
+    function.__module__ = __name__
+    return function
+
+
+def _spell(source: str, transformer: ast.NodeTransformer) -> list[str]:
+    tree = ast.fix_missing_locations(transformer.visit(ast.parse(source)))
+    return [ast.unparse(statement) for statement in tree.body]
+
+
+def _call(name: str, *arguments: ast.expr) -> ast.Call:
+    return ast.Call(ast.parse(name, mode="eval").body, list(arguments), [])
+
+
+class _Native(ast.NodeTransformer):
+    def visit_Constant(self, node: ast.Constant) -> ast.expr:
+        return _call("f32", node)
+
+    def visit_UnaryOp(self, node: ast.UnaryOp) -> ast.expr:
+        # Only literals are negated in a variant's source.
+        return _call("f32", node)
+
+
+class _Triton(ast.NodeTransformer):
+    def visit_BinOp(self, node: ast.BinOp) -> ast.expr:
+        self.generic_visit(node)
+        return _call("tl.div_rn", node.left, node.right) if isinstance(node.op, ast.Div) else node
+
+    def visit_Call(self, node: ast.Call) -> ast.expr:
+        self.generic_visit(node)
+        name = {"sqrt": "tl.sqrt_rn", "abs": "tl.abs", "where": "tl.where"}
+        assert isinstance(node.func, ast.Name)
+        return _call(name.get(node.func.id, node.func.id), *node.args)

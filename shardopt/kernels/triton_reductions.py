@@ -1,0 +1,124 @@
+"""Triton twin of the block sums; ``reductions.py`` says what they are."""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from .formats import Format
+from .reductions import BlockSums
+from .tables import BLOCK, Gradients
+from .triton_step import BLOCKS_PER_PROGRAM, GRAD_TYPES, NUM_WARPS
+from .triton_words import widen
+
+
+@triton.jit
+def load_gradients(  # type: ignore[no-untyped-def]
+    row_of_block_ptr,
+    rows_ptr,
+    num_blocks,
+    GRAD_TYPE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    """This program's blocks [BLOCKS], which of them exist, their gradients [BLOCKS, BLOCK] with zeros for what is not."""
+    blocks = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
+    inside = blocks < num_blocks
+    row = tl.load(row_of_block_ptr + blocks, mask=inside, other=0).to(tl.int64)
+    grad_at = tl.load(rows_ptr + row * 2)
+    end = tl.load(rows_ptr + row * 2 + 1)
+    start = blocks * BLOCK
+    active = (inside & (start < end))[:, None]
+    offsets = start[:, None] + tl.arange(0, BLOCK)[None, :]
+    grad_ptrs = grad_at.to(tl.pointer_type(GRAD_TYPE))[:, None] + offsets
+    if ALIGNED:
+        grad_ptrs = tl.max_contiguous(tl.multiple_of(grad_ptrs, (1, 16)), (1, BLOCK))
+    partial = active & (start + BLOCK > end)[:, None]
+    if tl.sum(partial.to(tl.int32)) == 0:
+        grad = tl.load(grad_ptrs, mask=active, other=0)
+    else:
+        grad = tl.load(grad_ptrs, mask=active & (offsets < end[:, None]), other=0)
+    return blocks, inside, grad
+
+
+@triton.jit(do_not_specialize=["num_blocks", "unscale"])
+def block_sums_kernel(  # type: ignore[no-untyped-def]
+    row_of_block_ptr,  # [num_blocks] int32
+    rows_ptr,  # [num_rows, 2] int64
+    mantissa_ptr,  # [num_blocks] int64
+    exponent_ptr,  # [num_blocks] int32, as the next two
+    largest_ptr,
+    nonfinite_ptr,
+    num_blocks,
+    unscale,  # fp32
+    GRAD: tl.constexpr,
+    GRAD_TYPE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    blocks, inside, grad = load_gradients(
+        row_of_block_ptr, rows_ptr, num_blocks, GRAD_TYPE=GRAD_TYPE, ALIGNED=ALIGNED, BLOCK=BLOCK, BLOCKS=BLOCKS
+    )
+    bits = (widen(grad, GRAD) * unscale).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    finite = bits < 0x7F800000
+    bits = tl.where(finite, bits, 0)
+    # Maxima and integer sums: the same in whatever order the hardware takes them.
+    top = tl.max(bits, axis=1)
+    grid = tl.maximum(top >> 23, 1)
+    whole = (bits & 0x7FFFFF) | tl.where(bits > 0x7FFFFF, 0x800000, 0)
+    drop = tl.minimum(grid[:, None] - tl.maximum(bits >> 23, 1), 31)
+    q = ((whole << 3) >> drop).to(tl.int64)
+    tl.store(mantissa_ptr + blocks, tl.sum(q * q, axis=1), mask=inside)
+    tl.store(exponent_ptr + blocks, grid, mask=inside)
+    tl.store(largest_ptr + blocks, top, mask=inside)
+    tl.store(nonfinite_ptr + blocks, tl.sum(tl.where(finite, 0, 1), axis=1), mask=inside)
+
+
+@triton.jit(do_not_specialize=["num_blocks"])
+def count_nonfinite_kernel(  # type: ignore[no-untyped-def]
+    row_of_block_ptr,  # [num_blocks] int32
+    rows_ptr,  # [num_rows, 2] int64
+    counts_ptr,  # [num_blocks] int32
+    num_blocks,
+    GRAD: tl.constexpr,
+    GRAD_TYPE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    blocks, inside, grad = load_gradients(
+        row_of_block_ptr, rows_ptr, num_blocks, GRAD_TYPE=GRAD_TYPE, ALIGNED=ALIGNED, BLOCK=BLOCK, BLOCKS=BLOCKS
+    )
+    bits = widen(grad, GRAD).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    tl.store(counts_ptr + blocks, tl.sum(tl.where(bits < 0x7F800000, 0, 1), axis=1), mask=inside)
+
+
+def launch_block_sums(grad: Format, gradients: Gradients, unscale: float, sums: BlockSums) -> None:
+    """One launch for the whole shard, on the current stream."""
+    columns = (sums.mantissa, sums.exponent, sums.largest, sums.nonfinite)
+    _launch(block_sums_kernel, grad, gradients, *columns, gradients.num_blocks, unscale)
+
+
+def launch_count_nonfinite(grad: Format, gradients: Gradients, counts: torch.Tensor) -> None:
+    """One launch for the whole shard, on the current stream."""
+    _launch(count_nonfinite_kernel, grad, gradients, counts, gradients.num_blocks)
+
+
+def _launch(kernel: Any, grad: Format, gradients: Gradients, *arguments: Any) -> None:
+    if gradients.num_blocks == 0:
+        return
+    kernel[(triton.cdiv(gradients.num_blocks, BLOCKS_PER_PROGRAM),)](
+        gradients.row_of_block,
+        gradients.rows,
+        *arguments,
+        GRAD=grad.name,
+        GRAD_TYPE=GRAD_TYPES[grad.name],
+        ALIGNED=gradients.aligned,
+        BLOCK=BLOCK,
+        BLOCKS=BLOCKS_PER_PROGRAM,
+        num_warps=NUM_WARPS,
+        enable_fp_fusion=False,
+    )

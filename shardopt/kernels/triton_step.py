@@ -1,0 +1,127 @@
+"""The Triton kernel: one pass over a shard on a GPU, generic over the rule, its states and the formats.
+
+The rule arrives as a compile-time function, the states as a tuple of pointers. Everything that changes from step to
+step (scalars, gradient addresses, which params are skipped) is data, so that nothing is compiled twice.
+"""
+
+import functools
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from .spec import StepSpec
+from .tables import BLOCK, Gradients, Streams
+from .translate import Arithmetic, function_from_source, triton_function
+from .triton_words import RULE_WORDS, narrow, widen
+
+# Blocks of 256 that one program updates, and its warps: 8 elements a thread, which is one 128-bit access for 16-bit
+# streams and two for fp32.
+BLOCKS_PER_PROGRAM = 4
+NUM_WARPS = 4
+
+GRAD_TYPES = {"fp32": tl.float32, "bf16": tl.int16, "fp16": tl.float16}
+
+
+@triton.jit(do_not_specialize=["num_blocks", "unscale", "clip"])
+def step_kernel(  # type: ignore[no-untyped-def]
+    param_ptr,  # [num_blocks * 256] PARAM
+    master_ptr,  # [num_blocks * 256] fp32; the param itself where that is fp32
+    state_ptrs,  # tuple of [num_blocks * 256] fp32
+    row_of_block_ptr,  # [num_blocks] int32
+    rows_ptr,  # [num_rows, 2] int64: address of the gradient of element 0 of the shard; end of the param in the shard
+    scalars_ptr,  # [num_rows, NUM_SCALARS] fp32
+    num_blocks,
+    unscale,  # fp32: 1 / loss scale
+    clip,  # fp32: factor of the global-norm clipping
+    RULE: tl.constexpr,  # (param, grad, states, scalars) -> (param, states)
+    NUM_SCALARS: tl.constexpr,
+    PARAM: tl.constexpr,  # format names
+    GRAD: tl.constexpr,
+    GRAD_TYPE: tl.constexpr,
+    ALIGNED: tl.constexpr,  # whether every gradient starts on 16 bytes
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    # 64 bits before the first product: shards pass 2**31 elements.
+    blocks = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
+    inside = blocks < num_blocks
+    row = tl.load(row_of_block_ptr + blocks, mask=inside, other=0).to(tl.int64)
+    grad_at = tl.load(rows_ptr + row * 2)
+    end = tl.load(rows_ptr + row * 2 + 1)
+    start = blocks * BLOCK
+    # The masks of param and states are constant along a block, which keeps their accesses 128 bits wide: a shard is a
+    # whole number of blocks, and what pads a param's last block is computed on zeros and never read.
+    active = (inside & (start < end))[:, None]
+    offsets = start[:, None] + tl.arange(0, BLOCK)[None, :]  # [BLOCKS, 256]
+
+    scalars = ()
+    for index in tl.static_range(NUM_SCALARS):
+        scalars = scalars + (tl.load(scalars_ptr + row * NUM_SCALARS + index)[:, None],)  # noqa: RUF005
+    param = tl.load(master_ptr + offsets, mask=active, other=0.0)
+    states = ()
+    for index in tl.static_range(len(state_ptrs)):
+        states = states + (tl.load(state_ptrs[index] + offsets, mask=active, other=0.0),)  # noqa: RUF005
+
+    grad_ptrs = grad_at.to(tl.pointer_type(GRAD_TYPE))[:, None] + offsets
+    if ALIGNED:
+        grad_ptrs = tl.max_contiguous(tl.multiple_of(grad_ptrs, (1, 16)), (1, BLOCK))
+    # Gradients are not padded: only a program that holds the end of a param pays for masks element by element.
+    partial = active & (start + BLOCK > end)[:, None]
+    if tl.sum(partial.to(tl.int32)) == 0:
+        grad = tl.load(grad_ptrs, mask=active, other=0)
+    else:
+        grad = tl.load(grad_ptrs, mask=active & (offsets < end[:, None]), other=0)
+    grad = widen(grad, GRAD) * unscale * clip
+
+    param, states = RULE(param, grad, states, scalars)
+
+    tl.store(master_ptr + offsets, param, mask=active)
+    if PARAM != "fp32":
+        tl.store(param_ptr + offsets, narrow(param, PARAM), mask=active)
+    for index in tl.static_range(len(state_ptrs)):
+        tl.store(state_ptrs[index] + offsets, states[index], mask=active)
+
+
+@functools.lru_cache(maxsize=None)
+def rule_function(variant: Arithmetic) -> Any:
+    """The rule as a jit function that :func:`step_kernel` takes."""
+    return triton.jit(function_from_source(triton_function(variant), "triton", RULE_WORDS))
+
+
+def constants(spec: StepSpec, aligned: bool) -> dict[str, Any]:
+    """The kernel's compile-time arguments."""
+    return {
+        "RULE": rule_function(spec.variant),
+        "NUM_SCALARS": len(spec.variant.scalars),
+        "PARAM": spec.param.name,
+        "GRAD": spec.grad.name,
+        "GRAD_TYPE": GRAD_TYPES[spec.grad.name],
+        "ALIGNED": aligned,
+        "BLOCK": BLOCK,
+        "BLOCKS": BLOCKS_PER_PROGRAM,
+    }
+
+
+def launch_step(
+    spec: StepSpec, streams: Streams, gradients: Gradients, scalars: torch.Tensor, unscale: float, clip: float
+) -> None:
+    """One launch for the whole shard, on the current stream."""
+    num_blocks = gradients.num_blocks
+    if num_blocks == 0:
+        return
+    step_kernel[(triton.cdiv(num_blocks, BLOCKS_PER_PROGRAM),)](
+        streams.param.view(spec.param.storage),
+        streams.param if streams.master is None else streams.master,
+        streams.states,
+        gradients.row_of_block,
+        gradients.rows,
+        scalars,
+        num_blocks,
+        unscale,
+        clip,
+        **constants(spec, gradients.aligned),
+        num_warps=NUM_WARPS,
+        enable_fp_fusion=False,  # no contraction into FMA: the bits of the native kernel
+    )

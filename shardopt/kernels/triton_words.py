@@ -1,0 +1,49 @@
+"""Triton spellings of the words that kernels use: the vocabulary of rules, widening and rounding."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def sign(x):  # type: ignore[no-untyped-def]
+    return tl.where(x > 0.0, 1.0, tl.where(x < 0.0, -1.0, 0.0))
+
+
+@triton.jit
+def minimum(x, y):  # type: ignore[no-untyped-def]
+    return tl.where((x < y) | (x != x), x, y)
+
+
+@triton.jit
+def maximum(x, y):  # type: ignore[no-untyped-def]
+    return tl.where((x > y) | (x != x), x, y)
+
+
+@triton.jit
+def clamp(x, low, high):  # type: ignore[no-untyped-def]
+    return minimum(maximum(x, low), high)
+
+
+@triton.jit
+def widen(x, FORMAT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """To fp32, exactly. bf16 arrives as its bits in int16."""
+    if FORMAT == "bf16":
+        return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    else:
+        return x.to(tl.float32)
+
+
+@triton.jit
+def narrow(x, FORMAT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """From fp32, to nearest, ties to even. The bf16 of a NaN is 0x7fc0: rounding its bits could give infinity or -0."""
+    if FORMAT == "bf16":
+        bits = x.to(tl.uint32, bitcast=True)
+        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        return tl.where(x != x, 0x7FC0, rounded).to(tl.uint16).to(tl.int16, bitcast=True)
+    elif FORMAT == "fp16":
+        return x.to(tl.float16)
+    else:
+        return x
+
+
+RULE_WORDS = {"tl": tl, "sign": sign, "minimum": minimum, "maximum": maximum, "clamp": clamp}

@@ -1,0 +1,350 @@
+"""The face towards torch: an optimizer that schedulers, scalers, DDP scripts and frameworks take for torch's own."""
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, TypeVar, Unpack
+
+import torch
+
+from .binding import Binding, Entry, Loaded, named_params
+from .config import OptionKeywords, Options
+from .errors import ShardoptError, StateError
+from .partition.collectives import Ranks
+from .part import Part
+from .rules import Rule
+from .step import Scaling, run_step
+
+Optimizer = TypeVar("Optimizer", bound="ShardedOptimizer")
+Closure = Callable[[], Any]
+
+
+class ShardedOptimizer(torch.optim.Optimizer):
+    """Any rule as a ``torch.optim.Optimizer`` whose masters and states are sharded over ranks.
+
+    The classes of :mod:`shardopt.optim` are this one with torch's names and arguments. Use it directly for a rule of
+    your own::
+
+        opt = ShardedOptimizer(model.parameters(), {"lr": 1e-3, "beta": 0.9}, rule=my_rule)
+
+    Nothing is allocated and no rank is talked to before the first ``step()``: move, cast, load and wrap the model as
+    you like until then. Every rank of the process group must take every step.
+
+    Args:
+        params: as for ``torch.optim``: tensors, named tensors or param groups.
+        defaults: hyper-parameters of groups that do not set their own.
+        rule: the arithmetic, made by :func:`shardopt.rules.rule`.
+        **options: see :class:`shardopt.config.Options`.
+    """
+
+    def __init__(self, params: Any, defaults: dict[str, Any], *, rule: Rule, **options: Unpack[OptionKeywords]):
+        self.rule = rule
+        self.options = Options(**options)
+        self._binding: Binding | None = None
+        self._loaded: dict[torch.nn.Parameter, Loaded] = {}  # from load_state_dict, until the params are bound
+        self._consolidated: dict[torch.nn.Parameter, dict[str, Any]] | None = None
+        self._closed = False
+        self.grad_norm: float | None = None
+        """Global 2-norm of the last step's gradients before clipping, where ``max_grad_norm`` was given."""
+        if defaults.get("fused"):
+            # GradScaler asks for this: it then hands over scale and overflow instead of calling step() or not.
+            self._step_supports_amp_scaling = True
+        super().__init__(params, defaults)
+
+    # -- param groups ----------------------------------------------------------------------------------------------
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's; in mid-training the new params are bound, in buckets of their own, at the next step.
+
+        Raises:
+            ValueError: a param appears twice, in this group or in another.
+            TypeError: a param is complex.
+        """
+        super().add_param_group(param_group)
+        params = self.param_groups[-1]["params"]
+        problem: Exception | None = None
+        if len({id(param) for param in params}) != len(params):
+            problem = ValueError(
+                "a param appears twice in one param group: it would be updated once here and twice by torch, and its step "
+                "count would lie. Remove the duplicate; model.parameters() lists tied params once."
+            )
+        elif any(param.is_complex() for param in params):
+            problem = TypeError(
+                "complex params are not supported: the fused update would drop their imaginary part. Use torch.view_as_real "
+                "on the param, or give it to a torch.optim optimizer of its own."
+            )
+        if problem is not None:
+            self.param_groups.pop()
+            raise problem
+
+    # -- the step --------------------------------------------------------------------------------------------------
+
+    def step(self, closure: Closure | None = None) -> Any:  # type: ignore[override]
+        """Updates every param that has a gradient. Every rank must make this call.
+
+        Args:
+            closure: re-evaluates the model and returns the loss; on every rank or on none.
+
+        Returns:
+            What the closure returned.
+
+        Raises:
+            ShardoptError: see :mod:`shardopt.errors`; unless the message says otherwise, nothing changed on any rank.
+        """
+        if self._closed:
+            raise ShardoptError("this optimizer was closed and its states released: construct a new one.")
+        loss, problem = None, None
+        if closure is not None:
+            try:
+                with torch.enable_grad():
+                    loss = closure()
+            except Exception as error:  # raised on every rank by run_step, so that no rank waits for this one
+                problem = error
+        with torch.no_grad():
+            call = {"closure": closure is not None}
+            outcome = run_step(self._bound(), self.param_groups, self._scaling(), call, problem)
+        self.grad_norm = outcome.grad_norm
+        if outcome.updated:
+            self._consolidated = None
+        return loss
+
+    def _bound(self) -> Binding:
+        if self._binding is None:
+            ranks = Ranks(self.options.process_group, self.options.tuning.deadline)
+            self._binding = Binding(self.rule, self.options, ranks)
+            self._binding.loaded = self._loaded
+        return self._binding
+
+    def _scaling(self) -> Scaling:
+        scale, found = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        return Scaling(1.0 if scale is None else float(scale), found is not None and bool(found))
+
+    def refresh_masters(self) -> None:
+        """Makes masters follow params that were written through ``.data``, which leaves no trace to notice.
+
+        Params written in place (``load_state_dict``, ``copy_``) are noticed without this call. Local: make it on every
+        rank that wrote.
+        """
+        if self._binding is not None:
+            with torch.no_grad():
+                self._binding.refresh_masters()
+
+    # -- states ----------------------------------------------------------------------------------------------------
+
+    @property  # type: ignore[override]
+    def state(self) -> Mapping[torch.nn.Parameter, dict[str, Any]]:
+        """Read-only: param -> its state in torch's form, for params that have taken a step or were loaded.
+
+        Tensors are views of the shard where one rank holds everything, else parts.
+        """
+        if self._consolidated is not None:
+            return self._consolidated
+        states = {}
+        for _, param, group in named_params(self.param_groups):
+            entry = self._binding.entries.get(param) if self._binding is not None else None
+            if entry is not None and entry.has_state:
+                states[param] = self._state_of(entry, group)
+            elif param in self._loaded:
+                loaded = self._loaded[param]
+                states[param] = {**self._counters(loaded.step, loaded.carried), **loaded.tensors}
+        return states
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        """torch's constructor assigns an empty one."""
+        if value:
+            raise StateError("optimizer.state cannot be assigned, it lies in shards: call load_state_dict().")
+
+    def _counters(self, step: int, carried: Mapping[str, float]) -> dict[str, torch.Tensor]:
+        counters = {}
+        if self.rule.counts_steps:
+            # torch keeps fp32; beyond 2**24 that would round the count.
+            counters["step"] = torch.tensor(step, dtype=torch.float32 if step <= 1 << 24 else torch.float64)
+        return counters | {name: torch.tensor(value, dtype=torch.float64) for name, value in carried.items()}
+
+    def _state_of(self, entry: Entry, group: Mapping[str, Any]) -> dict[str, Any]:
+        names = [name for name in self.rule.variant(group).states if name in entry.shard.states]
+        tensors = {name: self._part(entry, name) for name in (*names, *self._master(entry))}
+        return {**self._counters(entry.step, entry.carried), **tensors}
+
+    def _master(self, entry: Entry) -> tuple[str, ...]:
+        return () if entry.shard.master is None else ("master",)
+
+    def _part(self, entry: Entry, name: str) -> torch.Tensor:
+        shard, binding = entry.shard, self._bound()
+        if binding.num_shards == 1:
+            return shard.as_param(shard.whole(name), entry.index)
+        numel, index = shard.bucket.layout.shard_numel, entry.index
+
+        def gather(_: torch.Tensor) -> torch.Tensor:
+            flat = torch.empty(shard.bucket.layout.numel, dtype=torch.float32, device=shard.param.device)
+            flat[shard.bucket.layout.shard_slice(binding.shard_rank)] = shard.whole(name)
+            binding.ranks.wait(binding.ranks.gather_shards(flat, numel, f"gathering {name} of {entry.name}"))
+            return shard.as_param(flat, index).clone()
+
+        return Part(shard.read(name, index), shard.slice_of(index).start, entry.param, gather)
+
+    def consolidate_state_dict(self, to: int = 0) -> None:
+        """Collective: gathers every state on rank ``to``, in host memory; ``state_dict()`` there is then plain tensors.
+
+        It holds until the next step. A dict saved from it loads into the torch class, and here at any number of ranks.
+        """
+        binding = self._binding
+        if binding is None or binding.num_shards == 1:
+            return
+        if not 0 <= to < binding.ranks.size:
+            raise ValueError(f"consolidate_state_dict(to={to}): there are {binding.ranks.size} ranks, 0 to {binding.ranks.size - 1}.")
+        with torch.no_grad():
+            whole: dict[tuple[int, str], torch.Tensor] = {}
+            for number, shard in enumerate(binding.shards):
+                for name in (*shard.states, *(() if shard.master is None else ("master",))):
+                    parts = binding.ranks.collect(shard.whole(name), to, f"consolidating {name}")
+                    if parts is not None:
+                        whole[number, name] = torch.cat([part.cpu() for part in parts])
+        if binding.ranks.rank == to:
+            self._consolidated = self._from_whole(whole)
+
+    def _from_whole(self, whole: Mapping[tuple[int, str], torch.Tensor]) -> dict[torch.nn.Parameter, dict[str, Any]]:
+        binding = self._bound()
+        numbers = {id(shard): number for number, shard in enumerate(binding.shards)}
+        states: dict[torch.nn.Parameter, dict[str, Any]] = {}
+        for param, local in self.state.items():
+            entry = binding.entries.get(param)
+            if entry is None:
+                states[param] = local
+                continue
+            states[param] = {
+                # Cloned: as a view, each saved state would bring the storage of its whole bucket along.
+                name: entry.shard.as_param(whole[numbers[id(entry.shard)], name], entry.index).clone()
+                if isinstance(value, Part)
+                else value
+                for name, value in local.items()
+            }
+        return states
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads a dict of this class or of the torch class, at any number of ranks; each rank takes its part.
+
+        Raises:
+            ValueError: the groups do not match (torch's own messages).
+            StateError: tensors are missing, unknown or of other shapes. Nothing was changed.
+        """
+        state_dict = state_dict.copy()
+        for hook in self._optimizer_load_state_dict_pre_hooks.values():
+            replaced = hook(self, state_dict)
+            if replaced is not None:
+                state_dict = replaced
+        groups = self._loaded_groups(copy.deepcopy(state_dict["param_groups"]))
+        keys = [key for group in state_dict["param_groups"] for key in group["params"]]
+        owners = dict(zip(keys, named_params(groups), strict=True))
+        loaded = {}
+        for key, state in state_dict["state"].items():
+            if key not in owners:
+                raise StateError(
+                    f"the state dict has a state for {key!r}, which none of its param groups lists: it was edited or belongs "
+                    "to another optimizer. Load the dict as it was saved."
+                )
+            name, param, group = owners[key]
+            loaded[param] = self._read_state(param, name, group, state)
+        self._take_over(groups, loaded)
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
+
+    def _loaded_groups(self, saved: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        if len(saved) != len(self.param_groups):
+            raise ValueError("loaded state dict has a different number of parameter groups")
+        if any(len(new["params"]) != len(own["params"]) for new, own in zip(saved, self.param_groups, strict=True)):
+            raise ValueError(
+                "loaded state dict contains a parameter group that doesn't match the size of optimizer's group"
+            )
+        for new, own in zip(saved, self.param_groups, strict=True):
+            new["params"] = own["params"]
+            if "param_names" in own:
+                new.setdefault("param_names", own["param_names"])
+            for key, value in self.defaults.items():  # a dict saved before torch knew the flag
+                new.setdefault(key, value)
+        return saved
+
+    def _read_state(self, param: torch.nn.Parameter, name: str, group: Mapping[str, Any], state: Mapping[str, Any]) -> Loaded:
+        values = {key: value for key, value in state.items() if value is not None}
+        step = int(values.pop("step", 1 if values else 0))
+        carried = {key: float(values.pop(key)) for key in self.rule.carried if key in values}
+        foreign = [key for key, value in values.items() if not isinstance(value, torch.Tensor)]
+        if foreign:
+            raise StateError(f"{foreign} of {name} are not tensors: this is not a state that {self.rule.name} keeps.")
+        # Copied: the caller may go on training with the tensors that it saved.
+        loaded = Loaded(step, carried, {key: value.detach().clone() for key, value in values.items()})
+        self._bound().check_loadable(param, name, group, loaded)
+        return loaded
+
+    def _take_over(self, groups: list[dict[str, Any]], loaded: dict[torch.nn.Parameter, Loaded]) -> None:
+        self.param_groups = groups
+        self._consolidated = None
+        self._loaded.clear()
+        binding = self._bound()
+        with torch.no_grad():
+            for param, state in loaded.items():
+                entry = binding.entries.get(param)
+                if entry is None:
+                    self._loaded[param] = state
+                else:
+                    binding.apply(entry, state)
+        for param, entry in binding.entries.items():
+            if param not in loaded:
+                entry.forget()
+
+    # -- copies and ends -------------------------------------------------------------------------------------------
+
+    def __deepcopy__(self: Optimizer, memo: dict[int, Any]) -> Optimizer:
+        """A copy with the states of this moment; its params are those that ``memo`` holds copies of, as in torch."""
+        other = type(self).__new__(type(self))
+        memo[id(self)] = other
+        own = {"_binding": None, "_loaded": {}, "_consolidated": None}
+        shared = {"rule": self.rule, "options": self.options}  # frozen; a process group cannot be copied
+        for key, value in self.__dict__.items():
+            if key not in (*own, *shared):
+                other.__dict__[key] = copy.deepcopy(value, memo)
+        other.__dict__.update(own | shared)
+        for param, state in self.state.items():
+            tensors = {key: copy.deepcopy(value) for key, value in state.items() if key in self.rule.states or key == "master"}
+            entry = self._bound().entries.get(param)
+            step, carried = (entry.step, dict(entry.carried)) if entry else (self._loaded[param].step, dict(self._loaded[param].carried))
+            other._loaded[copy.deepcopy(param, memo)] = Loaded(step, carried, tensors)
+        return other
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise StateError(
+            "a sharded optimizer cannot be pickled: its params and states are views of buffers that the copy would not "
+            "share. Save optimizer.state_dict(), or copy.deepcopy((model, optimizer)) in one process."
+        )
+
+    def close(self) -> None:
+        """Gives every param storage of its own and releases masters and states. The model stays usable."""
+        if self._binding is not None:
+            self._binding.release()
+        self._binding, self._loaded, self._consolidated, self._closed = None, {}, None, True
+
+    # -- reports ---------------------------------------------------------------------------------------------------
+
+    def memory(self) -> dict[str, dict[str, int]]:
+        """Bytes on this rank by kind (param, gradient, master, state, buffer) and tier (device)."""
+        shards = self._binding.shards if self._binding is not None else []
+        params = [param for _, param, _ in named_params(self.param_groups)]
+        bound = self._binding.entries if self._binding is not None else {}
+        kinds: dict[str, Iterable[torch.Tensor]] = {
+            "param": (*(shard.bucket.flat for shard in shards), *(param for param in params if param not in bound)),
+            "gradient": (param.grad for param in params if param.grad is not None),
+            "master": (shard.master for shard in shards if shard.master is not None),
+            "state": (state for shard in shards for state in shard.states.values()),
+            "buffer": (shard.row_of_block for shard in shards),
+        }
+        return {kind: {"device": sum(map(_nbytes, tensors))} for kind, tensors in kinds.items()}
+
+    def __repr__(self) -> str:
+        options = f"stage={self.options.stage}"
+        if self._binding is not None and self._binding.shards:
+            options += f", ranks={self._binding.ranks.size}, buckets={len(self._binding.shards)}"
+        return f"{super().__repr__()[:-1]}Sharded ({options})\n)"
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

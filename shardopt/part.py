@@ -1,0 +1,88 @@
+"""A part: a tensor with a param's full shape outside and this rank's slice inside.
+
+The states in ``state_dict()`` are parts wherever more than one rank holds them. A part answers what its slice or its
+description can answer; everything else it refuses by name. ``full_tensor()`` gathers, with every rank's help.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+from .errors import StateError
+
+# What can be done to the slice alone, element by element, with the same meaning for the whole.
+_ELEMENTWISE = {
+    torch.ops.aten.detach.default,
+    torch.ops.aten.alias.default,
+    torch.ops.aten.clone.default,
+    torch.ops.aten._to_copy.default,
+}
+
+
+class Part(torch.Tensor):
+    """A rank's slice of one state of one param.
+
+    Attributes:
+        local: 1D, the elements ``[start, start + local.numel())`` of the whole in storage order; may be empty.
+        start: index of the first local element.
+    """
+
+    local: torch.Tensor
+    start: int
+    _gather: Callable[[torch.Tensor], torch.Tensor] | None
+
+    @staticmethod
+    def __new__(
+        cls,
+        local: torch.Tensor,
+        start: int,
+        like: torch.Tensor,
+        gather: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    ) -> "Part":
+        """A part shaped as ``like`` (size and strides). ``gather`` turns every rank's slice into the whole."""
+        part = torch.Tensor._make_wrapper_subclass(
+            cls, like.size(), strides=like.stride(), dtype=local.dtype, device=local.device
+        )
+        part.local, part.start, part._gather = local, start, gather
+        return part  # type: ignore[no-any-return]
+
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+        super().__init__()
+
+    def full_tensor(self) -> torch.Tensor:
+        """The whole, on every rank. Every rank must make this call, for the same parts in the same order."""
+        if self._gather is None:
+            raise StateError("this part was detached from its optimizer: take it from optimizer.state_dict() anew.")
+        return self._gather(self.local)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return (
+            f"Part(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device}, "
+            f"local=[{self.start}:{self.start + self.local.numel()}])"
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Part":
+        return Part(self.local.clone(), self.start, self)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise StateError(
+            f"{self!r} holds this rank's slice only, and a file of it would silently lack the rest. Call "
+            "optimizer.consolidate_state_dict(to=0) on every rank first; then optimizer.state_dict() on rank 0 is "
+            "plain tensors that torch.save can write."
+        )
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, function: Any, kinds: Sequence[type], arguments: Sequence[Any] = (), keywords: Mapping[str, Any] | None = None
+    ) -> Any:
+        if function not in _ELEMENTWISE:
+            raise StateError(
+                f"{function} was called on a part, a tensor of which this rank holds a slice only: the result would "
+                "silently lack the rest. Call part.full_tensor() on every rank, or read part.local, this rank's slice."
+            )
+        part = next(argument for argument in arguments if isinstance(argument, Part))
+        local = tree_map_only(Part, lambda each: each.local, (tuple(arguments), dict(keywords or {})))
+        local[1].pop("memory_format", None)  # the slice is 1D
+        return Part(function(*local[0], **local[1]), part.start, part, part._gather)

@@ -1,0 +1,1 @@
+"""Which rank owns what, and how does it move? Layout in integers, buckets of storage, collectives by backend."""

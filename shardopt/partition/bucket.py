@@ -1,0 +1,95 @@
+"""A bucket: one flat buffer that params of one device and dtype are views of."""
+
+from collections.abc import Sequence
+
+import torch
+
+from ..errors import BindingError
+from .layout import BucketLayout
+
+
+class Bucket:
+    """Holds params as views of ``flat``, so that what is gathered into it needs no copy to reach the model.
+
+    A param keeps its strides when they are dense (transposed, channels-last): it lies in storage order. Only the tensor
+    behind ``param.data`` is exchanged; the ``nn.Parameter`` object, its gradient and its version counter stay.
+    """
+
+    def __init__(self, params: Sequence[torch.nn.Parameter], layout: BucketLayout):
+        self.params = tuple(params)
+        self.layout = layout
+        first = params[0]
+        self.flat = torch.zeros(layout.numel, dtype=first.dtype, device=first.device)  # 1D, padding stays zero
+        with torch.no_grad():
+            for index, param in enumerate(self.params):
+                view = self.view(self.flat, index, param)
+                view.copy_(param)
+                param.data = view
+        self._addresses = tuple(param.data_ptr() for param in self.params)
+
+    @property
+    def device(self) -> torch.device:
+        return self.flat.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.flat.dtype
+
+    def shard(self, rank: int) -> torch.Tensor:
+        """The slice of ``flat`` that ``rank`` owns, 1D."""
+        return self.flat[self.layout.shard_slice(rank)]
+
+    def view(self, buffer: torch.Tensor, index: int, like: torch.Tensor) -> torch.Tensor:
+        """The param of ``index`` in a buffer laid out as ``flat``, with its shape and storage order."""
+        return buffer.as_strided(like.size(), dense_strides(like), self.layout.offsets[index] + buffer.storage_offset())
+
+    def holds(self, index: int) -> bool:
+        """Whether the param of ``index`` is still the view that it was made."""
+        param = self.params[index]
+        return (
+            param.data_ptr() == self._addresses[index]
+            and param.dtype is self.dtype
+            and param.numel() == self.layout.numels[index]
+        )
+
+    def release(self) -> None:
+        """Gives every param storage of its own again."""
+        with torch.no_grad():
+            for index, param in enumerate(self.params):
+                if self.holds(index):
+                    param.data = param.detach().clone(memory_format=torch.preserve_format)
+
+
+def dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The tensor's strides if its elements fill a range of storage without gaps, else those of a contiguous copy.
+
+    Raises:
+        BindingError: elements share memory (an expanded tensor): an update in place would be applied several times.
+    """
+    expected = 1
+    for size, stride in sorted(
+        ((size, stride) for size, stride in zip(tensor.size(), tensor.stride(), strict=True) if size > 1),
+        key=lambda pair: pair[1],
+    ):
+        if stride == 0:
+            raise BindingError(
+                f"a param of shape {tuple(tensor.shape)} has strides {tensor.stride()}: several of its elements are one "
+                "place in memory, so that one update would be applied to it several times. Make it a tensor of its "
+                "own: nn.Parameter(param.detach().clone())."
+            )
+        if stride != expected:
+            return torch.empty(tensor.size(), device="meta").stride()
+        expected *= size
+    return tensor.stride()
+
+
+def in_storage_order(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
+    """``tensor`` itself where it has these strides, else a copy that does: its memory is then in storage order."""
+    if tensor.stride() == strides or tensor.numel() <= 1:
+        return tensor
+    return torch.empty_strided(tensor.size(), strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
+
+def flattened(tensor: torch.Tensor) -> torch.Tensor:
+    """1D view of a dense tensor's memory, in storage order."""
+    return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())

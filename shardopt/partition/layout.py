@@ -1,0 +1,103 @@
+"""Where each param lies in its bucket and which slice each rank owns: integers only, testable without ranks.
+
+Params lie in a bucket one behind the other, each starting on a block of 256 elements; every rank owns the same number of
+whole blocks. With params of 300, 0, 700 and 1 elements over 3 ranks (one character is 64 elements, `.` is padding)::
+
+    block    0   1   2   3   4   5
+    param    aaaa a... cccc cccc ccc. d...
+    rank     0000 0000 1111 1111 2222 2222
+
+The bucket is 6 blocks = 1,536 elements, a shard 512. Rank 0 owns all of `a` (and the empty `b`), rank 1 the first 512
+elements of `c`, rank 2 its last 188 and `d`. Nothing about a param's blocks depends on the number of ranks, so a number
+format that works on blocks never does either. (This example is a test.)
+"""
+
+import bisect
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+
+BLOCK = 256
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The part of one param that lies in one shard. All figures are elements."""
+
+    param: int  # index in the bucket
+    start: int  # first element of the param, in storage order
+    numel: int
+    shard_start: int  # where it starts in the shard; a multiple of 256
+
+    @property
+    def shard_end(self) -> int:
+        return self.shard_start + self.numel
+
+
+@dataclass(frozen=True)
+class BucketLayout:
+    """One bucket: offsets of its params, slices of its shards.
+
+    Attributes:
+        numels: elements of each param.
+        num_shards: ranks that share the bucket (1: replicated).
+    """
+
+    numels: tuple[int, ...]
+    num_shards: int
+
+    def __post_init__(self) -> None:
+        if self.num_shards < 1 or any(numel < 0 for numel in self.numels):
+            raise ValueError(f"a layout needs at least one shard and no negative sizes, found {self!r}.")
+
+    @cached_property
+    def offsets(self) -> tuple[int, ...]:
+        """First element of each param in the bucket; one more entry for the end of the last."""
+        return tuple(accumulate((_round_up(numel) for numel in self.numels), initial=0))
+
+    @cached_property
+    def shard_numel(self) -> int:
+        """Elements of every rank's shard, padding included."""
+        blocks = self.offsets[-1] // BLOCK
+        return -(-blocks // self.num_shards) * BLOCK
+
+    @property
+    def numel(self) -> int:
+        """Elements of the bucket, padding included."""
+        return self.shard_numel * self.num_shards
+
+    def shard_slice(self, rank: int) -> slice:
+        return slice(rank * self.shard_numel, (rank + 1) * self.shard_numel)
+
+    def pieces(self, rank: int) -> tuple[Piece, ...]:
+        """What of each param lies in the shard of ``rank``, in order; params that do not touch it are left out."""
+        return tuple(self._pieces(rank))
+
+    def _pieces(self, rank: int) -> Iterator[Piece]:
+        shard = self.shard_slice(rank)
+        first = max(bisect.bisect_right(self.offsets, shard.start) - 1, 0)
+        for param in range(first, len(self.numels)):
+            offset, numel = self.offsets[param], self.numels[param]
+            if offset >= shard.stop:
+                break
+            start, end = max(offset, shard.start), min(offset + numel, shard.stop)
+            if start < end:
+                yield Piece(param, start - offset, end - start, start - shard.start)
+
+
+def split_into_buckets(nbytes: Sequence[int], bucket_bytes: int) -> list[list[int]]:
+    """Indices of params, grouped in their order so that a bucket holds at most ``bucket_bytes`` (or a single param)."""
+    buckets: list[list[int]] = []
+    filled = 0
+    for index, size in enumerate(nbytes):
+        if not buckets or (filled and filled + size > bucket_bytes):
+            buckets.append([])
+            filled = 0
+        buckets[-1].append(index)
+        filled += size
+    return buckets
+
+
+def _round_up(numel: int) -> int:
+    return -(-numel // BLOCK) * BLOCK

@@ -1,0 +1,34 @@
+r"""Adagrad (Duchi, Hazan and Singer, JMLR 12, 2011).
+
+.. math::
+    g_t &\leftarrow g_t + \lambda \theta_{t-1} \\
+    G_t &= G_{t-1} + g_t^2 \\
+    \theta_t &= \theta_{t-1} - \frac{\gamma}{1 + (t - 1) \eta} \frac{g_t}{\sqrt{G_t} + \epsilon}
+
+:math:`\eta` is ``lr_decay``; :math:`G_0` is ``initial_accumulator_value``.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from .rule import rule
+from .words import sqrt, where
+
+
+def adagrad_scalars(group: Mapping[str, Any], step: int, carried: Mapping[str, float]) -> dict[str, float]:
+    return {
+        "first": float(step == 1),
+        "weight_decay": group["weight_decay"],
+        "initial_accumulator_value": group["initial_accumulator_value"],
+        "step_size": group["lr"] / (1 + (step - 1) * group["lr_decay"]),
+        "eps": group["eps"],
+    }
+
+
+@rule(states=("sum",), scalars=adagrad_scalars)
+def adagrad(param, grad, state, s, flags):  # type: ignore[no-untyped-def]
+    if flags.maximize:
+        grad = -grad
+    grad = grad + s.weight_decay * param
+    state.sum = where(s.first > 0, s.initial_accumulator_value, state.sum) + grad * grad
+    return param - s.step_size * grad / (sqrt(state.sum) + s.eps)

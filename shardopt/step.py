@@ -1,0 +1,357 @@
+"""One step, in six phases; the only file that joins a rule, a shard and the kernels.
+
+1. survey: every param still in place, weights that were loaded followed, gradients usable, kernels compiled;
+2. agree: one small message: same call on all ranks, overflow, norm;
+3. decide: skip on all ranks, or the factors that every gradient is multiplied by;
+4. update: one launch for each shard;
+5. gather: each bucket starts to travel as soon as its shard is updated, while the next one is updated;
+6. commit: step counts, and versions, so that autograd sees that the params were written.
+
+Nothing is changed before phase 4: whatever is wrong on any rank is raised on all of them before.
+"""
+
+import math
+import warnings
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from .agreement import Agreed, View, agree
+from .binding import Binding, Entry, named_params
+from .errors import CommunicationError, ShardoptError
+from .kernels.formats import format_of
+from .kernels.launch import backend_of
+from .kernels.reductions import LIMBS, sum_of_squares
+from .kernels.spec import StepSpec
+from .kernels.tables import Gradients
+from .partition.collectives import Pending
+from .rules import Variant
+from .shard import Shard
+
+# A factor that keeps a norm of zero from dividing, as in torch.nn.utils.clip_grad_norm_.
+_CLIP_EPS = 1e-6
+
+
+class Scaling(NamedTuple):
+    """What a GradScaler's fused protocol hands over."""
+
+    scale: float = 1.0
+    overflow: bool = False
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A param that will be updated."""
+
+    entry: Entry
+    group: int
+    grad: torch.Tensor  # dense, in the param's storage order
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel launch over one shard: the params of one variant and one gradient dtype."""
+
+    shard: Shard
+    spec: StepSpec
+    gradients: Gradients
+    ready: Mapping[int, Ready]  # row -> param
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a step did."""
+
+    updated: bool
+    grad_norm: float | None  # global 2-norm before clipping, where max_grad_norm asked for it
+
+
+def run_step(
+    binding: Binding, groups: Sequence[dict[str, Any]], scaling: Scaling, call: Mapping[str, Any], problem: Exception | None
+) -> Outcome:
+    """Takes one step with the gradients that the params hold.
+
+    Args:
+        call: JSON-able facts about this call that must be equal on all ranks.
+        problem: an error that this rank met before (in its closure), to be raised on all ranks.
+    """
+    numbers = [plain_numbers(group) for group in groups]
+    candidates = binding.unbound(groups)
+    if candidates:
+        _bind(binding, groups, numbers, candidates, call, problem)
+        problem = None
+    # 1. survey
+    launches, ready = [], []
+    description: dict[str, Any] = {"params not yet bound": [], "call": dict(call), "groups": numbers}
+    view = View(description, problem)
+    try:
+        if problem is None:
+            ready = _survey(binding, groups)
+            launches = _plan_launches(binding, numbers, ready)
+            description["gradients"] = _presence(binding, ready)
+            description["scale"] = scaling.scale
+            view = _look_at_gradients(binding, launches, scaling, description)
+    except Exception as error:
+        view = View(description, error)
+    # 2. agree
+    device = binding.shards[0].param.device if binding.shards else torch.device("cpu")
+    agreed = agree(view, binding.ranks, device, sharded=binding.num_shards > 1)
+    # 3. decide
+    norm = _norm(binding, agreed)
+    if agreed.overflow or _is_skipped(binding, agreed, launches, scaling):
+        return Outcome(updated=False, grad_norm=norm)
+    clip = 1.0
+    if norm is not None and binding.options.max_grad_norm is not None:
+        clip = min(1.0, binding.options.max_grad_norm / (norm + _CLIP_EPS))
+    # 4. update, 5. gather
+    carried = _update(binding, launches, numbers, ready, 1.0 / scaling.scale, clip)
+    # 6. commit
+    for each in ready:
+        each.entry.step += 1
+        each.entry.carried = carried[each.entry]
+        each.entry.has_state = True
+    torch.autograd.graph.increment_version([each.entry.param for each in ready])
+    for each in ready:
+        each.entry.version = each.entry.param._version
+    return Outcome(updated=True, grad_norm=norm)
+
+
+# -- binding, in agreement ---------------------------------------------------------------------------------------------
+
+
+def _bind(
+    binding: Binding,
+    groups: Sequence[dict[str, Any]],
+    numbers: list[dict[str, Any]],
+    candidates: list[tuple[str, torch.nn.Parameter, dict[str, Any]]],
+    call: Mapping[str, Any],
+    problem: Exception | None,
+) -> None:
+    """Compares all that the layout depends on, then binds."""
+    options = binding.options
+    description = {
+        "params not yet bound": [name for name, _, _ in candidates],
+        "options": {
+            "rule": binding.rule.name,
+            "stage": options.stage,
+            "max_grad_norm": options.max_grad_norm,
+            "bucket_bytes": options.tuning.bucket_bytes,
+            "nonfinite": options.tuning.nonfinite,
+        },
+        "call": dict(call),
+        "params of groups": [len(group["params"]) for group in groups],
+        "params": [
+            {
+                "name": name,
+                "shape": list(param.shape),
+                "dtype": str(param.dtype),
+                "strides": list(param.stride()),
+                "device": param.device.type,
+                "requires_grad": param.requires_grad,
+                "bound": param in binding.entries,
+            }
+            for name, param, _ in named_params(groups)
+        ],
+        "groups": numbers,
+    }
+    if problem is None:
+        try:
+            binding.check_bindable(candidates)
+        except Exception as error:
+            problem = error
+    agree(View(description, problem), binding.ranks, candidates[0][1].device, sharded=True)
+    binding.bind(candidates)
+
+
+# -- 1. survey ---------------------------------------------------------------------------------------------------------
+
+
+def _survey(binding: Binding, groups: Sequence[dict[str, Any]]) -> list[Ready]:
+    binding.follow_written_params()
+    ready = []
+    for number, group in enumerate(groups):
+        for param in group["params"]:
+            entry = binding.entries.get(param)
+            if entry is None:
+                continue  # frozen
+            entry.check()
+            if param.grad is not None:
+                ready.append(Ready(entry, number, _usable(entry, param.grad)))
+    return ready
+
+
+def _usable(entry: Entry, grad: torch.Tensor) -> torch.Tensor:
+    if grad.layout is not torch.strided:
+        raise ShardoptError(
+            f"the gradient of {entry.name} is sparse ({grad.layout}): the fused update reads dense gradients and would "
+            "read its indices as numbers. Build the embedding with sparse=False, or give this param to "
+            "torch.optim.SparseAdam."
+        )
+    format_of(grad.dtype, f"the gradient of {entry.name}")
+    if grad.shape != entry.param.shape or grad.device != entry.param.device:
+        raise ShardoptError(
+            f"the gradient of {entry.name} has shape {tuple(grad.shape)} on {grad.device}, the param "
+            f"{tuple(entry.param.shape)} on {entry.param.device}: it was assigned by hand. Assign one that fits."
+        )
+    return entry.shard.ordered(entry.index, grad.detach())
+
+
+def _plan_launches(binding: Binding, numbers: list[dict[str, Any]], ready: Sequence[Ready]) -> list[Launch]:
+    by_place = {(id(each.entry.shard), each.entry.index): each for each in ready}
+    variants = [binding.rule.variant(group) for group in numbers]
+    launches = []
+    for shard in binding.shards:
+        rows: dict[tuple[Variant, torch.dtype], dict[int, Ready]] = defaultdict(dict)
+        for row, piece in enumerate(shard.pieces):
+            each = by_place.get((id(shard), piece.param))
+            if each is not None:
+                rows[variants[each.group], each.grad.dtype][row] = each
+        for (variant, dtype), members in rows.items():
+            spec = StepSpec(variant, shard.format, format_of(dtype, "a gradient"))
+            shard.ensure_states(variant.states)
+            backend_of(shard.param.device).prepare(spec)
+            gradients = shard.gradients({row: each.grad for row, each in members.items()})
+            launches.append(Launch(shard, spec, gradients, members))
+    return launches
+
+
+def _presence(binding: Binding, ready: Sequence[Ready]) -> dict[str, str]:
+    """Which params have a gradient, as JSON that names the first difference."""
+    present = {each.entry.param for each in ready}
+    return {
+        entry.name: f"gradient {'present' if param in present else 'absent'}, step {entry.step}"
+        for param, entry in binding.entries.items()
+    }
+
+
+def _look_at_gradients(
+    binding: Binding, launches: Sequence[Launch], scaling: Scaling, description: dict[str, Any]
+) -> View:
+    """Norm and non-finite elements of this rank's shards, where the decision needs them."""
+    options = binding.options
+    if options.max_grad_norm is None and (options.tuning.nonfinite == "propagate" or scaling.overflow):
+        return View(description, overflow=scaling.overflow)
+    nonfinite, limbs = 0, torch.zeros(LIMBS, dtype=torch.int64)
+    for launch in launches:
+        backend = backend_of(launch.shard.param.device)
+        if options.max_grad_norm is None:
+            nonfinite += int(backend.count_nonfinite(launch.spec.grad, launch.gradients))
+        else:
+            sums = backend.block_sums(launch.spec.grad, launch.gradients, 1.0 / scaling.scale)
+            nonfinite += int(sums.nonfinite.sum())
+            limbs += sums.limbs().cpu()
+    return View(description, None, scaling.overflow, nonfinite, tuple(limbs.tolist()))
+
+
+# -- 3. decide ---------------------------------------------------------------------------------------------------------
+
+
+def _norm(binding: Binding, agreed: Agreed) -> float | None:
+    if binding.options.max_grad_norm is None:
+        return None
+    return math.inf if agreed.nonfinite else math.sqrt(sum_of_squares(agreed.limbs))
+
+
+def _is_skipped(binding: Binding, agreed: Agreed, launches: Sequence[Launch], scaling: Scaling) -> bool:
+    policy = binding.options.tuning.nonfinite
+    if not agreed.nonfinite or policy == "propagate":
+        return False
+    message = (
+        f"{agreed.nonfinite} elements of the gradients are Inf or NaN{_where_nonfinite(launches, 1.0 / scaling.scale)}: the "
+        "update would have spread them into params and states"
+    )
+    if policy == "raise":
+        raise ShardoptError(
+            f"{message}, so no rank took the step and nothing changed. Look for the loss that overflowed; "
+            'Tuning(nonfinite="skip") skips such steps.'
+        )
+    warnings.warn(f"{message}, so all ranks skipped this step and nothing changed.", stacklevel=4)
+    return True
+
+
+def _where_nonfinite(launches: Sequence[Launch], unscale: float) -> str:
+    for launch in launches:
+        for each in launch.ready.values():
+            if not bool(torch.isfinite(each.grad * unscale).all()):
+                return f" (on this rank first in {each.entry.name})"
+    return ""
+
+
+# -- 4. update, 5. gather ----------------------------------------------------------------------------------------------
+
+
+def _update(
+    binding: Binding,
+    launches: Sequence[Launch],
+    numbers: list[dict[str, Any]],
+    ready: Sequence[Ready],
+    unscale: float,
+    clip: float,
+) -> dict[Entry, dict[str, float]]:
+    """Launches every update and gathers the params; returns what each param carries to its next step."""
+    scalars, carried = _scalars(binding, numbers, ready)
+    launches_of: dict[int, list[Launch]] = defaultdict(list)
+    for launch in launches:
+        launches_of[id(launch.shard)].append(launch)
+    touched = {id(each.entry.shard) for each in ready}
+    pending: list[Pending] = []
+    try:
+        # Backward order reversed: the first layers' params, which the next forward needs first, arrive first.
+        for shard in reversed(binding.shards):
+            for launch in launches_of[id(shard)]:
+                _launch(launch, scalars, unscale, clip)
+            if id(shard) in touched and binding.num_shards > 1:
+                flat, numel = shard.bucket.flat, shard.bucket.layout.shard_numel
+                pending.append(binding.ranks.gather_shards(flat, numel, "gathering updated params"))
+        for each in pending:
+            binding.ranks.wait(each)
+    except CommunicationError as error:
+        raise CommunicationError(
+            f"{error} This rank's shard is updated, other ranks' params may be old ones: do not go on training from "
+            "here; restart from a checkpoint."
+        ) from error
+    return carried
+
+
+def _launch(launch: Launch, scalars: Mapping[Entry, tuple[float, ...]], unscale: float, clip: float) -> None:
+    spec, shard = launch.spec, launch.shard
+    table = np.zeros((shard.num_rows, len(spec.variant.scalars)), dtype=np.float32)
+    for row, each in launch.ready.items():
+        table[row] = scalars[each.entry]
+    on_device = torch.from_numpy(table).to(shard.param.device)
+    streams = shard.streams(spec.variant.states)
+    backend_of(shard.param.device).step(spec, streams, launch.gradients, on_device, unscale, clip)
+
+
+def _scalars(
+    binding: Binding, numbers: list[dict[str, Any]], ready: Sequence[Ready]
+) -> tuple[dict[Entry, tuple[float, ...]], dict[Entry, dict[str, float]]]:
+    """Every ready param's scalars; params of one group, step and carried values share one evaluation."""
+    rule = binding.rule
+    known: dict[tuple[Any, ...], tuple[tuple[float, ...], dict[str, float]]] = {}
+    scalars, carried = {}, {}
+    for each in ready:
+        entry = each.entry
+        key = (each.group, entry.step, *entry.carried.values())
+        if key not in known:
+            group = numbers[each.group]
+            known[key] = rule.evaluate(rule.variant(group), group, entry.step + 1, entry.carried)
+        scalars[entry], carried[entry] = known[key]
+    return scalars, carried
+
+
+def plain_numbers(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A param group's hyper-parameters with tensors read as numbers."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return value.item()
+        if isinstance(value, tuple | list):
+            return [plain(item) for item in value]
+        return value if isinstance(value, bool | int | float | str | None) else repr(value)
+
+    return {key: plain(value) for key, value in group.items() if key not in ("params", "param_names")}
