@@ -1,9 +1,9 @@
 """Agreement: one small message a step by which every rank knows what all ranks are about to do.
 
-A sharded step needs every rank. If one had other params, another learning rate, a gradient that others lack, or an error,
-the rest would hang or go on with numbers that no longer belong together. So before anything changes each rank shows a
-digest of its view of the step, and what the decision needs (overflow, norm). Where digests differ, the views themselves
-are exchanged and the first difference is named on every rank.
+A sharded step needs every rank. If one had other params, another learning rate, a gradient that others lack, or an
+error, the rest would hang or go on with numbers that no longer belong together. So before anything changes each rank
+shows a digest of its view of the step, and what the decision needs (overflow, norm). Where digests differ, the views
+themselves are exchanged and the first difference is named on every rank.
 """
 
 import hashlib
@@ -77,7 +77,9 @@ def _raise_problem(view: View, ranks: Ranks, device: torch.device) -> None:
     if view.problem is not None:
         raise view.problem
     rank, problem = next((rank, problem) for rank, problem in enumerate(problems) if problem is not None)
-    raise DisagreementError(f"rank {rank} cannot take this step, so no rank does and nothing changed. It says: {problem}")
+    raise DisagreementError(
+        f"rank {rank} cannot take this step, so no rank does and nothing changed. It says: {problem}"
+    )
 
 
 def _raise_difference(view: View, ranks: Ranks, device: torch.device) -> None:

@@ -1,13 +1,13 @@
 """Binding: params become views of buckets, masters and states are allocated, and stay where they were put.
 
 Frameworks move, cast, load and wrap a model after the optimizer was made, so nothing is taken over before the first
-step. Params that appear later (``add_param_group``, unfreezing) are bound then, into buckets of their own: what is bound
-never changes its place.
+step. Params that appear later (``add_param_group``, unfreezing) are bound then, into buckets of their own: what is
+bound never changes its place.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import Any
 
 import torch
@@ -15,11 +15,11 @@ import torch
 from .config import Options
 from .errors import BindingError, StateError
 from .kernels.formats import format_of
+from .part import Part
 from .partition.bucket import Bucket, dense_strides
 from .partition.collectives import Ranks
 from .partition.layout import BucketLayout, split_into_buckets
 from .partition.placement import Placement, Placements
-from .part import Part
 from .rules import Rule
 from .shard import Shard
 
@@ -60,8 +60,8 @@ class Entry:
             param, bucket = self.param, self.shard.bucket
             raise BindingError(
                 f"{self.name} was moved, recast or given other storage after the first step (now "
-                f"{_describe(param)}, bound on {bucket.device} as {bucket.dtype}): an update would go to memory that the "
-                "model no longer reads. Move and cast the model before the first step; to do it later call "
+                f"{_describe(param)}, bound on {bucket.device} as {bucket.dtype}): an update would go to memory that "
+                "the model no longer reads. Move and cast the model before the first step; to do it later call "
                 "optimizer.close() first and construct the optimizer anew with its state_dict()."
             )
 
@@ -93,9 +93,18 @@ class Binding:
     def check_bindable(self, candidates: Iterable[tuple[str, torch.nn.Parameter, Group]]) -> None:
         """Raises BindingError for params that no bucket can hold. Changes nothing."""
         memory: list[tuple[int, int, str]] = []
+        seen: dict[torch.nn.Parameter, str] = {}
         for name, param, _ in candidates:
+            if param in seen:
+                raise BindingError(
+                    f"{seen[param]} and {name} are the same param: it would be updated once here and twice by torch, and its "
+                    "step count would lie. Remove the duplicate; model.parameters() lists tied params once."
+                )
+            seen[param] = name
             if param.is_meta:
-                raise BindingError(f"{name} is on the meta device: it has no values to train. Materialise the model first.")
+                raise BindingError(
+                    f"{name} is on the meta device: it has no values to train. Materialise the model first."
+                )
             if param.layout is not torch.strided:
                 raise BindingError(f"{name} has layout {param.layout}: it has no flat storage. Use a dense param.")
             format_of(param.dtype, name)
@@ -104,11 +113,11 @@ class Binding:
                 span = sum((size - 1) * stride for size, stride in zip(param.shape, param.stride(), strict=True)) + 1
                 memory.append((param.data_ptr(), param.data_ptr() + span * param.element_size(), name))
         memory.sort()
-        for (_, end, name), (start, _, other) in zip(memory, memory[1:], strict=False):
+        for (_, end, name), (start, _, other) in pairwise(memory):
             if start < end:
                 raise BindingError(
-                    f"{name} and {other} share memory but are two params: bound apart they would drift apart. Tie them by "
-                    "using one nn.Parameter object for both."
+                    f"{name} and {other} share memory but are two params: bound apart they would drift apart. Tie them "
+                    "by using one nn.Parameter object for both."
                 )
 
     def bind(self, candidates: Sequence[tuple[str, torch.nn.Parameter, Group]]) -> None:
@@ -168,8 +177,8 @@ class Binding:
         if missing or unknown:
             raise StateError(
                 f"the state of {name} does not fit {self.rule.name}: missing {missing}, not known {unknown}; it needs "
-                f"{list(needed)}. Loading it would train on from other moments than were saved. It is probably the state "
-                "of another optimizer or of other flags (amsgrad, momentum, centered)."
+                f"{list(needed)}. Loading it would train on from other moments than were saved. It is probably the "
+                "state of another optimizer or of other flags (amsgrad, momentum, centered)."
             )
         for state, tensor in loaded.tensors.items():
             if tensor.shape != param.shape:
@@ -189,8 +198,8 @@ class Binding:
         if end > where.start and not (part.start <= where.start and end <= part.start + part.local.numel()):
             raise StateError(
                 f"{state} of {name}: this rank needs elements [{where.start}:{end}], the part holds "
-                f"[{part.start}:{part.start + part.local.numel()}]. Call consolidate_state_dict() on the optimizer that it "
-                "comes from, and load the consolidated dict."
+                f"[{part.start}:{part.start + part.local.numel()}]. Call consolidate_state_dict() on the optimizer "
+                "that it comes from, and load the consolidated dict."
             )
 
     def apply(self, entry: Entry, loaded: Loaded) -> None:

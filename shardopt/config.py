@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Literal, TypedDict
 
-import torch
 import torch.distributed as dist
 
 __all__ = ["OptionKeywords", "Options", "Tuning"]

@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from .config import OptionKeywords
-from .errors import ShardoptError
 from .optimizer import ShardedOptimizer
 from .rules.adadelta import adadelta
 from .rules.adagrad import adagrad
@@ -48,14 +47,6 @@ __all__ = [
 
 Init = TypeVar("Init", bound=Callable[..., None])
 
-# Accepted by torch, wrong here: what would go wrong.
-_REFUSED = {
-    "capturable": "the step's scalars are computed on the host, so a captured graph would replay those of one step for "
-    "ever; pass capturable=False and run the step outside of the graph",
-    "differentiable": "params are updated in place by one fused kernel, which autograd cannot see; pass "
-    "differentiable=False, or use the torch class where gradients must flow through the step",
-}
-
 
 def like(torch_class: type[torch.optim.Optimizer], rule: Rule) -> Callable[[Init], Init]:
     """Make the ``__init__`` of a sharded optimizer out of its bare signature ``(self, params, ..., **options)``."""
@@ -81,11 +72,7 @@ def like(torch_class: type[torch.optim.Optimizer], rule: Rule) -> Callable[[Init
 def _defaults(torch_class: type[torch.optim.Optimizer], arguments: dict[str, Any], name: str) -> dict[str, Any]:
     """The param groups' defaults, as torch makes them of these arguments, or torch's error."""
     construct = cast(Callable[..., torch.optim.Optimizer], torch_class)
-    defaults = construct([torch.empty(0, device="cpu")], **arguments).defaults
-    for argument, reason in _REFUSED.items():
-        if defaults.get(argument):
-            raise ShardoptError(f"{name} was given {argument}=True: {reason}.")
-    return defaults
+    return construct([torch.empty(0, device="cpu")], **arguments).defaults
 
 
 class ShardedAdamW(ShardedOptimizer):
@@ -120,9 +107,9 @@ class ShardedAdamW(ShardedOptimizer):
         **options: Unpack[OptionKeywords],
     ) -> None: ...
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        for group in self.param_groups:  # as torch's AdamW: a state dict of Adam does not turn this into Adam
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        for group in self.param_groups:  # as in torch: the dict of an Adam does not turn this into one
             group["decoupled_weight_decay"] = True
 
 

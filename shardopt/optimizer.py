@@ -1,7 +1,7 @@
 """The face towards torch: an optimizer that schedulers, scalers, DDP scripts and frameworks take for torch's own."""
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar, Unpack
 
 import torch
@@ -9,13 +9,21 @@ import torch
 from .binding import Binding, Entry, Loaded, named_params
 from .config import OptionKeywords, Options
 from .errors import ShardoptError, StateError
-from .partition.collectives import Ranks
 from .part import Part
+from .partition.collectives import Ranks
 from .rules import Rule
 from .step import Scaling, run_step
 
 Optimizer = TypeVar("Optimizer", bound="ShardedOptimizer")
 Closure = Callable[[], Any]
+
+# Accepted by torch, wrong here: what would go wrong, what to do.
+_REFUSED_FLAGS = {
+    "capturable": "the step's scalars are computed on the host, so a captured graph would replay those of one step for "
+    "ever; pass capturable=False and run the step outside of the graph",
+    "differentiable": "params are updated in place by one fused kernel, which autograd cannot see; pass "
+    "differentiable=False, or use the torch class where gradients must flow through the step",
+}
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -38,6 +46,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def __init__(self, params: Any, defaults: dict[str, Any], *, rule: Rule, **options: Unpack[OptionKeywords]):
         self.rule = rule
+        unknown = [name for name in options if name not in Options.__dataclass_fields__]
+        if unknown:
+            raise TypeError(
+                f"{type(self).__name__}.__init__() got an unexpected keyword argument {unknown[0]!r}; beyond the rule's own "
+                f"hyper-parameters it takes {', '.join(Options.__dataclass_fields__)}."
+            )
         self.options = Options(**options)
         self._binding: Binding | None = None
         self._loaded: dict[torch.nn.Parameter, Loaded] = {}  # from load_state_dict, until the params are bound
@@ -56,29 +70,25 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """As torch's; in mid-training the new params are bound, in buckets of their own, at the next step.
 
         Raises:
-            ValueError: a param appears twice, in this group or in another.
+            ValueError: a param is in another group already. (Twice in this one: torch's warning now, an error at the
+                first step.)
+            ShardoptError: the group asks for what a fused, host-steered update cannot do.
             TypeError: a param is complex.
         """
+        for flag, reason in _REFUSED_FLAGS.items():
+            if param_group.get(flag, self.defaults.get(flag)):
+                raise ShardoptError(f"{type(self).__name__} was given {flag}=True: {reason}.")
         super().add_param_group(param_group)
-        params = self.param_groups[-1]["params"]
-        problem: Exception | None = None
-        if len({id(param) for param in params}) != len(params):
-            problem = ValueError(
-                "a param appears twice in one param group: it would be updated once here and twice by torch, and its step "
-                "count would lie. Remove the duplicate; model.parameters() lists tied params once."
-            )
-        elif any(param.is_complex() for param in params):
-            problem = TypeError(
-                "complex params are not supported: the fused update would drop their imaginary part. Use torch.view_as_real "
-                "on the param, or give it to a torch.optim optimizer of its own."
-            )
-        if problem is not None:
+        if any(param.is_complex() for param in self.param_groups[-1]["params"]):
             self.param_groups.pop()
-            raise problem
+            raise TypeError(
+                "complex params are not supported: the fused update would drop their imaginary part. Use "
+                "torch.view_as_real on the param, or give it to a torch.optim optimizer of its own."
+            )
 
     # -- the step --------------------------------------------------------------------------------------------------
 
-    def step(self, closure: Closure | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Closure | None = None) -> Any:
         """Updates every param that has a gradient. Every rank must make this call.
 
         Args:
@@ -192,7 +202,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if binding is None or binding.num_shards == 1:
             return
         if not 0 <= to < binding.ranks.size:
-            raise ValueError(f"consolidate_state_dict(to={to}): there are {binding.ranks.size} ranks, 0 to {binding.ranks.size - 1}.")
+            raise ValueError(
+                f"consolidate_state_dict(to={to}): there are {binding.ranks.size} ranks, 0 to {binding.ranks.size - 1}."
+            )
         with torch.no_grad():
             whole: dict[tuple[int, str], torch.Tensor] = {}
             for number, shard in enumerate(binding.shards):
@@ -240,8 +252,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for key, state in state_dict["state"].items():
             if key not in owners:
                 raise StateError(
-                    f"the state dict has a state for {key!r}, which none of its param groups lists: it was edited or belongs "
-                    "to another optimizer. Load the dict as it was saved."
+                    f"the state dict has a state for {key!r}, which none of its param groups lists: it was edited or "
+                    "belongs to another optimizer. Load the dict as it was saved."
                 )
             name, param, group = owners[key]
             loaded[param] = self._read_state(param, name, group, state)
@@ -264,7 +276,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 new.setdefault(key, value)
         return saved
 
-    def _read_state(self, param: torch.nn.Parameter, name: str, group: Mapping[str, Any], state: Mapping[str, Any]) -> Loaded:
+    def _read_state(
+        self, param: torch.nn.Parameter, name: str, group: Mapping[str, Any], state: Mapping[str, Any]
+    ) -> Loaded:
         values = {key: value for key, value in state.items() if value is not None}
         step = int(values.pop("step", 1 if values else 0))
         carried = {key: float(values.pop(key)) for key in self.rule.carried if key in values}
@@ -298,16 +312,22 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """A copy with the states of this moment; its params are those that ``memo`` holds copies of, as in torch."""
         other = type(self).__new__(type(self))
         memo[id(self)] = other
-        own = {"_binding": None, "_loaded": {}, "_consolidated": None}
+        own: dict[str, Any] = {"_binding": None, "_loaded": {}, "_consolidated": None}
         shared = {"rule": self.rule, "options": self.options}  # frozen; a process group cannot be copied
         for key, value in self.__dict__.items():
             if key not in (*own, *shared):
                 other.__dict__[key] = copy.deepcopy(value, memo)
         other.__dict__.update(own | shared)
         for param, state in self.state.items():
-            tensors = {key: copy.deepcopy(value) for key, value in state.items() if key in self.rule.states or key == "master"}
+            tensors = {
+                key: copy.deepcopy(value) for key, value in state.items() if key in self.rule.states or key == "master"
+            }
             entry = self._bound().entries.get(param)
-            step, carried = (entry.step, dict(entry.carried)) if entry else (self._loaded[param].step, dict(self._loaded[param].carried))
+            step, carried = (
+                (entry.step, dict(entry.carried))
+                if entry
+                else (self._loaded[param].step, dict(self._loaded[param].carried))
+            )
             other._loaded[copy.deepcopy(param, memo)] = Loaded(step, carried, tensors)
         return other
 

@@ -46,7 +46,7 @@ class Part(torch.Tensor):
             cls, like.size(), strides=like.stride(), dtype=local.dtype, device=local.device
         )
         part.local, part.start, part._gather = local, start, gather
-        return part  # type: ignore[no-any-return]
+        return part
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class Part(torch.Tensor):
             raise StateError("this part was detached from its optimizer: take it from optimizer.state_dict() anew.")
         return self._gather(self.local)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return (
             f"Part(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device}, "
             f"local=[{self.start}:{self.start + self.local.numel()}])"
@@ -74,8 +74,12 @@ class Part(torch.Tensor):
         )
 
     @classmethod
-    def __torch_dispatch__(
-        cls, function: Any, kinds: Sequence[type], arguments: Sequence[Any] = (), keywords: Mapping[str, Any] | None = None
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        function: Any,
+        kinds: Sequence[type],
+        arguments: Sequence[Any] = (),
+        keywords: Mapping[str, Any] | None = None,
     ) -> Any:
         if function not in _ELEMENTWISE:
             raise StateError(

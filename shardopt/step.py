@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from .agreement import Agreed, View, agree
-from .binding import Binding, Entry, named_params
+from .binding import Binding, Entry, Group, named_params
 from .errors import CommunicationError, ShardoptError
 from .kernels.formats import format_of
 from .kernels.launch import backend_of
@@ -71,7 +71,11 @@ class Outcome:
 
 
 def run_step(
-    binding: Binding, groups: Sequence[dict[str, Any]], scaling: Scaling, call: Mapping[str, Any], problem: Exception | None
+    binding: Binding,
+    groups: Sequence[dict[str, Any]],
+    scaling: Scaling,
+    call: Mapping[str, Any],
+    problem: Exception | None,
 ) -> Outcome:
     """Takes one step with the gradients that the params hold.
 
@@ -127,7 +131,7 @@ def _bind(
     binding: Binding,
     groups: Sequence[dict[str, Any]],
     numbers: list[dict[str, Any]],
-    candidates: list[tuple[str, torch.nn.Parameter, dict[str, Any]]],
+    candidates: list[tuple[str, torch.nn.Parameter, Group]],
     call: Mapping[str, Any],
     problem: Exception | None,
 ) -> None:
@@ -260,9 +264,10 @@ def _is_skipped(binding: Binding, agreed: Agreed, launches: Sequence[Launch], sc
     policy = binding.options.tuning.nonfinite
     if not agreed.nonfinite or policy == "propagate":
         return False
+    where = _where_nonfinite(launches, 1.0 / scaling.scale)
     message = (
-        f"{agreed.nonfinite} elements of the gradients are Inf or NaN{_where_nonfinite(launches, 1.0 / scaling.scale)}: the "
-        "update would have spread them into params and states"
+        f"{agreed.nonfinite} elements of the gradients are Inf or NaN{where}: the update would have spread them into "
+        "params and states"
     )
     if policy == "raise":
         raise ShardoptError(

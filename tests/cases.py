@@ -3,6 +3,7 @@
 A new optimizer is one row of ``CASES``.
 """
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -275,10 +276,8 @@ class Zoo(torch.nn.Module):
 
 # -- gradients ---------------------------------------------------------------------------------------------------------
 
-SPECIAL = torch.tensor(
-    [0.0, -0.0, 2.0**-149, -(2.0**-126), 1e-30, 1.0, -1.0, 2e19, -1e30, 3.4e38, float("inf"), -float("inf"), float("nan")],
-    dtype=torch.float64,
-)
+SMALL, LARGE = (0.0, -0.0, 2.0**-149, -(2.0**-126), 1e-30), (2e19, -1e30, 3.4e38, math.inf, -math.inf, math.nan)
+SPECIAL = torch.tensor((*SMALL, 1.0, -1.0, *LARGE), dtype=torch.float64)
 
 
 def integers(shape: torch.Size, generator: torch.Generator) -> Tensor:

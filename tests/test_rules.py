@@ -22,6 +22,8 @@ from shardopt.rules.sgd import sgd
 
 STEPS = 24
 SKIPPED = (3, {5, 6})  # this param has no gradient at these steps: no decay, no count
+# Largest seen: 2.7e-14 (centered RMSprop; torch fuses multiply and add), 1.6e-14 where torch's 1 - beta2**t cancels.
+RTOL = 2e-13
 ALL = [pytest.param(case, keywords, id=f"{case}-{keywords}") for case in CASES for keywords in case.keywords]
 
 
@@ -42,7 +44,7 @@ def check_parity(case: Case, keywords: Keywords, oracle_class: type[Oracle] = Or
     reference = case.reference(params, **keywords)
     group = reference.param_groups[0]
     oracle = oracle_class(case.rule, {**group}, [param.detach().numpy() for param in params])
-    compare = Comparison(case, keywords)
+    compare = Comparison()
     lr = group["lr"]
     for step in range(1, STEPS + 1):
         group["lr"] = oracle.group["lr"] = lr * (1 - 0.5 * step / STEPS)
@@ -65,11 +67,9 @@ def check_parity(case: Case, keywords: Keywords, oracle_class: type[Oracle] = Or
 
 
 class Comparison:
-    """|ours - reference| <= rtol * the largest magnitude that this element had so far; no absolute tolerance."""
+    """|ours - reference| <= RTOL * the largest magnitude that this element had so far; no absolute tolerance."""
 
-    def __init__(self, case: Case, keywords: Keywords) -> None:
-        self.rtol = 1e-12
-        self.n = f"{case}-{keywords}".replace(" ","")
+    def __init__(self) -> None:
         self.scale: dict[str, Array] = {}
 
     def __call__(self, name: str, ours: Array, theirs: torch.Tensor) -> None:
@@ -77,9 +77,7 @@ class Comparison:
         scale = self.scale[name] = np.maximum(self.scale.get(name, np.zeros_like(expected)), np.abs(expected))
         assert np.isfinite(expected).all() and ours.shape == expected.shape
         worst = np.max(np.abs(ours - expected) / np.where(scale == 0, 1, scale), initial=0.0)
-        import os
-        with open("/tmp/worst.txt","a") as f: f.write(f"{self.n} {worst}\n")
-        assert worst <= self.rtol, f"{name}: off by {worst:.1e} of its magnitude, allowed {self.rtol:.0e}"
+        assert worst <= RTOL, f"{name}: off by {worst:.1e} of its magnitude, allowed {RTOL:.0e}"
 
 
 @pytest.mark.usefixtures("float64")
@@ -138,9 +136,9 @@ def shows(cheat: type[Oracle], case: Case, keywords: Keywords) -> bool:
         return bool(SECOND_MOMENTS & set(case.states))
     if cheat is DecayDropped:
         return bool(keywords.get("weight_decay", case.name == "AdamW"))
-    if cheat is StepOffByOne:
-        counting = {"SGD": "dampening", "Adagrad": "initial_accumulator_value", "RMSprop": "", "Adadelta": "", "Lion": ""}
-        return case.name not in counting or counting[case.name] in keywords
+    if cheat is StepOffByOne:  # where the update asks for the step number
+        needs = {"SGD": "dampening", "Adagrad": "initial_accumulator_value"}.get(case.name)
+        return case.name not in ("RMSprop", "Adadelta", "Lion") and (needs is None or needs in keywords)
     return True
 
 
@@ -152,26 +150,30 @@ CHEATS = (
     DecayDropped,
     StepOffByOne,
 )
+CHEATED = [
+    pytest.param(cheat, case, shown, id=f"{cheat.__name__}-{case}")
+    for cheat in CHEATS
+    for case in CASES
+    if (shown := [keywords for keywords in case.keywords if shows(cheat, case, keywords)])
+]
 
 
 @pytest.mark.usefixtures("float64")
-@pytest.mark.parametrize("cheat", CHEATS)
-@pytest.mark.parametrize("case", CASES, ids=repr)
-def test_parity_fails_under_each_cheat(case: Case, cheat: type[Oracle]) -> None:
-    for keywords in case.keywords:
-        if shows(cheat, case, keywords):
-            with pytest.raises(AssertionError):
-                check_parity(case, keywords, cheat)
+@pytest.mark.parametrize(("cheat", "case", "shown"), CHEATED)
+def test_parity_fails_under_each_cheat(cheat: type[Oracle], case: Case, shown: list[Keywords]) -> None:
+    for keywords in shown:
+        with pytest.raises(AssertionError, match=r"off by|not "):
+            check_parity(case, keywords, cheat)
 
 
 def test_table_holds_what_torch_tests() -> None:
     """Every keyword set with which torch's own tests run these classes on the CPU."""
     from torch.testing._internal.common_optimizers import optim_db
 
-    inputs = {info.optim_cls: info.optim_inputs_func("cpu") for info in optim_db}
+    inputs = {info.name: info.optim_inputs_func("cpu") for info in optim_db}
     for case in CASES:
         ours = [str(sorted(keywords.items())) for keywords in case.keywords]
-        theirs = inputs[case.torch_class] if case.torch_class else []
+        theirs = inputs[case.name] if case.torch_class else []
         assert {str(sorted(each.kwargs.items())) for each in theirs} <= set(ours)
         assert len(set(ours)) == len(ours)
 
@@ -180,9 +182,10 @@ def test_small_gradient_survives_a_large_average() -> None:
     """With beta1 = 0 the first moment is the gradient; ``m + 1 * (g - m)`` would make it 0 here."""
     group = torch.optim.Adam([torch.zeros(1)], betas=(0.0, 0.999)).defaults
     oracle = Oracle(adam, group, [np.zeros(2)], np.float32)
-    for grad in ([1e8, -3e12], [1e-3, 7.0]):
+    small = np.array([1e-3, 7.0], np.float32)
+    for grad in (np.array([1e8, -3e12], np.float32), small):
         oracle.step([grad])
-    assert oracle.states[0]["exp_avg"].tolist() == np.float32([1e-3, 7.0]).tolist()
+    assert oracle.states[0]["exp_avg"].tolist() == small.tolist()
     assert oracle.params[0].dtype == np.float32
 
 
@@ -310,7 +313,7 @@ def chained_comparison(param: Any, grad: Any, state: Any, s: Any) -> Any:
     return where(-1 < grad < 1, param, grad)  # here
 
 
-@bad("BoolOp is not in the vocabulary")
+@bad("And is not in the vocabulary")
 def boolean_operator(param: Any, grad: Any, state: Any, s: Any) -> Any:
     return where(grad > 0 and param > 0, param, grad)  # here
 

@@ -11,7 +11,6 @@ from .native_words import (
     COMPILE_OPTIONS,
     FORMATS,
     TABLE,
-    load_f32,
     load_i32,
     load_i64,
     store_i32,
@@ -21,14 +20,14 @@ from .native_words import (
 from .tables import BLOCK
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def compile_block_sums(grad: Format) -> Callable[..., None]:
     """The kernel ``(first, last, row_of_block, rows, unscale, mantissa, exponent, largest, nonfinite)``."""
     load, widen, _, _ = FORMATS[grad.name]
     widen = widen or _same
     i32, u32, i64 = types.int32, types.uint32, types.int64
 
-    def block_sums(first, last, row_of_block, rows, unscale, mantissa, exponent, largest, nonfinite):  # type: ignore[no-untyped-def]
+    def block_sums(first, last, row_of_block, rows, unscale, mantissa, exponent, largest, nonfinite):
         for block in range(first, last):
             row = load_i32(row_of_block, block, TABLE)
             start = block * BLOCK
@@ -59,14 +58,14 @@ def compile_block_sums(grad: Format) -> Callable[..., None]:
     return njit(signature, **COMPILE_OPTIONS)(block_sums)  # type: ignore[no-any-return]
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def compile_count_nonfinite(grad: Format) -> Callable[..., None]:
     """The kernel ``(first, last, row_of_block, rows, counts)``."""
     load, widen, _, _ = FORMATS[grad.name]
     widen = widen or _same
     i32 = types.int32
 
-    def count_nonfinite(first, last, row_of_block, rows, counts):  # type: ignore[no-untyped-def]
+    def count_nonfinite(first, last, row_of_block, rows, counts):
         for block in range(first, last):
             row = load_i32(row_of_block, block, TABLE)
             start = block * BLOCK
@@ -82,5 +81,5 @@ def compile_count_nonfinite(grad: Format) -> Callable[..., None]:
 
 
 @njit(**COMPILE_OPTIONS)
-def _same(x):  # type: ignore[no-untyped-def]
+def _same(x):
     return x

@@ -22,7 +22,6 @@ A block of a skipped param has an end of 0 in its row, hence no iteration.
 import functools
 import threading
 from collections.abc import Callable
-from typing import Any
 
 from .formats import FP32
 from .spec import StepSpec
@@ -33,7 +32,7 @@ _compiling = threading.Lock()
 compilations = 0  # for the test that a changed hyper-parameter compiles nothing
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def compile_step(spec: StepSpec) -> Callable[..., None]:
     """The compiled kernel; safe to call from several threads, each on its own range of blocks, without the GIL."""
     import numba
@@ -83,16 +82,19 @@ def step_source(spec: StepSpec) -> str:
         *(f"store_f32({at}, i, state_{name}, {stream})" for name, at, stream in states),
     ]
     arguments = ["first", "last", "row_of_block", "rows", "scalars", "unscale", "clip", *pointers]
-    return "\n".join(
-        [
-            f"def {variant.rule}({', '.join(arguments)}):",
-            "    for block in range(first, last):",
-            "        row = load_i32(row_of_block, block, TABLE)",
-            f"        start = block * {BLOCK}",
-            f"        count = min(load_i64(rows, row * 2 + 1, TABLE) - start, {BLOCK})",
-            "        grad_at = load_i64(rows, row * 2, TABLE)",
-            *(f"        {line}" for line in before),
-            "        for i in range(start, start + count):",
-            *(f"            {line}" for line in body),
-        ]
-    ) + "\n"
+    return (
+        "\n".join(
+            [
+                f"def {variant.rule}({', '.join(arguments)}):",
+                "    for block in range(first, last):",
+                "        row = load_i32(row_of_block, block, TABLE)",
+                f"        start = block * {BLOCK}",
+                f"        count = min(load_i64(rows, row * 2 + 1, TABLE) - start, {BLOCK})",
+                "        grad_at = load_i64(rows, row * 2, TABLE)",
+                *(f"        {line}" for line in before),
+                "        for i in range(start, start + count):",
+                *(f"            {line}" for line in body),
+            ]
+        )
+        + "\n"
+    )

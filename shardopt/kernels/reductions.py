@@ -48,7 +48,12 @@ class BlockSums:
         low = (self.mantissa & low_mask) << shift
         high = (self.mantissa >> _LIMB_BITS) << shift
         total = torch.zeros(LIMBS + 2, dtype=torch.int64, device=bit.device)
-        for offset, part in ((0, low & low_mask), (1, low >> _LIMB_BITS), (1, high & low_mask), (2, high >> _LIMB_BITS)):
+        for offset, part in (
+            (0, low & low_mask),
+            (1, low >> _LIMB_BITS),
+            (1, high & low_mask),
+            (2, high >> _LIMB_BITS),
+        ):
             total.index_add_(0, limb + offset, part)
         return total[:LIMBS]
 

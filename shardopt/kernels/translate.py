@@ -16,6 +16,8 @@ from typing import Any, Protocol
 class Arithmetic(Protocol):
     """What the kernels ask of a rule's variant."""
 
+    def __hash__(self) -> int: ...
+
     @property
     def rule(self) -> str: ...
 

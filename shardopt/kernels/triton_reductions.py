@@ -14,7 +14,7 @@ from .triton_words import widen
 
 
 @triton.jit
-def load_gradients(  # type: ignore[no-untyped-def]
+def load_gradients(
     row_of_block_ptr,
     rows_ptr,
     num_blocks,
@@ -23,7 +23,7 @@ def load_gradients(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """This program's blocks [BLOCKS], which of them exist, their gradients [BLOCKS, BLOCK] with zeros for what is not."""
+    """This program's blocks [BLOCKS], which of them exist, their gradients [BLOCKS, BLOCK], zero where none."""
     blocks = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
     inside = blocks < num_blocks
     row = tl.load(row_of_block_ptr + blocks, mask=inside, other=0).to(tl.int64)
@@ -44,7 +44,7 @@ def load_gradients(  # type: ignore[no-untyped-def]
 
 
 @triton.jit(do_not_specialize=["num_blocks", "unscale"])
-def block_sums_kernel(  # type: ignore[no-untyped-def]
+def block_sums_kernel(
     row_of_block_ptr,  # [num_blocks] int32
     rows_ptr,  # [num_rows, 2] int64
     mantissa_ptr,  # [num_blocks] int64
@@ -78,7 +78,7 @@ def block_sums_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit(do_not_specialize=["num_blocks"])
-def count_nonfinite_kernel(  # type: ignore[no-untyped-def]
+def count_nonfinite_kernel(
     row_of_block_ptr,  # [num_blocks] int32
     rows_ptr,  # [num_rows, 2] int64
     counts_ptr,  # [num_blocks] int32

@@ -25,7 +25,7 @@ GRAD_TYPES = {"fp32": tl.float32, "bf16": tl.int16, "fp16": tl.float16}
 
 
 @triton.jit(do_not_specialize=["num_blocks", "unscale", "clip"])
-def step_kernel(  # type: ignore[no-untyped-def]
+def step_kernel(
     param_ptr,  # [num_blocks * 256] PARAM
     master_ptr,  # [num_blocks * 256] fp32; the param itself where that is fp32
     state_ptrs,  # tuple of [num_blocks * 256] fp32
@@ -84,7 +84,7 @@ def step_kernel(  # type: ignore[no-untyped-def]
         tl.store(state_ptrs[index] + offsets, states[index], mask=active)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def rule_function(variant: Arithmetic) -> Any:
     """The rule as a jit function that :func:`step_kernel` takes."""
     return triton.jit(function_from_source(triton_function(variant), "triton", RULE_WORDS))

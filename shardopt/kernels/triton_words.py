@@ -5,27 +5,27 @@ import triton.language as tl
 
 
 @triton.jit
-def sign(x):  # type: ignore[no-untyped-def]
+def sign(x):
     return tl.where(x > 0.0, 1.0, tl.where(x < 0.0, -1.0, 0.0))
 
 
 @triton.jit
-def minimum(x, y):  # type: ignore[no-untyped-def]
+def minimum(x, y):
     return tl.where((x < y) | (x != x), x, y)
 
 
 @triton.jit
-def maximum(x, y):  # type: ignore[no-untyped-def]
+def maximum(x, y):
     return tl.where((x > y) | (x != x), x, y)
 
 
 @triton.jit
-def clamp(x, low, high):  # type: ignore[no-untyped-def]
+def clamp(x, low, high):
     return minimum(maximum(x, low), high)
 
 
 @triton.jit
-def widen(x, FORMAT: tl.constexpr):  # type: ignore[no-untyped-def]
+def widen(x, FORMAT: tl.constexpr):
     """To fp32, exactly. bf16 arrives as its bits in int16."""
     if FORMAT == "bf16":
         return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
@@ -34,7 +34,7 @@ def widen(x, FORMAT: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def narrow(x, FORMAT: tl.constexpr):  # type: ignore[no-untyped-def]
+def narrow(x, FORMAT: tl.constexpr):
     """From fp32, to nearest, ties to even. The bf16 of a NaN is 0x7fc0: rounding its bits could give infinity or -0."""
     if FORMAT == "bf16":
         bits = x.to(tl.uint32, bitcast=True)

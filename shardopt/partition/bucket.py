@@ -73,8 +73,8 @@ def dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
     ):
         if stride == 0:
             raise BindingError(
-                f"a param of shape {tuple(tensor.shape)} has strides {tensor.stride()}: several of its elements are one "
-                "place in memory, so that one update would be applied to it several times. Make it a tensor of its "
+                f"a param of shape {tuple(tensor.shape)} has strides {tensor.stride()}: several of its elements are "
+                "one place in memory, so that one update would be applied to it several times. Make it a tensor of its "
                 "own: nn.Parameter(param.detach().clone())."
             )
         if stride != expected:

@@ -47,7 +47,9 @@ class Ranks:
                 own = flat[self.rank * shard_numel : (self.rank + 1) * shard_numel]
                 return Pending(phase, (_all_gather_single()(flat, own, group=self.group, async_op=True),))
             # Gloo's all_gather takes four times as long as broadcasts that write in place (2 ranks, 134 MiB).
-            return Pending(phase, tuple(self._broadcast(part, owner) for owner, part in enumerate(flat.split(shard_numel))))
+            return Pending(
+                phase, tuple(self._broadcast(part, owner) for owner, part in enumerate(torch.split(flat, shard_numel)))
+            )
 
     def _broadcast(self, tensor: torch.Tensor, owner: int) -> Any:
         return dist.broadcast(tensor, group_src=owner, group=self.group, async_op=True)
@@ -83,8 +85,8 @@ class Ranks:
         lengths = [length for (length,) in self.exchange([len(message)], device, phase)]
         if max(lengths) > MAX_MESSAGE_BYTES:
             raise DisagreementError(
-                f"while {phase}: rank {lengths.index(max(lengths))} announced a message of {max(lengths)} bytes, above the "
-                f"{MAX_MESSAGE_BYTES} that are accepted: it was not read. The ranks do not run the same program."
+                f"while {phase}: rank {lengths.index(max(lengths))} announced a message of {max(lengths)} bytes, above "
+                f"the {MAX_MESSAGE_BYTES} that are accepted: it was not read. The ranks do not run the same program."
             )
         padded = torch.zeros(max(lengths), dtype=torch.uint8)
         padded[: len(message)] = torch.frombuffer(bytearray(message), dtype=torch.uint8)
@@ -92,10 +94,7 @@ class Ranks:
         with self._naming(phase):
             others = [torch.empty_like(mine) for _ in range(self.size)]
             self.wait(Pending(phase, (dist.all_gather(others, mine, group=self.group, async_op=True),)))
-        return [
-            json.loads(bytes(other[:length].cpu().numpy()))
-            for other, length in zip(others, lengths, strict=True)
-        ]
+        return [json.loads(bytes(other[:length].cpu().numpy())) for other, length in zip(others, lengths, strict=True)]
 
     def collect(self, own: torch.Tensor, to: int, phase: str) -> list[torch.Tensor] | None:
         """Every rank's tensor (same shape and dtype), by rank, on the rank ``to``; None elsewhere."""

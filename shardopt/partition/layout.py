@@ -1,7 +1,7 @@
 """Where each param lies in its bucket and which slice each rank owns: integers only, testable without ranks.
 
-Params lie in a bucket one behind the other, each starting on a block of 256 elements; every rank owns the same number of
-whole blocks. With params of 300, 0, 700 and 1 elements over 3 ranks (one character is 64 elements, `.` is padding)::
+Params lie in a bucket one behind the other, each starting on a block of 256 elements; every rank owns the same number
+of whole blocks. With params of 300, 0, 700 and 1 elements over 3 ranks (one character is 64 elements, `.` is padding)::
 
     block    0   1   2   3   4   5
     param    aaaa a... cccc cccc ccc. d...

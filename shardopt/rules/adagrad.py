@@ -26,7 +26,7 @@ def adagrad_scalars(group: Mapping[str, Any], step: int, carried: Mapping[str, f
 
 
 @rule(states=("sum",), scalars=adagrad_scalars)
-def adagrad(param, grad, state, s, flags):  # type: ignore[no-untyped-def]
+def adagrad(param, grad, state, s, flags):
     if flags.maximize:
         grad = -grad
     grad = grad + s.weight_decay * param

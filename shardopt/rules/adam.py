@@ -35,7 +35,7 @@ def adam_scalars(group: Mapping[str, Any], step: int, carried: Mapping[str, floa
 
 
 @rule(states=("exp_avg", "exp_avg_sq", "max_exp_avg_sq"), scalars=adam_scalars)
-def adam(param, grad, state, s, flags):  # type: ignore[no-untyped-def]
+def adam(param, grad, state, s, flags):
     if flags.maximize:
         grad = -grad
     if flags.decoupled_weight_decay:

@@ -27,7 +27,7 @@ def adamax_scalars(group: Mapping[str, Any], step: int, carried: Mapping[str, fl
 
 
 @rule(states=("exp_avg", "exp_inf"), scalars=adamax_scalars)
-def adamax(param, grad, state, s, flags):  # type: ignore[no-untyped-def]
+def adamax(param, grad, state, s, flags):
     if flags.maximize:
         grad = -grad
     grad = grad + s.weight_decay * param

@@ -32,7 +32,7 @@ def asgd_scalars(group: Mapping[str, Any], step: int, carried: Mapping[str, floa
 
 
 @rule(states=("ax",), carried=("eta", "mu"), scalars=asgd_scalars)
-def asgd(param, grad, state, s, flags):  # type: ignore[no-untyped-def]
+def asgd(param, grad, state, s, flags):
     if flags.maximize:
         grad = -grad
     grad = grad + s.weight_decay * param

@@ -26,7 +26,7 @@ def lion_scalars(group: Mapping[str, Any], step: int, carried: Mapping[str, floa
 
 
 @rule(states=("exp_avg",), scalars=lion_scalars, counts_steps=False)
-def lion(param, grad, state, s, flags):  # type: ignore[no-untyped-def]
+def lion(param, grad, state, s, flags):
     if flags.maximize:
         grad = -grad
     update = sign(s.beta1 * state.exp_avg + s.one_minus_beta1 * grad)

@@ -41,7 +41,7 @@ def nadam_scalars(group: Mapping[str, Any], step: int, carried: Mapping[str, flo
 
 
 @rule(states=("exp_avg", "exp_avg_sq"), carried=("mu_product",), scalars=nadam_scalars)
-def nadam(param, grad, state, s, flags):  # type: ignore[no-untyped-def]
+def nadam(param, grad, state, s, flags):
     if flags.maximize:
         grad = -grad
     if flags.decoupled_weight_decay:

@@ -47,7 +47,7 @@ def radam_scalars(group: Mapping[str, Any], step: int, carried: Mapping[str, flo
 
 
 @rule(states=("exp_avg", "exp_avg_sq"), scalars=radam_scalars)
-def radam(param, grad, state, s, flags):  # type: ignore[no-untyped-def]
+def radam(param, grad, state, s, flags):
     if flags.maximize:
         grad = -grad
     if flags.decoupled_weight_decay:

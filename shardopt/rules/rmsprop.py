@@ -31,7 +31,7 @@ def rmsprop_scalars(group: Mapping[str, Any], step: int, carried: Mapping[str, f
 
 
 @rule(states=("square_avg", "momentum_buffer", "grad_avg"), scalars=rmsprop_scalars)
-def rmsprop(param, grad, state, s, flags):  # type: ignore[no-untyped-def]
+def rmsprop(param, grad, state, s, flags):
     if flags.maximize:
         grad = -grad
     grad = grad + s.weight_decay * param

@@ -31,7 +31,7 @@ def rprop_scalars(group: Mapping[str, Any], step: int, carried: Mapping[str, flo
 
 
 @rule(states=("prev", "step_size"), scalars=rprop_scalars)
-def rprop(param, grad, state, s, flags):  # type: ignore[no-untyped-def]
+def rprop(param, grad, state, s, flags):
     if flags.maximize:
         grad = -grad
     agreement = grad * state.prev

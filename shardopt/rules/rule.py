@@ -305,7 +305,7 @@ class _Reader:
             return f"({self._number(node.left)} {symbol} {self._number(node.comparators[0])})", "truth"
         if isinstance(node, ast.Call):
             return self._call(node), "number"
-        raise self._refuse(node, f"{type(node).__name__} is not in the vocabulary")
+        raise self._refuse(node, f"{type(getattr(node, 'op', node)).__name__} is not in the vocabulary")
 
     def _unary(self, node: ast.UnaryOp) -> tuple[str, str]:
         if isinstance(node.op, ast.USub) and isinstance(node.operand, ast.Constant):

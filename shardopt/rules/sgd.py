@@ -27,7 +27,7 @@ def sgd_scalars(group: Mapping[str, Any], step: int, carried: Mapping[str, float
 
 
 @rule(states=("momentum_buffer",), scalars=sgd_scalars, counts_steps=False)
-def sgd(param, grad, state, s, flags):  # type: ignore[no-untyped-def]
+def sgd(param, grad, state, s, flags):
     if flags.maximize:
         grad = -grad
     grad = grad + s.weight_decay * param
