@@ -24,8 +24,6 @@ import torch
 mark()
 import shardopt
 mark()
-from shardopt.optim import ShardedAdamW
-mark()
 dtype = getattr(torch, sys.argv[2])
 model = torch.nn.Linear(64, 64, device=sys.argv[1], dtype=dtype)
 for param in model.parameters():
@@ -33,7 +31,7 @@ for param in model.parameters():
 if sys.argv[1] == "cuda":
     torch.cuda.synchronize()
 mark()
-optimizer = ShardedAdamW(model.parameters())
+optimizer = shardopt.ShardedAdamW(model.parameters())
 for _ in range(2):
     optimizer.step()
     if sys.argv[1] == "cuda":
@@ -41,7 +39,7 @@ for _ in range(2):
     mark()
 print(json.dumps([later - earlier for earlier, later in zip(marks, marks[1:])]))
 """
-PHASES = ("import torch", "import shardopt", "import shardopt.optim", "make a model", "first step", "second step")
+PHASES = ("import torch", "import shardopt", "make a model", "first step", "second step")
 # What an issue of the project asks for, in seconds.
 GOALS = {"import shardopt": 0.1, "first step": 2.0}
 

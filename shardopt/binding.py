@@ -5,7 +5,7 @@ step. Params that appear later (``add_param_group``, unfreezing) are bound then,
 bound never changes its place.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby, pairwise
 from typing import Any
@@ -20,6 +20,7 @@ from .partition.bucket import Bucket, dense_strides
 from .partition.collectives import Ranks
 from .partition.layout import BucketLayout, split_into_buckets
 from .partition.placement import Placement, Placements
+from .partition.transport import Transport
 from .rules import Rule
 from .shard import Shard
 
@@ -79,6 +80,7 @@ class Binding:
         self.shards: list[Shard] = []
         self.entries: dict[torch.nn.Parameter, Entry] = {}  # by identity: that is how tensors hash
         self.loaded: dict[torch.nn.Parameter, Loaded] = {}
+        self.transport: Transport | None = None  # chosen at the first binding, by all ranks together
 
     # -- binding ---------------------------------------------------------------------------------------------------
 
@@ -90,15 +92,16 @@ class Binding:
             if param not in self.entries and (param.requires_grad or param.grad is not None)
         ]
 
-    def check_bindable(self, candidates: Iterable[tuple[str, torch.nn.Parameter, Group]]) -> None:
+    def check_bindable(self, candidates: Sequence[tuple[str, torch.nn.Parameter, Group]]) -> None:
         """Raises BindingError for params that no bucket can hold. Changes nothing."""
+        device = self.device if self.shards else candidates[0][1].device
         memory: list[tuple[int, int, str]] = []
         seen: dict[torch.nn.Parameter, str] = {}
         for name, param, _ in candidates:
             if param in seen:
                 raise BindingError(
-                    f"{seen[param]} and {name} are the same param: it would be updated once here and twice by torch, and its "
-                    "step count would lie. Remove the duplicate; model.parameters() lists tied params once."
+                    f"{seen[param]} and {name} are the same param: it would be updated once here and twice by torch, "
+                    "and its step count would lie. Remove the duplicate; model.parameters() lists tied params once."
                 )
             seen[param] = name
             if param.is_meta:
@@ -107,6 +110,11 @@ class Binding:
                 )
             if param.layout is not torch.strided:
                 raise BindingError(f"{name} has layout {param.layout}: it has no flat storage. Use a dense param.")
+            if param.device != device:
+                raise BindingError(
+                    f"{name} is on {param.device}, other params are on {device}: one step is one launch on one device. "
+                    "Move the model to one device, or give each device's params an optimizer of their own."
+                )
             format_of(param.dtype, name)
             dense_strides(param)
             if param.numel():
@@ -121,7 +129,7 @@ class Binding:
                 )
 
     def bind(self, candidates: Sequence[tuple[str, torch.nn.Parameter, Group]]) -> None:
-        """Makes buckets and shards for these params, in backward order, and applies what was loaded for them."""
+        """Collective: buckets and shards for these params, in backward order; applies what was loaded for them."""
 
         def key(candidate: tuple[str, torch.nn.Parameter, Group]) -> tuple[str, str, tuple[str, ...]]:
             _, param, group = candidate
@@ -138,13 +146,37 @@ class Binding:
     def _make_shard(self, members: list[tuple[str, torch.nn.Parameter, Group]], states: tuple[str, ...]) -> None:
         params = [param for _, param, _ in members]
         layout = BucketLayout(tuple(param.numel() for param in params), self.num_shards)
-        shard = Shard(Bucket(params, layout), self.shard_rank, states)
+        bucket = Bucket(params, layout)
+        window = self._transport(bucket.device).open(bucket.flat, layout.shard_numel)
+        shard = Shard(bucket, window, self.shard_rank, states)
         self.shards.append(shard)
         for index, (name, param, _) in enumerate(members):
             entry = Entry(param, name, shard, index, param._version)
             self.entries[param] = entry
             if param in self.loaded:
                 self.apply(entry, self.loaded.pop(param))
+
+    def _transport(self, device: torch.device) -> Transport:
+        if self.transport is None:
+            sharing = self.ranks if self.num_shards > 1 else Ranks.alone()
+            self.transport = Transport.of(sharing, device, self.options.tuning.neighbours)
+        return self.transport
+
+    @property
+    def device(self) -> torch.device:
+        """Of all bound params; the CPU before there are any."""
+        return self.shards[0].param.device if self.shards else torch.device("cpu")
+
+    def gather_state(self, shard: Shard, name: str) -> torch.Tensor:
+        """Collective: state ``name`` (or "master") of every rank's shard, 1D, as long as the bucket."""
+        layout = shard.bucket.layout
+        flat = torch.empty(layout.numel, dtype=torch.float32, device=shard.param.device)
+        flat[layout.shard_slice(self.shard_rank)] = shard.whole(name)
+        transport = self._transport(shard.param.device)
+        gather = transport.gather(shard.param.device, f"gathering {name}")
+        gather.start(transport.open(flat, layout.shard_numel))
+        gather.finish()
+        return flat
 
     def release(self) -> None:
         """Gives every param storage of its own and forgets the states."""

@@ -20,6 +20,8 @@ class Tuning:
             buckets overlap the update of one with the gathering of another; each costs one launch and one message
             to every rank.
         timeout: seconds that one wait for the other ranks may take; None: the process group's own timeout.
+        neighbours: let CPU ranks of one machine read each other's params out of memory, where the system allows it,
+            instead of sending them through sockets.
         nonfinite: what a step does when a gradient holds an Inf or a NaN: ``"skip"`` it on all ranks together with a
             warning (nothing changes, step counts included), ``"raise"`` on all ranks before anything changed, or
             ``"propagate"`` as torch does (and save the reading of the gradients that looking for it takes).
@@ -27,6 +29,7 @@ class Tuning:
 
     bucket_bytes: int = 32 * MIB
     timeout: float | None = None
+    neighbours: bool = True
     nonfinite: Literal["skip", "raise", "propagate"] = "skip"
 
     def __post_init__(self) -> None:

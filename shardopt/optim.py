@@ -61,7 +61,7 @@ def like(torch_class: type[torch.optim.Optimizer], rule: Rule) -> Callable[[Init
             arguments = bound.arguments
             del arguments["self"]
             params, options = arguments.pop("params"), arguments.pop("options")
-            defaults = _defaults(torch_class, arguments, type(self).__name__)
+            defaults = _defaults(torch_class, arguments)
             ShardedOptimizer.__init__(self, params, defaults, rule=rule, **options)
 
         return cast(Init, __init__)
@@ -69,7 +69,7 @@ def like(torch_class: type[torch.optim.Optimizer], rule: Rule) -> Callable[[Init
     return decorate
 
 
-def _defaults(torch_class: type[torch.optim.Optimizer], arguments: dict[str, Any], name: str) -> dict[str, Any]:
+def _defaults(torch_class: type[torch.optim.Optimizer], arguments: dict[str, Any]) -> dict[str, Any]:
     """The param groups' defaults, as torch makes them of these arguments, or torch's error."""
     construct = cast(Callable[..., torch.optim.Optimizer], torch_class)
     return construct([torch.empty(0, device="cpu")], **arguments).defaults

@@ -49,8 +49,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         unknown = [name for name in options if name not in Options.__dataclass_fields__]
         if unknown:
             raise TypeError(
-                f"{type(self).__name__}.__init__() got an unexpected keyword argument {unknown[0]!r}; beyond the rule's own "
-                f"hyper-parameters it takes {', '.join(Options.__dataclass_fields__)}."
+                f"{type(self).__name__}.__init__() got an unexpected keyword argument {unknown[0]!r}; beyond "
+                f"the rule's own hyper-parameters it takes {', '.join(Options.__dataclass_fields__)}."
             )
         self.options = Options(**options)
         self._binding: Binding | None = None
@@ -183,13 +183,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         shard, binding = entry.shard, self._bound()
         if binding.num_shards == 1:
             return shard.as_param(shard.whole(name), entry.index)
-        numel, index = shard.bucket.layout.shard_numel, entry.index
+        index = entry.index
 
         def gather(_: torch.Tensor) -> torch.Tensor:
-            flat = torch.empty(shard.bucket.layout.numel, dtype=torch.float32, device=shard.param.device)
-            flat[shard.bucket.layout.shard_slice(binding.shard_rank)] = shard.whole(name)
-            binding.ranks.wait(binding.ranks.gather_shards(flat, numel, f"gathering {name} of {entry.name}"))
-            return shard.as_param(flat, index).clone()
+            return shard.as_param(binding.gather_state(shard, name), index).clone()
 
         return Part(shard.read(name, index), shard.slice_of(index).start, entry.param, gather)
 
@@ -362,7 +359,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def __repr__(self) -> str:
         options = f"stage={self.options.stage}"
         if self._binding is not None and self._binding.shards:
-            options += f", ranks={self._binding.ranks.size}, buckets={len(self._binding.shards)}"
+            binding = self._binding
+            transport = binding.transport.name if binding.transport is not None else "none"
+            options += f", ranks={binding.ranks.size}, buckets={len(binding.shards)}, transport={transport}"
         return f"{super().__repr__()[:-1]}Sharded ({options})\n)"
 
 

@@ -10,6 +10,7 @@ from .kernels.formats import FP32, Format, format_of
 from .kernels.tables import BLOCK, Gradients, Streams
 from .partition.bucket import Bucket, dense_strides, flattened, in_storage_order
 from .partition.layout import Piece
+from .partition.transport import Window
 
 
 class Slice(NamedTuple):
@@ -22,8 +23,9 @@ class Slice(NamedTuple):
 class Shard:
     """Holds masters and states for one slice of a bucket, and the tables that a kernel needs to update it."""
 
-    def __init__(self, bucket: Bucket, rank: int, states: Iterable[str]):
+    def __init__(self, bucket: Bucket, window: Window, rank: int, states: Iterable[str]):
         self.bucket = bucket
+        self.window = window  # on bucket.flat
         self.pieces: tuple[Piece, ...] = bucket.layout.pieces(rank)
         self.param = bucket.shard(rank)  # 1D [shard_numel]
         self.format: Format = format_of(bucket.dtype, "a param")

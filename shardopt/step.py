@@ -28,7 +28,6 @@ from .kernels.launch import backend_of
 from .kernels.reductions import LIMBS, sum_of_squares
 from .kernels.spec import StepSpec
 from .kernels.tables import Gradients
-from .partition.collectives import Pending
 from .rules import Variant
 from .shard import Shard
 
@@ -102,8 +101,7 @@ def run_step(
     except Exception as error:
         view = View(description, error)
     # 2. agree
-    device = binding.shards[0].param.device if binding.shards else torch.device("cpu")
-    agreed = agree(view, binding.ranks, device, sharded=binding.num_shards > 1)
+    agreed = agree(view, binding.ranks, binding.device, sharded=binding.num_shards > 1)
     # 3. decide
     norm = _norm(binding, agreed)
     if agreed.overflow or _is_skipped(binding, agreed, launches, scaling):
@@ -303,17 +301,17 @@ def _update(
     for launch in launches:
         launches_of[id(launch.shard)].append(launch)
     touched = {id(each.entry.shard) for each in ready}
-    pending: list[Pending] = []
+    if binding.transport is None:  # nothing is bound: every param is frozen
+        return carried
+    gather = binding.transport.gather(binding.device, "gathering updated params")
     try:
         # Backward order reversed: the first layers' params, which the next forward needs first, arrive first.
         for shard in reversed(binding.shards):
             for launch in launches_of[id(shard)]:
                 _launch(launch, scalars, unscale, clip)
-            if id(shard) in touched and binding.num_shards > 1:
-                flat, numel = shard.bucket.flat, shard.bucket.layout.shard_numel
-                pending.append(binding.ranks.gather_shards(flat, numel, "gathering updated params"))
-        for each in pending:
-            binding.ranks.wait(each)
+            if id(shard) in touched:
+                gather.start(shard.window)
+        gather.finish()
     except CommunicationError as error:
         raise CommunicationError(
             f"{error} This rank's shard is updated, other ranks' params may be old ones: do not go on training from "

@@ -1,7 +1,7 @@
 """How ranks talk: the few collectives that an optimizer needs, chosen by backend, each wait with a deadline."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -32,27 +32,28 @@ class Ranks:
         self.rank = group.rank() if group is not None else 0
         self._deadline = deadline
 
-    def device_of_messages(self, device: torch.device) -> torch.device:
-        """Where small messages must lie: the group's backend may carry only one kind of tensor."""
-        if self.group is None or device.type == "cpu":
-            return device
-        return device if "nccl" in dist.get_backend(self.group) else torch.device("cpu")
+    @staticmethod
+    def alone() -> "Ranks":
+        """One rank, whatever groups there are: for what every rank holds in full."""
+        ranks = Ranks.__new__(Ranks)
+        ranks.group, ranks.size, ranks.rank, ranks._deadline = None, 1, 0, None
+        return ranks
 
-    def gather_shards(self, flat: torch.Tensor, shard_numel: int, phase: str) -> Pending:
-        """Starts to fill ``flat`` (1D [size * shard_numel]) with every rank's own slice of it."""
-        if self.size == 1 or flat.numel() == 0:
-            return Pending(phase, ())
+    def carries(self, device: torch.device) -> bool:
+        """Whether the group's backend carries tensors of this device."""
+        return self.group is None or device.type == "cpu" or "nccl" in dist.get_backend(self.group)
+
+    def _device_of_messages(self, device: torch.device) -> torch.device:
+        return device if self.carries(device) else torch.device("cpu")
+
+    def broadcast_each(self, parts: Sequence[torch.Tensor], phase: str) -> Pending:
+        """Starts to send part ``i`` from rank ``i`` to all, into the same part there."""
         with self._naming(phase):
-            if flat.device.type == "cuda" and "nccl" in dist.get_backend(self.group):
-                own = flat[self.rank * shard_numel : (self.rank + 1) * shard_numel]
-                return Pending(phase, (_all_gather_single()(flat, own, group=self.group, async_op=True),))
-            # Gloo's all_gather takes four times as long as broadcasts that write in place (2 ranks, 134 MiB).
-            return Pending(
-                phase, tuple(self._broadcast(part, owner) for owner, part in enumerate(torch.split(flat, shard_numel)))
-            )
-
-    def _broadcast(self, tensor: torch.Tensor, owner: int) -> Any:
-        return dist.broadcast(tensor, group_src=owner, group=self.group, async_op=True)
+            works = [
+                dist.broadcast(part, group_src=owner, group=self.group, async_op=True)
+                for owner, part in enumerate(parts)
+            ]
+        return Pending(phase, tuple(works))
 
     def wait(self, pending: Pending) -> None:
         """Until the collective is done.
@@ -68,14 +69,14 @@ class Ranks:
                     work.wait(self._deadline)
 
     def exchange(self, row: Sequence[int], device: torch.device, phase: str) -> list[list[int]]:
-        """Every rank's row of int64, by rank; all rows have the same length."""
+        """Every rank's row of int64, by rank; all rows have the same length. With an empty row: a barrier."""
         if self.size == 1:
             return [list(row)]
         with self._naming(phase):
-            mine = torch.tensor(row, dtype=torch.int64, device=self.device_of_messages(device))
+            mine = torch.tensor([len(row), *row], dtype=torch.int64, device=self._device_of_messages(device))
             rows = [torch.empty_like(mine) for _ in range(self.size)]
             self.wait(Pending(phase, (dist.all_gather(rows, mine, group=self.group, async_op=True),)))
-            return [[int(value) for value in other.tolist()] for other in rows]
+            return [[int(value) for value in other.tolist()[1:]] for other in rows]
 
     def exchange_json(self, value: Any, device: torch.device, phase: str) -> list[Any]:
         """Every rank's JSON-able value, by rank. Bytes only: nothing that a peer sends is unpickled."""
@@ -90,7 +91,7 @@ class Ranks:
             )
         padded = torch.zeros(max(lengths), dtype=torch.uint8)
         padded[: len(message)] = torch.frombuffer(bytearray(message), dtype=torch.uint8)
-        mine = padded.to(self.device_of_messages(device))
+        mine = padded.to(self._device_of_messages(device))
         with self._naming(phase):
             others = [torch.empty_like(mine) for _ in range(self.size)]
             self.wait(Pending(phase, (dist.all_gather(others, mine, group=self.group, async_op=True),)))
@@ -130,9 +131,3 @@ class _Naming:
                 f"{self._where}: {error}. A peer died, left, or did not make the same call in time (every rank must "
                 "call step(), with or without a closure alike). Look at the other ranks' output for the first error."
             ) from error
-
-
-def _all_gather_single() -> Callable[..., Any]:
-    # Renamed in torch 2.13; the older name warns there.
-    newer = getattr(dist, "all_gather_single", None)
-    return newer if newer is not None else dist.all_gather_into_tensor

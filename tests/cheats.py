@@ -1,0 +1,104 @@
+"""The code broken on purpose: what a parity test must notice, or it is not a parity test.
+
+Each cheat is a context in which the real step does one thing wrong. The oracle and the torch class are not touched.
+"""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from cases import Case, Keywords
+
+from shardopt import step as step_module
+from shardopt.kernels.launch import Native
+
+SECOND_MOMENTS = {"exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum", "exp_inf"}
+STEP = Native.step
+BROADCAST = dist.broadcast
+NUMBERS = step_module.plain_numbers
+SCALARS = step_module._scalars
+
+
+def does_nothing(*_: Any) -> None:
+    pass
+
+
+def summed(self: Native, spec: Any, streams: Any, gradients: Any, scalars: Any, unscale: float, clip: float) -> None:
+    """Gradients summed over two ranks where the mean is meant."""
+    STEP(self, spec, streams, gradients, scalars, unscale * 2, clip)
+
+
+def last_rank_idle(self: Native, *arguments: Any) -> None:
+    if dist.get_rank() != dist.get_world_size() - 1:
+        STEP(self, *arguments)
+
+
+def loses_what_it_receives(tensor: torch.Tensor, *arguments: Any, **keywords: Any) -> Any:
+    """A rank's updated params never reach the others' buckets."""
+    return BROADCAST(tensor.clone(), *arguments, **keywords)
+
+
+def zeroes_second_moment(self: Native, spec: Any, streams: Any, *arguments: Any) -> None:
+    STEP(self, spec, streams, *arguments)
+    for name, state in zip(spec.variant.states, streams.states, strict=True):
+        if name in SECOND_MOMENTS:
+            state.zero_()
+
+
+def twice_the_learning_rate(group: Any) -> dict[str, Any]:
+    numbers = NUMBERS(group)
+    return {**numbers, "lr": 2 * numbers["lr"]}
+
+
+def slightly_larger_learning_rate(group: Any) -> dict[str, Any]:
+    numbers = NUMBERS(group)
+    return {**numbers, "lr": 1.0001 * numbers["lr"]}
+
+
+def decay_dropped(group: Any) -> dict[str, Any]:
+    return {**NUMBERS(group), "weight_decay": 0.0}
+
+
+def counts_one_too_many(binding: Any, numbers: Any, ready: Any) -> Any:
+    for each in ready:
+        each.entry.step += 1
+    result = SCALARS(binding, numbers, ready)
+    for each in ready:
+        each.entry.step -= 1
+    return result
+
+
+CHEATS: dict[str, Any] = {
+    "a step that does nothing": patch.object(Native, "step", does_nothing),
+    "twice the learning rate": patch.object(step_module, "plain_numbers", twice_the_learning_rate),
+    "learning rate off by 1e-4": patch.object(step_module, "plain_numbers", slightly_larger_learning_rate),
+    "gradients summed": patch.object(Native, "step", summed),
+    "one shard not updated": patch.object(Native, "step", last_rank_idle),
+    "one gather dropped": patch.object(dist, "broadcast", loses_what_it_receives),
+    "second moment zeroed": patch.object(Native, "step", zeroes_second_moment),
+    "decay dropped": patch.object(step_module, "plain_numbers", decay_dropped),
+    "step off by one": patch.object(step_module, "_scalars", counts_one_too_many),
+}
+
+
+@contextmanager
+def cheating(cheat: str | None) -> Iterator[None]:
+    """A context in which the step is wrong in the named way; None: right."""
+    context: AbstractContextManager[Any] = nullcontext() if cheat is None else CHEATS[cheat]
+    with context:
+        yield
+
+
+def shows(cheat: str, case: Case, keywords: Keywords) -> bool:
+    """Whether this optimizer has what the cheat takes away."""
+    if cheat == "second moment zeroed":
+        return bool(SECOND_MOMENTS & set(case.states))
+    if cheat == "decay dropped":
+        return bool(keywords.get("weight_decay", case.name == "AdamW"))
+    if cheat == "step off by one":  # where the update asks for the step number
+        needs = {"SGD": "dampening", "Adagrad": "initial_accumulator_value"}.get(case.name)
+        return case.name not in ("RMSprop", "Adadelta", "Lion") and (needs is None or needs in keywords)
+    return True

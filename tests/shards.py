@@ -1,0 +1,250 @@
+"""A shard made by hand, for the kernels alone: params of several groups and steps, poison wherever nothing may look.
+
+Every buffer lies between two guard zones; gradients are allocated one by one, aligned or not. All that is not an
+element of a param (guards, the padding of last blocks, what a gradient is surrounded by) starts as NaN, so that reading
+it shows in the result; guards and skipped params are compared after the launch, so that writing them shows too.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+from oracle import Array, Oracle
+from torch import Tensor
+
+from shardopt.kernels.formats import FP32, Format
+from shardopt.kernels.launch import Backend, Native, Triton
+from shardopt.kernels.spec import StepSpec
+from shardopt.kernels.tables import BLOCK, Gradients, Streams
+from shardopt.rules.rule import Rule
+
+# Without a GPU the kernels of Triton run in its interpreter (conftest.py), on CPU tensors.
+TRITON_DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+BACKENDS: tuple[tuple[Backend, torch.device], ...] = ((Native(), torch.device("cpu")), (Triton(), TRITON_DEVICE))
+GUARD = 64  # elements on either side
+POISON = {4: 0x7FC0BEEF, 2: 0x7FEF}  # NaN in fp32; in fp16 and in bf16
+INTEGERS = {4: torch.int32, 2: torch.int16}
+
+Draw = Callable[[torch.Size, torch.Generator], Tensor]
+
+
+@dataclass(frozen=True)
+class Member:
+    """One param of the shard."""
+
+    numel: int  # elements in this shard
+    step: int = 1
+    lr_factor: float = 1.0  # its group's lr, over the base group's
+    skipped: bool = False
+    before: int = 0  # blocks of it that lie in the shards of other ranks
+    misaligned: int = 0  # elements that its gradient lies off an aligned address
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a shard holds and what its launch is handed."""
+
+    members: tuple[Member, ...]
+    empty_blocks: int = 0  # behind the last member: no param's
+    unscale: float = 1.0
+    clip: float = 1.0
+    grads: str = "log_uniform"
+    seed: int = 0
+
+
+class Guarded:
+    """A 1D buffer between guard zones, all of it poison at first."""
+
+    def __init__(self, numel: int, dtype: torch.dtype, shift: int = 0, buffer: Tensor | None = None) -> None:
+        self.numel, self.shift = numel, shift
+        if buffer is None:
+            size = torch.empty((), dtype=dtype).element_size()
+            buffer = torch.full((numel + 2 * GUARD + shift,), POISON[size], dtype=INTEGERS[size]).view(dtype)
+        self.buffer = buffer
+
+    @property
+    def inner(self) -> Tensor:
+        return self.buffer[GUARD + self.shift : GUARD + self.shift + self.numel]
+
+    def copy_to(self, device: torch.device) -> "Guarded":
+        return Guarded(self.numel, self.buffer.dtype, self.shift, self.buffer.to(device, copy=True))
+
+    def assert_guards(self, what: str) -> None:
+        ints = bits(self.buffer)
+        outside = torch.cat([ints[: GUARD + self.shift], ints[GUARD + self.shift + self.numel :]])
+        assert bool((outside == POISON[self.buffer.element_size()]).all()), f"{what}: written outside of the shard"
+
+
+@dataclass
+class Memory:
+    """The buffers of a shard on one device."""
+
+    param: Guarded
+    master: Guarded | None
+    states: dict[str, Guarded]
+    grads: list[Guarded]
+
+    def copy_to(self, device: torch.device) -> "Memory":
+        return Memory(
+            self.param.copy_to(device),
+            None if self.master is None else self.master.copy_to(device),
+            {name: state.copy_to(device) for name, state in self.states.items()},
+            [grad.copy_to(device) for grad in self.grads],
+        )
+
+    def streams(self) -> dict[str, Guarded]:
+        return {"param": self.param, **({"master": self.master} if self.master else {}), **self.states}
+
+
+@dataclass
+class HandmadeShard:
+    """A shard of ``shape`` filled with values, and what one launch must make of it."""
+
+    shape: Shape
+    rule: Rule
+    group: dict[str, Any]
+    spec: StepSpec
+    draws: dict[str, Draw]  # of gradients, by name
+    memory: Memory = field(init=False)
+    starts: list[int] = field(init=False)  # first element of each member in the shard
+
+    def __post_init__(self) -> None:
+        blocks = [-(-member.numel // BLOCK) for member in self.shape.members]
+        self.starts = [BLOCK * sum(blocks[:index]) for index in range(len(blocks))]
+        self.num_blocks = sum(blocks) + self.shape.empty_blocks
+        generator = torch.Generator().manual_seed(self.shape.seed)
+        self.memory = self._allocate()
+        for stream in self.memory.streams().values():
+            for member, start in zip(self.shape.members, self.starts, strict=True):
+                values = 3 * torch.randn(member.numel, generator=generator, dtype=torch.float64)
+                if stream is not self.memory.param and self.shape.grads != "integers":
+                    values = values.abs() * 10 ** torch.empty_like(values).uniform_(-42, 1, generator=generator)
+                stream.inner[start : start + member.numel] = values
+        for member, grad in zip(self.shape.members, self.memory.grads, strict=True):
+            drawn = self.draws[self.shape.grads](torch.Size([member.numel]), generator)
+            grad.inner.copy_(drawn)
+
+    def _allocate(self) -> Memory:
+        numel, spec = self.num_blocks * BLOCK, self.spec
+        return Memory(
+            Guarded(numel, spec.param.dtype),
+            Guarded(numel, torch.float32) if spec.has_master else None,
+            {name: Guarded(numel, torch.float32) for name in spec.variant.states},
+            [Guarded(member.numel, spec.grad.dtype, member.misaligned) for member in self.shape.members],
+        )
+
+    def member_group(self, member: Member) -> dict[str, Any]:
+        return {**self.group, "lr": self.group["lr"] * member.lr_factor}
+
+    def gradients(self, memory: Memory) -> Gradients:
+        """The tables, as ``tables.py`` tells them; one more row for blocks that no param has."""
+        members, device = self.shape.members, memory.param.buffer.device
+        row_of_block = torch.full((self.num_blocks,), len(members), dtype=torch.int32)
+        rows = torch.zeros((len(members) + 1, 2), dtype=torch.int64)
+        for row, (member, start, grad) in enumerate(zip(members, self.starts, memory.grads, strict=True)):
+            row_of_block[start // BLOCK : -(-(start + member.numel) // BLOCK)] = row
+            if not member.skipped:
+                rows[row, 0] = grad.inner.data_ptr() - start * grad.inner.element_size()
+                rows[row, 1] = start + member.numel
+        aligned = bool((rows[:, 0] % 16 == 0).all())
+        return Gradients(row_of_block.to(device), rows.to(device), aligned)
+
+    def scalars(self) -> Tensor:
+        """2D [num_rows, num_scalars] fp32; NaN in the rows that nothing may read."""
+        table = np.full((len(self.shape.members) + 1, len(self.spec.variant.scalars)), np.nan, np.float32)
+        for row, member in enumerate(self.shape.members):
+            if not member.skipped:
+                group = self.member_group(member)
+                table[row] = self.rule.evaluate(self.rule.variant(group), group, member.step, {})[0]
+        return torch.from_numpy(table)
+
+    def launch(self, backend: Backend, device: torch.device) -> Memory:
+        """One launch on a copy of the buffers; asserts that nothing but this shard's active blocks was written."""
+        memory = self.memory.copy_to(device)
+        streams = Streams(
+            memory.param.inner,
+            None if memory.master is None else memory.master.inner,
+            tuple(state.inner for state in memory.states.values()),
+        )
+        gradients = self.gradients(memory)
+        scalars = self.scalars().to(device)
+        with np.errstate(all="ignore"):  # the interpreter computes with NumPy
+            backend.step(self.spec, streams, gradients, scalars, self.shape.unscale, self.shape.clip)
+        after = memory.copy_to(torch.device("cpu"))
+        for name, stream in after.streams().items():
+            stream.assert_guards(name)
+            before = bits(self.memory.streams()[name].inner)
+            for member, start in zip(self.shape.members, self.starts, strict=True):
+                if member.skipped:
+                    blocks = slice(start, start + -(-member.numel // BLOCK) * BLOCK)
+                    assert torch.equal(bits(stream.inner)[blocks], before[blocks]), f"{name}: a skipped param changed"
+        for grad, given in zip(after.grads, self.memory.grads, strict=True):
+            assert torch.equal(bits(grad.buffer), bits(given.buffer)), "a gradient was written"
+        return after
+
+    def expected(self) -> Memory:
+        """What NumPy makes of it in float32, one operation at a time."""
+        memory = self.memory.copy_to(torch.device("cpu"))
+        full = memory.master or memory.param
+        for member, start, grad in zip(self.shape.members, self.starts, memory.grads, strict=True):
+            if member.skipped:
+                continue
+            part = slice(start, start + member.numel)
+            oracle = Oracle(self.rule, self.member_group(member), [full.inner[part].numpy()], np.float32)
+            oracle.states[0] = {name: state.inner[part].numpy().copy() for name, state in memory.states.items()}
+            oracle.steps[0] = member.step - 1
+            oracle.step([scaled(grad.inner, self.shape.unscale, self.shape.clip)])
+            assert oracle.params[0].dtype == np.float32
+            full.inner[part] = torch.from_numpy(oracle.params[0])
+            for name, state in memory.states.items():
+                state.inner[part] = torch.from_numpy(oracle.states[0][name])
+            memory.param.inner[part] = full.inner[part].to(memory.param.inner.dtype)
+        return memory
+
+    def assert_same(self, found: Memory, expected: Memory, who: str) -> None:
+        """Every element of every param, bit for bit; NaN is NaN."""
+        for name, stream in expected.streams().items():
+            for index, (member, start) in enumerate(zip(self.shape.members, self.starts, strict=True)):
+                part = slice(start, start + member.numel)
+                assert_same_bits(found.streams()[name].inner[part], stream.inner[part], f"{who}: {name} of {index}")
+
+
+def scaled(grad: Tensor, *factors: float) -> Array:
+    """The gradient in fp32 times each factor, rounded each time."""
+    value = grad.float().numpy()
+    with np.errstate(all="ignore"):
+        for factor in factors:
+            value = value * np.float32(factor)
+    return value
+
+
+def bits(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(INTEGERS[tensor.element_size()])
+
+
+def assert_same_bits(found: Tensor, expected: Tensor, what: str) -> None:
+    """Equal as integers, so that -0 is not 0; a NaN equals any NaN."""
+    differs = (bits(found) != bits(expected)) & ~(found.isnan() & expected.isnan())
+    if bool(differs.any()):
+        at = int(differs.nonzero()[0])
+        raise AssertionError(
+            f"{what}: {int(differs.sum())} of {found.numel()} differ, first at {at}: "
+            f"{float(found[at])!r}, expected {float(expected[at])!r}"
+        )
+
+
+def lone(grad: Tensor, fmt: Format = FP32, misaligned: int = 0) -> tuple[Gradients, Guarded]:
+    """Tables for one param that is the whole shard, with this gradient."""
+    guarded = Guarded(grad.numel(), fmt.dtype, misaligned)
+    guarded.inner.copy_(grad)
+    guarded = guarded.copy_to(TRITON_DEVICE) if grad.device.type == "cuda" else guarded
+    pointer = guarded.inner.data_ptr()
+    rows = torch.tensor([[pointer, grad.numel()]], dtype=torch.int64, device=grad.device)
+    row_of_block = torch.zeros(-(-grad.numel() // BLOCK), dtype=torch.int32, device=grad.device)
+    return Gradients(row_of_block, rows, pointer % 16 == 0), guarded
+
+
+def with_members(shape: Shape, members: Sequence[Member]) -> Shape:
+    return replace(shape, members=tuple(members))
