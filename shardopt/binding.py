@@ -5,6 +5,7 @@ step. Params that appear later (``add_param_group``, unfreezing) are bound then,
 bound never changes its place.
 """
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby, pairwise
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 
 from .config import Options
-from .errors import BindingError, StateError
+from .errors import BindingError
 from .kernels.formats import format_of
 from .part import Part
 from .partition.bucket import Bucket, dense_strides
@@ -23,17 +24,9 @@ from .partition.placement import Placement, Placements
 from .partition.transport import Transport
 from .rules import Rule
 from .shard import Shard
+from .states import ParamState, check_part
 
 Group = Mapping[str, Any]
-
-
-@dataclass
-class Loaded:
-    """The state of one param from a state dict, kept until the param is bound."""
-
-    step: int
-    carried: dict[str, float]
-    tensors: dict[str, torch.Tensor]  # state name or "master" -> whole tensor, or Part
 
 
 @dataclass(eq=False)
@@ -70,7 +63,7 @@ class Entry:
 class Binding:
     """The table from params to entries, and the shards."""
 
-    def __init__(self, rule: Rule, options: Options, ranks: Ranks):
+    def __init__(self, rule: Rule, options: Options, ranks: Ranks, loaded: dict[torch.nn.Parameter, ParamState]):
         self.rule = rule
         self.options = options
         self.ranks = ranks
@@ -79,7 +72,7 @@ class Binding:
         self.shard_rank = ranks.rank if sharded else 0
         self.shards: list[Shard] = []
         self.entries: dict[torch.nn.Parameter, Entry] = {}  # by identity: that is how tensors hash
-        self.loaded: dict[torch.nn.Parameter, Loaded] = {}
+        self.loaded = loaded  # states of params that are not bound yet
         self.transport: Transport | None = None  # chosen at the first binding, by all ranks together
 
     # -- binding ---------------------------------------------------------------------------------------------------
@@ -154,7 +147,7 @@ class Binding:
             entry = Entry(param, name, shard, index, param._version)
             self.entries[param] = entry
             if param in self.loaded:
-                self.apply(entry, self.loaded.pop(param))
+                self.write(entry, self.loaded.pop(param))
 
     def _transport(self, device: torch.device) -> Transport:
         if self.transport is None:
@@ -166,17 +159,6 @@ class Binding:
     def device(self) -> torch.device:
         """Of all bound params; the CPU before there are any."""
         return self.shards[0].param.device if self.shards else torch.device("cpu")
-
-    def gather_state(self, shard: Shard, name: str) -> torch.Tensor:
-        """Collective: state ``name`` (or "master") of every rank's shard, 1D, as long as the bucket."""
-        layout = shard.bucket.layout
-        flat = torch.empty(layout.numel, dtype=torch.float32, device=shard.param.device)
-        flat[layout.shard_slice(self.shard_rank)] = shard.whole(name)
-        transport = self._transport(shard.param.device)
-        gather = transport.gather(shard.param.device, f"gathering {name}")
-        gather.start(transport.open(flat, layout.shard_numel))
-        gather.finish()
-        return flat
 
     def release(self) -> None:
         """Gives every param storage of its own and forgets the states."""
@@ -198,58 +180,87 @@ class Binding:
             entry.shard.refresh_master(entry.index)
             entry.version = entry.param._version
 
-    # -- loaded states ---------------------------------------------------------------------------------------------
+    # -- states outside of shards ----------------------------------------------------------------------------------
 
-    def check_loadable(self, param: torch.nn.Parameter, name: str, group: Group, loaded: Loaded) -> None:
-        """Raises StateError if this state is not one that the rule keeps for this param. Changes nothing."""
-        needed = self.rule.variant(group).states
-        # SGD's first momentum comes with its first step: absent is what torch saves before it.
-        missing = [state for state in needed if state not in loaded.tensors] if loaded.step else []
-        unknown = [state for state in loaded.tensors if state not in (*needed, "master")]
-        if missing or unknown:
-            raise StateError(
-                f"the state of {name} does not fit {self.rule.name}: missing {missing}, not known {unknown}; it needs "
-                f"{list(needed)}. Loading it would train on from other moments than were saved. It is probably the "
-                "state of another optimizer or of other flags (amsgrad, momentum, centered)."
-            )
-        for state, tensor in loaded.tensors.items():
-            if tensor.shape != param.shape:
-                raise StateError(
-                    f"{state} of {name} has shape {tuple(tensor.shape)}, the param {tuple(param.shape)}: this is the "
-                    "state of another model. Load the state dict that was saved with this one."
-                )
-            if isinstance(tensor, Part):
-                self._check_part(param, state, name, tensor)
+    def read(self, entry: Entry, group: Group) -> ParamState:
+        """The state of one param: views of the shard where one rank holds everything, else parts."""
+        shard = entry.shard
+        names = [name for name in self.rule.variant(group).states if name in shard.states]
+        tensors = {name: self._read_tensor(entry, name) for name in (*names, *shard.masters)}
+        return ParamState(entry.step, dict(entry.carried), tensors)
 
-    def _check_part(self, param: torch.nn.Parameter, state: str, name: str, part: Part) -> None:
+    def _read_tensor(self, entry: Entry, name: str) -> torch.Tensor:
+        shard, index = entry.shard, entry.index
+        if self.num_shards == 1:
+            return shard.as_param(shard.whole(name), index)
+
+        def gather(_: torch.Tensor) -> torch.Tensor:
+            return shard.as_param(self._gather(shard, name), index).clone()
+
+        return Part(shard.read(name, index), shard.slice_of(index).start, entry.param, gather)
+
+    def _gather(self, shard: Shard, name: str) -> torch.Tensor:
+        """Collective: state ``name`` (or "master") of every rank's shard, 1D, as long as the bucket."""
+        layout, device = shard.bucket.layout, shard.param.device
+        flat = torch.empty(layout.numel, dtype=torch.float32, device=device)
+        flat[layout.shard_slice(self.shard_rank)] = shard.whole(name)
+        transport = self._transport(device)
+        gather = transport.gather(device, f"gathering {name}")
+        gather.start(transport.open(flat, layout.shard_numel))
+        gather.finish()
+        return flat
+
+    def consolidate(self, to: int, groups: Sequence[Group]) -> dict[torch.nn.Parameter, ParamState] | None:
+        """Collective: every bound param's state as whole tensors in host memory, on the rank ``to``; None elsewhere."""
+        states = {
+            param: self.read(self.entries[param], group)
+            for _, param, group in named_params(groups)
+            if param in self.entries
+        }
+        members: dict[int, list[Entry]] = defaultdict(list)
+        for entry in self.entries.values():
+            members[id(entry.shard)].append(entry)
+        # One state of one bucket at a time, so that the other ranks' slices never lie here all at once.
+        for shard in self.shards:
+            for name in (*shard.states, *shard.masters):
+                parts = self.ranks.collect(shard.whole(name), to, f"consolidating {name}")
+                whole = None if parts is None else torch.cat([part.cpu() for part in parts])
+                for entry in members[id(shard)]:
+                    if whole is not None and name in states[entry.param].tensors:
+                        # Cloned: a view would bring the whole bucket along into a file.
+                        states[entry.param].tensors[name] = shard.as_param(whole, entry.index).clone()
+        return (
+            {param: state for param, state in states.items() if self.entries[param].has_state}
+            if self.ranks.rank == to
+            else None
+        )
+
+    def check_parts(self, param: torch.nn.Parameter, state: ParamState) -> None:
+        """Raises StateError if a part does not hold what this rank needs of a bound param. Changes nothing."""
         entry = self.entries.get(param)
         if entry is None:
-            return  # where its slice will lie is known at binding; apply() checks again
+            return  # where its slice will lie is known at binding; write() checks then
         where = entry.shard.slice_of(entry.index)
-        end = where.start + where.local.stop - where.local.start
-        if end > where.start and not (part.start <= where.start and end <= part.start + part.local.numel()):
-            raise StateError(
-                f"{state} of {name}: this rank needs elements [{where.start}:{end}], the part holds "
-                f"[{part.start}:{part.start + part.local.numel()}]. Call consolidate_state_dict() on the optimizer "
-                "that it comes from, and load the consolidated dict."
-            )
+        for name, tensor in state.tensors.items():
+            if isinstance(tensor, Part):
+                check_part(tensor, where.start, where.local.stop - where.local.start, f"{name} of {entry.name}")
 
-    def apply(self, entry: Entry, loaded: Loaded) -> None:
-        """Writes a loaded state into the shard."""
+    def write(self, entry: Entry, state: ParamState) -> None:
+        """Takes this rank's slice of a state into the shard."""
+        self.check_parts(entry.param, state)
         shard = entry.shard
-        shard.ensure_states(name for name in loaded.tensors if name != "master")
-        for name, tensor in loaded.tensors.items():
+        shard.ensure_states(name for name in state.tensors if name != "master")
+        for name, tensor in state.tensors.items():
             if name == "master" and shard.master is None:
                 continue
             if isinstance(tensor, Part):
-                self._check_part(entry.param, name, entry.name, tensor)
                 shard.write(name, entry.index, tensor.start, tensor.local)
             else:
                 shard.write_whole(name, entry.index, tensor.detach())
         # The model's own weights are the truth; the loaded master only refines those that it rounds to.
         shard.refresh_master(entry.index)
         entry.version = entry.param._version
-        entry.step, entry.carried, entry.has_state = loaded.step, dict(loaded.carried), True
+        entry.step, entry.carried, entry.has_state = state.step, dict(state.carried), True
 
 
 def named_params(groups: Sequence[Group]) -> Iterator[tuple[str, torch.nn.Parameter, Group]]:

@@ -6,12 +6,12 @@ from typing import Any, TypeVar, Unpack
 
 import torch
 
-from .binding import Binding, Entry, Loaded, named_params
+from .binding import Binding, named_params
 from .config import OptionKeywords, Options
 from .errors import ShardoptError, StateError
-from .part import Part
 from .partition.collectives import Ranks
 from .rules import Rule
+from .states import ParamState
 from .step import Scaling, run_step
 
 Optimizer = TypeVar("Optimizer", bound="ShardedOptimizer")
@@ -54,14 +54,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
             )
         self.options = Options(**options)
         self._binding: Binding | None = None
-        self._loaded: dict[torch.nn.Parameter, Loaded] = {}  # from load_state_dict, until the params are bound
-        self._consolidated: dict[torch.nn.Parameter, dict[str, Any]] | None = None
+        self._loaded: dict[torch.nn.Parameter, ParamState] = {}  # from load_state_dict, until the params are bound
+        self._consolidated: dict[torch.nn.Parameter, ParamState] | None = None  # until the next step
         self._closed = False
         self.grad_norm: float | None = None
         """Global 2-norm of the last step's gradients before clipping, where ``max_grad_norm`` was given."""
-        if defaults.get("fused"):
-            # GradScaler asks for this: it then hands over scale and overflow instead of calling step() or not.
-            self._step_supports_amp_scaling = True
         super().__init__(params, defaults)
 
     # -- param groups ----------------------------------------------------------------------------------------------
@@ -85,6 +82,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 "complex params are not supported: the fused update would drop their imaginary part. Use "
                 "torch.view_as_real on the param, or give it to a torch.optim optimizer of its own."
             )
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """What GradScaler asks: with it, it hands over scale and overflow instead of calling ``step()`` or not."""
+        return bool(self.defaults.get("fused"))
 
     # -- the step --------------------------------------------------------------------------------------------------
 
@@ -120,8 +122,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _bound(self) -> Binding:
         if self._binding is None:
             ranks = Ranks(self.options.process_group, self.options.tuning.deadline)
-            self._binding = Binding(self.rule, self.options, ranks)
-            self._binding.loaded = self._loaded
+            self._binding = Binding(self.rule, self.options, ranks, self._loaded)
         return self._binding
 
     def _scaling(self) -> Scaling:
@@ -146,17 +147,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         Tensors are views of the shard where one rank holds everything, else parts.
         """
-        if self._consolidated is not None:
-            return self._consolidated
-        states = {}
-        for _, param, group in named_params(self.param_groups):
-            entry = self._binding.entries.get(param) if self._binding is not None else None
-            if entry is not None and entry.has_state:
-                states[param] = self._state_of(entry, group)
-            elif param in self._loaded:
-                loaded = self._loaded[param]
-                states[param] = {**self._counters(loaded.step, loaded.carried), **loaded.tensors}
-        return states
+        return {param: state.to_torch(self.rule) for param, state in self._param_states().items()}
 
     @state.setter
     def state(self, value: Any) -> None:
@@ -164,31 +155,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if value:
             raise StateError("optimizer.state cannot be assigned, it lies in shards: call load_state_dict().")
 
-    def _counters(self, step: int, carried: Mapping[str, float]) -> dict[str, torch.Tensor]:
-        counters = {}
-        if self.rule.counts_steps:
-            # torch keeps fp32; beyond 2**24 that would round the count.
-            counters["step"] = torch.tensor(step, dtype=torch.float32 if step <= 1 << 24 else torch.float64)
-        return counters | {name: torch.tensor(value, dtype=torch.float64) for name, value in carried.items()}
-
-    def _state_of(self, entry: Entry, group: Mapping[str, Any]) -> dict[str, Any]:
-        names = [name for name in self.rule.variant(group).states if name in entry.shard.states]
-        tensors = {name: self._part(entry, name) for name in (*names, *self._master(entry))}
-        return {**self._counters(entry.step, entry.carried), **tensors}
-
-    def _master(self, entry: Entry) -> tuple[str, ...]:
-        return () if entry.shard.master is None else ("master",)
-
-    def _part(self, entry: Entry, name: str) -> torch.Tensor:
-        shard, binding = entry.shard, self._bound()
-        if binding.num_shards == 1:
-            return shard.as_param(shard.whole(name), entry.index)
-        index = entry.index
-
-        def gather(_: torch.Tensor) -> torch.Tensor:
-            return shard.as_param(binding.gather_state(shard, name), index).clone()
-
-        return Part(shard.read(name, index), shard.slice_of(index).start, entry.param, gather)
+    def _param_states(self) -> dict[torch.nn.Parameter, ParamState]:
+        if self._consolidated is not None:
+            return self._consolidated
+        states = {}
+        for _, param, group in named_params(self.param_groups):
+            entry = self._binding.entries.get(param) if self._binding is not None else None
+            if self._binding is not None and entry is not None and entry.has_state:
+                states[param] = self._binding.read(entry, group)
+            elif param in self._loaded:
+                states[param] = self._loaded[param]
+        return states
 
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Collective: gathers every state on rank ``to``, in host memory; ``state_dict()`` there is then plain tensors.
@@ -203,32 +180,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 f"consolidate_state_dict(to={to}): there are {binding.ranks.size} ranks, 0 to {binding.ranks.size - 1}."
             )
         with torch.no_grad():
-            whole: dict[tuple[int, str], torch.Tensor] = {}
-            for number, shard in enumerate(binding.shards):
-                for name in (*shard.states, *(() if shard.master is None else ("master",))):
-                    parts = binding.ranks.collect(shard.whole(name), to, f"consolidating {name}")
-                    if parts is not None:
-                        whole[number, name] = torch.cat([part.cpu() for part in parts])
-        if binding.ranks.rank == to:
-            self._consolidated = self._from_whole(whole)
-
-    def _from_whole(self, whole: Mapping[tuple[int, str], torch.Tensor]) -> dict[torch.nn.Parameter, dict[str, Any]]:
-        binding = self._bound()
-        numbers = {id(shard): number for number, shard in enumerate(binding.shards)}
-        states: dict[torch.nn.Parameter, dict[str, Any]] = {}
-        for param, local in self.state.items():
-            entry = binding.entries.get(param)
-            if entry is None:
-                states[param] = local
-                continue
-            states[param] = {
-                # Cloned: as a view, each saved state would bring the storage of its whole bucket along.
-                name: entry.shard.as_param(whole[numbers[id(entry.shard)], name], entry.index).clone()
-                if isinstance(value, Part)
-                else value
-                for name, value in local.items()
-            }
-        return states
+            states = binding.consolidate(to, self.param_groups)
+        if states is not None:
+            self._consolidated = {**self._loaded, **states}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a dict of this class or of the torch class, at any number of ranks; each rank takes its part.
@@ -253,7 +207,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
                     "belongs to another optimizer. Load the dict as it was saved."
                 )
             name, param, group = owners[key]
-            loaded[param] = self._read_state(param, name, group, state)
+            read = ParamState.from_torch(state, self.rule, group, param, name)
+            if self._binding is not None:
+                self._binding.check_parts(param, read)
+            loaded[param] = read
         self._take_over(groups, loaded)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
@@ -273,35 +230,20 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 new.setdefault(key, value)
         return saved
 
-    def _read_state(
-        self, param: torch.nn.Parameter, name: str, group: Mapping[str, Any], state: Mapping[str, Any]
-    ) -> Loaded:
-        values = {key: value for key, value in state.items() if value is not None}
-        step = int(values.pop("step", 1 if values else 0))
-        carried = {key: float(values.pop(key)) for key in self.rule.carried if key in values}
-        foreign = [key for key, value in values.items() if not isinstance(value, torch.Tensor)]
-        if foreign:
-            raise StateError(f"{foreign} of {name} are not tensors: this is not a state that {self.rule.name} keeps.")
-        # Copied: the caller may go on training with the tensors that it saved.
-        loaded = Loaded(step, carried, {key: value.detach().clone() for key, value in values.items()})
-        self._bound().check_loadable(param, name, group, loaded)
-        return loaded
-
-    def _take_over(self, groups: list[dict[str, Any]], loaded: dict[torch.nn.Parameter, Loaded]) -> None:
+    def _take_over(self, groups: list[dict[str, Any]], loaded: dict[torch.nn.Parameter, ParamState]) -> None:
         self.param_groups = groups
         self._consolidated = None
+        entries = self._binding.entries if self._binding is not None else {}
         self._loaded.clear()
-        binding = self._bound()
-        with torch.no_grad():
-            for param, state in loaded.items():
-                entry = binding.entries.get(param)
-                if entry is None:
-                    self._loaded[param] = state
-                else:
-                    binding.apply(entry, state)
-        for param, entry in binding.entries.items():
-            if param not in loaded:
-                entry.forget()
+        # Copied: the caller may go on training with the tensors that it saved.
+        self._loaded.update((param, state.copy()) for param, state in loaded.items() if param not in entries)
+        if self._binding is not None:
+            with torch.no_grad():
+                for param, entry in entries.items():
+                    if param in loaded:
+                        self._binding.write(entry, loaded[param])
+                    else:
+                        entry.forget()
 
     # -- copies and ends -------------------------------------------------------------------------------------------
 
@@ -309,23 +251,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """A copy with the states of this moment; its params are those that ``memo`` holds copies of, as in torch."""
         other = type(self).__new__(type(self))
         memo[id(self)] = other
-        own: dict[str, Any] = {"_binding": None, "_loaded": {}, "_consolidated": None}
-        shared = {"rule": self.rule, "options": self.options}  # frozen; a process group cannot be copied
-        for key, value in self.__dict__.items():
-            if key not in (*own, *shared):
-                other.__dict__[key] = copy.deepcopy(value, memo)
-        other.__dict__.update(own | shared)
-        for param, state in self.state.items():
-            tensors = {
-                key: copy.deepcopy(value) for key, value in state.items() if key in self.rule.states or key == "master"
-            }
-            entry = self._bound().entries.get(param)
-            step, carried = (
-                (entry.step, dict(entry.carried))
-                if entry
-                else (self._loaded[param].step, dict(self._loaded[param].carried))
-            )
-            other._loaded[copy.deepcopy(param, memo)] = Loaded(step, carried, tensors)
+        other.rule, other.options, other._closed, other.grad_norm = (
+            self.rule,
+            self.options,
+            self._closed,
+            self.grad_norm,
+        )
+        other._binding, other._consolidated = None, None
+        other._loaded = {copy.deepcopy(param, memo): state.copy() for param, state in self._param_states().items()}
+        # As torch's copies: hooks, and what schedulers patched onto this instance, are left behind.
+        other.__setstate__(copy.deepcopy({"defaults": self.defaults, "param_groups": self.param_groups}, memo))
         return other
 
     def __getstate__(self) -> dict[str, Any]:

@@ -44,6 +44,11 @@ class Shard:
         return torch.from_numpy(rows).to(self.param.device)
 
     @property
+    def masters(self) -> tuple[str, ...]:
+        """("master",) where the params are of low precision."""
+        return () if self.master is None else ("master",)
+
+    @property
     def num_rows(self) -> int:
         return len(self.pieces) + 1
 
