@@ -26,13 +26,15 @@ import importlib.util
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from common import Median, describe_machine, median_of, parser_of, pick_device, ratios, show, write_result
+from torch import Tensor
 from torch.nn import Parameter
 from tqdm import tqdm
 
@@ -40,9 +42,7 @@ import shardopt
 from shardopt.kernels.formats import format_of
 from shardopt.kernels.launch import backend_of
 from shardopt.kernels.spec import StepSpec
-from shardopt.partition.bucket import Bucket
-from shardopt.partition.layout import BucketLayout
-from shardopt.shard import Shard
+from shardopt.kernels.tables import BLOCK, Gradients, Streams
 
 Run = Callable[[], Any]
 
@@ -227,34 +227,48 @@ class Kernel:
     """One launch over one shard, with its tables ready: what a user of ``kernels.launch`` has in hand."""
 
     spec: StepSpec
-    params: list[Parameter]  # keeps the gradients alive, which the tables only point to
-    shard: Shard
+    grads: list[Tensor]  # kept alive: the tables only point to them
     launch: Run
     block_sums: Run
     count_nonfinite: Run
 
     @staticmethod
-    def of(case: Case, params: list[Parameter], dtype: torch.dtype) -> "Kernel":
-        numels = tuple(param.numel() for param in params)
+    def of(case: Case, params: Sequence[Parameter]) -> "Kernel":
+        """A shard that holds copies of these params, and reads their gradients where they are."""
+        device, dtype = params[0].device, params[0].dtype
+        grads = [param.grad for param in params if param.grad is not None]
         optimizer = case.ours(params, **case.keywords)
         group = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
         variant = optimizer.rule.variant(group)
-        shard = Shard(Bucket(params, BucketLayout(numels, 1)), 0, variant.states)
-        spec = StepSpec(variant, shard.format, format_of(dtype, "a gradient"))
+        spec = StepSpec(variant, format_of(dtype, "a param"), format_of(grads[0].dtype, "a gradient"))
         values, _ = optimizer.rule.evaluate(variant, group, STEP, carried_before(optimizer, group))
-        scalars = torch.tensor([values] * shard.num_rows, dtype=torch.float32, device=params[0].device)
-        gradients = shard.gradients({row: param.grad for row, param in enumerate(params) if param.grad is not None})
-        backend = backend_of(params[0].device)
+        scalars = torch.tensor([values] * len(params), dtype=torch.float32, device=device)
+        flat = torch.cat([F.pad(param.detach(), (0, -param.numel() % BLOCK)) for param in params])
+        states = tuple(torch.zeros_like(flat, dtype=torch.float32) for _ in variant.states)
+        streams = Streams(flat, flat.float() if spec.has_master else None, states)
+        gradients = table_of(grads)
+        backend = backend_of(device)
         backend.prepare(spec)
-        streams = shard.streams(variant.states)
         return Kernel(
             spec,
-            params,
-            shard,
+            grads,
             partial(backend.step, spec, streams, gradients, scalars, 1.0, 1.0),
             partial(backend.block_sums, spec.grad, gradients, 1.0),
             partial(backend.count_nonfinite, spec.grad, gradients),
         )
+
+
+def table_of(grads: Sequence[Tensor]) -> Gradients:
+    """The kernels' table for params that lie one behind the other, each from a block on."""
+    blocks, rows, start = [], [], 0
+    for row, grad in enumerate(grads):
+        num_blocks = math.ceil(grad.numel() / BLOCK)
+        blocks.append(torch.full((num_blocks,), row, dtype=torch.int32))
+        rows.append((grad.data_ptr() - start * grad.element_size(), start + grad.numel()))
+        start += num_blocks * BLOCK
+    device = grads[0].device
+    aligned = all(address % 16 == 0 for address, _ in rows)
+    return Gradients(torch.cat(blocks).to(device), torch.tensor(rows, dtype=torch.int64, device=device), aligned)
 
 
 def carried_before(optimizer: shardopt.ShardedOptimizer, group: Mapping[str, Any]) -> dict[str, float]:
@@ -361,7 +375,7 @@ def rivals_of(case: Case, args: argparse.Namespace, device: torch.device, dtype:
 def subjects(case: Case, args: argparse.Namespace, device: torch.device, dtype: torch.dtype) -> Iterator[Subject]:
     """The kernel of one rule; for AdamW also the whole step and the passes that look at gradients."""
     params = make_params(args, device, dtype)
-    kernel = Kernel.of(case, params, dtype)
+    kernel = Kernel.of(case, params)
     nbytes = kernel.spec.bytes_per_element * args.elements
     yield Subject("kernel", kernel.launch, nbytes, rivals_of(case, args, device, dtype))
     if case.name != "AdamW":
@@ -406,7 +420,7 @@ def kernels_launched(run: Run) -> list[str]:
 def count_launches(args: argparse.Namespace, device: torch.device) -> dict[str, list[str]]:
     """What the update of one shard, and a whole step, put on the GPU."""
     params = make_params(args, device, torch.float32)
-    kernel = Kernel.of(CASES[0], params, torch.float32)
+    kernel = Kernel.of(CASES[0], params)
     launched = {"kernel": kernels_launched(kernel.launch)}
     optimizer = shardopt.ShardedAdamW(params)
     launched["step()"] = kernels_launched(optimizer.step)

@@ -1,9 +1,9 @@
 """One training step of a GPT under every way to share its optimizer: time, optimizer part, peak memory.
 
-    python bench/train.py                                            2 gloo ranks, one thread each; all GPUs where there are some
+    python bench/train.py                                   2 gloo ranks of one thread, or a rank on each GPU
     python bench/train.py --dtype bf16
-    python bench/train.py --engines ddp zero shardopt-1              only these; `ddp` is always the 1.0
-    python bench/train.py --quick --layers 2 --width 128             does it run?
+    python bench/train.py --engines ddp zero shardopt-1     only these; `ddp` is always the 1.0
+    python bench/train.py --quick --layers 2 --width 128    does it run?
 
 Every engine lives in processes of its own and sleeps while another one takes its turn; a round gives each engine one
 turn. So a ratio compares steps that were taken within seconds of each other, and memory is that of one engine alone.
@@ -18,6 +18,7 @@ turn. So a ratio compares steps that were taken within seconds of each other, an
 """
 
 import argparse
+import contextlib
 import ctypes
 import gc
 import importlib.util
@@ -445,15 +446,15 @@ class Team:
     def seconds(self, key: str) -> list[float]:
         return [turn[key] for turn in self.turns]
 
-    def end(self) -> None:
+    def dismiss(self) -> None:
         for pipe in self.pipes:
-            try:
+            with contextlib.suppress(OSError):  # a rank that failed has closed its end
                 pipe.send("end")
-            except OSError:
-                pass
+
+    def join(self) -> None:
         for process in self.processes:
-            process.join(5)
-            if process.is_alive():
+            process.join(10)
+            if process.is_alive():  # waits for a rank that failed
                 process.terminate()
 
 
@@ -517,7 +518,8 @@ def run_rounds(args: argparse.Namespace, settings: Settings) -> tuple[list[Team]
                     team.start(settings, directory)
                     teams.append(team)
                 except EngineFailed as error:
-                    team.end()
+                    team.dismiss()
+                    team.join()
                     failed[name] = str(error)
             for number in tqdm(range(args.rounds), desc="rounds", unit="round", disable=None):
                 # Each engine comes first as often as any other.
@@ -527,7 +529,9 @@ def run_rounds(args: argparse.Namespace, settings: Settings) -> tuple[list[Team]
                 team.reports = team.ask("report")
         finally:
             for team in teams:
-                team.end()
+                team.dismiss()
+            for team in teams:
+                team.join()
     return teams, failed
 
 
@@ -631,13 +635,12 @@ def main() -> None:
     )
     show(f"{where}; GPT of {numel / 1e6:.1f}M params, {args.dtype}", columns, [table_row(row) for row in rows.values()])
     if against_zero:
-        print(
-            f"shardopt stage 1 over ZeroRedundancyOptimizer: step {against_zero['step']}, optimizer {against_zero['update']}"
-        )
+        step, update = against_zero["step"], against_zero["update"]
+        print(f"shardopt stage 1 over ZeroRedundancyOptimizer: step {step}, optimizer {update}")
     print(f"padding of masters and states at 8 ranks: {100 * padding:.3f} %")
     for name in args.engines:
         if args.dtype in ENGINES[name].dtypes and name not in rows:
-            print(f"{name}: {failed[name] if name in failed else 'not installed'}")
+            print(f"{name}: {failed.get(name, 'not installed')}")
     if args.dtype == "fp32":
         for row in rows.values():
             if not row["largest loss difference to DDP"] < LOSS_TOLERANCE:

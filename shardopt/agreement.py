@@ -8,7 +8,7 @@ themselves are exchanged and the first difference is named on every rank.
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,14 +23,15 @@ from .partition.collectives import Ranks
 class View:
     """One rank's view of the step it is about to take."""
 
-    description: dict[str, Any]  # JSON-able; must be equal on all ranks
+    key: Any  # JSON-able and short; must be equal on all ranks
+    describe: Callable[[], dict[str, Any]]  # JSON-able, with names; called only where keys differ
     problem: Exception | None = None  # why this rank cannot step
     overflow: bool = False  # the GradScaler found an Inf or NaN
     nonfinite: int = 0  # such elements in the gradients of this rank's shards
     limbs: tuple[int, ...] = field(default=(0,) * LIMBS)  # sum of squares of them
 
     def row(self) -> list[int]:
-        digest = hashlib.sha256(json.dumps(self.description, sort_keys=True).encode()).digest()
+        digest = hashlib.sha256(json.dumps(self.key).encode()).digest()
         return [
             int.from_bytes(digest[:8], "little", signed=True),
             int.from_bytes(digest[8:16], "little", signed=True),
@@ -83,7 +84,7 @@ def _raise_problem(view: View, ranks: Ranks, device: torch.device) -> None:
 
 
 def _raise_difference(view: View, ranks: Ranks, device: torch.device) -> None:
-    descriptions = ranks.exchange_json(view.description, device, "finding where ranks differ")
+    descriptions = ranks.exchange_json(view.describe(), device, "finding where ranks differ")
     for rank, other in enumerate(descriptions):
         difference = first_difference(descriptions[0], other)
         if difference is not None:

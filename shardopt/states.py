@@ -74,8 +74,8 @@ def _check_names(tensors: Mapping[str, Any], step: int, rule: Rule, group: Mappi
     if missing or unknown:
         raise StateError(
             f"the state of {name} does not fit {rule.name}, which needs {list(needed)}: missing {missing}, not known "
-            f"{unknown}. Training would go on from other moments than were saved, so nothing was loaded. It is probably the "
-            "state of another optimizer, or of other flags (amsgrad, momentum, centered)."
+            f"{unknown}. Training would go on from other moments than were saved, so nothing was loaded. It is "
+            "probably the state of another optimizer, or of other flags (amsgrad, momentum, centered)."
         )
 
 

@@ -61,6 +61,13 @@ class Launch:
     ready: Mapping[int, Ready]  # row -> param
 
 
+class Scalars(NamedTuple):
+    """The scalars of every param that will be updated."""
+
+    now: dict[Entry, tuple[float, ...]]  # in the order of its variant's names
+    carried: dict[Entry, dict[str, float]]  # to its next step
+
+
 @dataclass(frozen=True)
 class Outcome:
     """What a step did."""
@@ -88,18 +95,17 @@ def run_step(
         _bind(binding, groups, numbers, candidates, call, problem)
         problem = None
     # 1. survey
-    launches, ready = [], []
-    description: dict[str, Any] = {"params not yet bound": [], "call": dict(call), "groups": numbers}
-    view = View(description, problem)
-    try:
-        if problem is None:
+    launches, ready, scalars = [], [], Scalars({}, {})
+    looked = Looked()
+    if problem is None:
+        try:
             ready = _survey(binding, groups)
             launches = _plan_launches(binding, numbers, ready)
-            description["gradients"] = _presence(binding, ready)
-            description["scale"] = scaling.scale
-            view = _look_at_gradients(binding, launches, scaling, description)
-    except Exception as error:
-        view = View(description, error)
+            scalars = _scalars(binding, numbers, ready)
+            looked = _look_at_gradients(binding, launches, scaling)
+        except Exception as error:
+            problem = error
+    view = _view(binding, numbers, ready, scaling, call, looked, problem)
     # 2. agree
     agreed = agree(view, binding.ranks, binding.device, sharded=binding.num_shards > 1)
     # 3. decide
@@ -110,11 +116,11 @@ def run_step(
     if norm is not None and binding.options.max_grad_norm is not None:
         clip = min(1.0, binding.options.max_grad_norm / (norm + _CLIP_EPS))
     # 4. update, 5. gather
-    carried = _update(binding, launches, numbers, ready, 1.0 / scaling.scale, clip)
+    _update(binding, launches, {each.entry.shard for each in ready}, scalars, 1.0 / scaling.scale, clip)
     # 6. commit
     for each in ready:
         each.entry.step += 1
-        each.entry.carried = carried[each.entry]
+        each.entry.carried = scalars.carried[each.entry]
         each.entry.has_state = True
     torch.autograd.graph.increment_version([each.entry.param for each in ready])
     for each in ready:
@@ -165,7 +171,7 @@ def _bind(
             binding.check_bindable(candidates)
         except Exception as error:
             problem = error
-    agree(View(description, problem), binding.ranks, candidates[0][1].device, sharded=True)
+    agree(View(description, lambda: description, problem), binding.ranks, candidates[0][1].device, sharded=True)
     binding.bind(candidates)
 
 
@@ -221,22 +227,32 @@ def _plan_launches(binding: Binding, numbers: list[dict[str, Any]], ready: Seque
     return launches
 
 
-def _presence(binding: Binding, ready: Sequence[Ready]) -> dict[str, str]:
-    """Which params have a gradient, as JSON that names the first difference."""
-    present = {each.entry.param for each in ready}
-    return {
-        entry.name: f"gradient {'present' if param in present else 'absent'}, step {entry.step}"
-        for param, entry in binding.entries.items()
-    }
+def _scalars(binding: Binding, numbers: list[dict[str, Any]], ready: Sequence[Ready]) -> Scalars:
+    """Params of one group, step and carried values share one evaluation."""
+    rule = binding.rule
+    known: dict[tuple[Any, ...], tuple[tuple[float, ...], dict[str, float]]] = {}
+    scalars = Scalars({}, {})
+    for each in ready:
+        entry = each.entry
+        key = (each.group, entry.step, *entry.carried.values())
+        if key not in known:
+            group = numbers[each.group]
+            known[key] = rule.evaluate(rule.variant(group), group, entry.step + 1, entry.carried)
+        scalars.now[entry], scalars.carried[entry] = known[key]
+    return scalars
 
 
-def _look_at_gradients(
-    binding: Binding, launches: Sequence[Launch], scaling: Scaling, description: dict[str, Any]
-) -> View:
-    """Norm and non-finite elements of this rank's shards, where the decision needs them."""
+class Looked(NamedTuple):
+    """What the gradients of this rank's shards were found to hold, where the decision needs it."""
+
+    nonfinite: int = 0
+    limbs: tuple[int, ...] = (0,) * LIMBS  # sum of squares
+
+
+def _look_at_gradients(binding: Binding, launches: Sequence[Launch], scaling: Scaling) -> Looked:
     options = binding.options
     if options.max_grad_norm is None and (options.tuning.nonfinite == "propagate" or scaling.overflow):
-        return View(description, overflow=scaling.overflow)
+        return Looked()
     nonfinite, limbs = 0, torch.zeros(LIMBS, dtype=torch.int64)
     for launch in launches:
         backend = backend_of(launch.shard.param.device)
@@ -246,7 +262,37 @@ def _look_at_gradients(
             sums = backend.block_sums(launch.spec.grad, launch.gradients, 1.0 / scaling.scale)
             nonfinite += int(sums.nonfinite.sum())
             limbs += sums.limbs().cpu()
-    return View(description, None, scaling.overflow, nonfinite, tuple(limbs.tolist()))
+    return Looked(nonfinite, tuple(limbs.tolist()))
+
+
+# -- 2. agree ----------------------------------------------------------------------------------------------------------
+
+
+def _view(
+    binding: Binding,
+    numbers: list[dict[str, Any]],
+    ready: Sequence[Ready],
+    scaling: Scaling,
+    call: Mapping[str, Any],
+    looked: Looked,
+    problem: Exception | None,
+) -> View:
+    present = {each.entry for each in ready}
+    entries = list(binding.entries.values())
+
+    def describe() -> dict[str, Any]:
+        return {
+            "params not yet bound": [],
+            "call": dict(call),
+            "groups": numbers,
+            "gradients": {entry.name: "present" if entry in present else "absent" for entry in entries},
+            "steps taken": {entry.name: entry.step for entry in entries},
+            "loss scale": scaling.scale,
+        }
+
+    steps = [(entry.step, entry in present) for entry in entries]
+    key = [dict(call), numbers, steps, scaling.scale]
+    return View(key, describe, problem, scaling.overflow, looked.nonfinite, looked.limbs)
 
 
 # -- 3. decide ---------------------------------------------------------------------------------------------------------
@@ -290,26 +336,24 @@ def _where_nonfinite(launches: Sequence[Launch], unscale: float) -> str:
 def _update(
     binding: Binding,
     launches: Sequence[Launch],
-    numbers: list[dict[str, Any]],
-    ready: Sequence[Ready],
+    updated: set[Shard],
+    scalars: Scalars,
     unscale: float,
     clip: float,
-) -> dict[Entry, dict[str, float]]:
-    """Launches every update and gathers the params; returns what each param carries to its next step."""
-    scalars, carried = _scalars(binding, numbers, ready)
+) -> None:
+    """Launches every update of this rank and gathers the buckets that any rank ``updated``."""
     launches_of: dict[int, list[Launch]] = defaultdict(list)
     for launch in launches:
         launches_of[id(launch.shard)].append(launch)
-    touched = {id(each.entry.shard) for each in ready}
     if binding.transport is None:  # nothing is bound: every param is frozen
-        return carried
+        return
     gather = binding.transport.gather(binding.device, "gathering updated params")
     try:
         # Backward order reversed: the first layers' params, which the next forward needs first, arrive first.
         for shard in reversed(binding.shards):
             for launch in launches_of[id(shard)]:
                 _launch(launch, scalars, unscale, clip)
-            if id(shard) in touched:
+            if shard in updated:
                 gather.start(shard.window)
         gather.finish()
     except CommunicationError as error:
@@ -317,34 +361,16 @@ def _update(
             f"{error} This rank's shard is updated, other ranks' params may be old ones: do not go on training from "
             "here; restart from a checkpoint."
         ) from error
-    return carried
 
 
-def _launch(launch: Launch, scalars: Mapping[Entry, tuple[float, ...]], unscale: float, clip: float) -> None:
+def _launch(launch: Launch, scalars: Scalars, unscale: float, clip: float) -> None:
     spec, shard = launch.spec, launch.shard
     table = np.zeros((shard.num_rows, len(spec.variant.scalars)), dtype=np.float32)
     for row, each in launch.ready.items():
-        table[row] = scalars[each.entry]
+        table[row] = scalars.now[each.entry]
     on_device = torch.from_numpy(table).to(shard.param.device)
     streams = shard.streams(spec.variant.states)
     backend_of(shard.param.device).step(spec, streams, launch.gradients, on_device, unscale, clip)
-
-
-def _scalars(
-    binding: Binding, numbers: list[dict[str, Any]], ready: Sequence[Ready]
-) -> tuple[dict[Entry, tuple[float, ...]], dict[Entry, dict[str, float]]]:
-    """Every ready param's scalars; params of one group, step and carried values share one evaluation."""
-    rule = binding.rule
-    known: dict[tuple[Any, ...], tuple[tuple[float, ...], dict[str, float]]] = {}
-    scalars, carried = {}, {}
-    for each in ready:
-        entry = each.entry
-        key = (each.group, entry.step, *entry.carried.values())
-        if key not in known:
-            group = numbers[each.group]
-            known[key] = rule.evaluate(rule.variant(group), group, entry.step + 1, entry.carried)
-        scalars[entry], carried[entry] = known[key]
-    return scalars, carried
 
 
 def plain_numbers(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -65,7 +65,8 @@ class Bounded:
 
     def __gt__(self, other: Any) -> "Truth":
         difference = self - other
-        return Truth(difference.value > 0, np.abs(difference.value) > self.error + Bounded.of(other).error)
+        error = self.error + Bounded.of(other).error
+        return Truth(difference.value > 0, (np.abs(difference.value) > error) | (error == 0))
 
     def __lt__(self, other: Any) -> "Truth":
         return Bounded.of(other) > self

@@ -7,7 +7,7 @@ largest biased exponent of the block, an element is truncated to :math:`q\,2^{E-
 
     S * 2**(2 E - 306),  E in 1..254      ->      18 limbs of 32 bits, each kept in an int64
 
-Limbs are added without carries (up to 2**31 blocks), on any device, by any collective, in any order: integer sums. Only
+Limbs are added without carries (up to 2**30 blocks), on any device, by any collective, in any order: integer sums. Only
 the total is rounded, once, to float64.
 """
 
