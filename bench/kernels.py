@@ -122,14 +122,14 @@ class Clock:
             start = time.perf_counter()
             run()
             return time.perf_counter() - start
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize(self.device)
-        start.record()
+        before.record()
         for _ in range(self.repeats):
             run()
-        end.record()
-        end.synchronize()
-        return float(start.elapsed_time(end)) / 1000 / self.repeats
+        after.record()
+        after.synchronize()
+        return float(before.elapsed_time(after)) / 1000 / self.repeats
 
     def pairs(self, ours: Run, rival: Run, count: int) -> tuple[list[float], list[float]]:
         """Times both, one right after the other, ``count`` times; they take turns in going first."""
@@ -186,6 +186,7 @@ class Bench:
         self.source, self.target = (torch.full((numel,), value, device=device) for value in (1.0, 2.0))
         self.copy_bytes = 2 * self.source.nbytes
         self.copy_seconds: list[float] = []
+        self.failed: dict[str, str] = {}  # rivals that could not run, and why
 
     def copy(self) -> None:
         self.target.copy_(self.source)
@@ -198,7 +199,12 @@ class Bench:
         of_copy = ratios([time / self.copy_bytes for time in copies], per_byte)
         speedups = {}
         for name, make in subject.rivals:
-            run = make()
+            try:
+                run = make()
+                run()
+            except Exception as error:  # a form that this device lacks, a library that does not work here
+                self.failed[f"{case} {dtype}: {name}"] = f"{type(error).__name__}: {error}".splitlines()[0]
+                continue
             ours, theirs = self.clock.pairs(subject.run, run, self.args.pairs)
             speedups[name] = Timed(median_of(ours), median_of(theirs), ratios(theirs, ours))
             del run
@@ -222,6 +228,10 @@ def make_params(args: argparse.Namespace, device: torch.device, dtype: torch.dty
     return params
 
 
+def grads_of(params: Sequence[Parameter]) -> list[Tensor]:
+    return [param.grad for param in params if param.grad is not None]
+
+
 @dataclass(frozen=True)
 class Kernel:
     """One launch over one shard, with its tables ready: what a user of ``kernels.launch`` has in hand."""
@@ -236,7 +246,7 @@ class Kernel:
     def of(case: Case, params: Sequence[Parameter]) -> "Kernel":
         """A shard that holds copies of these params, and reads their gradients where they are."""
         device, dtype = params[0].device, params[0].dtype
-        grads = [param.grad for param in params if param.grad is not None]
+        grads = grads_of(params)
         optimizer = case.ours(params, **case.keywords)
         group = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
         variant = optimizer.rule.variant(group)
@@ -306,7 +316,7 @@ def with_casts(
     for master in masters:
         master.grad = torch.zeros_like(master)
     step = make_step(masters)
-    wide, narrow = [master.grad for master in masters], [param.grad for param in params]
+    wide, narrow = grads_of(masters), grads_of(params)
     sources, targets = [master.detach() for master in masters], [param.detach() for param in params]
 
     def run() -> None:
@@ -380,8 +390,7 @@ def subjects(case: Case, args: argparse.Namespace, device: torch.device, dtype: 
     yield Subject("kernel", kernel.launch, nbytes, rivals_of(case, args, device, dtype))
     if case.name != "AdamW":
         return
-    grads = [param.grad for param in params if param.grad is not None]
-    norm = partial(torch.nn.utils.get_total_norm, grads)
+    norm = partial(torch.nn.utils.get_total_norm, grads_of(params))
     grad_bytes = kernel.spec.grad.itemsize * args.elements
     yield Subject("block sums", kernel.block_sums, grad_bytes, [("torch norm", lambda: norm)])
     yield Subject("count non-finite", kernel.count_nonfinite, grad_bytes)
@@ -413,7 +422,7 @@ def kernels_launched(run: Run) -> list[str]:
     return [
         event.name
         for event in trace.events()
-        if event.device_type == torch.autograd.DeviceType.CUDA and not event.name.startswith(("Memcpy", "Memset"))
+        if str(event.device_type).endswith("CUDA") and not event.name.startswith(("Memcpy", "Memset"))
     ]
 
 
@@ -481,12 +490,14 @@ def main() -> None:
             rows.append(bench.measure(case.name, dtype, subject))
         gc.collect()
     copy = median_of([bench.copy_bytes / seconds / 1e9 for seconds in bench.copy_seconds])
-    results: dict[str, Any] = {"copy GB/s": copy, "rows": [as_json(row) for row in rows]}
+    results: dict[str, Any] = {"copy GB/s": copy, "rows": [as_json(row) for row in rows], "not run": bench.failed}
     title = (
         f"{describe_machine(device)['device']}, {args.threads} threads, {args.elements:,} elements; copy: {copy} GB/s"
     )
     columns = ("rule", "dtype", "what", "ms", "GB/s", "of copy", "time of others over shardopt's")
     show(title, columns, [columns_of(row) for row in rows])
+    for rival, reason in bench.failed.items():
+        print(f"not run: {rival}: {reason}")
     if device.type == "cuda":
         results["launches"] = count_launches(args, device)
         for what, names in results["launches"].items():

@@ -70,7 +70,8 @@ class Block(nn.Module):
         q, k, v = self.qkv(self.attention_norm(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.attention_out(mixed.transpose(1, 2).flatten(-2))
-        return x + self.mlp_out(F.gelu(self.mlp_in(self.mlp_norm(x))))
+        x = x + self.mlp_out(F.gelu(self.mlp_in(self.mlp_norm(x))))
+        return x
 
 
 class GPT(nn.Module):

@@ -149,6 +149,7 @@ def _bind(
             "max_grad_norm": options.max_grad_norm,
             "bucket_bytes": options.tuning.bucket_bytes,
             "nonfinite": options.tuning.nonfinite,
+            "neighbours": options.tuning.neighbours,
         },
         "call": dict(call),
         "params of groups": [len(group["params"]) for group in groups],

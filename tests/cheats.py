@@ -8,16 +8,15 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
 
-import torch
 import torch.distributed as dist
 from cases import Case, Keywords
 
 from shardopt import step as step_module
 from shardopt.kernels.launch import Native
+from shardopt.partition.transport import NoGather, Transport
 
 SECOND_MOMENTS = {"exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum", "exp_inf"}
 STEP = Native.step
-BROADCAST = dist.broadcast
 NUMBERS = step_module.plain_numbers
 SCALARS = step_module._scalars
 
@@ -36,9 +35,9 @@ def last_rank_idle(self: Native, *arguments: Any) -> None:
         STEP(self, *arguments)
 
 
-def loses_what_it_receives(tensor: torch.Tensor, *arguments: Any, **keywords: Any) -> Any:
-    """A rank's updated params never reach the others' buckets."""
-    return BROADCAST(tensor.clone(), *arguments, **keywords)
+def nothing_gathered(*_: Any) -> NoGather:
+    """A rank's updated params never reach the others."""
+    return NoGather()
 
 
 def zeroes_second_moment(self: Native, spec: Any, streams: Any, *arguments: Any) -> None:
@@ -77,7 +76,7 @@ CHEATS: dict[str, Any] = {
     "learning rate off by 1e-4": patch.object(step_module, "plain_numbers", slightly_larger_learning_rate),
     "gradients summed": patch.object(Native, "step", summed),
     "one shard not updated": patch.object(Native, "step", last_rank_idle),
-    "one gather dropped": patch.object(dist, "broadcast", loses_what_it_receives),
+    "gather dropped": patch.object(Transport, "gather", nothing_gathered),
     "second moment zeroed": patch.object(Native, "step", zeroes_second_moment),
     "decay dropped": patch.object(step_module, "plain_numbers", decay_dropped),
     "step off by one": patch.object(step_module, "_scalars", counts_one_too_many),

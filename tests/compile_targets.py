@@ -104,7 +104,9 @@ def compile_kernel(kernel: Any, arguments: dict[str, Any], constants: dict[str, 
         constexprs=constants,
         attrs={path: aligned for path in paths},
     )
-    return triton.compile(source, target=target, options={"num_warps": triton_step.NUM_WARPS, "enable_fp_fusion": False})
+    return triton.compile(
+        source, target=target, options={"num_warps": triton_step.NUM_WARPS, "enable_fp_fusion": False}
+    )
 
 
 # -- reading what was compiled -----------------------------------------------------------------------------------------

@@ -189,7 +189,7 @@ def _run_job(
                 timeout=timedelta(seconds=timeout),
             )
         outcome = True, function(*arguments)
-        if store is not None:
+        if dist.is_initialized():
             # A rank that tears its connections down while another still sends aborts that one.
             dist.barrier()
     except BaseException:

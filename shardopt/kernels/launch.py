@@ -1,18 +1,18 @@
 """How is it executed? The native kernel for CPU tensors, Triton's for GPU tensors; the same bits from both."""
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Protocol
 
 import numpy as np
 import torch
 
-from ..errors import UnsupportedVersionError
 from .formats import Format
 from .pool import run_over_blocks
 from .reductions import BlockSums
 from .spec import StepSpec
 from .tables import Gradients, Streams
+from .versions import require
 
 
 class Backend(Protocol):
@@ -131,14 +131,9 @@ class Triton:
             launch()
 
 
+@cache
 def backend_of(device: torch.device) -> Backend:
-    """The backend for tensors on ``device``; its library is loaded here, at first use."""
-    library = "numba" if device.type == "cpu" else "triton"
-    try:
-        __import__(library)
-    except Exception as error:  # a broken installation raises anything; import of shardopt itself must not
-        raise UnsupportedVersionError(
-            f"{library} cannot be imported ({type(error).__name__}: {error}): it compiles the update for {device.type} "
-            f"tensors, so no step can be taken. Install it: pip install 'shardopt' brings a tested version."
-        ) from error
-    return Native() if library == "numba" else Triton()
+    """The backend for tensors on ``device``; its compiler is loaded here, at first use."""
+    native = device.type == "cpu"
+    require("numba" if native else "triton", f"{device.type} tensors")
+    return Native() if native else Triton()

@@ -1,0 +1,50 @@
+#!/usr/bin/env bash
+# All that the project wants to know of a GPU machine, in one call of under 8 minutes; it needs no network.
+#
+#   bash bench/gpu.sh OUT                    results as JSON, and logs, in the folder OUT
+#   PYTHON=/path/to/python bash bench/gpu.sh OUT
+#
+# PYTHON (default: .venv/bin/python where there is one, else python3) must have torch, triton, numpy, rich and tqdm,
+# and pytest for the tests. Nothing is installed. What fails does not keep the rest from running; the exit status tells.
+set -uo pipefail
+
+case "${1:-}" in
+    "" | -h | --help)
+        awk 'NR > 1 { if (!/^#/) exit; sub(/^# ?/, ""); print }' "$0"
+        exit $(($# == 0 ? 2 : 0))
+        ;;
+esac
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+mkdir -p "$1"
+out=$(cd "$1" && pwd)
+python=${PYTHON:-$root/.venv/bin/python}
+if ! [[ -x $(command -v "$python") ]]; then python=python3; fi
+export PYTHONPATH=$root PYTHONUNBUFFERED=1
+cd "$root" || exit 1
+
+if ! "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
+    echo "gpu.sh: $python finds no GPU" >&2
+    exit 2
+fi
+
+failed=0
+# run NAME SECONDS COMMAND...: the limits add up to less than 8 minutes.
+run() {
+    local name=$1 limit=$2
+    shift 2
+    printf '== %s\n' "$name"
+    timeout "$limit" "$@" 2>&1 | tee "$out/$name.log"
+    local status=${PIPESTATUS[0]}
+    if ((status)); then
+        printf '== %s failed with status %s (124: after %s s)\n' "$name" "$status" "$limit"
+        failed=1
+    fi
+}
+
+gpt=(--layers 12 --width 1024 --heads 16 --vocab 32768 --batch 4 --context 512)
+run tests 150 "$python" -m pytest -q -m gpu
+run kernels 150 "$python" bench/kernels.py --device cuda --out "$out"
+run train-fp32 60 "$python" bench/train.py --device cuda --dtype fp32 --rounds 15 "${gpt[@]}" --out "$out"
+run train-bf16 60 "$python" bench/train.py --device cuda --dtype bf16 --rounds 15 "${gpt[@]}" --out "$out"
+run cold-start 50 "$python" bench/cold_start.py --device cuda --samples 3 --out "$out"
+exit $failed
