@@ -47,6 +47,7 @@ from shardopt.kernels.tables import BLOCK, Gradients, Streams
 Run = Callable[[], Any]
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+SETTLE = 0.01  # seconds before each timed run on a CPU
 STEP = 10  # whose scalars the kernel is timed with: RAdam divides by the second moment from step 6 on
 
 
@@ -119,6 +120,9 @@ class Clock:
     def seconds(self, run: Run) -> float:
         """One run's time."""
         if self.device.type != "cuda":
+            # OpenMP's threads spin for some milliseconds after torch's last operation, and would take a core from
+            # whatever is timed next; now everyone starts from threads that sleep.
+            time.sleep(SETTLE)
             start = time.perf_counter()
             run()
             return time.perf_counter() - start

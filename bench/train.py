@@ -30,6 +30,7 @@ import sys
 import tempfile
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
@@ -192,6 +193,7 @@ def make_deepspeed(stage: int) -> Make:
     def make(model: GPT, settings: Settings) -> Engine:
         import deepspeed
 
+        warnings.simplefilter("ignore")  # about calls of its own; this process runs nothing else
         deepspeed.logger.setLevel("ERROR")
         config = {
             "train_micro_batch_size_per_gpu": settings.batch,

@@ -6,6 +6,9 @@ from typing import Any, TypeVar, Unpack
 
 import torch
 
+# torch.compiler.disable would import all of Dynamo here; this, which torch.optim uses too, waits for the first call.
+from torch._compile import _disable_dynamo
+
 from .binding import Binding, named_params
 from .config import OptionKeywords, Options
 from .errors import ShardoptError, StateError
@@ -90,6 +93,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     # -- the step --------------------------------------------------------------------------------------------------
 
+    @_disable_dynamo
     def step(self, closure: Closure | None = None) -> Any:
         """Updates every param that has a gradient. Every rank must make this call.
 
@@ -147,7 +151,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         Tensors are views of the shard where one rank holds everything, else parts.
         """
-        return {param: state.to_torch(self.rule) for param, state in self._param_states().items()}
+        states = {param: state.to_torch(self.rule) for param, state in self._param_states().items()}
+        return {param: state for param, state in states.items() if state}  # SGD without momentum keeps none
 
     @state.setter
     def state(self, value: Any) -> None:

@@ -32,7 +32,10 @@ class Setup:
     keywords: dict[str, Any] = field(default_factory=lambda: {"lr": 0.01})
     options: dict[str, Any] = field(default_factory=lambda: {})
     tuning: dict[str, Any] = field(default_factory=lambda: {"timeout": TIMEOUT})
-    groups: Callable[[list[Parameter]], Any] = lambda params: [{"params": params[:2]}, {"params": params[2:], "lr": 0.1}]
+    groups: Callable[[list[Parameter]], Any] = lambda params: [
+        {"params": params[:2]},
+        {"params": params[2:], "lr": 0.1},
+    ]
     closure: Callable[[], Any] | None = None
 
     @staticmethod
@@ -147,15 +150,15 @@ BEFORE: dict[str, tuple[Change, str, Change | None]] = {
     "requires_grad": (not_frozen, "requires_grad|params not yet bound", None),
     "number of groups": (one_group, "params of groups|number of|of group", None),
     "params of groups": (otherwise_grouped, "params of groups|of group", None),
-    "lr": (keyword(lr=0.02), r"lr: 0.01 .*0.02", None),
-    "tensor lr": (keyword(lr=torch.tensor(0.02)), r"lr: 0.01 .*0.02", None),
+    "lr": (keyword(lr=0.02), r"groups\[0\].lr: 0.0[12] ", None),
+    "tensor lr": (keyword(lr=torch.tensor(0.02)), r"groups\[0\].lr: 0.01(99+\d*)?", None),
     "betas": (keyword(betas=(0.9, 0.98)), r"betas\[1\]", None),
     "weight_decay": (keyword(weight_decay=0.5), "weight_decay", None),
     "eps": (keyword(eps=1e-6), "eps", None),
     "amsgrad": (keyword(amsgrad=True), "amsgrad", None),
     "maximize": (keyword(maximize=True), "maximize", None),
     "fused": (keyword(fused=True), "fused", None),
-    "rule": (kind(ShardedLion), "rule.*adam.*lion", None),
+    "rule": (kind(ShardedLion), "rule: '(adam|lion)'", None),
     "Adam and AdamW": (kind(ShardedAdam), "decoupled_weight_decay|weight_decay", None),
     "stage": (other_stage, "stage", None),
     "max_grad_norm": (option(max_grad_norm=1.0), "max_grad_norm", None),
@@ -216,7 +219,9 @@ def check_outcomes(patterns: dict[str, str], by_rank: list[dict[str, tuple[str, 
     for name, pattern in patterns.items():
         for rank, outcome in enumerate(by_rank):
             error, message, unchanged, goes_on = outcome[name]
-            typed = error == "DisagreementError" or (rank == odd and error in ("BindingError", "ShardoptError", "ZeroDivisionError"))
+            typed = error == "DisagreementError" or (
+                rank == odd and error in ("BindingError", "ShardoptError", "ZeroDivisionError")
+            )
             if not (typed and re.search(pattern, message) and unchanged and goes_on):
                 wrong.append(f"{name} on rank {rank}: {error}: {message}; unchanged: {unchanged}; goes on: {goes_on}")
     assert not wrong, "\n".join(wrong)
@@ -287,7 +292,7 @@ def moved_back(training: Training) -> None:
 
 
 def loads_early_state(training: Training) -> None:
-    training.kept = training.optimizer.state_dict()
+    training.kept = snapshot(training.optimizer)
     training.optimizer.load_state_dict(training.early)
 
 
@@ -340,7 +345,6 @@ Spoil = Callable[[Training], None]
 LATER: dict[str, tuple[Spoil, str, Spoil]] = {
     "lr": (lower_lr, r"lr: 0\.\d+ .*0\.\d+", restore_lr),
     "flag": (other_flag, "maximize", restored_flag),
-    "learning rate of two elements": (two_element_lr, "lr.*element", restore_lr),
     "gradient": (no_gradient, "gradients.*param 1 of group 0.*absent", third_gradients),
     "all gradients": (no_gradients_at_all, "gradients.*absent", third_gradients),
     "sparse gradient": (sparse_gradient, "sparse", third_gradients),
@@ -355,9 +359,15 @@ LATER: dict[str, tuple[Spoil, str, Spoil]] = {
 }
 
 
-def disagree_later(stage: int, odd: int) -> dict[str, tuple[str, str, bool, bool]]:
+EARLY_ERROR: dict[str, tuple[Spoil, str, Spoil]] = {
+    "learning rate of two elements": (two_element_lr, "lr.*element", restore_lr),
+}
+
+
+def disagree_later(stage: int, odd: int, rows: list[str]) -> dict[str, tuple[str, str, bool, bool]]:
     outcome = {}
-    for name, (spoil, _, mend) in LATER.items():
+    for name in rows:
+        spoil, _, mend = (LATER | EARLY_ERROR)[name]
         ends = []
         for disturbed in (False, True):
             setup = Setup.usual(stage)
@@ -367,8 +377,7 @@ def disagree_later(stage: int, odd: int) -> dict[str, tuple[str, str, bool, bool
                 set_gradients(setup.params, step)
                 optimizer.step()
                 if step == 1:
-                    early = optimizer.state_dict()
-                    early["state"] = {key: copied(state) for key, state in early["state"].items()}
+                    early = snapshot(optimizer)
             training = Training(setup.params, optimizer, early)
             third_gradients(training)
             if disturbed:
@@ -385,18 +394,27 @@ def disagree_later(stage: int, odd: int) -> dict[str, tuple[str, str, bool, bool
     return outcome
 
 
-def copied(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: value.clone() for name, value in state.items()}
+def snapshot(optimizer: ShardedOptimizer) -> dict[str, Any]:
+    """A state dict that later steps do not change; of parts where there are several ranks."""
+    saved = optimizer.state_dict()
+    copied = {key: {name: value.clone() for name, value in state.items()} for key, state in saved["state"].items()}
+    return {**saved, "state": copied}
 
 
 @pytest.mark.parametrize(("world", "stage", "odd"), [(2, 1, 1), (2, 0, 0), (3, 1, 1)])
 def test_disagreement_in_mid_training(world: int, stage: int, odd: int, ranks: Pool) -> None:
-    by_rank = ranks.run(disagree_later, stage, odd, world=world)
+    by_rank = ranks.run(disagree_later, stage, odd, list(LATER), world=world)
     check_outcomes({name: row[1] for name, row in LATER.items()}, by_rank, odd)
 
 
+def test_error_before_the_step_begins(ranks: Pool) -> None:
+    """What one rank meets before it looks at its params is raised on all, too."""
+    by_rank = ranks.run(disagree_later, 1, 1, list(EARLY_ERROR), world=2)
+    check_outcomes({name: row[1] for name, row in EARLY_ERROR.items()}, by_rank, 1)
+
+
 def test_the_tables_are_long_enough() -> None:
-    assert len(BEFORE) + len(LATER) >= 40
+    assert len(BEFORE) + len(LATER) + len(EARLY_ERROR) >= 40
 
 
 # -- a rank that is not there ------------------------------------------------------------------------------------------
@@ -423,7 +441,9 @@ def test_missing_step_ends_in_time(closes: bool, ranks: Pool) -> None:
     by_rank = ranks.run(without_barrier, steps_less, 1, closes, world=3, deadline=60)
     for rank, (error, message, unchanged) in enumerate(by_rank):
         if rank != 1:
-            assert error == "CommunicationError" and "agreeing on the step" in message and f"rank {rank} of 3" in message
+            assert (
+                error == "CommunicationError" and "agreeing on the step" in message and f"rank {rank} of 3" in message
+            )
             assert unchanged
     assert by_rank[1][0] == ("ShardoptError" if closes else "no error")
 

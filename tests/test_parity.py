@@ -240,14 +240,18 @@ def check_single_steps(case: Case, index: int, by_rank: Sequence[Sequence[Ended]
                     assert bits(mine[name].float()) == bits(value.float()), f"{where}: {name} is not what it was"
                 continue
             for name in {"step", *case.rule.carried} & set(mine):
-                assert float(mine[name]) == pytest.approx(float(theirs[name]), rel=4 * U), f"{where}: {name} is off by more"
+                assert float(mine[name]) == pytest.approx(float(theirs[name]), rel=4 * U), (
+                    f"{where}: {name} is off by more"
+                )
             tolerances = tolerances_of(case, moment, which, param.grad)
             for name, tolerance in tolerances.items():
                 bounded = np.isfinite(tolerance)
                 one, other = (tensors[name].double().numpy()[bounded] for tensors in (mine, theirs))
                 # Both round, hence 2.
                 far = ~(np.abs(one - other) <= 2 * tolerance[bounded])
-                assert not far.any(), f"{where}: {name} is off by {np.abs(one - other)[far].max():.1e}, {far.sum()} times"
+                assert not far.any(), (
+                    f"{where}: {name} is off by {np.abs(one - other)[far].max():.1e}, {far.sum()} times"
+                )
                 compared, elements = compared + bounded.sum(), elements + bounded.size
             check_published_bounds(case, index, moment, which, mine, theirs, param.grad)
     assert compared > 0.75 * elements, f"not enough elements could be compared: {compared} of {elements}"
@@ -307,7 +311,9 @@ def check_free_run(case: Case, index: int, steps: int, by_rank: Sequence[Ended])
         mean, their_mean = np.sqrt(np.mean(ours**2)), np.sqrt(np.mean(theirs**2))
         assert mean <= 1.05 * their_mean + floor, f"{where} {mean:.2e} from the oracle, torch by {their_mean:.2e}"
         if name == "param":
-            assert ours.max() <= 1.05 * theirs.max() + 4 * U, f"{where} up to {ours.max():.2e}, torch {theirs.max():.2e}"
+            assert ours.max() <= 1.05 * theirs.max() + 4 * U, (
+                f"{where} up to {ours.max():.2e}, torch {theirs.max():.2e}"
+            )
 
 
 def distances(run: Run | Ended, exact: Run, name: str) -> Any:
@@ -391,7 +397,9 @@ def test_same_bits_everywhere(case: Case, ranks: Pool) -> None:
     honest: list[Ended] = []
     for world in WORLDS:
         calls = [(case.name, index, Setting(1, SMALL if world == 2 else LARGE), None) for index in indices]
-        calls += [(case.name, indices[-1], setting, None) for setting in (*SETTINGS, Setting(1, SMALL, neighbours=False))]
+        calls += [
+            (case.name, indices[-1], setting, None) for setting in (*SETTINGS, Setting(1, SMALL, neighbours=False))
+        ]
         by_rank = ranks.run(one_job, mixed_run, calls, world=world)
         honest = honest or by_rank[0]
         for number, (_, index, *_) in enumerate(calls):
@@ -409,10 +417,17 @@ def test_every_check_fails_under_every_cheat(case: Case, ranks: Pool) -> None:
     moments = {index: torch_moments(case.name, index) for index in shown.values()}
     steps = 20
     single = ranks.run(
-        one_job, single_steps, [(case.name, index, SHARDED, moments[index], cheat) for cheat, index in shown.items()], world=2
+        one_job,
+        single_steps,
+        [(case.name, index, SHARDED, moments[index], cheat) for cheat, index in shown.items()],
+        world=2,
     )
-    free = ranks.run(one_job, free_run, [(case.name, index, SHARDED, steps, cheat) for cheat, index in shown.items()], world=2)
-    mixed = ranks.run(one_job, mixed_run, [(case.name, index, SHARDED, cheat) for cheat, index in shown.items()], world=2)
+    free = ranks.run(
+        one_job, free_run, [(case.name, index, SHARDED, steps, cheat) for cheat, index in shown.items()], world=2
+    )
+    mixed = ranks.run(
+        one_job, mixed_run, [(case.name, index, SHARDED, cheat) for cheat, index in shown.items()], world=2
+    )
     alone = ranks.run(one_job, mixed_run, [(case.name, index, SHARDED, None) for index in shown.values()], world=1)
     for number, (cheat, index) in enumerate(shown.items()):
         checks: tuple[Callable[[], None], ...] = (

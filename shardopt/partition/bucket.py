@@ -85,7 +85,10 @@ def dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
 
 def in_storage_order(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
     """``tensor`` itself where it has these strides, else a copy that does: its memory is then in storage order."""
-    if tensor.stride() == strides or tensor.numel() <= 1:
+    # The stride of a dimension of one element says nothing.
+    if all(
+        size == 1 or own == wanted for size, own, wanted in zip(tensor.size(), tensor.stride(), strides, strict=True)
+    ):
         return tensor
     return torch.empty_strided(tensor.size(), strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
