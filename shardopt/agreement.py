@@ -48,7 +48,7 @@ class Agreed:
 
     overflow: bool
     nonfinite: int
-    limbs: torch.Tensor  # 1D int64
+    limbs: tuple[int, ...]
 
 
 def agree(view: View, ranks: Ranks, device: torch.device, sharded: bool) -> Agreed:
@@ -68,7 +68,7 @@ def agree(view: View, ranks: Ranks, device: torch.device, sharded: bool) -> Agre
     return Agreed(
         overflow=any(row[3] for row in rows),
         nonfinite=sum(row[4] for row in rows),
-        limbs=torch.tensor([row[5:] for row in counted], dtype=torch.int64).sum(0),
+        limbs=tuple(map(sum, zip(*(row[5:] for row in counted), strict=True))),
     )
 
 

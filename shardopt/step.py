@@ -254,16 +254,17 @@ def _look_at_gradients(binding: Binding, launches: Sequence[Launch], scaling: Sc
     options = binding.options
     if options.max_grad_norm is None and (options.tuning.nonfinite == "propagate" or scaling.overflow):
         return Looked()
-    nonfinite, limbs = 0, torch.zeros(LIMBS, dtype=torch.int64)
+    nonfinite, limbs = 0, [0] * LIMBS
     for launch in launches:
         backend = backend_of(launch.shard.param.device)
         if options.max_grad_norm is None:
-            nonfinite += int(backend.count_nonfinite(launch.spec.grad, launch.gradients))
+            nonfinite += backend.count_nonfinite(launch.spec.grad, launch.gradients)
         else:
             sums = backend.block_sums(launch.spec.grad, launch.gradients, 1.0 / scaling.scale)
-            nonfinite += int(sums.nonfinite.sum())
-            limbs += sums.limbs().cpu()
-    return Looked(nonfinite, tuple(limbs.tolist()))
+            total = backend.total(sums)
+            nonfinite += total.nonfinite
+            limbs = [mine + other for mine, other in zip(limbs, total.limbs, strict=True)]
+    return Looked(nonfinite, tuple(limbs))
 
 
 # -- 2. agree ----------------------------------------------------------------------------------------------------------

@@ -92,10 +92,10 @@ def test_kernels_equal_the_reference(shape: Shape, fmt: Format) -> None:
         columns = [column.tolist() for column in (sums.mantissa, sums.exponent, sums.largest, sums.nonfinite)]
         assert list(zip(*columns, strict=True)) == expected, type(backend).__name__
         assert int(count) == raw, "of the gradients as they are, before the loss scale"
-        assert sum_of_squares(sums.limbs().cpu()) == float(exact(sums))
+        assert sum_of_squares(sums.limbs().tolist()) == float(exact(sums))
         finite = np.concatenate([block[np.isfinite(block)] for block in [np.zeros(0, np.float32), *blocks]])
         truth = math.sqrt(math.fsum(float(each) ** 2 for each in finite))
-        assert math.sqrt(sum_of_squares(sums.limbs().cpu())) == pytest.approx(truth, rel=RTOL, abs=0)
+        assert math.sqrt(sum_of_squares(sums.limbs().tolist())) == pytest.approx(truth, rel=RTOL, abs=0)
 
 
 def made_up(mantissas: Sequence[int], exponents: Sequence[int]) -> BlockSums:
@@ -119,7 +119,7 @@ def test_limbs_are_exact_in_any_order(pairs: list[tuple[int, int]], data: st.Dat
     limbs = sums.limbs()
     assert limbs.shape == (LIMBS,)
     assert sum(int(limb) << (32 * index) for index, limb in enumerate(limbs.tolist())) == exact(sums) * 2**304
-    assert sum_of_squares(limbs) == float(exact(sums))
+    assert sum_of_squares(limbs.tolist()) == float(exact(sums))
     order = data.draw(st.permutations(pairs))
     cut = data.draw(st.integers(0, len(pairs)))
     shares = [made_up([pair[0] for pair in share], [pair[1] for pair in share]) for share in (order[:cut], order[cut:])]
@@ -158,7 +158,7 @@ def test_extremes(values: list[float]) -> None:
     for backend, device in BACKENDS:
         gradients, _grad = lone(grad.to(device))
         sums = backend.block_sums(FP32, gradients, 1.0)
-        found = sum_of_squares(sums.limbs().cpu())
+        found = sum_of_squares(sums.limbs().tolist())
         assert math.isfinite(found) and int(sums.nonfinite.sum()) == 0
         assert math.sqrt(found) == pytest.approx(math.sqrt(truth), rel=RTOL, abs=0)
         assert sums.largest.cpu().view(torch.float32).max() == grad.abs().max()
@@ -177,7 +177,7 @@ def test_one_bad_element(fmt: Format, value: float, position: int) -> None:
             assert int(backend.count_nonfinite(fmt, gradients)) == 1
             sums = backend.block_sums(fmt, gradients, 0.5)
         assert sums.nonfinite.tolist() == [int(block == position // BLOCK) for block in range(3)]
-        assert sum_of_squares(sums.limbs().cpu()) == (len(grad) - 1) / 4
+        assert sum_of_squares(sums.limbs().tolist()) == (len(grad) - 1) / 4
         assert sums.largest.cpu().view(torch.float32).tolist() == [0.5] * 3
 
 
@@ -187,7 +187,7 @@ def test_unscaling_can_overflow() -> None:
     assert int(Native().count_nonfinite(FP32, gradients)) == 0
     sums = Native().block_sums(FP32, gradients, 1e30)
     assert sums.nonfinite.tolist() == [1]
-    assert sum_of_squares(sums.limbs()) == pytest.approx(1e60, rel=RTOL)
+    assert sum_of_squares(sums.limbs().tolist()) == pytest.approx(1e60, rel=RTOL)
 
 
 def test_threads_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:

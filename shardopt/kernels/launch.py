@@ -9,7 +9,7 @@ import torch
 
 from .formats import Format
 from .pool import run_over_blocks
-from .reductions import BlockSums
+from .reductions import LIMBS, BlockSums, Totals
 from .spec import StepSpec
 from .tables import Gradients, Streams
 from .versions import require
@@ -35,12 +35,19 @@ class Backend(Protocol):
     def block_sums(self, grad: Format, gradients: Gradients, unscale: float) -> BlockSums:
         """Sums of squares, largest magnitudes and counts of non-finite elements of ``grad * unscale``."""
 
-    def count_nonfinite(self, grad: Format, gradients: Gradients) -> torch.Tensor:
-        """How many elements of the gradients are Inf or NaN; 0-d int64."""
+    def total(self, sums: BlockSums) -> Totals:
+        """What the blocks' sums add up to."""
+
+    def count_nonfinite(self, grad: Format, gradients: Gradients) -> int:
+        """How many elements of the gradients are Inf or NaN."""
 
 
 class Native:
-    """Compiled by Numba for the CPU, over chunks of the shard on a pool of threads."""
+    """Compiled by Numba for the CPU, over chunks of the shard on a pool of threads.
+
+    What is small is done in NumPy: a torch operation on a table of some size would wake torch's own threads, which then
+    spin for milliseconds on the cores that the pool needs.
+    """
 
     def prepare(self, spec: StepSpec) -> None:
         from .native_step import compile_step
@@ -70,20 +77,28 @@ class Native:
         from .native_reductions import compile_block_sums
 
         kernel = compile_block_sums(grad)
-        sums = BlockSums.empty(gradients)
+        columns = [np.zeros(gradients.num_blocks, kind) for kind in (np.int64, np.int32, np.int32, np.int32)]
         tables = (gradients.row_of_block.data_ptr(), gradients.rows.data_ptr(), np.float32(unscale))
-        columns = [column.data_ptr() for column in (sums.mantissa, sums.exponent, sums.largest, sums.nonfinite)]
-        run_over_blocks(lambda first, last: kernel(first, last, *tables, *columns), gradients.num_blocks)
-        return sums
+        pointers = [column.ctypes.data for column in columns]
+        run_over_blocks(lambda first, last: kernel(first, last, *tables, *pointers), gradients.num_blocks)
+        return BlockSums(*map(torch.from_numpy, columns))
 
-    def count_nonfinite(self, grad: Format, gradients: Gradients) -> torch.Tensor:
+    def total(self, sums: BlockSums) -> Totals:
+        from .native_reductions import compile_add_limbs
+
+        limbs = np.zeros(LIMBS + 2, np.int64)
+        add_limbs = compile_add_limbs()
+        add_limbs(sums.mantissa.numel(), sums.mantissa.data_ptr(), sums.exponent.data_ptr(), limbs.ctypes.data)
+        return Totals(tuple(limbs[:LIMBS].tolist()), int(sums.nonfinite.numpy().sum()))
+
+    def count_nonfinite(self, grad: Format, gradients: Gradients) -> int:
         from .native_reductions import compile_count_nonfinite
 
         kernel = compile_count_nonfinite(grad)
-        counts = torch.zeros_like(gradients.row_of_block)
-        pointers = (gradients.row_of_block.data_ptr(), gradients.rows.data_ptr(), counts.data_ptr())
+        counts = np.zeros(gradients.num_blocks, np.int32)
+        pointers = (gradients.row_of_block.data_ptr(), gradients.rows.data_ptr(), counts.ctypes.data)
         run_over_blocks(lambda first, last: kernel(first, last, *pointers), gradients.num_blocks)
-        return counts.sum()
+        return int(counts.sum())
 
 
 class Triton:
@@ -110,16 +125,20 @@ class Triton:
     def block_sums(self, grad: Format, gradients: Gradients, unscale: float) -> BlockSums:
         from .triton_reductions import launch_block_sums
 
-        sums = BlockSums.empty(gradients)
+        kinds = (torch.int64, torch.int32, torch.int32, torch.int32)
+        sums = BlockSums(*(torch.zeros_like(gradients.row_of_block, dtype=kind) for kind in kinds))
         self._on_device_of(gradients.rows, partial(launch_block_sums, grad, gradients, unscale, sums))
         return sums
 
-    def count_nonfinite(self, grad: Format, gradients: Gradients) -> torch.Tensor:
+    def total(self, sums: BlockSums) -> Totals:
+        return Totals(tuple(sums.limbs().tolist()), int(sums.nonfinite.sum()))
+
+    def count_nonfinite(self, grad: Format, gradients: Gradients) -> int:
         from .triton_reductions import launch_count_nonfinite
 
         counts = torch.zeros_like(gradients.row_of_block)
         self._on_device_of(counts, partial(launch_count_nonfinite, grad, gradients, counts))
-        return counts.sum()
+        return int(counts.sum())
 
     @staticmethod
     def _on_device_of(tensor: torch.Tensor, launch: Callable[[], None]) -> None:

@@ -11,12 +11,14 @@ from .native_words import (
     COMPILE_OPTIONS,
     FORMATS,
     TABLE,
+    from_bits,
     load_i32,
     load_i64,
     store_i32,
     store_i64,
     to_bits,
 )
+from .reductions import LIMB_BITS
 from .tables import BLOCK
 
 
@@ -25,7 +27,7 @@ def compile_block_sums(grad: Format) -> Callable[..., None]:
     """The kernel ``(first, last, row_of_block, rows, unscale, mantissa, exponent, largest, nonfinite)``."""
     load, widen, _, _ = FORMATS[grad.name]
     widen = widen or _same
-    i32, u32, i64 = types.int32, types.uint32, types.int64
+    i32, i64 = types.int32, types.int64
 
     def block_sums(first, last, row_of_block, rows, unscale, mantissa, exponent, largest, nonfinite):
         for block in range(first, last):
@@ -41,13 +43,15 @@ def compile_block_sums(grad: Format) -> Callable[..., None]:
                 bad += i32(0) if finite else i32(1)
                 top = max(top, bits if finite else i32(0))
             grid = max(top >> i32(23), i32(1))
+            # 2**(153 - grid), in two factors because it can pass fp32's range; both products are exact.
+            raised = i32(153) - grid
+            first_factor = from_bits((min(raised, i32(127)) + i32(127)) << i32(23))
+            second_factor = from_bits((max(raised - i32(127), i32(0)) + i32(127)) << i32(23))
             total = i64(0)
             for i in range(start, stop):
                 bits = to_bits(widen(load(grad_at, i, 0)) * unscale) & i32(0x7FFFFFFF)
-                bits = bits if bits < i32(0x7F800000) else i32(0)
-                raised = max(bits >> i32(23), i32(1))
-                whole = (bits & i32(0x7FFFFF)) | (i32(0x800000) if bits > i32(0x7FFFFF) else i32(0))
-                q = u32(whole << i32(3)) >> u32(min(grid - raised, i32(31)))
+                magnitude = from_bits(bits if bits < i32(0x7F800000) else i32(0))
+                q = i32(magnitude * first_factor * second_factor)  # truncates
                 total += i64(q) * i64(q)
             store_i64(mantissa, block, total, 1)
             store_i32(exponent, block, grid, 2)
@@ -56,6 +60,27 @@ def compile_block_sums(grad: Format) -> Callable[..., None]:
 
     signature = types.void(*[types.int64] * 4, types.float32, *[types.int64] * 4)
     return njit(signature, **COMPILE_OPTIONS)(block_sums)  # type: ignore[no-any-return]
+
+
+@functools.cache
+def compile_add_limbs() -> Callable[..., None]:
+    """The kernel ``(num_blocks, mantissa, exponent, limbs)``: adds the blocks' sums to 18 limbs (and 2 to spare)."""
+    low_mask = (1 << LIMB_BITS) - 1
+    i64 = types.int64
+
+    def add_limbs(num_blocks, mantissa, exponent, limbs):
+        for block in range(num_blocks):
+            bit = i64(2) * max(i64(load_i32(exponent, block, 1)), i64(1)) - i64(2)
+            limb, shift = bit >> i64(5), bit & i64(31)
+            total = load_i64(mantissa, block, 2)
+            low, high = (total & low_mask) << shift, (total >> i64(LIMB_BITS)) << shift
+            store_i64(limbs, limb, load_i64(limbs, limb, 3) + (low & low_mask), 3)
+            middle = (low >> i64(LIMB_BITS)) + (high & low_mask)
+            store_i64(limbs, limb + 1, load_i64(limbs, limb + 1, 3) + middle, 3)
+            store_i64(limbs, limb + 2, load_i64(limbs, limb + 2, 3) + (high >> i64(LIMB_BITS)), 3)
+
+    signature = types.void(*[types.int64] * 4)
+    return njit(signature, **COMPILE_OPTIONS)(add_limbs)  # type: ignore[no-any-return]
 
 
 @functools.cache

@@ -11,15 +11,15 @@ Limbs are added without carries (up to 2**30 blocks), on any device, by any coll
 the total is rounded, once, to float64.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from .tables import Gradients
-
 LIMBS = 18
-_LIMB_BITS = 32
+LIMB_BITS = 32
 _BASE = 2 - 306  # the binary exponent of bit 0 of limb 0
 
 
@@ -32,35 +32,35 @@ class BlockSums:
     largest: torch.Tensor  # 1D [num_blocks] int32: bits of the largest finite magnitude
     nonfinite: torch.Tensor  # 1D [num_blocks] int32: count of Inf and NaN
 
-    @staticmethod
-    def empty(gradients: Gradients) -> "BlockSums":
-        def column(dtype: torch.dtype) -> torch.Tensor:
-            return torch.zeros(gradients.num_blocks, dtype=dtype, device=gradients.row_of_block.device)
-
-        return BlockSums(column(torch.int64), column(torch.int32), column(torch.int32), column(torch.int32))
-
     def limbs(self) -> torch.Tensor:
         """The sum of squares of the whole shard, 1D [18] int64."""
         bit = 2 * self.exponent.clamp(min=1).long() - 2
-        limb, shift = bit // _LIMB_BITS, bit % _LIMB_BITS
-        low_mask = (1 << _LIMB_BITS) - 1
+        limb, shift = bit // LIMB_BITS, bit % LIMB_BITS
+        low_mask = (1 << LIMB_BITS) - 1
         # S has up to 62 bits; shifted by up to 31 it spans three limbs. Its halves are shifted apart to stay in int64.
         low = (self.mantissa & low_mask) << shift
-        high = (self.mantissa >> _LIMB_BITS) << shift
+        high = (self.mantissa >> LIMB_BITS) << shift
         total = torch.zeros(LIMBS + 2, dtype=torch.int64, device=bit.device)
         for offset, part in (
             (0, low & low_mask),
-            (1, low >> _LIMB_BITS),
+            (1, low >> LIMB_BITS),
             (1, high & low_mask),
-            (2, high >> _LIMB_BITS),
+            (2, high >> LIMB_BITS),
         ):
             total.index_add_(0, limb + offset, part)
         return total[:LIMBS]
 
 
-def sum_of_squares(limbs: torch.Tensor) -> float:
+class Totals(NamedTuple):
+    """What the blocks of a shard add up to."""
+
+    limbs: tuple[int, ...]
+    nonfinite: int
+
+
+def sum_of_squares(limbs: Sequence[int]) -> float:
     """The total that limbs (already added over ranks) stand for, rounded once to float64; infinity beyond its range."""
-    total = sum(int(limb) << (_LIMB_BITS * index) for index, limb in enumerate(limbs.tolist()))
+    total = sum(limb << (LIMB_BITS * index) for index, limb in enumerate(limbs))
     return float(np.ldexp(*_mantissa(total), dtype=np.float64))
 
 

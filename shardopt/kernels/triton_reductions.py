@@ -68,9 +68,12 @@ def block_sums_kernel(
     # Maxima and integer sums: the same in whatever order the hardware takes them.
     top = tl.max(bits, axis=1)
     grid = tl.maximum(top >> 23, 1)
-    whole = (bits & 0x7FFFFF) | tl.where(bits > 0x7FFFFF, 0x800000, 0)
-    drop = tl.minimum(grid[:, None] - tl.maximum(bits >> 23, 1), 31)
-    q = ((whole << 3) >> drop).to(tl.int64)
+    # 2**(153 - grid), in two factors because it can pass fp32's range; both products are exact.
+    raised = 153 - grid
+    first_factor = ((tl.minimum(raised, 127) + 127) << 23).to(tl.float32, bitcast=True)
+    second_factor = ((tl.maximum(raised - 127, 0) + 127) << 23).to(tl.float32, bitcast=True)
+    magnitude = bits.to(tl.float32, bitcast=True)
+    q = (magnitude * first_factor[:, None] * second_factor[:, None]).to(tl.int32).to(tl.int64)  # truncates
     tl.store(mantissa_ptr + blocks, tl.sum(q * q, axis=1), mask=inside)
     tl.store(exponent_ptr + blocks, grid, mask=inside)
     tl.store(largest_ptr + blocks, top, mask=inside)
