@@ -53,7 +53,10 @@ class Bounded:
     def __mul__(self, other: Any) -> "Bounded":
         other = Bounded.of(other)
         error = np.abs(self.value) * other.error + np.abs(other.value) * self.error + self.error * other.error
-        return Bounded.rounded(self.value * other.value, np.where(np.isnan(error), np.inf, error))
+        product = Bounded.rounded(self.value * other.value, np.where(np.isnan(error), np.inf, error))
+        zero = [(each.value == 0) & (each.error == 0) for each in (self, other)]
+        product.error = np.where(zero[0] | zero[1], 0.0, product.error)
+        return product
 
     def __truediv__(self, other: Any) -> "Bounded":
         other = Bounded.of(other)
@@ -91,12 +94,18 @@ def where(condition: Truth, one: Any, other: Any) -> Bounded:
 
 def maximum(one: Any, other: Any) -> Bounded:
     one, other = Bounded.of(one), Bounded.of(other)
-    return Bounded(np.maximum(one.value, other.value), np.maximum(one.error, other.error))
+    larger = one > other
+    chosen = np.where(larger.value, one.error, other.error)
+    error = np.where(larger.certain, chosen, np.maximum(one.error, other.error))
+    return Bounded(np.maximum(one.value, other.value), error)
 
 
 def minimum(one: Any, other: Any) -> Bounded:
     one, other = Bounded.of(one), Bounded.of(other)
-    return Bounded(np.minimum(one.value, other.value), np.maximum(one.error, other.error))
+    smaller = one < other
+    chosen = np.where(smaller.value, one.error, other.error)
+    error = np.where(smaller.certain, chosen, np.maximum(one.error, other.error))
+    return Bounded(np.minimum(one.value, other.value), error)
 
 
 def sqrt(number: Bounded) -> Bounded:

@@ -100,4 +100,6 @@ def shows(cheat: str, case: Case, keywords: Keywords) -> bool:
     if cheat == "step off by one":  # where the update asks for the step number
         needs = {"SGD": "dampening", "Adagrad": "initial_accumulator_value"}.get(case.name)
         return case.name not in ("RMSprop", "Adadelta", "Lion") and (needs is None or needs in keywords)
+    if cheat == "learning rate off by 1e-4" and case.name == "Lion":
+        return keywords.get("lr", 0) >= 1e-3  # with less, the difference is below the rounding of the param
     return True

@@ -23,7 +23,7 @@ from triton.compiler import ASTSource
 
 from shardopt.kernels import triton_reductions, triton_step
 from shardopt.kernels.formats import BF16, FP16, FP32, Format
-from shardopt.kernels.reductions import BlockSums
+from shardopt.kernels.launch import Triton
 from shardopt.kernels.spec import StepSpec
 from shardopt.kernels.tables import BLOCK, Gradients, Streams
 
@@ -32,6 +32,8 @@ TARGETS = {
     "sm_90": GPUTarget("cuda", 90, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
+# As the launches pass them, which the test checks.
+OPTIONS = {"num_warps": triton_step.NUM_WARPS, "enable_fp_fusion": False}
 POINTERS = {"fp32": "*fp32", "bf16": "*i16", "fp16": "*fp16"}
 BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
@@ -104,9 +106,7 @@ def compile_kernel(kernel: Any, arguments: dict[str, Any], constants: dict[str, 
         constexprs=constants,
         attrs={path: aligned for path in paths},
     )
-    return triton.compile(
-        source, target=target, options={"num_warps": triton_step.NUM_WARPS, "enable_fp_fusion": False}
-    )
+    return triton.compile(source, target=target, options=OPTIONS)
 
 
 # -- reading what was compiled -----------------------------------------------------------------------------------------
@@ -234,11 +234,13 @@ class Launches:
     def __init__(self, kernel: Any) -> None:
         self.grids: list[tuple[int, ...]] = []
         self.compiled: list[str] = []  # one entry a launch
+        self.options: list[dict[str, Any]] = []
         self._run = kernel.run
         kernel.run = self
 
     def __call__(self, *arguments: Any, grid: Any, warmup: bool, **keywords: Any) -> None:
         self.grids.append(grid)
+        self.options.append({name: keywords.get(name) for name in OPTIONS})
         self.compiled.append(self._run(*arguments, grid=grid, warmup=True, **keywords).hash)
 
 
@@ -248,6 +250,7 @@ def launch_facts() -> dict[str, Any]:
     case = CASES[0]
     spec = StepSpec(case.rule.variant(group_of_adamw()), BF16, BF16)
     steps, sums = Launches(triton_step.step_kernel), Launches(triton_reductions.block_sums_kernel)
+    counts = Launches(triton_reductions.count_nonfinite_kernel)
     sizes = [1, 2, 3, 4, 5, 16, 17, 1024, 4096]
     for index, num_blocks in enumerate(sizes):
         numel = num_blocks * BLOCK
@@ -260,15 +263,19 @@ def launch_facts() -> dict[str, Any]:
         )
         scalars = torch.full((num_rows, len(spec.variant.scalars)), float(index))
         unscale, clip = (1.0, 1.0) if index == 0 else (2.0**-index, 1 / (1 + index))
-        triton_step.launch_step(spec, streams, gradients, scalars, unscale, clip)
-        triton_reductions.launch_block_sums(BF16, gradients, unscale, BlockSums.empty(gradients))
+        Triton().step(spec, streams, gradients, scalars, unscale, clip)
+        Triton().block_sums(BF16, gradients, unscale)
+        Triton().count_nonfinite(BF16, gradients)
     return {
         "sizes": sizes,
         "blocks_per_program": triton_step.BLOCKS_PER_PROGRAM,
         "step_grids": steps.grids,
         "sums_grids": sums.grids,
+        "counts_grids": counts.grids,
         "step_kernels": len(set(steps.compiled)),
         "sums_kernels": len(set(sums.compiled)),
+        "counts_kernels": len(set(counts.compiled)),
+        "wrong_options": [each for each in steps.options + sums.options + counts.options if each != OPTIONS],
     }
 
 

@@ -5,8 +5,9 @@ element of a param (guards, the padding of last blocks, what a gradient is surro
 it shows in the result; guards and skipped params are compared after the launch, so that writing them shows too.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -52,6 +53,7 @@ class Shape:
     clip: float = 1.0
     grads: str = "log_uniform"
     seed: int = 0
+    padding: float = math.nan  # what the streams hold behind the end of a param
 
 
 class Guarded:
@@ -117,10 +119,15 @@ class HandmadeShard:
         generator = torch.Generator().manual_seed(self.shape.seed)
         self.memory = self._allocate()
         for stream in self.memory.streams().values():
+            if not math.isnan(self.shape.padding):
+                stream.inner.fill_(self.shape.padding)
             for member, start in zip(self.shape.members, self.starts, strict=True):
                 values = 3 * torch.randn(member.numel, generator=generator, dtype=torch.float64)
                 if stream is not self.memory.param and self.shape.grads != "integers":
                     values = values.abs() * 10 ** torch.empty_like(values).uniform_(-42, 1, generator=generator)
+                if self.shape.grads == "special":  # states that overflowed or met a NaN before, too
+                    some = torch.rand(member.numel, generator=generator) < 0.2
+                    values = torch.where(some, self.draws["special"](values.shape, generator), values)
                 stream.inner[start : start + member.numel] = values
         for member, grad in zip(self.shape.members, self.memory.grads, strict=True):
             drawn = self.draws[self.shape.grads](torch.Size([member.numel]), generator)
@@ -244,7 +251,3 @@ def lone(grad: Tensor, fmt: Format = FP32, misaligned: int = 0) -> tuple[Gradien
     rows = torch.tensor([[pointer, grad.numel()]], dtype=torch.int64, device=grad.device)
     row_of_block = torch.zeros(-(-grad.numel() // BLOCK), dtype=torch.int32, device=grad.device)
     return Gradients(row_of_block, rows, pointer % 16 == 0), guarded
-
-
-def with_members(shape: Shape, members: Sequence[Member]) -> Shape:
-    return replace(shape, members=tuple(members))

@@ -137,7 +137,7 @@ def test_arithmetic_is_ieee(compiled: Facts) -> None:
 
 def test_one_launch_covers_a_shard(compiled: Facts) -> None:
     found = compiled["launches"]
-    for grids in (found["step_grids"], found["sums_grids"]):
+    for grids in (found["step_grids"], found["sums_grids"], found["counts_grids"]):
         assert len(grids) == len(found["sizes"])
         for (programs,), num_blocks in zip(grids, found["sizes"], strict=True):
             assert (programs - 1) * found["blocks_per_program"] < num_blocks <= programs * found["blocks_per_program"]
@@ -145,4 +145,10 @@ def test_one_launch_covers_a_shard(compiled: Facts) -> None:
 
 def test_new_numbers_compile_nothing(compiled: Facts) -> None:
     """Launches of nine sizes, each with other scalars, factors, rows and addresses."""
-    assert compiled["launches"]["step_kernels"] == compiled["launches"]["sums_kernels"] == 1
+    found = compiled["launches"]
+    assert found["step_kernels"] == found["sums_kernels"] == found["counts_kernels"] == 1
+
+
+def test_launches_ask_for_what_is_compiled_here(compiled: Facts) -> None:
+    """Warps, and no contraction of products and sums into FMA."""
+    assert not compiled["launches"]["wrong_options"]

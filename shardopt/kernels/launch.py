@@ -125,8 +125,7 @@ class Triton:
     def block_sums(self, grad: Format, gradients: Gradients, unscale: float) -> BlockSums:
         from .triton_reductions import launch_block_sums
 
-        kinds = (torch.int64, torch.int32, torch.int32, torch.int32)
-        sums = BlockSums(*(torch.zeros_like(gradients.row_of_block, dtype=kind) for kind in kinds))
+        sums = BlockSums.empty(gradients)
         self._on_device_of(gradients.rows, partial(launch_block_sums, grad, gradients, unscale, sums))
         return sums
 

@@ -18,6 +18,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from .tables import Gradients
+
 LIMBS = 18
 LIMB_BITS = 32
 _BASE = 2 - 306  # the binary exponent of bit 0 of limb 0
@@ -31,6 +33,11 @@ class BlockSums:
     exponent: torch.Tensor  # 1D [num_blocks] int32: E
     largest: torch.Tensor  # 1D [num_blocks] int32: bits of the largest finite magnitude
     nonfinite: torch.Tensor  # 1D [num_blocks] int32: count of Inf and NaN
+
+    @staticmethod
+    def empty(gradients: Gradients) -> "BlockSums":
+        kinds = (torch.int64, torch.int32, torch.int32, torch.int32)
+        return BlockSums(*(torch.zeros_like(gradients.row_of_block, dtype=kind) for kind in kinds))
 
     def limbs(self) -> torch.Tensor:
         """The sum of squares of the whole shard, 1D [18] int64."""
