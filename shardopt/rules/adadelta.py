@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from .rule import rule
-from .words import sqrt
+from .words import sqrt, where
 
 
 def adadelta_scalars(group: Mapping[str, Any], step: int, carried: Mapping[str, float]) -> dict[str, float]:
@@ -29,7 +29,8 @@ def adadelta_scalars(group: Mapping[str, Any], step: int, carried: Mapping[str, 
 def adadelta(param, grad, state, s, flags):
     if flags.maximize:
         grad = -grad
-    grad = grad + s.weight_decay * param
+    # As torch, which skips the term: 0 * inf would be NaN.
+    grad = where(s.weight_decay == 0, grad, grad + s.weight_decay * param)
     state.square_avg = s.rho * state.square_avg + s.one_minus_rho * grad * grad
     delta = sqrt(state.acc_delta + s.eps) / sqrt(state.square_avg + s.eps) * grad
     state.acc_delta = s.rho * state.acc_delta + s.one_minus_rho * delta * delta

@@ -29,6 +29,7 @@ def adagrad_scalars(group: Mapping[str, Any], step: int, carried: Mapping[str, f
 def adagrad(param, grad, state, s, flags):
     if flags.maximize:
         grad = -grad
-    grad = grad + s.weight_decay * param
+    # As torch, which skips the term: 0 * inf would be NaN.
+    grad = where(s.weight_decay == 0, grad, grad + s.weight_decay * param)
     state.sum = where(s.first > 0, s.initial_accumulator_value, state.sum) + grad * grad
     return param - s.step_size * grad / (sqrt(state.sum) + s.eps)

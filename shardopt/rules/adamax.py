@@ -30,7 +30,8 @@ def adamax_scalars(group: Mapping[str, Any], step: int, carried: Mapping[str, fl
 def adamax(param, grad, state, s, flags):
     if flags.maximize:
         grad = -grad
-    grad = grad + s.weight_decay * param
+    # As torch, which skips the term: 0 * inf would be NaN.
+    grad = where(s.weight_decay == 0, grad, grad + s.weight_decay * param)
     base = where(s.lerp_from_end > 0, grad, state.exp_avg)
     state.exp_avg = base + s.lerp * (grad - state.exp_avg)
     state.exp_inf = maximum(s.beta2 * state.exp_inf, abs(grad) + s.eps)

@@ -35,7 +35,8 @@ def asgd_scalars(group: Mapping[str, Any], step: int, carried: Mapping[str, floa
 def asgd(param, grad, state, s, flags):
     if flags.maximize:
         grad = -grad
-    grad = grad + s.weight_decay * param
+    # As torch, which skips the term: 0 * inf would be NaN.
+    grad = where(s.weight_decay == 0, grad, grad + s.weight_decay * param)
     param = param * s.decay - s.step_size * grad
     state.ax = where(s.averaging == 1, param, state.ax + (param - state.ax) * s.averaging)
     return param

@@ -47,7 +47,8 @@ def nadam(param, grad, state, s, flags):
     if flags.decoupled_weight_decay:
         param = param * s.decay
     else:
-        grad = grad + s.weight_decay * param
+        # As torch, which skips the term: 0 * inf would be NaN.
+        grad = where(s.weight_decay == 0, grad, grad + s.weight_decay * param)
     base = where(s.lerp_from_end > 0, grad, state.exp_avg)
     state.exp_avg = base + s.lerp * (grad - state.exp_avg)
     state.exp_avg_sq = s.beta2 * state.exp_avg_sq + s.one_minus_beta2 * grad * grad

@@ -34,7 +34,8 @@ def rmsprop_scalars(group: Mapping[str, Any], step: int, carried: Mapping[str, f
 def rmsprop(param, grad, state, s, flags):
     if flags.maximize:
         grad = -grad
-    grad = grad + s.weight_decay * param
+    # As torch, which skips the term: 0 * inf would be NaN.
+    grad = where(s.weight_decay == 0, grad, grad + s.weight_decay * param)
     state.square_avg = s.alpha * state.square_avg + s.one_minus_alpha * grad * grad
     variance = state.square_avg
     if flags.centered:

@@ -50,6 +50,8 @@ _COMPARISONS: dict[type[ast.cmpop], str] = {
 _FP32_MAX, _FP32_SMALLEST = 3.4028234663852886e38, 2.0**-149
 # Keys of a param's entry in a state dict, and names of the kernels' other streams.
 _RESERVED = ("step", "master", "param", "grad")
+# The native kernel tells its streams apart by number: 16 of them, less gradient, param, master and tables.
+MAX_STATES = 12
 
 
 @dataclass(frozen=True)
@@ -133,6 +135,11 @@ def rule(
                 f"found {name!r} among the states {states} and carried scalars {carried}: it would meet another entry "
                 f"of the state dict; choose different identifiers, none of {', '.join(_RESERVED)}."
             )
+
+    if len(states) > MAX_STATES:
+        raise RuleError(
+            f"found {len(states)} states; a kernel has room for {MAX_STATES}. Keep fewer, or split the rule."
+        )
 
     def decorate(function: Callable[..., Any]) -> Rule:
         tree = _parse(function)

@@ -30,7 +30,8 @@ def sgd_scalars(group: Mapping[str, Any], step: int, carried: Mapping[str, float
 def sgd(param, grad, state, s, flags):
     if flags.maximize:
         grad = -grad
-    grad = grad + s.weight_decay * param
+    # As torch, which skips the term: 0 * inf would be NaN.
+    grad = where(s.weight_decay == 0, grad, grad + s.weight_decay * param)
     update = grad
     if flags.momentum:
         next_buffer = s.momentum * state.momentum_buffer + s.one_minus_dampening * grad
