@@ -8,6 +8,8 @@ themselves are exchanged and the first difference is named on every rank.
 
 import hashlib
 import json
+import math
+import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +19,9 @@ import torch
 from .errors import DisagreementError, ShardoptError
 from .kernels.reductions import LIMBS
 from .partition.collectives import Ranks
+
+# Averages of one batch agree to rounding; gradients of different batches to no digit.
+_ALIKE, _TINY = 1e-2, 1e-12
 
 
 @dataclass(frozen=True)
@@ -28,6 +33,8 @@ class View:
     problem: Exception | None = None  # why this rank cannot step
     overflow: bool = False  # the GradScaler found an Inf or NaN
     nonfinite: int = 0  # such elements in the gradients of this rank's shards
+    witness: int = 0  # bits of a float64 that must be alike on all ranks
+    written: int = 0  # params that others wrote since the last step
     limbs: tuple[int, ...] = field(default=(0,) * LIMBS)  # sum of squares of them
 
     def row(self) -> list[int]:
@@ -38,6 +45,8 @@ class View:
             int(self.problem is not None),
             int(self.overflow),
             self.nonfinite,
+            self.witness,
+            self.written,
             *self.limbs,
         ]
 
@@ -49,6 +58,7 @@ class Agreed:
     overflow: bool
     nonfinite: int
     limbs: tuple[int, ...]
+    written: bool  # on any rank
 
 
 def agree(view: View, ranks: Ranks, device: torch.device, sharded: bool) -> Agreed:
@@ -64,12 +74,31 @@ def agree(view: View, ranks: Ranks, device: torch.device, sharded: bool) -> Agre
         _raise_problem(view, ranks, device)
     if any(row[:2] != rows[0][:2] for row in rows):
         _raise_difference(view, ranks, device)
+    _compare_witnesses([row[5] for row in rows])
     counted = rows if sharded else rows[:1]  # replicated shards are each the whole
     return Agreed(
         overflow=any(row[3] for row in rows),
         nonfinite=sum(row[4] for row in rows),
-        limbs=tuple(map(sum, zip(*(row[5:] for row in counted), strict=True))),
+        written=any(row[6] for row in rows),
+        limbs=tuple(map(sum, zip(*(row[7:] for row in counted), strict=True))),
     )
+
+
+def _compare_witnesses(bits: Sequence[int]) -> None:
+    values = [struct.unpack("<d", struct.pack("<q", each))[0] for each in bits]
+    for rank, value in enumerate(values):
+        # Not to the last bit: averages may be summed in another order on each rank. Non-finite ones are counted anyway.
+        if (
+            math.isfinite(value)
+            and math.isfinite(values[0])
+            and not math.isclose(value, values[0], rel_tol=_ALIKE, abs_tol=_TINY)
+        ):
+            raise DisagreementError(
+                f"gradients differ between ranks: a block sums to {values[0]:.6g} on rank 0, to {value:.6g} on rank "
+                f"{rank}. They were not averaged, and each rank would update its slice with its own, so no rank took "
+                "the step and nothing changed. Wrap the model in DistributedDataParallel, and leave no_sync() for the "
+                "last backward."
+            )
 
 
 def _raise_problem(view: View, ranks: Ranks, device: torch.device) -> None:
@@ -109,7 +138,8 @@ def first_difference(one: Any, other: Any, where: str = "") -> tuple[str, Any, A
         if len(one) != len(other):
             return f"the number of {where}", len(one), len(other)
         return _first_in_lists(one, other, where)
-    return None if one == other and type(one) is type(other) else (where, one, other)
+    same = one == other or (one != one and other != other)  # NaN
+    return None if same and type(one) is type(other) else (where, one, other)
 
 
 def _first_in_lists(one: Sequence[Any], other: Sequence[Any], where: str) -> tuple[str, Any, Any] | None:

@@ -12,7 +12,9 @@ from itertools import groupby, pairwise
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from .agreement import View, agree
 from .config import Options
 from .errors import BindingError
 from .kernels.formats import format_of
@@ -27,6 +29,7 @@ from .shard import Shard
 from .states import ParamState, check_part
 
 Group = Mapping[str, Any]
+Candidate = tuple[str, torch.nn.Parameter, Group]  # name for messages, param, its group
 
 
 @dataclass(eq=False)
@@ -37,10 +40,13 @@ class Entry:
     name: str
     shard: Shard
     index: int  # in the shard's bucket
-    version: int  # of the param's data, when its master last agreed with it
+    version: int | None  # of the param's data at the end of the last step; None: its master must follow the param
     step: int = 0  # updates so far; an int: a float counter stops counting (bf16 at 256, fp32 at 2**24)
     carried: dict[str, float] = field(default_factory=dict)
     has_state: bool = False
+
+    def take_counters(self, state: ParamState) -> None:
+        self.step, self.carried, self.has_state = state.step, dict(state.carried), True
 
     def forget(self) -> None:
         """Back to before the param's first step, as torch does with params that a loaded dict has no state for."""
@@ -55,9 +61,18 @@ class Entry:
             raise BindingError(
                 f"{self.name} was moved, recast or given other storage after the first step (now "
                 f"{_describe(param)}, bound on {bucket.device} as {bucket.dtype}): an update would go to memory that "
-                "the model no longer reads. Move and cast the model before the first step; to do it later call "
-                "optimizer.close() first and construct the optimizer anew with its state_dict()."
+                "the model no longer reads. Move and cast the model before the first step; to do it later keep "
+                "optimizer.state_dict() (consolidated, at several ranks), call close(), and construct it anew."
             )
+
+
+@dataclass(frozen=True)
+class PlannedBucket:
+    """A bucket before anything is allocated."""
+
+    members: tuple[Candidate, ...]
+    layout: BucketLayout
+    states: tuple[str, ...]
 
 
 class Binding:
@@ -74,10 +89,12 @@ class Binding:
         self.entries: dict[torch.nn.Parameter, Entry] = {}  # by identity: that is how tensors hash
         self.loaded = loaded  # states of params that are not bound yet
         self.transport: Transport | None = None  # chosen at the first binding, by all ranks together
+        self.rounds = 0  # steps that all ranks agreed on
+        self.broken: str | None = None  # why params and states of the ranks may belong to different steps
 
     # -- binding ---------------------------------------------------------------------------------------------------
 
-    def unbound(self, groups: Sequence[Group]) -> list[tuple[str, torch.nn.Parameter, Group]]:
+    def unbound(self, groups: Sequence[Group]) -> list[Candidate]:
         """Params that a step needs and that are not bound: trainable, or with a gradient all the same."""
         return [
             (name, param, group)
@@ -85,10 +102,9 @@ class Binding:
             if param not in self.entries and (param.requires_grad or param.grad is not None)
         ]
 
-    def check_bindable(self, candidates: Sequence[tuple[str, torch.nn.Parameter, Group]]) -> None:
+    def check_bindable(self, candidates: Sequence[Candidate], groups: Sequence[Group]) -> None:
         """Raises BindingError for params that no bucket can hold. Changes nothing."""
         device = self.device if self.shards else candidates[0][1].device
-        memory: list[tuple[int, int, str]] = []
         seen: dict[torch.nn.Parameter, str] = {}
         for name, param, _ in candidates:
             if param in seen:
@@ -97,57 +113,63 @@ class Binding:
                     "and its step count would lie. Remove the duplicate; model.parameters() lists tied params once."
                 )
             seen[param] = name
-            if param.is_meta:
-                raise BindingError(
-                    f"{name} is on the meta device: it has no values to train. Materialise the model first."
-                )
-            if param.layout is not torch.strided:
-                raise BindingError(f"{name} has layout {param.layout}: it has no flat storage. Use a dense param.")
-            if param.device != device:
-                raise BindingError(
-                    f"{name} is on {param.device}, other params are on {device}: one step is one launch on one device. "
-                    "Move the model to one device, or give each device's params an optimizer of their own."
-                )
-            format_of(param.dtype, name)
-            dense_strides(param)
-            if param.numel():
-                span = sum((size - 1) * stride for size, stride in zip(param.shape, param.stride(), strict=True)) + 1
-                memory.append((param.data_ptr(), param.data_ptr() + span * param.element_size(), name))
-        memory.sort()
-        for (_, end, name), (start, _, other) in pairwise(memory):
-            if start < end:
-                raise BindingError(
-                    f"{name} and {other} share memory but are two params: bound apart they would drift apart. Tie them "
-                    "by using one nn.Parameter object for both."
-                )
+            _check_param(name, param, device)
+        _check_apart([(name, param) for name, param, _ in named_params(groups)])
 
-    def bind(self, candidates: Sequence[tuple[str, torch.nn.Parameter, Group]]) -> None:
-        """Collective: buckets and shards for these params, in backward order; applies what was loaded for them."""
+    def plan(self, candidates: Sequence[Candidate]) -> list[PlannedBucket]:
+        """Layouts for these params, in backward order: integers only. Checks what was loaded for them.
 
-        def key(candidate: tuple[str, torch.nn.Parameter, Group]) -> tuple[str, str, tuple[str, ...]]:
+        Raises:
+            StateError: a loaded part does not hold what this rank will need.
+        """
+
+        def key(candidate: Candidate) -> tuple[str, tuple[str, ...]]:
             _, param, group = candidate
-            return str(param.device), str(param.dtype), self.rule.variant(group).states
+            return str(param.dtype), self.rule.variant(group).states
 
         # Backward runs from the last param to the first; sorting is stable, so each kind keeps that order.
         backward = sorted(reversed(candidates), key=key)
-        for (_, _, states), same_kind in groupby(backward, key=key):
+        plan = []
+        for (_, states), same_kind in groupby(backward, key=key):
             kind = list(same_kind)
             sizes = [param.numel() * param.element_size() for _, param, _ in kind]
             for indices in split_into_buckets(sizes, self.options.tuning.bucket_bytes):
-                self._make_shard([kind[index] for index in indices], states)
+                members = tuple(kind[index] for index in indices)
+                layout = BucketLayout(tuple(param.numel() for _, param, _ in members), self.num_shards)
+                plan.append(PlannedBucket(members, layout, states))
+        for planned in plan:
+            self._check_loaded(planned)
+        return plan
 
-    def _make_shard(self, members: list[tuple[str, torch.nn.Parameter, Group]], states: tuple[str, ...]) -> None:
-        params = [param for _, param, _ in members]
-        layout = BucketLayout(tuple(param.numel() for param in params), self.num_shards)
-        bucket = Bucket(params, layout)
-        window = self._transport(bucket.device).open(bucket.flat, layout.shard_numel)
-        shard = Shard(bucket, window, self.shard_rank, states)
-        self.shards.append(shard)
-        for index, (name, param, _) in enumerate(members):
-            entry = Entry(param, name, shard, index, param._version)
-            self.entries[param] = entry
+    def _check_loaded(self, planned: PlannedBucket) -> None:
+        pieces = {piece.param: piece for piece in planned.layout.pieces(self.shard_rank)}
+        for index, (name, param, _) in enumerate(planned.members):
+            piece = pieces.get(index)
+            for state, tensor in self.loaded.get(param, ParamState()).tensors.items():
+                if piece is not None and isinstance(tensor, Part):
+                    check_part(tensor, piece.start, piece.numel, f"{state} of {name}")
+
+    def make_shard(self, planned: PlannedBucket) -> Shard:
+        """Moves the params into a bucket, allocates masters and states, takes what was loaded. On this rank alone."""
+        params = [param for _, param, _ in planned.members]
+        shard = Shard(Bucket(params, planned.layout), self.shard_rank, planned.states)
+        for index, param in enumerate(params):
             if param in self.loaded:
-                self.write(entry, self.loaded.pop(param))
+                self._write_tensors(shard, index, self.loaded[param])
+        return shard
+
+    def adopt(self, plan: Sequence[PlannedBucket], shards: Sequence[Shard]) -> None:
+        """Collective: what was planned and made on every rank becomes part of the table."""
+        transport = self._transport(shards[0].bucket.device)
+        for planned, shard in zip(plan, shards, strict=True):
+            shard.window = transport.open(shard.bucket.flat, planned.layout.shard_numel)
+        for planned, shard in zip(plan, shards, strict=True):
+            self.shards.append(shard)
+            for index, (name, param, _) in enumerate(planned.members):
+                entry = Entry(param, name, shard, index, None)
+                self.entries[param] = entry
+                if param in self.loaded:
+                    entry.take_counters(self.loaded.pop(param))
 
     def _transport(self, device: torch.device) -> Transport:
         if self.transport is None:
@@ -173,12 +195,10 @@ class Binding:
         for entry in self.entries.values():
             if entry.param._version != entry.version:
                 entry.shard.refresh_master(entry.index)
-                entry.version = entry.param._version
 
     def refresh_masters(self) -> None:
         for entry in self.entries.values():
             entry.shard.refresh_master(entry.index)
-            entry.version = entry.param._version
 
     # -- states outside of shards ----------------------------------------------------------------------------------
 
@@ -217,53 +237,101 @@ class Binding:
             for _, param, group in named_params(groups)
             if param in self.entries
         }
-        members: dict[int, list[Entry]] = defaultdict(list)
-        for entry in self.entries.values():
-            members[id(entry.shard)].append(entry)
+        members: dict[Shard, list[Entry]] = defaultdict(list)
+        for param in states:
+            members[self.entries[param].shard].append(self.entries[param])
+        names = [list(dict.fromkeys((*shard.states, *shard.masters))) for shard in self.shards]
+        key = {"rank to gather on": to, "states of buckets": names}
+        agree(View(key, lambda: key), self.ranks, self.device, sharded=True)
         # One state of one bucket at a time, so that the other ranks' slices never lie here all at once.
-        for shard in self.shards:
-            for name in (*shard.states, *shard.masters):
+        for shard, its_names in zip(self.shards, names, strict=True):
+            for name in its_names:
                 parts = self.ranks.collect(shard.whole(name), to, f"consolidating {name}")
                 whole = None if parts is None else torch.cat([part.cpu() for part in parts])
-                for entry in members[id(shard)]:
+                for entry in members[shard]:
                     if whole is not None and name in states[entry.param].tensors:
                         # Cloned: a view would bring the whole bucket along into a file.
                         states[entry.param].tensors[name] = shard.as_param(whole, entry.index).clone()
-        return (
-            {param: state for param, state in states.items() if self.entries[param].has_state}
-            if self.ranks.rank == to
-            else None
-        )
+        if self.ranks.rank != to:
+            return None
+        return {param: state for param, state in states.items() if self.entries[param].has_state}
 
     def check_parts(self, param: torch.nn.Parameter, state: ParamState) -> None:
         """Raises StateError if a part does not hold what this rank needs of a bound param. Changes nothing."""
         entry = self.entries.get(param)
         if entry is None:
-            return  # where its slice will lie is known at binding; write() checks then
+            return  # where its slice will lie is known at binding; plan() checks then
         where = entry.shard.slice_of(entry.index)
         for name, tensor in state.tensors.items():
             if isinstance(tensor, Part):
                 check_part(tensor, where.start, where.local.stop - where.local.start, f"{name} of {entry.name}")
 
-    def write(self, entry: Entry, state: ParamState) -> None:
-        """Takes this rank's slice of a state into the shard."""
-        self.check_parts(entry.param, state)
-        shard = entry.shard
+    def load(self, loaded: Mapping[torch.nn.Parameter, ParamState]) -> None:
+        """Takes this rank's slices of checked states; params that have none go back to before their first step."""
+        for shard in self.shards:
+            shard.renew()
+        for param, entry in self.entries.items():
+            entry.forget()
+            if param in loaded:
+                self._write_tensors(entry.shard, entry.index, loaded[param])
+                entry.take_counters(loaded[param])
+                # At the next step: the model's weights, which the master must round to, may be loaded after its states.
+                entry.version = None
+
+    @staticmethod
+    def _write_tensors(shard: Shard, index: int, state: ParamState) -> None:
         shard.ensure_states(name for name in state.tensors if name != "master")
         for name, tensor in state.tensors.items():
             if name == "master" and shard.master is None:
                 continue
             if isinstance(tensor, Part):
-                shard.write(name, entry.index, tensor.start, tensor.local)
+                shard.write(name, index, tensor.start, tensor.local)
             else:
-                shard.write_whole(name, entry.index, tensor.detach())
-        # The model's own weights are the truth; the loaded master only refines those that it rounds to.
-        shard.refresh_master(entry.index)
-        entry.version = entry.param._version
-        entry.step, entry.carried, entry.has_state = state.step, dict(state.carried), True
+                shard.write_whole(name, index, tensor.detach())
 
 
-def named_params(groups: Sequence[Group]) -> Iterator[tuple[str, torch.nn.Parameter, Group]]:
+def _check_param(name: str, param: torch.nn.Parameter, device: torch.device) -> None:
+    if param.is_meta:
+        raise BindingError(f"{name} is on the meta device: it has no values to train. Materialise the model first.")
+    values: Any = param.data
+    if is_traceable_wrapper_subclass(values):
+        raise BindingError(
+            f"{name} is a {type(values).__name__}, whose values lie in other tensors: a bucket cannot hold it. "
+            "Give it to a torch.optim optimizer of its own."
+        )
+    if param.layout is not torch.strided:
+        raise BindingError(f"{name} has layout {param.layout}: it has no flat storage. Use a dense param.")
+    if param.device != device:
+        raise BindingError(
+            f"{name} is on {param.device}, other params are on {device}: one step is one launch on one device. Move "
+            "the model to one device, or give each device's params an optimizer of their own."
+        )
+    if values.device.type == "cpu" and values.is_shared():
+        raise BindingError(
+            f"{name} lies in memory shared with other processes (share_memory()): they would stop seeing updates, "
+            "which go to the bucket that the param moves into. Use a torch.optim optimizer for Hogwild training."
+        )
+    format_of(param.dtype, name)
+    dense_strides(param)
+
+
+def _check_apart(params: Sequence[tuple[str, torch.nn.Parameter]]) -> None:
+    """Raises BindingError if two params share memory."""
+    memory = []
+    for name, param in params:
+        if param.numel() and not param.is_meta and param.layout is torch.strided:
+            span = sum((size - 1) * stride for size, stride in zip(param.shape, param.stride(), strict=True)) + 1
+            memory.append((param.data_ptr(), param.data_ptr() + span * param.element_size(), name, id(param)))
+    memory.sort()
+    for (_, end, name, one), (start, _, other, another) in pairwise(memory):
+        if start < end and one != another:
+            raise BindingError(
+                f"{name} and {other} share memory but are two params: bound apart they would drift apart. Tie them by "
+                "using one nn.Parameter object for both."
+            )
+
+
+def named_params(groups: Sequence[Group]) -> Iterator[Candidate]:
     """Every param with a name for messages and its group, in the order of the groups."""
     for number, group in enumerate(groups):
         names = group.get("param_names")

@@ -79,5 +79,10 @@ class Options:
             )
         if self.max_grad_norm is not None and not self.max_grad_norm > 0:
             raise ValueError(f"max_grad_norm must be above 0, or None for no clipping, found {self.max_grad_norm!r}.")
+        if self.process_group is not None and not isinstance(self.process_group, dist.ProcessGroup):
+            raise TypeError(
+                f"process_group takes a ProcessGroup that this rank is a member of, found {self.process_group!r}: "
+                "construct the optimizer on members only (new_group returns a number elsewhere)."
+            )
         if not isinstance(self.tuning, Tuning):
             raise TypeError(f"tuning takes a shardopt.Tuning, found {type(self.tuning).__name__}.")

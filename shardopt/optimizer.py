@@ -1,8 +1,9 @@
 """The face towards torch: an optimizer that schedulers, scalers, DDP scripts and frameworks take for torch's own."""
 
 import copy
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypeVar, Unpack
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import MappingProxyType
+from typing import Any, NoReturn, TypeVar, Unpack
 
 import torch
 
@@ -15,7 +16,8 @@ from .errors import ShardoptError, StateError
 from .partition.collectives import Ranks
 from .rules import Rule
 from .states import ParamState
-from .step import Scaling, run_step
+from .step import Call, run_step
+from .survey import Scaling
 
 Optimizer = TypeVar("Optimizer", bound="ShardedOptimizer")
 Closure = Callable[[], Any]
@@ -106,22 +108,26 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Raises:
             ShardoptError: see :mod:`shardopt.errors`; unless the message says otherwise, nothing changed on any rank.
         """
-        if self._closed:
-            raise ShardoptError("this optimizer was closed and its states released: construct a new one.")
-        loss, problem = None, None
-        if closure is not None:
-            try:
+        self._check_open()
+        loss, problem, scaling = None, None, Scaling()
+        try:
+            if closure is not None:
                 with torch.enable_grad():
                     loss = closure()
-            except Exception as error:  # raised on every rank by run_step, so that no rank waits for this one
-                problem = error
+            scaling = self._scaling()
+        except Exception as error:  # raised on every rank by run_step, so that no rank waits for this one
+            problem = error
         with torch.no_grad():
-            call = {"closure": closure is not None}
-            outcome = run_step(self._bound(), self.param_groups, self._scaling(), call, problem)
+            call = Call(self.param_groups, self.defaults, scaling, closure is not None, problem)
+            outcome = run_step(self._bound(), call)
         self.grad_norm = outcome.grad_norm
         if outcome.updated:
             self._consolidated = None
         return loss
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ShardoptError("this optimizer was closed and its states released: construct a new one.")
 
     def _bound(self) -> Binding:
         if self._binding is None:
@@ -146,37 +152,60 @@ class ShardedOptimizer(torch.optim.Optimizer):
     # -- states ----------------------------------------------------------------------------------------------------
 
     @property  # type: ignore[override]
-    def state(self) -> Mapping[torch.nn.Parameter, dict[str, Any]]:
-        """Read-only: param -> its state in torch's form, for params that have taken a step or were loaded.
+    def state(self) -> "StateView":
+        """Read-only: param -> its state in torch's form. A param that has no state yet has an empty one.
 
         Tensors are views of the shard where one rank holds everything, else parts.
         """
-        states = {param: state.to_torch(self.rule) for param, state in self._param_states().items()}
-        return {param: state for param, state in states.items() if state}  # SGD without momentum keeps none
+        return StateView(self)
 
     @state.setter
-    def state(self, value: Any) -> None:
-        """torch's constructor assigns an empty one."""
+    def state(self, value: Mapping[Any, Any]) -> None:
+        """Only an empty one can be assigned, which is how scripts of torch forget all states."""
         if value:
-            raise StateError("optimizer.state cannot be assigned, it lies in shards: call load_state_dict().")
+            raise StateError("optimizer.state lies in shards and cannot be assigned: call load_state_dict().")
+        if "param_groups" in self.__dict__:  # torch's constructor assigns one, before there are groups
+            self._take_over(self.param_groups, {})
+
+    def state_dict(self) -> dict[str, Any]:
+        """In torch's format: ``{"state": {index: {...}}, "param_groups": [...]}``. Local: no other rank is needed.
+
+        At several ranks its tensors are parts, which refuse to be saved, unless ``consolidate_state_dict`` was called.
+        """
+        self._check_open()
+        for hook in self._optimizer_state_dict_pre_hooks.values():
+            hook(self)
+        index = {id(param): number for number, (_, param, _) in enumerate(named_params(self.param_groups))}
+        groups = [
+            {key: [index[id(param)] for param in value] if key == "params" else value for key, value in group.items()}
+            for group in self.param_groups
+        ]
+        states = {index[id(param)]: dict(state) for param, state in self.state.items()}
+        state_dict: dict[str, Any] = {"state": states, "param_groups": groups}
+        for post_hook in self._optimizer_state_dict_post_hooks.values():
+            replaced = post_hook(self, state_dict)
+            if replaced is not None:
+                state_dict = replaced
+        return state_dict
 
     def _param_states(self) -> dict[torch.nn.Parameter, ParamState]:
+        states = {param: self._param_state(param, group) for _, param, group in named_params(self.param_groups)}
+        return {param: state for param, state in states.items() if state is not None}
+
+    def _param_state(self, param: torch.nn.Parameter, group: Mapping[str, Any]) -> ParamState | None:
         if self._consolidated is not None:
-            return self._consolidated
-        states = {}
-        for _, param, group in named_params(self.param_groups):
-            entry = self._binding.entries.get(param) if self._binding is not None else None
-            if self._binding is not None and entry is not None and entry.has_state:
-                states[param] = self._binding.read(entry, group)
-            elif param in self._loaded:
-                states[param] = self._loaded[param]
-        return states
+            return self._consolidated.get(param)
+        entry = self._binding.entries.get(param) if self._binding is not None else None
+        if self._binding is not None and entry is not None:
+            return self._binding.read(entry, group) if entry.has_state else None
+        return self._loaded.get(param)
 
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Collective: gathers every state on rank ``to``, in host memory; ``state_dict()`` there is then plain tensors.
 
         It holds until the next step. A dict saved from it loads into the torch class, and here at any number of ranks.
         """
+        self._check_open()
         binding = self._binding
         if binding is None or binding.num_shards == 1:
             return
@@ -196,6 +225,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             ValueError: the groups do not match (torch's own messages).
             StateError: tensors are missing, unknown or of other shapes. Nothing was changed.
         """
+        self._check_open()
         state_dict = state_dict.copy()
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             replaced = hook(self, state_dict)
@@ -239,16 +269,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.param_groups = groups
         self._consolidated = None
         entries = self._binding.entries if self._binding is not None else {}
-        self._loaded.clear()
         # Copied: the caller may go on training with the tensors that it saved.
-        self._loaded.update((param, state.copy()) for param, state in loaded.items() if param not in entries)
+        waiting = {param: state.copy() for param, state in loaded.items() if param not in entries}
+        self._loaded.clear()
+        self._loaded.update(waiting)
         if self._binding is not None:
             with torch.no_grad():
-                for param, entry in entries.items():
-                    if param in loaded:
-                        self._binding.write(entry, loaded[param])
-                    else:
-                        entry.forget()
+                self._binding.load(loaded)
 
     # -- copies and ends -------------------------------------------------------------------------------------------
 
@@ -307,3 +334,40 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
 def _nbytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
+
+
+class StateView(Mapping[torch.nn.Parameter, Mapping[str, Any]]):
+    """What ``optimizer.state`` shows. Params without a state have an empty one and are left out when iterated over."""
+
+    def __init__(self, optimizer: ShardedOptimizer):
+        self._optimizer = optimizer
+
+    def __getitem__(self, param: torch.nn.Parameter) -> Mapping[str, Any]:
+        optimizer = self._optimizer
+        for _, each, group in named_params(optimizer.param_groups):
+            if each is param:
+                state = optimizer._param_state(param, group)
+                return MappingProxyType({} if state is None else state.to_torch(optimizer.rule))
+        raise KeyError(param)
+
+    def __iter__(self) -> Iterator[torch.nn.Parameter]:
+        states = self._optimizer._param_states()
+        # SGD without momentum keeps none.
+        return iter([param for param, state in states.items() if state.to_torch(self._optimizer.rule)])
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))
+
+    def __contains__(self, param: object) -> bool:
+        return any(each is param for each in self)
+
+    def __repr__(self) -> str:
+        return f"StateView({dict(self)!r})"
+
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        raise StateError(
+            "optimizer.state is a view of shards and cannot be changed: an assignment would be lost. Change what you "
+            "need in state_dict() and give it to load_state_dict(); `optimizer.state = {}` forgets all states."
+        )
+
+    __setitem__ = __delitem__ = pop = popitem = clear = update = setdefault = _refuse

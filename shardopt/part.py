@@ -54,7 +54,9 @@ class Part(torch.Tensor):
     def full_tensor(self) -> torch.Tensor:
         """The whole, on every rank. Every rank must make this call, for the same parts in the same order."""
         if self._gather is None:
-            raise StateError("this part was detached from its optimizer: take it from optimizer.state_dict() anew.")
+            raise StateError(
+                "this part is a copy, apart from its optimizer: take one from optimizer.state_dict() and gather it."
+            )
         return self._gather(self.local)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -89,4 +91,6 @@ class Part(torch.Tensor):
         part = next(argument for argument in arguments if isinstance(argument, Part))
         local = tree_map_only(Part, lambda each: each.local, (tuple(arguments), dict(keywords or {})))
         local[1].pop("memory_format", None)  # the slice is 1D
-        return Part(function(*local[0], **local[1]), part.start, part, part._gather)
+        # A copy or a cast is a value of its own, which the ranks' live slices no longer make up.
+        live = function in (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
+        return Part(function(*local[0], **local[1]), part.start, part, part._gather if live else None)

@@ -23,9 +23,10 @@ class Slice(NamedTuple):
 class Shard:
     """Holds masters and states for one slice of a bucket, and the tables that a kernel needs to update it."""
 
-    def __init__(self, bucket: Bucket, window: Window, rank: int, states: Iterable[str]):
+    window: Window  # on bucket.flat; opened by all ranks together
+
+    def __init__(self, bucket: Bucket, rank: int, states: Iterable[str]):
         self.bucket = bucket
-        self.window = window  # on bucket.flat
         self.pieces: tuple[Piece, ...] = bucket.layout.pieces(rank)
         self.param = bucket.shard(rank)  # 1D [shard_numel]
         self.format: Format = format_of(bucket.dtype, "a param")
@@ -57,6 +58,11 @@ class Shard:
         for name in names:
             if name not in self.states:
                 self.states[name] = torch.zeros_like(self.param, dtype=torch.float32)
+
+    def renew(self) -> None:
+        """Copies masters and states, so that a state dict taken before keeps what it showed when they are loaded."""
+        self.states = {name: state.clone() for name, state in self.states.items()}
+        self.master = None if self.master is None else self.master.clone()
 
     def streams(self, states: Sequence[str]) -> Streams:
         return Streams(self.param, self.master, tuple(self.states[name] for name in states))

@@ -53,10 +53,17 @@ class ParamState:
         """
         # SGD writes None for a momentum that has not begun.
         tensors = {key: value for key, value in state.items() if value is not None}
+        counters = ("step",) if rule.counts_steps else ()
+        lacking = [key for key in (*counters, *rule.carried) if key not in tensors]
         # Where no step is counted, having a state means having taken a step.
         step = int(tensors.pop("step", 1 if tensors else 0))
         carried = {key: float(tensors.pop(key)) for key in rule.carried if key in tensors}
         _check_names(tensors, step, rule, group, name)
+        if tensors and lacking:
+            raise StateError(
+                f"the state of {name} lacks {lacking}: the update would be that of a first step, so nothing was "
+                "loaded. A format that keeps the count elsewhere must be converted: give each param's state its 'step'."
+            )
         for key, tensor in tensors.items():
             if not isinstance(tensor, torch.Tensor) or tensor.shape != param.shape:
                 found = tuple(tensor.shape) if isinstance(tensor, torch.Tensor) else type(tensor).__name__

@@ -12,13 +12,14 @@ import torch.distributed as dist
 from cases import Case, Keywords
 
 from shardopt import step as step_module
+from shardopt import survey as survey_module
 from shardopt.kernels.launch import Native
 from shardopt.partition.transport import NoGather, Transport
 
 SECOND_MOMENTS = {"exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum", "exp_inf"}
 STEP = Native.step
 NUMBERS = step_module.plain_numbers
-SCALARS = step_module._scalars
+SCALARS = survey_module._scalars
 
 
 def does_nothing(*_: Any) -> None:
@@ -79,7 +80,7 @@ CHEATS: dict[str, Any] = {
     "gather dropped": patch.object(Transport, "gather", nothing_gathered),
     "second moment zeroed": patch.object(Native, "step", zeroes_second_moment),
     "decay dropped": patch.object(step_module, "plain_numbers", decay_dropped),
-    "step off by one": patch.object(step_module, "_scalars", counts_one_too_many),
+    "step off by one": patch.object(survey_module, "_scalars", counts_one_too_many),
 }
 
 

@@ -220,7 +220,7 @@ def check_outcomes(patterns: dict[str, str], by_rank: list[dict[str, tuple[str, 
         for rank, outcome in enumerate(by_rank):
             error, message, unchanged, goes_on = outcome[name]
             typed = error == "DisagreementError" or (
-                rank == odd and error in ("BindingError", "ShardoptError", "ZeroDivisionError")
+                rank == odd and error in ("BindingError", "ShardoptError", "TypeError", "ZeroDivisionError")
             )
             if by_rank[odd][name][0] != "DisagreementError" and rank != odd:
                 typed = typed and f"rank {odd} cannot take this step" in message
@@ -357,7 +357,7 @@ LATER: dict[str, tuple[Spoil, str, Spoil]] = {
     "loaded state": (loads_early_state, "steps taken", loads_back),
     "added group": (adds_group, r"params not yet bound|number of", removes_group),
     "unfrozen": (unfreezes, "params not yet bound|requires_grad", freezes),
-    "loss scale": (other_loss_scale, "loss scale: [12].0 .*[12].0", no_loss_scale),
+    "loss scale": (other_loss_scale, "loss scale .*: [12].0 .*[12].0", no_loss_scale),
 }
 
 

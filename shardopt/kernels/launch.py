@@ -1,8 +1,8 @@
 """How is it executed? The native kernel for CPU tensors, Triton's for GPU tensors; the same bits from both."""
 
-from collections.abc import Callable
-from functools import cache, partial
-from typing import Protocol
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -18,8 +18,8 @@ from .versions import require
 class Backend(Protocol):
     """One way to execute."""
 
-    def prepare(self, spec: StepSpec) -> None:
-        """Compiles what can be compiled before the first launch, so that a failure changes nothing."""
+    def prepare(self, spec: StepSpec, device: torch.device, aligned: bool) -> None:
+        """Compiles the kernel, before the ranks agree on a step: a failure changes nothing."""
 
     def step(
         self,
@@ -49,7 +49,7 @@ class Native:
     spin for milliseconds on the cores that the pool needs.
     """
 
-    def prepare(self, spec: StepSpec) -> None:
+    def prepare(self, spec: StepSpec, device: torch.device, aligned: bool) -> None:
         from .native_step import compile_step
 
         compile_step(spec)
@@ -104,10 +104,11 @@ class Native:
 class Triton:
     """Compiled by Triton; one launch for a shard on the current stream of its device."""
 
-    def prepare(self, spec: StepSpec) -> None:
-        from .triton_step import rule_function
+    def prepare(self, spec: StepSpec, device: torch.device, aligned: bool) -> None:
+        from .triton_step import compile_by_empty_launch
 
-        rule_function(spec.variant)
+        with self._on(device):
+            compile_by_empty_launch(spec, device, aligned)
 
     def step(
         self,
@@ -120,13 +121,15 @@ class Triton:
     ) -> None:
         from .triton_step import launch_step
 
-        self._on_device_of(streams.param, partial(launch_step, spec, streams, gradients, scalars, unscale, clip))
+        with self._on(streams.param.device):
+            launch_step(spec, streams, gradients, scalars, unscale, clip)
 
     def block_sums(self, grad: Format, gradients: Gradients, unscale: float) -> BlockSums:
         from .triton_reductions import launch_block_sums
 
         sums = BlockSums.empty(gradients)
-        self._on_device_of(gradients.rows, partial(launch_block_sums, grad, gradients, unscale, sums))
+        with self._on(gradients.rows.device):
+            launch_block_sums(grad, gradients, unscale, sums)
         return sums
 
     def total(self, sums: BlockSums) -> Totals:
@@ -136,17 +139,14 @@ class Triton:
         from .triton_reductions import launch_count_nonfinite
 
         counts = torch.zeros_like(gradients.row_of_block)
-        self._on_device_of(counts, partial(launch_count_nonfinite, grad, gradients, counts))
+        with self._on(counts.device):
+            launch_count_nonfinite(grad, gradients, counts)
         return int(counts.sum())
 
     @staticmethod
-    def _on_device_of(tensor: torch.Tensor, launch: Callable[[], None]) -> None:
+    def _on(device: torch.device) -> AbstractContextManager[Any]:
         # Triton launches on the current device, whatever the device of the pointers.
-        if tensor.device.type == "cuda":
-            with torch.cuda.device(tensor.device):
-                launch()
-        else:
-            launch()
+        return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 @cache

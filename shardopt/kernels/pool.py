@@ -26,16 +26,21 @@ os.register_at_fork(after_in_child=_pools.clear)
 def run_over_blocks(kernel: Callable[[int, int], None], num_blocks: int) -> None:
     """Calls ``kernel(first, last)`` until ``[0, num_blocks)`` is covered, on as many threads as torch would use."""
     ranges = itertools.count(0, BLOCKS_PER_RANGE)  # its next() is atomic under the GIL
+    interrupted = threading.Event()
 
     def work() -> None:
-        while (first := next(ranges)) < num_blocks:
+        while (first := next(ranges)) < num_blocks and not interrupted.is_set():
             kernel(first, min(first + BLOCKS_PER_RANGE, num_blocks))
 
     num_ranges = -(-num_blocks // BLOCKS_PER_RANGE)
     num_threads = min(torch.get_num_threads(), num_ranges)
     pool = _pool(torch.get_num_threads())
     tasks = [pool.submit(work) for _ in range(num_threads)]
-    wait(tasks)
+    try:
+        wait(tasks)
+    finally:  # after Ctrl-C too: kernels hold addresses that the caller may free
+        interrupted.set()
+        wait(tasks)
     for task in tasks:
         task.result()
 

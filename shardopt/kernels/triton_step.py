@@ -128,3 +128,19 @@ def launch_step(
         num_warps=NUM_WARPS,
         enable_fp_fusion=False,  # no contraction into FMA: the bits of the native kernel
     )
+
+
+@functools.cache
+def compile_by_empty_launch(spec: StepSpec, device: torch.device, aligned: bool) -> None:
+    """Makes Triton compile :func:`step_kernel` for ``spec``: one launch over a block whose only row is skipped."""
+
+    def block(dtype: torch.dtype) -> torch.Tensor:
+        return torch.zeros(BLOCK, dtype=dtype, device=device)
+
+    masters = block(torch.float32) if spec.has_master else None
+    streams = Streams(block(spec.param.dtype), masters, tuple(block(torch.float32) for _ in spec.variant.states))
+    gradients = Gradients(
+        torch.zeros(1, dtype=torch.int32, device=device), torch.zeros(1, 2, dtype=torch.int64, device=device), aligned
+    )
+    scalars = torch.zeros(1, len(spec.variant.scalars), device=device)
+    launch_step(spec, streams, gradients, scalars, unscale=1.0, clip=1.0)

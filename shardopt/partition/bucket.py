@@ -24,8 +24,9 @@ class Bucket:
             for index, param in enumerate(self.params):
                 view = self.view(self.flat, index, param)
                 view.copy_(param)
-                param.data = view
+                param.data = view  # only now may the old storage go: one bucket at a time is there twice
         self._addresses = tuple(param.data_ptr() for param in self.params)
+        self._shapes = tuple((param.size(), param.stride()) for param in self.params)
 
     @property
     def device(self) -> torch.device:
@@ -46,10 +47,12 @@ class Bucket:
     def holds(self, index: int) -> bool:
         """Whether the param of ``index`` is still the view that it was made."""
         param = self.params[index]
+        shape, strides = self._shapes[index]
         return (
             param.data_ptr() == self._addresses[index]
             and param.dtype is self.dtype
-            and param.numel() == self.layout.numels[index]
+            and param.size() == shape
+            and param.stride() == strides
         )
 
     def release(self) -> None:

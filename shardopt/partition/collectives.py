@@ -40,11 +40,22 @@ class Ranks:
         return ranks
 
     def carries(self, device: torch.device) -> bool:
-        """Whether the group's backend carries tensors of this device."""
-        return self.group is None or device.type == "cpu" or "nccl" in dist.get_backend(self.group)
+        """Whether the group has a backend for tensors of this device; gloo's for CUDA does not count: it is slow."""
+        return self.group is None or self._backend(device) not in ((None,) if device.type == "cpu" else (None, "gloo"))
+
+    def _backend(self, device: torch.device) -> str | None:
+        # Not dist.get_backend(): a group made without naming one has a backend for each kind of device.
+        assert self.group is not None
+        try:
+            return str(self.group._get_backend(device).name()).lower()
+        except RuntimeError:
+            return None
 
     def _device_of_messages(self, device: torch.device) -> torch.device:
-        return device if self.carries(device) else torch.device("cpu")
+        if self.carries(device):
+            return device
+        other = torch.device("cpu" if device.type != "cpu" else "cuda")
+        return other
 
     def broadcast_each(self, parts: Sequence[torch.Tensor], phase: str) -> Pending:
         """Starts to send part ``i`` from rank ``i`` to all, into the same part there."""
@@ -101,6 +112,7 @@ class Ranks:
         """Every rank's tensor (same shape and dtype), by rank, on the rank ``to``; None elsewhere."""
         if self.size == 1:
             return [own]
+        own = own.to(self._device_of_messages(own.device))
         with self._naming(phase):
             if self.rank != to:
                 self.wait(Pending(phase, (dist.isend(own.contiguous(), group_dst=to, group=self.group),)))

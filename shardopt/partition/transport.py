@@ -39,8 +39,15 @@ class Gather(Protocol):
 
     def start(self, window: Window) -> None: ...
 
-    def finish(self) -> None:
-        """Until every window that was started holds every rank's shard, and no rank needs ours any more."""
+    def finish(self, failed: bool = False) -> None:
+        """Until every window that was started holds every rank's shard, and no rank needs ours any more.
+
+        Args:
+            failed: this rank could not make its shards; the others are told instead of being left to wait.
+
+        Raises:
+            CommunicationError: a rank failed, died or is late.
+        """
 
 
 class Transport:
@@ -92,7 +99,7 @@ class NoGather:
     def start(self, window: Window) -> None:
         pass
 
-    def finish(self) -> None:
+    def finish(self, failed: bool = False) -> None:
         pass
 
 
@@ -109,9 +116,17 @@ class MessageGather:
                 self._ranks.broadcast_each([window.shard(rank) for rank in range(self._ranks.size)], self._phase)
             )
 
-    def finish(self) -> None:
+    def finish(self, failed: bool = False) -> None:
         for pending in self._pending:
             self._ranks.wait(pending)
+        _meet(self._ranks, failed, self._phase)
+
+
+def _meet(ranks: Ranks, failed: bool, phase: str) -> None:
+    """A barrier that tells whether every rank came to it well."""
+    reports = ranks.exchange([int(failed)], torch.device("cpu"), phase)
+    if any(each for (each,) in reports):
+        raise CommunicationError(f"while {phase}: rank {[each for (each,) in reports].index(1)} could not go on.")
 
 
 class NeighbourGather:
@@ -124,20 +139,17 @@ class NeighbourGather:
     def start(self, window: Window) -> None:
         self._windows.append(window)
 
-    def finish(self) -> None:
+    def finish(self, failed: bool = False) -> None:
         if not self._windows:
             return
-        device = torch.device("cpu")
-        self._ranks.exchange([], device, f"{self._phase}: waiting for every rank's update")
+        _meet(self._ranks, failed, f"{self._phase} (waiting for every rank's update)")
         problem = self._read_all()
         # No rank may write or free its params before all have read them; and all must know that one could not.
-        failed = self._ranks.exchange(
-            [int(problem is not None)], device, f"{self._phase}: waiting for every rank's copy"
-        )
-        if problem is not None:
-            raise problem
-        if any(each for (each,) in failed):
-            raise CommunicationError(f"while {self._phase}: another rank could not read its neighbours' params.")
+        try:
+            _meet(self._ranks, problem is not None, f"{self._phase} (waiting for every rank's copy)")
+        finally:
+            if problem is not None:
+                raise problem
 
     def _read_all(self) -> CommunicationError | None:
         try:
@@ -167,7 +179,8 @@ class NcclGather:
             )
             self._pending.append(Pending(self._phase, (work,)))
 
-    def finish(self) -> None:
+    def finish(self, failed: bool = False) -> None:
+        # The others are not told, which would cost a wait of the host for the device; they meet the deadline.
         for pending in self._pending:
             self._ranks.wait(pending)
 
@@ -184,8 +197,8 @@ class StagedGather:
         self._staged.append((window, copy))
         self._messages.start(copy)
 
-    def finish(self) -> None:
-        self._messages.finish()
+    def finish(self, failed: bool = False) -> None:
+        self._messages.finish(failed)
         for window, copy in self._staged:
             window.flat.copy_(copy.flat)
 

@@ -1,0 +1,241 @@
+"""The survey: what this rank would do if the step were taken now. Changes nothing that the step depends on.
+
+Everything that can fail on one rank alone (a param that was moved, a sparse gradient, a compiler that is missing, a
+table that does not fit the device) fails here, before the ranks agree, so that it can be raised on all of them.
+"""
+
+import struct
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from .binding import Binding, Entry, Group
+from .errors import BindingError, ShardoptError
+from .kernels.formats import format_of
+from .kernels.launch import backend_of
+from .kernels.reductions import LIMBS
+from .kernels.spec import StepSpec
+from .kernels.tables import BLOCK, Gradients
+from .rules import Variant
+from .shard import Shard
+
+
+class Scaling(NamedTuple):
+    """What a GradScaler's fused protocol hands over."""
+
+    scale: float = 1.0
+    overflow: bool = False
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A param that will be updated."""
+
+    entry: Entry
+    group: int
+    grad: torch.Tensor  # dense, in the param's storage order
+
+
+class Scalars(NamedTuple):
+    """The scalars of every param that will be updated."""
+
+    now: dict[Entry, tuple[float, ...]]  # in the order of its variant's names
+    carried: dict[Entry, dict[str, float]]  # to its next step
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel launch over one shard: the params of one variant and one gradient dtype."""
+
+    shard: Shard
+    spec: StepSpec
+    gradients: Gradients
+    scalars: torch.Tensor  # 2D [num_rows, len(spec.variant.scalars)] fp32
+    ready: Mapping[int, Ready]  # row -> param
+
+
+class Looked(NamedTuple):
+    """What the gradients were found to hold, where the decision needs it."""
+
+    nonfinite: int = 0  # Inf and NaN in this rank's shards
+    limbs: tuple[int, ...] = (0,) * LIMBS  # sum of squares of this rank's shards
+    witness: int = 0  # bits of a float64: a sample that must be alike on all ranks, see _witness
+
+
+@dataclass(frozen=True)
+class Survey:
+    """What this rank would do."""
+
+    ready: list[Ready] = field(default_factory=list)
+    launches: list[Launch] = field(default_factory=list)
+    scalars: Scalars = field(default_factory=lambda: Scalars({}, {}))
+    states: dict[Shard, dict[str, None]] = field(default_factory=dict)  # names each shard needs, the same on all ranks
+    written: list[Entry] = field(default_factory=list)  # params that others wrote since the last step
+    looked: Looked = field(default_factory=Looked)
+
+
+def survey(binding: Binding, groups: Sequence[Group], numbers: Sequence[dict[str, Any]], scaling: Scaling) -> Survey:
+    """Raises what is wrong on this rank."""
+    written = [entry for entry in binding.entries.values() if entry.param._version != entry.version]
+    binding.follow_written_params()
+    ready = _find_ready(binding, groups)
+    scalars = _scalars(binding, numbers, ready)
+    launches = _plan_launches(binding, numbers, ready, scalars)
+    looked = _look_at_gradients(binding, launches, ready, scaling)
+    return Survey(ready, launches, scalars, _states(binding, groups, numbers), written, looked)
+
+
+def plain_numbers(group: Group) -> dict[str, Any]:
+    """A param group's hyper-parameters as plain numbers. What is not one (a user's own notes) is left out."""
+    plain = {key: _plain(value) for key, value in group.items() if key not in ("params", "param_names")}
+    return {key: value for key, value in plain.items() if value is not _NOT_PLAIN}
+
+
+_NOT_PLAIN = object()
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.item() if value.numel() == 1 else _NOT_PLAIN
+    if isinstance(value, np.generic):  # a numpy bool would be compared by its text, a numpy float compute in fp32
+        return value.item()
+    if isinstance(value, tuple | list):
+        items = [_plain(item) for item in value]
+        return _NOT_PLAIN if any(item is _NOT_PLAIN for item in items) else items
+    return value if isinstance(value, bool | int | float | str | None) else _NOT_PLAIN
+
+
+def check_numbers(numbers: Sequence[Mapping[str, Any]], defaults: Mapping[str, Any]) -> None:
+    """Raises TypeError where a hyper-parameter of a group is no number."""
+    for index, group in enumerate(numbers):
+        missing = [key for key in defaults if key not in group]
+        if missing:
+            raise TypeError(
+                f"{missing} of param group {index} is missing or no plain number (a tensor must hold one element): the "
+                "update cannot be computed. Assign a number."
+            )
+
+
+def _find_ready(binding: Binding, groups: Sequence[Group]) -> list[Ready]:
+    ready = []
+    seen: set[Entry] = set()
+    for number, group in enumerate(groups):
+        for param in group["params"]:
+            entry = binding.entries.get(param)
+            if entry is None:
+                continue  # frozen
+            if entry in seen:
+                raise BindingError(
+                    f"{entry.name} is listed twice in the param groups: it would be updated twice. Remove one."
+                )
+            seen.add(entry)
+            entry.check()
+            if param.grad is not None:
+                ready.append(Ready(entry, number, _usable(entry, param.grad)))
+    return ready
+
+
+def _usable(entry: Entry, grad: torch.Tensor) -> torch.Tensor:
+    if grad.layout is not torch.strided:
+        raise ShardoptError(
+            f"the gradient of {entry.name} is sparse ({grad.layout}): the fused update reads dense gradients and would "
+            "read its indices as numbers. Build the embedding with sparse=False, or give this param to "
+            "torch.optim.SparseAdam."
+        )
+    format_of(grad.dtype, f"the gradient of {entry.name}")
+    if grad.shape != entry.param.shape or grad.device != entry.param.device:
+        raise ShardoptError(
+            f"the gradient of {entry.name} has shape {tuple(grad.shape)} on {grad.device}, the param "
+            f"{tuple(entry.param.shape)} on {entry.param.device}: it was assigned by hand. Assign one that fits."
+        )
+    return entry.shard.ordered(entry.index, grad.detach())
+
+
+def _states(
+    binding: Binding, groups: Sequence[Group], numbers: Sequence[dict[str, Any]]
+) -> dict[Shard, dict[str, None]]:
+    """By the groups alone, not by what this rank holds of them: every rank's shards then hold the same states."""
+    states: dict[Shard, dict[str, None]] = {shard: {} for shard in binding.shards}
+    for group, plain in zip(groups, numbers, strict=True):
+        names = dict.fromkeys(binding.rule.variant(plain).states)
+        for param in group["params"]:
+            if param in binding.entries:
+                states[binding.entries[param].shard].update(names)
+    return states
+
+
+def _scalars(binding: Binding, numbers: Sequence[dict[str, Any]], ready: Sequence[Ready]) -> Scalars:
+    """Params of one group, step and carried values share one evaluation."""
+    rule = binding.rule
+    known: dict[tuple[Any, ...], tuple[tuple[float, ...], dict[str, float]]] = {}
+    scalars = Scalars({}, {})
+    for each in ready:
+        entry = each.entry
+        key = (each.group, entry.step, *entry.carried.values())
+        if key not in known:
+            group = numbers[each.group]
+            known[key] = rule.evaluate(rule.variant(group), group, entry.step + 1, entry.carried)
+        scalars.now[entry], scalars.carried[entry] = known[key]
+    return scalars
+
+
+def _plan_launches(
+    binding: Binding, numbers: Sequence[dict[str, Any]], ready: Sequence[Ready], scalars: Scalars
+) -> list[Launch]:
+    by_place = {(id(each.entry.shard), each.entry.index): each for each in ready}
+    variants = [binding.rule.variant(group) for group in numbers]
+    launches = []
+    for shard in binding.shards:
+        rows: dict[tuple[Variant, torch.dtype], dict[int, Ready]] = defaultdict(dict)
+        for row, piece in enumerate(shard.pieces):
+            each = by_place.get((id(shard), piece.param))
+            if each is not None:
+                rows[variants[each.group], each.grad.dtype][row] = each
+        for (variant, dtype), members in rows.items():
+            spec = StepSpec(variant, shard.format, format_of(dtype, "a gradient"))
+            gradients = shard.gradients({row: each.grad for row, each in members.items()})
+            backend_of(shard.param.device).prepare(spec, shard.param.device, gradients.aligned)
+            table = np.zeros((shard.num_rows, len(variant.scalars)), dtype=np.float32)
+            for row, each in members.items():
+                table[row] = scalars.now[each.entry]
+            on_device = torch.from_numpy(table).to(shard.param.device)
+            launches.append(Launch(shard, spec, gradients, on_device, members))
+    return launches
+
+
+def _look_at_gradients(
+    binding: Binding, launches: Sequence[Launch], ready: Sequence[Ready], scaling: Scaling
+) -> Looked:
+    options = binding.options
+    witness = _witness(binding, ready)
+    if options.max_grad_norm is None and (options.tuning.nonfinite == "propagate" or scaling.overflow):
+        return Looked(witness=witness)
+    nonfinite, limbs = 0, [0] * LIMBS
+    for launch in launches:
+        backend = backend_of(launch.shard.param.device)
+        if options.max_grad_norm is None:
+            nonfinite += backend.count_nonfinite(launch.spec.grad, launch.gradients)
+        else:
+            total = backend.total(backend.block_sums(launch.spec.grad, launch.gradients, 1.0 / scaling.scale))
+            nonfinite += total.nonfinite
+            limbs = [mine + other for mine, other in zip(limbs, total.limbs, strict=True)]
+    return Looked(nonfinite, tuple(limbs), witness)
+
+
+def _witness(binding: Binding, ready: Sequence[Ready]) -> int:
+    """Sum of magnitudes of one block of one gradient, another param every step, as the bits of a float64.
+
+    Without the module shardopt does not reduce gradients. If nobody does (no DDP, or ``no_sync()`` around the last
+    backward) every rank would update its slice with its own gradients; averaged ones are alike on all ranks.
+    """
+    if binding.ranks.size == 1 or not ready:
+        return 0
+    sample = ready[binding.rounds % len(ready)].grad
+    if sample.numel() == 0:
+        return 0
+    value = float(sample.as_strided((min(sample.numel(), BLOCK),), (1,), sample.storage_offset()).double().abs().sum())
+    return int.from_bytes(struct.pack("<d", value), "little", signed=True)
