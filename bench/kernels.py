@@ -262,7 +262,7 @@ class Kernel:
         streams = Streams(flat, flat.float() if spec.has_master else None, states)
         gradients = table_of(grads)
         backend = backend_of(device)
-        backend.prepare(spec)
+        backend.prepare(spec, device, gradients.aligned)
         return Kernel(
             spec,
             grads,

@@ -28,6 +28,7 @@ from .survey import Launch, Scaling, Survey, check_numbers, plain_numbers, surve
 
 # Keeps a norm of zero from dividing, as in torch.nn.utils.clip_grad_norm_.
 _CLIP_EPS = 1e-6
+_HALF_WAY = "Some shards are updated, others are not: do not go on training from here; restart from a checkpoint."
 
 
 @dataclass(frozen=True)
@@ -273,11 +274,10 @@ def _update(binding: Binding, seen: Survey, unscale: float, clip: float) -> None
     try:
         gather.finish(failed=problem is not None)
     except CommunicationError as error:
-        raise CommunicationError(
-            f"{error} This rank's shard is updated, other ranks' params may be old ones: do not go on training from "
-            "here; restart from a checkpoint."
-        ) from (problem or error)
+        if problem is None:
+            raise CommunicationError(f"{error} {_HALF_WAY}") from error
     if problem is not None:
+        problem.add_note(_HALF_WAY)
         raise problem
 
 

@@ -13,9 +13,10 @@ from concurrent.futures import ThreadPoolExecutor, wait
 
 import torch
 
-# Blocks that a thread takes at a time: 1 MiB of fp32 a stream. Measured on 2 cores: from a quarter of this to 16 times
-# it the bandwidth is the same; smaller ranges let a thread that was held up be helped by the others.
-BLOCKS_PER_RANGE = 1024
+# A thread takes a range of blocks at a time: short enough that one that was held up is helped by the others, long
+# enough that starting (a few microseconds in the interpreter) does not show beside rules that move little.
+RANGES_PER_THREAD = 8
+BLOCKS_PER_RANGE = 1024  # at least: 1 MiB of fp32 a stream
 
 _lock = threading.Lock()
 _pools: dict[int, ThreadPoolExecutor] = {}
@@ -25,17 +26,17 @@ os.register_at_fork(after_in_child=_pools.clear)
 
 def run_over_blocks(kernel: Callable[[int, int], None], num_blocks: int) -> None:
     """Calls ``kernel(first, last)`` until ``[0, num_blocks)`` is covered, on as many threads as torch would use."""
-    ranges = itertools.count(0, BLOCKS_PER_RANGE)  # its next() is atomic under the GIL
+    num_threads = torch.get_num_threads()
+    length = max(BLOCKS_PER_RANGE, -(-num_blocks // (RANGES_PER_THREAD * num_threads)))
+    ranges = itertools.count(0, length)  # its next() is atomic under the GIL
     interrupted = threading.Event()
 
     def work() -> None:
         while (first := next(ranges)) < num_blocks and not interrupted.is_set():
-            kernel(first, min(first + BLOCKS_PER_RANGE, num_blocks))
+            kernel(first, min(first + length, num_blocks))
 
-    num_ranges = -(-num_blocks // BLOCKS_PER_RANGE)
-    num_threads = min(torch.get_num_threads(), num_ranges)
-    pool = _pool(torch.get_num_threads())
-    tasks = [pool.submit(work) for _ in range(num_threads)]
+    pool = _pool(num_threads)
+    tasks = [pool.submit(work) for _ in range(min(num_threads, -(-num_blocks // length)))]
     try:
         wait(tasks)
     finally:  # after Ctrl-C too: kernels hold addresses that the caller may free
