@@ -42,7 +42,7 @@ run() {
 }
 
 gpt=(--layers 12 --width 1024 --heads 16 --vocab 32768 --batch 4 --context 512)
-run tests 150 "$python" -m pytest -q -m gpu
+run tests 150 "$python" -m pytest -q -m gpu tests/test_gpu.py
 run kernels 150 "$python" bench/kernels.py --device cuda --out "$out"
 run train-fp32 60 "$python" bench/train.py --device cuda --dtype fp32 --rounds 15 "${gpt[@]}" --out "$out"
 run train-bf16 60 "$python" bench/train.py --device cuda --dtype bf16 --rounds 15 "${gpt[@]}" --out "$out"

@@ -137,6 +137,10 @@ def test_the_excerpt_of_adamw_in_the_readme_is_the_rule(tmp_path: Path) -> None:
     assert torch.equal(params[0], params[1])
 
 
+def test_the_numbers_of_the_readme_are_those_of_the_results() -> None:
+    subprocess.run([sys.executable, ROOT / "bench" / "readme.py", "--check"], check=True, timeout=60)
+
+
 def test_command_line() -> None:
     run = [sys.executable, "-m", "shardopt"]
     shown = subprocess.run([*run, "--help"], check=True, capture_output=True, text=True, timeout=120).stdout

@@ -26,7 +26,6 @@ from .tables import BLOCK
 def compile_block_sums(grad: Format) -> Callable[..., None]:
     """The kernel ``(first, last, row_of_block, rows, unscale, mantissa, exponent, largest, nonfinite)``."""
     load, widen, _, _ = FORMATS[grad.name]
-    widen = widen or _same
     i32, i64 = types.int32, types.int64
 
     def block_sums(first, last, row_of_block, rows, unscale, mantissa, exponent, largest, nonfinite):
@@ -87,7 +86,6 @@ def compile_add_limbs() -> Callable[..., None]:
 def compile_count_nonfinite(grad: Format) -> Callable[..., None]:
     """The kernel ``(first, last, row_of_block, rows, counts)``."""
     load, widen, _, _ = FORMATS[grad.name]
-    widen = widen or _same
     i32 = types.int32
 
     def count_nonfinite(first, last, row_of_block, rows, counts):
@@ -103,8 +101,3 @@ def compile_count_nonfinite(grad: Format) -> Callable[..., None]:
 
     signature = types.void(*[types.int64] * 5)
     return numba.njit(signature, **COMPILE_OPTIONS)(count_nonfinite)  # type: ignore[no-any-return]
-
-
-@njit(**COMPILE_OPTIONS)
-def _same(x):
-    return x

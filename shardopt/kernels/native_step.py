@@ -23,7 +23,6 @@ import functools
 import threading
 from collections.abc import Callable
 
-from .formats import FP32
 from .spec import StepSpec
 from .tables import BLOCK
 from .translate import function_from_source, native_body
@@ -67,13 +66,12 @@ def step_source(spec: StepSpec) -> str:
     master_or_param = "master_at" if spec.has_master else "param_at"
     param_stream, first_state_stream = (2, 3) if spec.has_master else (1, 2)
     states = [(name, f"{name}_at", first_state_stream + index) for index, name in enumerate(variant.states)]
-    grad = "load_grad(grad_at, i, 0)" if spec.grad is FP32 else "widen_grad(load_grad(grad_at, i, 0))"
     before = [
         f"s_{name} = load_f32(scalars, row * {len(variant.scalars)} + {index}, TABLE)"
         for index, name in enumerate(variant.scalars)
     ]
     body = [
-        f"grad = {grad} * unscale * clip",
+        "grad = widen_grad(load_grad(grad_at, i, 0)) * unscale * clip",
         f"param = load_f32({master_or_param}, i, {param_stream})",
         *(f"state_{name} = load_f32({at}, i, {stream})" for name, at, stream in states),
         *native_body(variant),

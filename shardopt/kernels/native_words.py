@@ -99,6 +99,7 @@ half_to_f32 = _make_unary(
 f32_to_half = _make_unary(
     types.uint16, types.float32, lambda builder, x: builder.bitcast(builder.fptrunc(x, _HALF), ir.IntType(16))
 )
+same = _make_unary(types.float32, types.float32, lambda builder, x: x)
 sqrt = _make_unary(types.float32, types.float32, _llvm_unary("sqrt"))
 abs = _make_unary(types.float32, types.float32, _llvm_unary("fabs"))
 
@@ -113,14 +114,12 @@ def where(typing_context: Any, condition: Any, x: Any, y: Any) -> Any:
     return types.float32(types.boolean, types.float32, types.float32), emit
 
 
+# An intrinsic or a type wherever it can be one: each function that Numba compiles costs it 50 ms or more.
+f32 = types.float32
+
 # IEEE arithmetic as written: no fastmath, so LLVM neither reorders nor contracts into FMA; NumPy's error model, because
 # Python's would test every divisor for zero.
 COMPILE_OPTIONS = {"nogil": True, "error_model": "numpy", "boundscheck": False, "fastmath": False}
-
-
-@njit(**COMPILE_OPTIONS)
-def f32(x: Any) -> Any:
-    return types.float32(x)
 
 
 @njit(**COMPILE_OPTIONS)
@@ -166,9 +165,9 @@ RULE_WORDS = {
     "clamp": clamp,
     "where": where,
 }
-# format name -> (load, widen, store, narrow); None: nothing to convert.
+# format name -> (load, widen, store, narrow)
 FORMATS: dict[str, tuple[Any, Any, Any, Any]] = {
-    "fp32": (load_f32, None, store_f32, None),
+    "fp32": (load_f32, same, store_f32, same),
     "bf16": (load_u16, widen_bf16, store_u16, narrow_bf16),
     "fp16": (load_u16, half_to_f32, store_u16, f32_to_half),
 }

@@ -1,0 +1,128 @@
+"""Write the README's tables of numbers from the newest committed results; nothing is measured.
+
+python bench/readme.py            rewrite what stands between the README's markers
+python bench/readme.py --check    exit code 1 if that would change it (a test asks)
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+README, RESULTS = ROOT / "README.md", ROOT / "bench" / "results"
+BEGIN, END = "<!-- numbers: written by bench/readme.py -->", "<!-- end of numbers -->"
+DEVICE = "amd-epyc-2-cores"
+
+
+def newest(name: str) -> dict[str, Any]:
+    """The newest result of one benchmark on the CPU machine; names begin with the date."""
+    path = sorted(RESULTS.glob(f"*-{name}-{DEVICE}.json"))[-1]
+    result: dict[str, Any] = json.loads(path.read_text())
+    return result
+
+
+def interval(value: dict[str, Any], digits: int = 2) -> str:
+    return f"{value['median']:.{digits}f} ({value['low']:.{digits}f} to {value['high']:.{digits}f})"
+
+
+def percent(value: dict[str, Any]) -> str:
+    return f"{100 * value['median']:.0f} %"
+
+
+def kernel_table(kernels: dict[str, Any]) -> list[str]:
+    rivals = {"torch fused": "torch fused", "torch foreach": "torch foreach", "torch loop": "torch for-loop"}
+    lines = [
+        "| optimizer, all fp32 | GB/s | of a copy | "
+        + " | ".join(f"{title} takes" for title in rivals.values())
+        + " |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in kernels["results"]["rows"]:
+        if row["dtype"] == "fp32" and row["what"] == "kernel":
+            times = [row["speedups"].get(rival) for rival in rivals]
+            cells = ["-" if each is None else f"{each['x']['median']:.2f}x" for each in times]
+            lines.append(f"| {row['rule']} | {row['GB/s']:.0f} | {percent(row['of copy'])} | {' | '.join(cells)} |")
+    return lines
+
+
+def mixed_sentence(kernels: dict[str, Any]) -> str:
+    row = next(
+        row
+        for row in kernels["results"]["rows"]
+        if (row["rule"], row["dtype"], row["what"]) == ("AdamW", "bf16", "kernel")
+    )
+    others = [
+        f"{name.replace('casts', 'upcast, update, downcast')} takes {each['x']['median']:.2f}x"
+        for name, each in row["speedups"].items()
+    ]
+    return (
+        f"AdamW with a bf16 gradient in and a bf16 param out beside fp32 master and states: {percent(row['of copy'])} "
+        f"of a copy; {'; '.join(others)}."
+    )
+
+
+def train_table(trained: dict[str, Any]) -> list[str]:
+    lines = ["| engine | step, x DDP | `optimizer.step()` | peak bytes a param |", "|---|---|---|---|"]
+    for engine in trained["results"]["engines"].values():
+        lines.append(
+            f"| {engine['title']} | {interval(engine['step x DDP'])} | {1e3 * engine['optimizer s']['median']:.0f} ms "
+            f"| {engine['peak bytes a param']:.1f} |"
+        )
+    return lines
+
+
+def numbers() -> str:
+    kernels, cold = newest("kernels"), newest("cold-start")["results"]["seconds"]
+    fp32, bf16 = newest("train-fp32"), newest("train-bf16")
+    over = fp32["results"]["shardopt-1 over zero"]
+    machine = kernels["machine"]
+    first, second = cold["first step"]["median"], cold["second step"]["median"]
+    return "\n".join(
+        [
+            f"On {machine['device']} ({kernels['settings']['threads']} threads), torch {machine['torch']}: medians of "
+            "interleaved pairs, ratios within one run; in parentheses the 95 % interval. No GPU has been measured yet.",
+            "",
+            f"**The update** of {kernels['settings']['elements'] / 2**20:.0f}M elements, as bytes read and written "
+            "over time, beside `dst.copy_(src)` with the same threads (a copy reads the lines that it overwrites, so "
+            "an update in place can pass it):",
+            "",
+            *kernel_table(kernels),
+            "",
+            mixed_sentence(kernels),
+            "",
+            f"**A training step** of a GPT of {fp32['results']['params'] / 1e6:.1f}M params on 2 gloo ranks, fp32:",
+            "",
+            *train_table(fp32),
+            "",
+            f"Stage 1 over ZeroRedundancyOptimizer in the same rounds: whole step {interval(over['step'])}, optimizer "
+            f"part {interval(over['update'])}. The same in bf16, where only shardopt and the row of FSDP2 with "
+            "fp32 params have masters:",
+            "",
+            *train_table(bf16),
+            "",
+            f"`import shardopt` takes {cold['import shardopt']['median']:.2f} s beyond torch, the first step "
+            f"{first:.1f} s (compilation), the second {1e3 * second:.1f} ms.",
+        ]
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--check", action="store_true", help="change nothing; exit code 1 if the README is not up to date"
+    )
+    check = parser.parse_args().check
+    text = README.read_text()
+    before, _, rest = text.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    wanted = f"{before}{BEGIN}\n{numbers()}\n{END}{after}"
+    if check:
+        return int(text != wanted)
+    README.write_text(wanted)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
