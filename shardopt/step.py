@@ -85,7 +85,7 @@ def run_step(binding: Binding, call: Call) -> Outcome:
     # 2. agree
     view = _view(binding, call, numbers, seen, problem)
     agreed = agree(view, binding.ranks, binding.device, sharded=binding.num_shards > 1)
-    if agreed.written:
+    if agreed.written and binding.ranks.size > 1:
         _compare_written(binding, seen)
     binding.rounds += 1
     # 3. decide
@@ -123,7 +123,7 @@ def _bind(binding: Binding, call: Call, numbers: list[dict[str, Any]], candidate
     try:
         binding.check_bindable(candidates, call.groups)
         plan = binding.plan(candidates)
-        sums = [_checksum(param) for _, param, _ in candidates]
+        sums = [_checksum(param) for _, param, _ in candidates] if binding.ranks.size > 1 else []
     except Exception as error:
         problem = error
     description = {
