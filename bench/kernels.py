@@ -42,7 +42,7 @@ import shardopt
 from shardopt.kernels.formats import format_of
 from shardopt.kernels.launch import backend_of
 from shardopt.kernels.spec import StepSpec
-from shardopt.kernels.tables import BLOCK, Gradients, Streams
+from shardopt.kernels.tables import BLOCK, Factors, Gradients, Streams
 
 Run = Callable[[], Any]
 
@@ -266,8 +266,8 @@ class Kernel:
         return Kernel(
             spec,
             grads,
-            partial(backend.step, spec, streams, gradients, scalars, 1.0, 1.0),
-            partial(backend.block_sums, spec.grad, gradients, 1.0),
+            partial(backend.step, spec, streams, gradients, scalars, Factors()),
+            partial(backend.block_sums, spec.grad, gradients, Factors()),
             partial(backend.count_nonfinite, spec.grad, gradients),
         )
 

@@ -61,8 +61,11 @@ class Agreed:
     written: bool  # on any rank
 
 
-def agree(view: View, ranks: Ranks, device: torch.device, sharded: bool) -> Agreed:
+def agree(view: View, ranks: Ranks, device: torch.device, one_copy: Sequence[int] = ()) -> Agreed:
     """Exchanges the views.
+
+    Args:
+        one_copy: the ranks whose shards make up one copy of all gradients, where their sums are asked for.
 
     Raises:
         Exception: this rank's own problem.
@@ -75,10 +78,10 @@ def agree(view: View, ranks: Ranks, device: torch.device, sharded: bool) -> Agre
     if any(row[:2] != rows[0][:2] for row in rows):
         _raise_difference(view, ranks, device)
     _compare_witnesses([row[5] for row in rows])
-    counted = rows if sharded else rows[:1]  # replicated shards are each the whole
+    counted = [rows[rank] for rank in one_copy] or rows[:1]
     return Agreed(
         overflow=any(row[3] for row in rows),
-        nonfinite=sum(row[4] for row in rows),
+        nonfinite=sum(row[4] for row in counted),
         written=any(row[6] for row in rows),
         limbs=tuple(map(sum, zip(*(row[7:] for row in counted), strict=True))),
     )

@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby, pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -17,12 +17,15 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from .agreement import View, agree
 from .config import Options
 from .errors import BindingError
+from .gradient import Slot
 from .kernels.formats import format_of
 from .part import Part
 from .partition.bucket import Bucket, dense_strides
-from .partition.collectives import Ranks
+from .partition.gather import Gatherer
 from .partition.layout import BucketLayout, split_into_buckets
+from .partition.mesh import Mesh
 from .partition.placement import Placement, Placements
+from .partition.reducer import ReducedBucket, Reducer
 from .partition.transport import Transport
 from .rules import Rule
 from .shard import Shard
@@ -44,6 +47,7 @@ class Entry:
     step: int = 0  # updates so far; an int: a float counter stops counting (bf16 at 256, fp32 at 2**24)
     carried: dict[str, float] = field(default_factory=dict)
     has_state: bool = False
+    slot: Slot | None = None  # of its reduced gradient, where the module was handed over
 
     def take_counters(self, state: ParamState) -> None:
         self.step, self.carried, self.has_state = state.step, dict(state.carried), True
@@ -75,20 +79,26 @@ class PlannedBucket:
     states: tuple[str, ...]
 
 
+class Wires(NamedTuple):
+    """The two directions of the mesh."""
+
+    shards: Transport
+    replicas: Transport
+
+
 class Binding:
     """The table from params to entries, and the shards."""
 
-    def __init__(self, rule: Rule, options: Options, ranks: Ranks, loaded: dict[torch.nn.Parameter, ParamState]):
+    def __init__(self, rule: Rule, options: Options, mesh: Mesh, loaded: dict[torch.nn.Parameter, ParamState]):
         self.rule = rule
         self.options = options
-        self.ranks = ranks
-        sharded = Placements.of_stage(options.stage).state is Placement.SHARD
-        self.num_shards = ranks.size if sharded else 1
-        self.shard_rank = ranks.rank if sharded else 0
+        self.mesh = mesh
         self.shards: list[Shard] = []
         self.entries: dict[torch.nn.Parameter, Entry] = {}  # by identity: that is how tensors hash
         self.loaded = loaded  # states of params that are not bound yet
-        self.transport: Transport | None = None  # chosen at the first binding, by all ranks together
+        self.wires: Wires | None = None  # chosen at the first binding, by all ranks together
+        self.reducer: Reducer | None = None  # where the module was handed over
+        self.gatherer: Gatherer | None = None  # where params are sharded
         self.rounds = 0  # steps that all ranks agreed on
         self.broken: str | None = None  # why params and states of the ranks may belong to different steps
 
@@ -135,14 +145,14 @@ class Binding:
             sizes = [param.numel() * param.element_size() for _, param, _ in kind]
             for indices in split_into_buckets(sizes, self.options.tuning.bucket_bytes):
                 members = tuple(kind[index] for index in indices)
-                layout = BucketLayout(tuple(param.numel() for _, param, _ in members), self.num_shards)
+                layout = BucketLayout(tuple(param.numel() for _, param, _ in members), self.mesh.shard.size)
                 plan.append(PlannedBucket(members, layout, states))
         for planned in plan:
             self._check_loaded(planned)
         return plan
 
     def _check_loaded(self, planned: PlannedBucket) -> None:
-        pieces = {piece.param: piece for piece in planned.layout.pieces(self.shard_rank)}
+        pieces = {piece.param: piece for piece in planned.layout.pieces(self.mesh.shard.rank)}
         for index, (name, param, _) in enumerate(planned.members):
             piece = pieces.get(index)
             for state, tensor in self.loaded.get(param, ParamState()).tensors.items():
@@ -152,7 +162,7 @@ class Binding:
     def make_shard(self, planned: PlannedBucket) -> Shard:
         """Moves the params into a bucket, allocates masters and states, takes what was loaded. On this rank alone."""
         params = [param for _, param, _ in planned.members]
-        shard = Shard(Bucket(params, planned.layout), self.shard_rank, planned.states)
+        shard = Shard(Bucket(params, planned.layout), self.mesh.shard.rank, planned.states)
         for index, param in enumerate(params):
             if param in self.loaded:
                 self._write_tensors(shard, index, self.loaded[param])
@@ -160,9 +170,14 @@ class Binding:
 
     def adopt(self, plan: Sequence[PlannedBucket], shards: Sequence[Shard]) -> None:
         """Collective: what was planned and made on every rank becomes part of the table."""
-        transport = self._transport(shards[0].bucket.device)
+        wires = self._choose_wires(shards[0].bucket.device)
         for planned, shard in zip(plan, shards, strict=True):
-            shard.window = transport.open(shard.bucket.flat, planned.layout.shard_numel)
+            if self.gatherer is None:
+                shard.window = wires.shards.open(shard.bucket.flat, planned.layout.shard_numel)
+            if self.reducer is not None:
+                numels, dtype = planned.layout.numels, self.options.reduce_dtype or shard.bucket.dtype
+                reduced = ReducedBucket(numels, shard.param.numel(), dtype, shard.param.device, self.mesh)
+                shard.reduce_into(reduced, self.reducer.add(reduced))
         for planned, shard in zip(plan, shards, strict=True):
             self.shards.append(shard)
             for index, (name, param, _) in enumerate(planned.members):
@@ -170,12 +185,22 @@ class Binding:
                 self.entries[param] = entry
                 if param in self.loaded:
                     entry.take_counters(self.loaded.pop(param))
+        if self.gatherer is not None:
+            for shard in shards:
+                shard.part_with_params(self.gatherer)
 
-    def _transport(self, device: torch.device) -> Transport:
-        if self.transport is None:
-            sharing = self.ranks if self.num_shards > 1 else Ranks.alone()
-            self.transport = Transport.of(sharing, device, self.options.tuning.neighbours)
-        return self.transport
+    def _choose_wires(self, device: torch.device) -> "Wires":
+        if self.wires is None:
+            use_neighbours = self.options.tuning.neighbours
+            shards, replicas = (
+                Transport.of(ranks, device, use_neighbours) for ranks in (self.mesh.shard, self.mesh.replicate)
+            )
+            self.wires = Wires(shards, replicas)
+            if self.options.module is not None:
+                self.reducer = Reducer(self.mesh, shards, replicas)
+            if Placements.of_stage(self.options.stage).param is Placement.SHARD:
+                self.gatherer = Gatherer(shards, self.options.tuning.live_bytes)
+        return self.wires
 
     @property
     def device(self) -> torch.device:
@@ -186,7 +211,7 @@ class Binding:
         """Gives every param storage of its own and forgets the states."""
         for shard in self.shards:
             shard.bucket.release()
-        self.shards, self.entries = [], {}
+        self.shards, self.entries, self.reducer, self.gatherer = [], {}, None, None
 
     # -- weights written by others ---------------------------------------------------------------------------------
 
@@ -211,7 +236,7 @@ class Binding:
 
     def _read_tensor(self, entry: Entry, name: str) -> torch.Tensor:
         shard, index = entry.shard, entry.index
-        if self.num_shards == 1:
+        if self.mesh.shard.size == 1:
             return shard.as_param(shard.whole(name), index)
 
         def gather(_: torch.Tensor) -> torch.Tensor:
@@ -221,13 +246,18 @@ class Binding:
 
     def _gather(self, shard: Shard, name: str) -> torch.Tensor:
         """Collective: state ``name`` (or "master") of every rank's shard, 1D, as long as the bucket."""
+        return self.gather_slices(shard, shard.whole(name), name)
+
+    def gather_slices(self, shard: Shard, own: torch.Tensor, name: str) -> torch.Tensor:
+        """Collective: what every rank holds as ``own`` for its slice of one bucket, 1D, as long as the bucket."""
         layout, device = shard.bucket.layout, shard.param.device
-        flat = torch.empty(layout.numel, dtype=torch.float32, device=device)
-        flat[layout.shard_slice(self.shard_rank)] = shard.whole(name)
-        transport = self._transport(device)
-        gather = transport.gather(device, f"gathering {name}")
+        flat = torch.empty(layout.numel, dtype=own.dtype, device=device)
+        flat[layout.shard_slice(self.mesh.shard.rank)] = own
+        transport = self._choose_wires(device).shards
+        gather = transport.gather(f"gathering {name}")
         gather.start(transport.open(flat, layout.shard_numel))
         gather.finish()
+        transport.traffic.states += gather.received
         return flat
 
     def consolidate(self, to: int, groups: Sequence[Group]) -> dict[torch.nn.Parameter, ParamState] | None:
@@ -242,17 +272,18 @@ class Binding:
             members[self.entries[param].shard].append(self.entries[param])
         names = [list(dict.fromkeys((*shard.states, *shard.masters))) for shard in self.shards]
         key = {"rank to gather on": to, "states of buckets": names}
-        agree(View(key, lambda: key), self.ranks, self.device, sharded=True)
+        agree(View(key, lambda: key), self.mesh.world, self.device)
+        (coordinate,) = self.mesh.world.exchange([self.mesh.shard.rank], self.device, "finding a rank")[to]
         # One state of one bucket at a time, so that the other ranks' slices never lie here all at once.
         for shard, its_names in zip(self.shards, names, strict=True):
             for name in its_names:
-                parts = self.ranks.collect(shard.whole(name), to, f"consolidating {name}")
+                parts = self.mesh.shard.collect(shard.whole(name), coordinate, f"consolidating {name}")
                 whole = None if parts is None else torch.cat([part.cpu() for part in parts])
                 for entry in members[shard]:
                     if whole is not None and name in states[entry.param].tensors:
                         # Cloned: a view would bring the whole bucket along into a file.
                         states[entry.param].tensors[name] = shard.as_param(whole, entry.index).clone()
-        if self.ranks.rank != to:
+        if self.mesh.world.rank != to:
             return None
         return {param: state for param, state in states.items() if self.entries[param].has_state}
 

@@ -4,7 +4,10 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Literal, TypedDict
 
+import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = ["OptionKeywords", "Options", "Tuning"]
 
@@ -20,6 +23,7 @@ class Tuning:
             buckets overlap the update of one with the gathering of another; each costs one launch and one message
             to every rank.
         timeout: seconds that one wait for the other ranks may take; None: the process group's own timeout.
+        live_bytes: stage 3: most bytes of gathered params that stay on a rank while no module needs them.
         neighbours: let CPU ranks of one machine read each other's params out of memory, where the system allows it,
             instead of sending them through sockets.
         nonfinite: what a step does when a gradient holds an Inf or a NaN: ``"skip"`` it on all ranks together with a
@@ -28,6 +32,7 @@ class Tuning:
     """
 
     bucket_bytes: int = 32 * MIB
+    live_bytes: int = 64 * MIB
     timeout: float | None = None
     neighbours: bool = True
     nonfinite: Literal["skip", "raise", "propagate"] = "skip"
@@ -35,6 +40,8 @@ class Tuning:
     def __post_init__(self) -> None:
         if self.bucket_bytes < 1:
             raise ValueError(f"Tuning.bucket_bytes must be at least 1, found {self.bucket_bytes!r}.")
+        if self.live_bytes < 0:
+            raise ValueError(f"Tuning.live_bytes must not be negative, found {self.live_bytes!r}.")
         if self.timeout is not None and not self.timeout > 0:
             raise ValueError(f"Tuning.timeout is in seconds and must be above 0, found {self.timeout!r}.")
         if self.nonfinite not in ("skip", "raise", "propagate"):
@@ -49,8 +56,10 @@ class OptionKeywords(TypedDict, total=False):
     """The keywords that every optimizer takes beyond torch's; :class:`Options` says what they mean."""
 
     stage: int
-    process_group: dist.ProcessGroup | None
+    module: nn.Module | None
+    process_group: dist.ProcessGroup | DeviceMesh | None
     max_grad_norm: float | None
+    reduce_dtype: torch.dtype | None
     tuning: Tuning
 
 
@@ -59,30 +68,61 @@ class Options:
     """How an optimizer is sharded.
 
     Attributes:
-        stage: 0 replicates everything; 1 gives each rank an equal slice of the masters and states.
-        process_group: the ranks that share the states: those that DDP averages gradients over. None: the default
-            group, or no communication where there is none.
+        stage: 0 replicates everything; 1 gives each rank an equal slice of the masters and states; 2 of the gradients
+            too; 3 of the params too.
+        module: plain or DDP module whose gradients are reduced here (2 units of traffic a step where DDP and a
+            sharded step take 3), and whose params are sharded at stage 3. Needed from stage 2 on.
+        process_group: the ranks that share the states: those that gradients are averaged over. None: the DDP module's
+            group, the default group, or no communication where there is none. A 2D ``DeviceMesh`` (replicate, shard)
+            shards within its second dimension and keeps a copy for each coordinate of its first.
         max_grad_norm: clip gradients to this global 2-norm inside the step.
+        reduce_dtype: in which gradients travel; they are summed in fp32 in any case (by NCCL: in this dtype). None:
+            the gradient's own.
         tuning: the rare knobs.
     """
 
     stage: int = 1
-    process_group: dist.ProcessGroup | None = None
+    module: nn.Module | None = None
+    process_group: dist.ProcessGroup | DeviceMesh | None = None
     max_grad_norm: float | None = None
+    reduce_dtype: torch.dtype | None = None
     tuning: Tuning = Tuning()
 
     def __post_init__(self) -> None:
-        if self.stage not in (0, 1):
+        if self.stage not in (0, 1, 2, 3) or isinstance(self.stage, bool):
             raise ValueError(
-                f"stage must be 0 (replicate) or 1 (shard masters and states), found {self.stage!r}: sharding "
-                "gradients (2) and params (3) is not part of this version."
+                "stage must be 0 (replicate), 1 (shard masters and states), 2 (gradients too) or 3 (params too), found "
+                f"{self.stage!r}."
+            )
+        if self.module is not None and not isinstance(self.module, nn.Module):
+            raise TypeError(f"module takes an nn.Module, found {type(self.module).__name__}.")
+        if self.stage >= 2 and self.module is None:
+            raise ValueError(
+                f"stage {self.stage} shards gradients while backward runs, which takes the module: hand it over, as "
+                f"first argument (ShardedAdamW(model, stage={self.stage})) or beside param groups (module=model)."
             )
         if self.max_grad_norm is not None and not self.max_grad_norm > 0:
             raise ValueError(f"max_grad_norm must be above 0, or None for no clipping, found {self.max_grad_norm!r}.")
-        if self.process_group is not None and not isinstance(self.process_group, dist.ProcessGroup):
+        if self.process_group is not None and not isinstance(self.process_group, dist.ProcessGroup | DeviceMesh):
             raise TypeError(
-                f"process_group takes a ProcessGroup that this rank is a member of, found {self.process_group!r}: "
-                "construct the optimizer on members only (new_group returns a number elsewhere)."
+                f"process_group takes a ProcessGroup that this rank is a member of, or a DeviceMesh, found "
+                f"{self.process_group!r}: construct the optimizer on members only (new_group returns a number "
+                "elsewhere)."
+            )
+        if isinstance(self.process_group, DeviceMesh) and self.process_group.ndim > 2:
+            raise ValueError(
+                f"a DeviceMesh of {self.process_group.ndim} dimensions says nothing about which of them share the "
+                "states: slice it to two, (replicate, shard), or one."
+            )
+        if self.reduce_dtype not in (None, torch.float32, torch.bfloat16, torch.float16):
+            raise ValueError(
+                f"reduce_dtype must be torch.float32, bfloat16 or float16, or None for the gradient's own, found "
+                f"{self.reduce_dtype!r}."
+            )
+        if self.reduce_dtype is not None and self.module is None:
+            raise ValueError(
+                "reduce_dtype was given without the module: shardopt does not reduce gradients then, so it would have "
+                "no effect. Hand the module over, or use a communication hook of DDP."
             )
         if not isinstance(self.tuning, Tuning):
             raise TypeError(f"tuning takes a shardopt.Tuning, found {type(self.tuning).__name__}.")

@@ -7,6 +7,7 @@
      +-- BindingError             params that are not, or no longer, where the optimizer can update them
      +-- DisagreementError        ranks that do not hold, or do not do, the same thing
      +-- CommunicationError       a peer that died, stalled or left: names the phase of the step
+     +-- ReleasedError            a sharded param was read outside of its module: names unsharded()
      +-- StateError               a state dict that does not fit, or a part that cannot be saved as it is
      +-- UnsupportedVersionError  a missing or untested Triton, Numba or torch
 
@@ -33,6 +34,10 @@ class DisagreementError(ShardoptError):
 
 class CommunicationError(ShardoptError):
     """A collective did not finish: a peer is gone or late."""
+
+
+class ReleasedError(ShardoptError):
+    """The values of a param lie on other ranks at this moment."""
 
 
 class StateError(ShardoptError):

@@ -5,7 +5,7 @@ description can answer; everything else it refuses by name. ``full_tensor()`` ga
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch.utils._pytree import tree_map_only
@@ -29,8 +29,12 @@ class Part(torch.Tensor):
         start: index of the first local element.
     """
 
-    local: torch.Tensor
+    # What a part answers is made below autograd, in __torch_dispatch__; without this, torch would also turn plain
+    # results into parts that lack a slice.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
     start: int
+    _local: torch.Tensor
     _gather: Callable[[torch.Tensor], torch.Tensor] | None
 
     @staticmethod
@@ -40,16 +44,29 @@ class Part(torch.Tensor):
         start: int,
         like: torch.Tensor,
         gather: Callable[[torch.Tensor], torch.Tensor] | None = None,
-    ) -> "Part":
-        """A part shaped as ``like`` (size and strides). ``gather`` turns every rank's slice into the whole."""
-        part = torch.Tensor._make_wrapper_subclass(
-            cls, like.size(), strides=like.stride(), dtype=local.dtype, device=local.device
-        )
-        part.local, part.start, part._gather = local, start, gather
+        dtype: torch.dtype | None = None,
+    ) -> Self:
+        """A part shaped as ``like`` (size and strides), outside of ``local``'s dtype where none is given.
+
+        ``gather`` turns every rank's slice into the whole.
+        """
+        part = cls._wrapper(like, dtype or local.dtype, local.device)
+        part.start, part._local, part._gather = start, local, gather
         return part
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         super().__init__()
+
+    @classmethod
+    def _wrapper(cls, like: torch.Tensor, dtype: torch.dtype, device: torch.device) -> Self:
+        wrapper: Self = torch.Tensor._make_wrapper_subclass(
+            cls, like.size(), strides=like.stride(), dtype=dtype, device=device
+        )
+        return wrapper
+
+    @property
+    def local(self) -> torch.Tensor:
+        return self._local
 
     def full_tensor(self) -> torch.Tensor:
         """The whole, on every rank. Every rank must make this call, for the same parts in the same order."""
@@ -61,12 +78,12 @@ class Part(torch.Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return (
-            f"Part(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device}, "
+            f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device}, "
             f"local=[{self.start}:{self.start + self.local.numel()}])"
         )
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Part":
-        return Part(self.local.clone(), self.start, self)
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        return Part(self.local.clone(), self.start, self, dtype=self.dtype)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise StateError(
@@ -84,13 +101,55 @@ class Part(torch.Tensor):
         keywords: Mapping[str, Any] | None = None,
     ) -> Any:
         if function not in _ELEMENTWISE:
-            raise StateError(
-                f"{function} was called on a part, a tensor of which this rank holds a slice only: the result would "
-                "silently lack the rest. Call part.full_tensor() on every rank, or read part.local, this rank's slice."
-            )
+            raise refusal(function)
         part = next(argument for argument in arguments if isinstance(argument, Part))
         local = tree_map_only(Part, lambda each: each.local, (tuple(arguments), dict(keywords or {})))
         local[1].pop("memory_format", None)  # the slice is 1D
         # A copy or a cast is a value of its own, which the ranks' live slices no longer make up.
         live = function in (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
-        return Part(function(*local[0], **local[1]), part.start, part, part._gather if live else None)
+        dtype = local[1].get("dtype") or part.dtype
+        return Part(function(*local[0], **local[1]), part.start, part, part._gather if live else None, dtype)
+
+
+def refusal(function: Any) -> StateError:
+    """The error for a function that a part cannot answer."""
+    return StateError(
+        f"{function} was called on a part, a tensor of which this rank holds a slice only: the result would "
+        "silently lack the rest. Call part.full_tensor() on every rank, or read part.local, this rank's slice."
+    )
+
+
+class Mask(Part):
+    """What ``isfinite``, ``isinf`` and ``isnan`` of a part give: elements of this rank's slice, all() and any() of all.
+
+    Attributes:
+        every: whether all elements of the whole are true.
+        some: whether any is.
+    """
+
+    every: bool
+    some: bool
+
+    @staticmethod
+    def __new__(cls, local: torch.Tensor, start: int, like: torch.Tensor, every: bool, some: bool) -> Self:
+        mask = super().__new__(cls, local, start, like)
+        mask.every, mask.some = every, some
+        return mask
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        function: Any,
+        kinds: Sequence[type],
+        arguments: Sequence[Any] = (),
+        keywords: Mapping[str, Any] | None = None,
+    ) -> Any:
+        mask = arguments[0]
+        if len(arguments) == 1 and isinstance(mask, Mask):
+            if function is torch.ops.aten.all.default:
+                return torch.scalar_tensor(mask.every, dtype=torch.bool, device=mask.device)
+            if function is torch.ops.aten.any.default:
+                return torch.scalar_tensor(mask.some, dtype=torch.bool, device=mask.device)
+            if function in (torch.ops.aten.logical_not.default, torch.ops.aten.bitwise_not.default):
+                return Mask(~mask.local, mask.start, mask, not mask.some, not mask.every)
+        return super().__torch_dispatch__(function, kinds, arguments, keywords)

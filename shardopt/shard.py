@@ -9,7 +9,9 @@ import torch
 from .kernels.formats import FP32, Format, format_of
 from .kernels.tables import BLOCK, Gradients, Streams
 from .partition.bucket import Bucket, dense_strides, flattened, in_storage_order
+from .partition.gather import GatheredBucket, Gatherer
 from .partition.layout import Piece
+from .partition.reducer import ReducedBucket
 from .partition.transport import Window
 
 
@@ -24,6 +26,9 @@ class Shard:
     """Holds masters and states for one slice of a bucket, and the tables that a kernel needs to update it."""
 
     window: Window  # on bucket.flat; opened by all ranks together
+    reduced: ReducedBucket  # where the module was handed over
+    number: int  # of the bucket, in the reducer
+    gathered: GatheredBucket | None = None  # where params are sharded
 
     def __init__(self, bucket: Bucket, rank: int, states: Iterable[str]):
         self.bucket = bucket
@@ -67,15 +72,32 @@ class Shard:
     def streams(self, states: Sequence[str]) -> Streams:
         return Streams(self.param, self.master, tuple(self.states[name] for name in states))
 
-    def gradients(self, grads: Mapping[int, torch.Tensor]) -> Gradients:
-        """The table for these gradients (row of the piece -> dense gradient in storage order, all of one dtype)."""
+    def reduce_into(self, reduced: ReducedBucket, number: int) -> None:
+        """Gradients of this shard will be found in ``reduced.total``, where bucket ``number`` is summed."""
+        self.reduced, self.number = reduced, number
+
+    def part_with_params(self, gatherer: Gatherer) -> None:
+        """Collective: keeps this rank's slice of the params, and gives the rest to the gatherer."""
+        self.param = self.param.clone()
+        self.gathered = gatherer.add(self.bucket, self.param, keep=False)
+
+    def gradients(self, grads: Mapping[int, tuple[torch.Tensor, int]]) -> Gradients:
+        """The table for these gradients, all of one dtype.
+
+        Args:
+            grads: row of the piece -> dense gradient in storage order, and which element of the param is its first.
+        """
         rows = np.zeros((self.num_rows, 2), dtype=np.int64)
-        for row, grad in grads.items():
+        for row, (grad, start) in grads.items():
             piece = self.pieces[row]
-            rows[row, 0] = grad.data_ptr() + (piece.start - piece.shard_start) * grad.element_size()
+            rows[row, 0] = grad.data_ptr() + (piece.start - start - piece.shard_start) * grad.element_size()
             rows[row, 1] = piece.shard_end
         aligned = not np.any(rows[:, 0] % 16)
         return Gradients(self.row_of_block, torch.from_numpy(rows).to(self.param.device), aligned)
+
+    def strides(self, index: int) -> tuple[int, ...]:
+        """In which the bucket's param ``index`` lies."""
+        return self._strides[index]
 
     def ordered(self, index: int, grad: torch.Tensor) -> torch.Tensor:
         """The gradient of the bucket's param ``index`` with its memory in the param's storage order."""

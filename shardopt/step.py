@@ -19,10 +19,12 @@ from typing import Any
 import torch
 
 from .agreement import Agreed, View, agree
-from .binding import Binding, Candidate, Group, named_params
+from .bind import bind, checksum
+from .binding import Binding, Candidate, Group
 from .errors import CommunicationError, ShardoptError
 from .kernels.launch import backend_of
 from .kernels.reductions import sum_of_squares
+from .kernels.tables import Factors
 from .shard import Shard
 from .survey import Launch, Scaling, Survey, check_numbers, plain_numbers, survey
 
@@ -74,7 +76,7 @@ def run_step(binding: Binding, call: Call) -> Outcome:
         except Exception as error:
             problem = error
     if candidates:
-        _bind(binding, call, numbers, candidates)
+        bind(binding, call.groups, numbers, candidates, closure=call.closure)
     # 1. survey
     seen = Survey()
     if problem is None:
@@ -84,12 +86,13 @@ def run_step(binding: Binding, call: Call) -> Outcome:
             problem = error
     # 2. agree
     view = _view(binding, call, numbers, seen, problem)
-    agreed = agree(view, binding.ranks, binding.device, sharded=binding.num_shards > 1)
-    if agreed.written and binding.ranks.size > 1:
+    world = binding.mesh.world
+    agreed = agree(view, world, binding.device, binding.mesh.one_copy)
+    if agreed.written and world.size > 1 and binding.gatherer is None:
         _compare_written(binding, seen)
     binding.rounds += 1
     # 3. decide
-    norm = _norm(binding, agreed)
+    norm = _norm(binding, agreed, seen, call.scaling)
     if agreed.overflow or _is_skipped(binding, agreed, seen.launches, call.scaling):
         return Outcome(updated=False, grad_norm=norm)
     clip = 1.0
@@ -112,73 +115,6 @@ def run_step(binding: Binding, call: Call) -> Outcome:
     return Outcome(updated=True, grad_norm=norm)
 
 
-# -- binding, in agreement ---------------------------------------------------------------------------------------------
-
-
-def _bind(binding: Binding, call: Call, numbers: list[dict[str, Any]], candidates: list[Candidate]) -> None:
-    """Compares all that the layout depends on, then binds; on all ranks or on none."""
-    options = binding.options
-    problem: Exception | None = None
-    plan, sums = [], []
-    try:
-        binding.check_bindable(candidates, call.groups)
-        plan = binding.plan(candidates)
-        sums = [_checksum(param) for _, param, _ in candidates] if binding.ranks.size > 1 else []
-    except Exception as error:
-        problem = error
-    description = {
-        "params not yet bound": [name for name, _, _ in candidates],
-        "options": {
-            "rule": binding.rule.name,
-            "stage": options.stage,
-            "max_grad_norm": options.max_grad_norm,
-            "bucket_bytes": options.tuning.bucket_bytes,
-            "nonfinite": options.tuning.nonfinite,
-            "neighbours": options.tuning.neighbours,
-        },
-        "call": {"closure": call.closure},
-        "params of groups": [len(group["params"]) for group in call.groups],
-        "params": [
-            {
-                "name": name,
-                "shape": list(param.shape),
-                "dtype": str(param.dtype),
-                "strides": list(param.stride()),
-                "device": param.device.type,
-                "requires_grad": param.requires_grad,
-                "bound": param in binding.entries,
-                "loaded step": binding.loaded[param].step if param in binding.loaded else None,
-            }
-            for name, param, _ in named_params(call.groups)
-        ],
-        "groups": numbers,
-        "values": {name: value for (name, _, _), value in zip(candidates, sums, strict=False)},
-    }
-    view = View(description, lambda: description, problem)
-    device = candidates[0][1].device
-    agree(view, binding.ranks, device, sharded=True)
-    # Memory can run out on one rank alone: what was made is given back, and all ranks hear of it.
-    shards = []
-    try:
-        for planned in plan:
-            shards.append(binding.make_shard(planned))
-    except Exception as error:
-        problem = error
-    try:
-        agree(View("bound", dict, problem), binding.ranks, device, sharded=True)
-        binding.adopt(plan, shards)
-    except BaseException:
-        for shard in shards:
-            shard.bucket.release()
-        raise
-
-
-def _checksum(param: torch.Tensor) -> int:
-    """Sum of the bit patterns: ranks that start from different weights would mix them."""
-    bits = param.detach().contiguous().view(torch.int16 if param.element_size() == 2 else torch.int32)
-    return int(bits.sum(dtype=torch.int64))
-
-
 # -- 2. agree ----------------------------------------------------------------------------------------------------------
 
 
@@ -195,12 +131,13 @@ def _view(binding: Binding, call: Call, numbers: list[dict[str, Any]], seen: Sur
             "gradients": {entry.name: "present" if entry in present else "absent" for entry in entries},
             "steps taken": {entry.name: entry.step for entry in entries},
             "carried scalars": {entry.name: entry.carried for entry in entries},
+            "norm of the gradients known from backward": seen.looked.norm,
             "loss scale (the GradScaler's update() must see the same overflow on all ranks)": call.scaling.scale,
         }
 
-    facts = [(entry.step, entry in present, *entry.carried.values()) for entry in entries]
-    key = [binding.rounds, call.closure, numbers, facts, call.scaling.scale]
     looked = seen.looked
+    facts = [(entry.step, entry in present, *entry.carried.values()) for entry in entries]
+    key = [binding.rounds, call.closure, numbers, facts, call.scaling.scale, looked.norm]
     overflow, written = call.scaling.overflow, len(seen.written)
     return View(key, describe, problem, overflow, looked.nonfinite, looked.witness, written, looked.limbs)
 
@@ -210,19 +147,22 @@ def _compare_written(binding: Binding, seen: Survey) -> None:
     entries = list(binding.entries.values())
     written = set(seen.written)
     mine = [index for index, entry in enumerate(entries) if entry in written]
-    everyones = binding.ranks.exchange_json(mine, binding.device, "comparing weights that were written")
+    everyones = binding.mesh.world.exchange_json(mine, binding.device, "comparing weights that were written")
     union = sorted({index for theirs in everyones for index in theirs})
-    sums = {f"weights (sum of bits) of {entries[index].name}": _checksum(entries[index].param) for index in union}
-    agree(View(sums, lambda: sums), binding.ranks, binding.device, sharded=True)
+    sums = {f"weights (sum of bits) of {entries[index].name}": checksum(entries[index].param) for index in union}
+    agree(View(sums, lambda: sums), binding.mesh.world, binding.device)
 
 
 # -- 3. decide ---------------------------------------------------------------------------------------------------------
 
 
-def _norm(binding: Binding, agreed: Agreed) -> float | None:
+def _norm(binding: Binding, agreed: Agreed, seen: Survey, scaling: Scaling) -> float | None:
     if binding.options.max_grad_norm is None:
         return None
-    return math.inf if agreed.nonfinite else math.sqrt(sum_of_squares(agreed.limbs))
+    if agreed.nonfinite:
+        return math.inf
+    known = seen.looked.norm
+    return math.sqrt(sum_of_squares(agreed.limbs)) if known is None else known / scaling.scale
 
 
 def _is_skipped(binding: Binding, agreed: Agreed, launches: Sequence[Launch], scaling: Scaling) -> bool:
@@ -256,10 +196,12 @@ def _where_nonfinite(launches: Sequence[Launch], unscale: float) -> str:
 
 def _update(binding: Binding, seen: Survey, unscale: float, clip: float) -> None:
     """Launches every update of this rank and gathers the buckets that any rank updated."""
-    if binding.transport is None:  # nothing is bound: every param is frozen
+    if binding.wires is None:  # nothing is bound: every param is frozen
         return
     updated = {each.entry.shard for each in seen.ready}
-    gather = binding.transport.gather(binding.device, "gathering updated params")
+    gather = binding.wires.shards.gather("gathering updated params")
+    if binding.gatherer is not None:
+        binding.gatherer.drop_all()  # they travel when they are needed; what is here will be out of date
     problem: Exception | None = None
     # Backward order reversed: the first layers' params, which the next forward needs first, arrive first.
     for shard in reversed(binding.shards):
@@ -269,13 +211,14 @@ def _update(binding: Binding, seen: Survey, unscale: float, clip: float) -> None
                 _launch_all(shard, seen.launches, unscale, clip)
         except Exception as error:  # the other ranks wait for this one's shards: they are told when these have met
             problem = error
-        if shard in updated:
+        if shard in updated and shard.gathered is None:
             gather.start(shard.window)
     try:
         gather.finish(failed=problem is not None)
     except CommunicationError as error:
         if problem is None:
             raise CommunicationError(f"{error} {_HALF_WAY}") from error
+    binding.wires.shards.traffic.params += gather.received
     if problem is not None:
         problem.add_note(_HALF_WAY)
         raise problem
@@ -286,4 +229,5 @@ def _launch_all(shard: Shard, launches: Sequence[Launch], unscale: float, clip: 
     for launch in launches:
         if launch.shard is shard:
             streams = shard.streams(launch.spec.variant.states)
-            backend.step(launch.spec, streams, launch.gradients, launch.scalars, unscale, clip)
+            factors = Factors(launch.divisor, unscale, clip)
+            backend.step(launch.spec, streams, launch.gradients, launch.scalars, factors)

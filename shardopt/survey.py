@@ -4,9 +4,10 @@ Everything that can fail on one rank alone (a param that was moved, a sparse gra
 table that does not fit the device) fails here, before the ranks agree, so that it can be raised on all of them.
 """
 
+import math
 import struct
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -15,11 +16,12 @@ import torch
 
 from .binding import Binding, Entry, Group
 from .errors import BindingError, ShardoptError
+from .gradient import GradientPart, Slot
 from .kernels.formats import format_of
 from .kernels.launch import backend_of
 from .kernels.reductions import LIMBS
 from .kernels.spec import StepSpec
-from .kernels.tables import BLOCK, Gradients
+from .kernels.tables import BLOCK, Factors, Gradients
 from .rules import Variant
 from .shard import Shard
 
@@ -37,7 +39,9 @@ class Ready:
 
     entry: Entry
     group: int
-    grad: torch.Tensor  # dense, in the param's storage order
+    grad: torch.Tensor  # dense, in the param's storage order: the whole gradient, or this rank's slice of a reduced one
+    start: int = 0  # which element of the param is its first
+    slot: Slot | None = None  # that it is the slice of
 
 
 class Scalars(NamedTuple):
@@ -56,6 +60,7 @@ class Launch:
     gradients: Gradients
     scalars: torch.Tensor  # 2D [num_rows, len(spec.variant.scalars)] fp32
     ready: Mapping[int, Ready]  # row -> param
+    divisor: int  # of every gradient: how many were added up
 
 
 class Looked(NamedTuple):
@@ -64,6 +69,7 @@ class Looked(NamedTuple):
     nonfinite: int = 0  # Inf and NaN in this rank's shards
     limbs: tuple[int, ...] = (0,) * LIMBS  # sum of squares of this rank's shards
     witness: int = 0  # bits of a float64: a sample that must be alike on all ranks, see _witness
+    norm: float | None = None  # 2-norm of all gradients, where every rank knows it
 
 
 @dataclass(frozen=True)
@@ -135,8 +141,22 @@ def _find_ready(binding: Binding, groups: Sequence[Group]) -> list[Ready]:
             seen.add(entry)
             entry.check()
             if param.grad is not None:
-                ready.append(Ready(entry, number, _usable(entry, param.grad)))
+                ready.append(_ready(binding, entry, number, param.grad))
     return ready
+
+
+def _ready(binding: Binding, entry: Entry, number: int, grad: torch.Tensor) -> Ready:
+    if isinstance(grad, GradientPart) and grad.slot is entry.slot:
+        slot = grad.live_slot()
+        return Ready(entry, number, slot.total, slot.start, slot)
+    if entry.slot is not None and binding.mesh.world.size > 1:
+        raise ShardoptError(
+            f"the gradient of {entry.name} is this rank's own, not the mean over ranks: each rank would update its "
+            "slice with another batch's. It was accumulated under no_sync() with no synchronised backward after it, "
+            "or assigned by hand, or its backward began in a submodule before the first forward of the module that "
+            "was handed over. Leave no_sync() for the last backward before step(), or call zero_grad()."
+        )
+    return Ready(entry, number, _usable(entry, grad))
 
 
 def _usable(entry: Entry, grad: torch.Tensor) -> torch.Tensor:
@@ -197,33 +217,57 @@ def _plan_launches(
                 rows[variants[each.group], each.grad.dtype][row] = each
         for (variant, dtype), members in rows.items():
             spec = StepSpec(variant, shard.format, format_of(dtype, "a gradient"))
-            gradients = shard.gradients({row: each.grad for row, each in members.items()})
+            gradients = shard.gradients({row: (each.grad, each.start) for row, each in members.items()})
             backend_of(shard.param.device).prepare(spec, shard.param.device, gradients.aligned)
             table = np.zeros((shard.num_rows, len(variant.scalars)), dtype=np.float32)
             for row, each in members.items():
                 table[row] = scalars.now[each.entry]
             on_device = torch.from_numpy(table).to(shard.param.device)
-            launches.append(Launch(shard, spec, gradients, on_device, members))
+            launches.append(Launch(shard, spec, gradients, on_device, members, _divisor(members.values())))
     return launches
+
+
+def _divisor(members: Iterable[Ready]) -> int:
+    """What one launch divides by. Where some were divided already (a user scaled them), the others are too."""
+    slots = [each.slot for each in members if each.slot is not None]
+    divisors = {slot.divisor for slot in slots}
+    if len(divisors) > 1:
+        for slot in slots:
+            slot.settle()
+        return 1
+    return divisors.pop() if divisors else 1
 
 
 def _look_at_gradients(
     binding: Binding, launches: Sequence[Launch], ready: Sequence[Ready], scaling: Scaling
 ) -> Looked:
     options = binding.options
-    witness = _witness(binding, ready)
+    if ready and all(each.slot is not None and each.slot.norms is not None for each in ready):
+        return _known(binding, ready)
+    witness = 0 if binding.reducer is not None else _witness(binding, ready)
     if options.max_grad_norm is None and (options.tuning.nonfinite == "propagate" or scaling.overflow):
         return Looked(witness=witness)
     nonfinite, limbs = 0, [0] * LIMBS
+    unscale = 1.0 / scaling.scale
     for launch in launches:
         backend = backend_of(launch.shard.param.device)
         if options.max_grad_norm is None:
             nonfinite += backend.count_nonfinite(launch.spec.grad, launch.gradients)
         else:
-            total = backend.total(backend.block_sums(launch.spec.grad, launch.gradients, 1.0 / scaling.scale))
+            sums = backend.block_sums(launch.spec.grad, launch.gradients, Factors(launch.divisor, unscale))
+            total = backend.totals(sums, launch.gradients).of_shard()
             nonfinite += total.nonfinite
             limbs = [mine + other for mine, other in zip(limbs, total.limbs, strict=True)]
     return Looked(nonfinite, tuple(limbs), witness)
+
+
+def _known(binding: Binding, ready: Sequence[Ready]) -> Looked:
+    """From what the last backward told every rank; one of them reports the count, so that it is not added up."""
+    norms = [each.slot.norms for each in ready if each.slot is not None and each.slot.norms is not None]
+    reports = binding.mesh.world.rank == binding.mesh.one_copy[0]
+    # fsum rounds once, so that the order of params cannot show.
+    norm = math.sqrt(math.fsum(each.two * each.two for each in norms))
+    return Looked(nonfinite=sum(each.nonfinite for each in norms) if reports else 0, norm=norm)
 
 
 def _witness(binding: Binding, ready: Sequence[Ready]) -> int:
@@ -232,7 +276,7 @@ def _witness(binding: Binding, ready: Sequence[Ready]) -> int:
     Without the module shardopt does not reduce gradients. If nobody does (no DDP, or ``no_sync()`` around the last
     backward) every rank would update its slice with its own gradients; averaged ones are alike on all ranks.
     """
-    if binding.ranks.size == 1 or not ready:
+    if binding.mesh.world.size == 1 or not ready:
         return 0
     sample = ready[binding.rounds % len(ready)].grad
     if sample.numel() == 0:

@@ -14,6 +14,7 @@ from cases import Case, Keywords
 from shardopt import step as step_module
 from shardopt import survey as survey_module
 from shardopt.kernels.launch import Native
+from shardopt.kernels.tables import Factors
 from shardopt.partition.transport import NoGather, Transport
 
 SECOND_MOMENTS = {"exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum", "exp_inf"}
@@ -26,9 +27,9 @@ def does_nothing(*_: Any) -> None:
     pass
 
 
-def summed(self: Native, spec: Any, streams: Any, gradients: Any, scalars: Any, unscale: float, clip: float) -> None:
+def summed(self: Native, spec: Any, streams: Any, gradients: Any, scalars: Any, factors: Factors) -> None:
     """Gradients summed over two ranks where the mean is meant."""
-    STEP(self, spec, streams, gradients, scalars, unscale * 2, clip)
+    STEP(self, spec, streams, gradients, scalars, factors._replace(divisor=factors.divisor / 2))
 
 
 def last_rank_idle(self: Native, *arguments: Any) -> None:

@@ -25,7 +25,8 @@ from shardopt.kernels import triton_reductions, triton_step
 from shardopt.kernels.formats import BF16, FP16, FP32, Format
 from shardopt.kernels.launch import Triton
 from shardopt.kernels.spec import StepSpec
-from shardopt.kernels.tables import BLOCK, Gradients, Streams
+from shardopt.kernels.tables import BLOCK, Factors, Gradients, Streams
+from shardopt.rules import rule
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -55,6 +56,15 @@ def group_of_adamw() -> dict[str, Any]:
     return CASES[0].ours([torch.nn.Parameter(torch.zeros(1))]).param_groups[0]
 
 
+def nothing(group: Any, step: int, carried: Any) -> dict[str, float]:
+    return {}
+
+
+@rule(scalars=nothing)
+def take_gradient(param, grad, state, s):
+    return grad
+
+
 # -- compiling ---------------------------------------------------------------------------------------------------------
 
 
@@ -68,6 +78,7 @@ def compile_step(spec: StepSpec, aligned: bool, target: GPUTarget, kernel: Any =
         "rows_ptr": "*i64",
         "scalars_ptr": "*fp32",
         "num_blocks": "i32",
+        "divisor": "fp32",
         "unscale": "fp32",
         "clip": "fp32",
     }
@@ -78,7 +89,7 @@ def compile_reduction(kernel: Any, grad: Format, target: GPUTarget) -> Any:
     tables = {"row_of_block_ptr": "*i32", "rows_ptr": "*i64"}
     if kernel is triton_reductions.block_sums_kernel:
         columns = {"mantissa_ptr": "*i64", "exponent_ptr": "*i32", "largest_ptr": "*i32", "nonfinite_ptr": "*i32"}
-        arguments = {**tables, **columns, "num_blocks": "i32", "unscale": "fp32"}
+        arguments = {**tables, **columns, "num_blocks": "i32", "divisor": "fp32", "unscale": "fp32"}
     else:
         arguments = {**tables, "counts_ptr": "*i32", "num_blocks": "i32"}
     constants = {
@@ -124,6 +135,7 @@ def ptx_facts(ptx: str) -> dict[str, Any]:
         "memory": Counter(re.findall(r"\b(?:ld|st)\.global(?:\.v\d)?\.b\d+", ptx)),
         "other_memory": sorted(set(re.findall(r"\b(?:ld|st|atom|red|cp)\.(?!global|param|shared)\S+", ptx))),
         "roots_and_quotients": sorted(set(re.findall(r"\b(?:div|sqrt|rcp|rsqrt)\.\S+", ptx))),
+        "quotients": len(re.findall(r"\bdiv\.rn\.f32", ptx)),
         "fused": sorted(set(re.findall(r"\b(?:fma|mad)\.\S*f\d+\S*", ptx))),
         "flushed": sorted(set(re.findall(r"\b\w+\.(?:\w+\.)*ftz\S*", ptx))),
     }
@@ -262,9 +274,9 @@ def launch_facts() -> dict[str, Any]:
             torch.zeros(num_blocks, dtype=torch.int32), torch.zeros((num_rows, 2), dtype=torch.int64), True
         )
         scalars = torch.full((num_rows, len(spec.variant.scalars)), float(index))
-        unscale, clip = (1.0, 1.0) if index == 0 else (2.0**-index, 1 / (1 + index))
-        Triton().step(spec, streams, gradients, scalars, unscale, clip)
-        Triton().block_sums(BF16, gradients, unscale)
+        factors = Factors() if index == 0 else Factors(1.0 + index, 2.0**-index, 1 / (1 + index))
+        Triton().step(spec, streams, gradients, scalars, factors)
+        Triton().block_sums(BF16, gradients, factors)
         Triton().count_nonfinite(BF16, gradients)
     return {
         "sizes": sizes,
@@ -300,15 +312,23 @@ def main(folder: Path) -> None:
     for name, target in TARGETS.items():
         for kernel in (triton_reductions.block_sums_kernel, triton_reductions.count_nonfinite_kernel):
             for grad in (FP32, BF16, FP16):
-                label = f"{kernel.fn.__name__} {grad.name}"
                 reductions.append(
-                    {"label": label, "target": name, **facts(compile_reduction(kernel, grad, target), target)}
+                    {
+                        "label": f"{kernel.fn.__name__} {grad.name}",
+                        "target": name,
+                        "elements": triton_step.BLOCKS_PER_PROGRAM * BLOCK // (OPTIONS["num_warps"] * target.warp_size),
+                        **facts(compile_reduction(kernel, grad, target), target),
+                    }
                 )
+    alone = StepSpec(take_gradient.variant({}), FP32, FP32)
     plain = next(spec for label, spec, _ in specs() if label == "AdamW plain")
     mutant = compile_step(plain, True, TARGETS["sm_90"], mutant_kernel(folder))
     found = {
         "kernels": kernels,
         "reductions": reductions,
+        "quotient_alone": {
+            name: facts(compile_step(alone, True, target), target)["machine_fused"] for name, target in TARGETS.items()
+        },
         "mutant": narrow_offsets(mutant.asm["ttir"]),
         "launches": launch_facts(),
     }

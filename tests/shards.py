@@ -18,7 +18,7 @@ from torch import Tensor
 from shardopt.kernels.formats import FP32, Format
 from shardopt.kernels.launch import Backend, Native, Triton
 from shardopt.kernels.spec import StepSpec
-from shardopt.kernels.tables import BLOCK, Gradients, Streams
+from shardopt.kernels.tables import BLOCK, Factors, Gradients, Streams
 from shardopt.rules.rule import Rule
 
 # Without a GPU the kernels of Triton run in its interpreter (conftest.py), on CPU tensors.
@@ -49,8 +49,7 @@ class Shape:
 
     members: tuple[Member, ...]
     empty_blocks: int = 0  # behind the last member: no param's
-    unscale: float = 1.0
-    clip: float = 1.0
+    factors: Factors = field(default_factory=Factors)
     grads: str = "log_uniform"
     seed: int = 0
     padding: float = math.nan  # what the streams hold behind the end of a param
@@ -178,7 +177,7 @@ class HandmadeShard:
         gradients = self.gradients(memory)
         scalars = self.scalars().to(device)
         with np.errstate(all="ignore"):  # the interpreter computes with NumPy
-            backend.step(self.spec, streams, gradients, scalars, self.shape.unscale, self.shape.clip)
+            backend.step(self.spec, streams, gradients, scalars, self.shape.factors)
         after = memory.copy_to(torch.device("cpu"))
         for name, stream in after.streams().items():
             stream.assert_guards(name)
@@ -202,7 +201,7 @@ class HandmadeShard:
             oracle = Oracle(self.rule, self.member_group(member), [full.inner[part].numpy()], np.float32)
             oracle.states[0] = {name: state.inner[part].numpy().copy() for name, state in memory.states.items()}
             oracle.steps[0] = member.step - 1
-            oracle.step([scaled(grad.inner, self.shape.unscale, self.shape.clip)])
+            oracle.step([scaled(grad.inner, self.shape.factors)])
             assert oracle.params[0].dtype == np.float32
             full.inner[part] = torch.from_numpy(oracle.params[0])
             for name, state in memory.states.items():
@@ -218,12 +217,12 @@ class HandmadeShard:
                 assert_same_bits(found.streams()[name].inner[part], stream.inner[part], f"{who}: {name} of {index}")
 
 
-def scaled(grad: Tensor, *factors: float) -> Array:
-    """The gradient in fp32 times each factor, rounded each time."""
+def scaled(grad: Tensor, factors: Factors) -> Array:
+    """The gradient in fp32, divided and multiplied in turn, rounded each time."""
     value = grad.float().numpy()
     with np.errstate(all="ignore"):
-        for factor in factors:
-            value = value * np.float32(factor)
+        value = value / np.float32(factors.divisor) * np.float32(factors.unscale) * np.float32(factors.clip)
+    assert value.dtype == np.float32
     return value
 
 

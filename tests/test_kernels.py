@@ -6,18 +6,19 @@ import mmap
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from cases import CASES, GRADIENTS, Case, Keywords
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from shards import BACKENDS, HandmadeShard, Member, Shape, assert_same_bits
+from shards import BACKENDS, HandmadeShard, Member, Shape, assert_same_bits, lone
 
 from shardopt.kernels import native_step, pool, triton_step
 from shardopt.kernels.formats import BF16, FP16, FP32, Format
 from shardopt.kernels.launch import Native
 from shardopt.kernels.spec import StepSpec
-from shardopt.kernels.tables import BLOCK, Gradients, Streams
+from shardopt.kernels.tables import BLOCK, Factors, Gradients, Streams
 from shardopt.rules import rule
 from shardopt.rules.rule import Rule
 
@@ -36,8 +37,7 @@ NASTY = Shape(
         Member(7, step=1),
     ),
     empty_blocks=2,
-    unscale=1 / 3,
-    clip=0.7,
+    factors=Factors(divisor=3.0, unscale=1 / 3, clip=0.7),
 )
 
 
@@ -102,8 +102,12 @@ SHAPES = st.builds(
     Shape,
     members=st.lists(MEMBERS, max_size=7).map(tuple),
     empty_blocks=st.integers(0, 5),
-    unscale=st.sampled_from([1.0, 1 / 65536, 1 / 3, 1e-30]),
-    clip=st.sampled_from([1.0, 0.3, 1e-3]),
+    factors=st.builds(
+        Factors,
+        divisor=st.sampled_from([1.0, 2.0, 3.0, 7.0, 1000.0]),
+        unscale=st.sampled_from([1.0, 1 / 65536, 1 / 3, 1e-30]),
+        clip=st.sampled_from([1.0, 0.3, 1e-3]),
+    ),
     grads=st.sampled_from(list(GRADIENTS)),
     seed=st.integers(0, 2**32),
 )
@@ -143,6 +147,38 @@ def test_rule_without_states_and_scalars() -> None:
     check(NASTY, bare, {"lr": 1.0}, BF16, FP16)
 
 
+@rule(scalars=nothing)
+def take_gradient(param, grad, state, s):
+    return grad
+
+
+@pytest.mark.parametrize("divisor", [2.0, 3.0, 7.0])
+@pytest.mark.parametrize("fmt", [FP32, BF16, FP16], ids=lambda each: each.name)
+def test_the_divisor_is_divided_by(fmt: Format, divisor: float) -> None:
+    """Once, correctly rounded, and first: not times the reciprocal, and not folded into one factor with the others."""
+    generator = torch.Generator().manual_seed(0)
+    grad = torch.cat([GRADIENTS[kind](torch.Size([3000]), generator) for kind in GRADIENTS]).to(fmt.dtype)
+    wide = grad.float().numpy()
+    spec = StepSpec(take_gradient.variant({}), FP32, fmt)
+    for factors in (Factors(divisor), Factors(divisor, 1 / 3, 0.7)):
+        number, unscale, clip = map(np.float32, factors)
+        with np.errstate(all="ignore"):
+            expected = wide / number * unscale * clip
+            others = [wide * (np.float32(1) / number) * unscale * clip]
+            if unscale != 1:
+                others += [wide * unscale * clip / number, wide * (unscale * clip / number)]
+        assert expected.dtype == np.float32
+        if divisor != 2:  # halves are exact
+            assert all((other != expected)[np.isfinite(expected)].sum() > 500 for other in others)
+        for backend, device in BACKENDS:
+            gradients, _grad = lone(grad.to(device), fmt)
+            param = torch.zeros(gradients.num_blocks * BLOCK, device=device)
+            with np.errstate(all="ignore"):
+                backend.step(spec, Streams(param, None, ()), gradients, torch.empty((1, 0), device=device), factors)
+            found = param[: len(grad)].cpu()
+            assert_same_bits(found, torch.from_numpy(expected), f"{type(backend).__name__} {factors}")
+
+
 def test_a_wrong_bit_is_seen() -> None:
     """The comparison itself can fail: -0 for 0, one ulp, a number for NaN."""
     zero, one, nan = torch.zeros(3), torch.ones(3), torch.full((3,), torch.nan)
@@ -167,7 +203,7 @@ def test_threads_and_flush_mode_change_no_bit(threads: None, monkeypatch: pytest
     """Subnormals are kept though the caller's thread flushes them, on one thread or on many."""
     monkeypatch.setattr(pool, "BLOCKS_PER_RANGE", 2)  # several ranges
     members = tuple(Member(BLOCK * 5 + index, step=index) for index in range(1, 6))
-    shape = Shape(members, unscale=1e-30, grads="log_uniform")
+    shape = Shape(members, factors=Factors(unscale=1e-30), grads="log_uniform")
     group = group_of(next(case for case in CASES if case.name == "SGD"), {"momentum": 0.9})
     sgd = next(case.rule for case in CASES if case.name == "SGD")
     shard = HandmadeShard(shape, sgd, group, StepSpec(sgd.variant(group), FP32, FP32), GRADIENTS)
@@ -196,7 +232,7 @@ def test_new_numbers_compile_nothing() -> None:
         dataclasses.replace(member, step=member.step + 1, lr_factor=2, skipped=not member.skipped)
         for member in reversed(NASTY.members)
     )
-    check(Shape(others[:3], 0, 1.0, 1.0), ADAM_RULE, changed, BF16, FP32)
+    check(Shape(others[:3], factors=Factors(7.0, 1.0, 1.0)), ADAM_RULE, changed, BF16, FP32)
     check(Shape((), 1), ADAM_RULE, changed, BF16, FP32)
     check(Shape(()), ADAM_RULE, changed, BF16, FP32)
     assert (native_step.compilations, rule_function.cache_info().misses) == before
@@ -233,7 +269,8 @@ def test_elements_beyond_31_bits(numel: int) -> None:
     row_of_block[start // BLOCK :] = 1
     rows = torch.tensor([[0, 0], [grad.data_ptr() - 4 * start, end]], dtype=torch.int64)
     scalars = torch.tensor([[0.0] * len(spec.variant.scalars), ADAM_RULE.evaluate(spec.variant, ADAMW, 1, {})[0]])
-    Native().step(spec, Streams(param, master, tuple(states)), Gradients(row_of_block, rows, False), scalars, 1.0, 1.0)
+    tables = Gradients(row_of_block, rows, False)
+    Native().step(spec, Streams(param, master, tuple(states)), tables, scalars, Factors())
 
     near = [torch.zeros(3 * BLOCK) for _ in range(3)]
     for stream, values in zip(near, small, strict=True):
@@ -241,7 +278,7 @@ def test_elements_beyond_31_bits(numel: int) -> None:
     near_param = torch.zeros(3 * BLOCK, dtype=torch.bfloat16)
     rows = torch.tensor([[grad.data_ptr(), count]], dtype=torch.int64)
     tables = Gradients(torch.zeros(3, dtype=torch.int32), rows, False)
-    Native().step(spec, Streams(near_param, near[0], tuple(near[1:])), tables, scalars[1:], 1.0, 1.0)
+    Native().step(spec, Streams(near_param, near[0], tuple(near[1:])), tables, scalars[1:], Factors())
     for name, far, expected in zip(
         ("param", "master", *spec.variant.states), (param, master, *states), (near_param, *near), strict=True
     ):

@@ -15,7 +15,7 @@ from shards import BACKENDS, TRITON_DEVICE, Guarded, assert_same_bits, bits, lon
 from shardopt.kernels.formats import BF16, FP16, FP32, Format
 from shardopt.kernels.launch import Backend, Native
 from shardopt.kernels.spec import StepSpec
-from shardopt.kernels.tables import Streams
+from shardopt.kernels.tables import Factors, Streams
 from shardopt.rules import rule
 
 # Bits that are cut off: none, the least one, around the middle, all. bf16 loses 16 bits, fp16 13 (more below 2**-14).
@@ -42,7 +42,7 @@ def cast(backend: Backend, patterns: torch.Tensor, to: Format) -> torch.Tensor:
     spec = StepSpec(take_gradient.variant({}), to, FP32)
     scalars = torch.empty((1, 0), device=values.device)
     with np.errstate(all="ignore"):
-        backend.step(spec, Streams(param.inner, master.inner, ()), gradients, scalars, 1.0, 1.0)
+        backend.step(spec, Streams(param.inner, master.inner, ()), gradients, scalars, Factors())
     assert_same_bits(master.inner[: len(values)], values, "master")
     return param.inner[: len(values)]
 
@@ -82,7 +82,7 @@ def test_widening_is_exact(source: Format) -> None:
         gradients, _grad = lone(grad.to(device), source)
         param = torch.zeros(len(grad), device=device)
         with np.errstate(all="ignore"):
-            backend.step(spec, Streams(param, None, ()), gradients, torch.empty((1, 0), device=device), 1.0, 1.0)
+            backend.step(spec, Streams(param, None, ()), gradients, torch.empty((1, 0), device=device), Factors())
         assert_same_bits(param.cpu(), grad.float(), type(backend).__name__)
 
 

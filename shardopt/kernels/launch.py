@@ -9,9 +9,9 @@ import torch
 
 from .formats import Format
 from .pool import run_over_blocks
-from .reductions import LIMBS, BlockSums, Totals
+from .reductions import COLUMNS, BlockSums, Totals
 from .spec import StepSpec
-from .tables import Gradients, Streams
+from .tables import Factors, Gradients, Streams
 from .versions import require
 
 
@@ -27,16 +27,18 @@ class Backend(Protocol):
         streams: Streams,
         gradients: Gradients,
         scalars: torch.Tensor,  # 2D [num_rows, len(spec.variant.scalars)] fp32
-        unscale: float,
-        clip: float,
+        factors: Factors,
     ) -> None:
-        """Updates the shard in place: ``rule(param, grad * unscale * clip, states)``, each product rounded to fp32."""
+        """Updates the shard in place: ``rule(param, grad / divisor * unscale * clip, states)``."""
 
-    def block_sums(self, grad: Format, gradients: Gradients, unscale: float) -> BlockSums:
-        """Sums of squares, largest magnitudes and counts of non-finite elements of ``grad * unscale``."""
+    def block_sums(self, grad: Format, gradients: Gradients, factors: Factors) -> BlockSums:
+        """Sums of squares, largest magnitudes and counts of non-finite elements of ``grad / divisor * unscale``.
 
-    def total(self, sums: BlockSums) -> Totals:
-        """What the blocks' sums add up to."""
+        ``factors.clip`` is not looked at: it follows from the norm that these sums are for.
+        """
+
+    def totals(self, sums: BlockSums, gradients: Gradients) -> Totals:
+        """What the blocks' sums add up to, for each row of the table that they were taken with."""
 
     def count_nonfinite(self, grad: Format, gradients: Gradients) -> int:
         """How many elements of the gradients are Inf or NaN."""
@@ -60,8 +62,7 @@ class Native:
         streams: Streams,
         gradients: Gradients,
         scalars: torch.Tensor,
-        unscale: float,
-        clip: float,
+        factors: Factors,
     ) -> None:
         from .native_step import compile_step
 
@@ -70,26 +71,28 @@ class Native:
         masters = [] if streams.master is None else [streams.master]
         tables = [tensor.data_ptr() for tensor in tensors]
         pointers = [tensor.data_ptr() for tensor in (streams.param, *masters, *streams.states)]
-        factors = (np.float32(unscale), np.float32(clip))
-        run_over_blocks(lambda first, last: kernel(first, last, *tables, *factors, *pointers), gradients.num_blocks)
+        numbers = tuple(map(np.float32, factors))
+        run_over_blocks(lambda first, last: kernel(first, last, *tables, *numbers, *pointers), gradients.num_blocks)
 
-    def block_sums(self, grad: Format, gradients: Gradients, unscale: float) -> BlockSums:
+    def block_sums(self, grad: Format, gradients: Gradients, factors: Factors) -> BlockSums:
         from .native_reductions import compile_block_sums
 
         kernel = compile_block_sums(grad)
         columns = [np.zeros(gradients.num_blocks, kind) for kind in (np.int64, np.int32, np.int32, np.int32)]
-        tables = (gradients.row_of_block.data_ptr(), gradients.rows.data_ptr(), np.float32(unscale))
+        tables = (gradients.row_of_block.data_ptr(), gradients.rows.data_ptr())
+        numbers = (np.float32(factors.divisor), np.float32(factors.unscale))
         pointers = [column.ctypes.data for column in columns]
-        run_over_blocks(lambda first, last: kernel(first, last, *tables, *pointers), gradients.num_blocks)
+        run_over_blocks(lambda first, last: kernel(first, last, *tables, *numbers, *pointers), gradients.num_blocks)
         return BlockSums(*map(torch.from_numpy, columns))
 
-    def total(self, sums: BlockSums) -> Totals:
-        from .native_reductions import compile_add_limbs
+    def totals(self, sums: BlockSums, gradients: Gradients) -> Totals:
+        from .native_reductions import compile_add_blocks
 
-        limbs = np.zeros(LIMBS + 2, np.int64)
-        add_limbs = compile_add_limbs()
-        add_limbs(sums.mantissa.numel(), sums.mantissa.data_ptr(), sums.exponent.data_ptr(), limbs.ctypes.data)
-        return Totals(tuple(limbs[:LIMBS].tolist()), int(sums.nonfinite.numpy().sum()))
+        table = np.zeros((gradients.num_rows, COLUMNS), np.int64)
+        columns = (gradients.row_of_block, sums.mantissa, sums.exponent, sums.largest, sums.nonfinite)
+        add_blocks = compile_add_blocks()
+        add_blocks(gradients.num_blocks, *(column.data_ptr() for column in columns), table.ctypes.data)
+        return Totals(torch.from_numpy(table))
 
     def count_nonfinite(self, grad: Format, gradients: Gradients) -> int:
         from .native_reductions import compile_count_nonfinite
@@ -116,24 +119,23 @@ class Triton:
         streams: Streams,
         gradients: Gradients,
         scalars: torch.Tensor,
-        unscale: float,
-        clip: float,
+        factors: Factors,
     ) -> None:
         from .triton_step import launch_step
 
         with self._on(streams.param.device):
-            launch_step(spec, streams, gradients, scalars, unscale, clip)
+            launch_step(spec, streams, gradients, scalars, factors)
 
-    def block_sums(self, grad: Format, gradients: Gradients, unscale: float) -> BlockSums:
+    def block_sums(self, grad: Format, gradients: Gradients, factors: Factors) -> BlockSums:
         from .triton_reductions import launch_block_sums
 
         sums = BlockSums.empty(gradients)
         with self._on(gradients.rows.device):
-            launch_block_sums(grad, gradients, unscale, sums)
+            launch_block_sums(grad, gradients, factors, sums)
         return sums
 
-    def total(self, sums: BlockSums) -> Totals:
-        return Totals(tuple(sums.limbs().tolist()), int(sums.nonfinite.sum()))
+    def totals(self, sums: BlockSums, gradients: Gradients) -> Totals:
+        return sums.totals(gradients)
 
     def count_nonfinite(self, grad: Format, gradients: Gradients) -> int:
         from .triton_reductions import launch_count_nonfinite

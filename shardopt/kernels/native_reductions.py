@@ -14,72 +14,79 @@ from .native_words import (
     from_bits,
     load_i32,
     load_i64,
+    scratch_i32,
     store_i32,
     store_i64,
     to_bits,
 )
-from .reductions import LIMB_BITS
+from .reductions import COLUMNS, LARGEST, LIMB_BITS, NONFINITE
 from .tables import BLOCK
 
 
 @functools.cache
 def compile_block_sums(grad: Format) -> Callable[..., None]:
-    """The kernel ``(first, last, row_of_block, rows, unscale, mantissa, exponent, largest, nonfinite)``."""
+    """The kernel ``(first, last, row_of_block, rows, divisor, unscale, mantissa, exponent, largest, nonfinite)``."""
     load, widen, _, _ = FORMATS[grad.name]
     i32, i64 = types.int32, types.int64
 
-    def block_sums(first, last, row_of_block, rows, unscale, mantissa, exponent, largest, nonfinite):
+    def block_sums(first, last, row_of_block, rows, divisor, unscale, mantissa, exponent, largest, nonfinite):
+        scaled = scratch_i32(BLOCK)  # bits of one block's magnitudes: read twice, divided once
         for block in range(first, last):
             row = load_i32(row_of_block, block, TABLE)
             start = block * BLOCK
-            stop = start + min(load_i64(rows, row * 2 + 1, TABLE) - start, BLOCK)
+            count = min(load_i64(rows, row * 2 + 1, TABLE) - start, BLOCK)
             grad_at = load_i64(rows, row * 2, TABLE)
             top = i32(0)
             bad = i32(0)
-            for i in range(start, stop):
-                bits = to_bits(widen(load(grad_at, i, 0)) * unscale) & i32(0x7FFFFFFF)
+            for i in range(count):
+                bits = to_bits(widen(load(grad_at, start + i, 0)) / divisor * unscale) & i32(0x7FFFFFFF)
                 finite = bits < i32(0x7F800000)
                 bad += i32(0) if finite else i32(1)
-                top = max(top, bits if finite else i32(0))
+                bits = bits if finite else i32(0)
+                top = max(top, bits)
+                store_i32(scaled, i, bits, 5)
             grid = max(top >> i32(23), i32(1))
             # 2**(153 - grid), in two factors because it can pass fp32's range; both products are exact.
             raised = i32(153) - grid
             first_factor = from_bits((min(raised, i32(127)) + i32(127)) << i32(23))
             second_factor = from_bits((max(raised - i32(127), i32(0)) + i32(127)) << i32(23))
             total = i64(0)
-            for i in range(start, stop):
-                bits = to_bits(widen(load(grad_at, i, 0)) * unscale) & i32(0x7FFFFFFF)
-                magnitude = from_bits(bits if bits < i32(0x7F800000) else i32(0))
-                q = i32(magnitude * first_factor * second_factor)  # truncates
+            for i in range(count):
+                q = i32(from_bits(load_i32(scaled, i, 5)) * first_factor * second_factor)  # truncates
                 total += i64(q) * i64(q)
             store_i64(mantissa, block, total, 1)
             store_i32(exponent, block, grid, 2)
             store_i32(largest, block, top, 3)
             store_i32(nonfinite, block, bad, 4)
 
-    signature = types.void(*[types.int64] * 4, types.float32, *[types.int64] * 4)
+    signature = types.void(*[types.int64] * 4, *[types.float32] * 2, *[types.int64] * 4)
     return njit(signature, **COMPILE_OPTIONS)(block_sums)  # type: ignore[no-any-return]
 
 
 @functools.cache
-def compile_add_limbs() -> Callable[..., None]:
-    """The kernel ``(num_blocks, mantissa, exponent, limbs)``: adds the blocks' sums to 18 limbs (and 2 to spare)."""
+def compile_add_blocks() -> Callable[..., None]:
+    """The kernel ``(num_blocks, row_of_block, mantissa, exponent, largest, nonfinite, totals)``: adds to the totals."""
     low_mask = (1 << LIMB_BITS) - 1
     i64 = types.int64
 
-    def add_limbs(num_blocks, mantissa, exponent, limbs):
+    def add_blocks(num_blocks, row_of_block, mantissa, exponent, largest, nonfinite, totals):
         for block in range(num_blocks):
+            row_at = i64(load_i32(row_of_block, block, TABLE)) * i64(COLUMNS)
             bit = i64(2) * max(i64(load_i32(exponent, block, 1)), i64(1)) - i64(2)
-            limb, shift = bit >> i64(5), bit & i64(31)
+            limb, shift = row_at + (bit >> i64(5)), bit & i64(31)
             total = load_i64(mantissa, block, 2)
             low, high = (total & low_mask) << shift, (total >> i64(LIMB_BITS)) << shift
-            store_i64(limbs, limb, load_i64(limbs, limb, 3) + (low & low_mask), 3)
+            store_i64(totals, limb, load_i64(totals, limb, 5) + (low & low_mask), 5)
             middle = (low >> i64(LIMB_BITS)) + (high & low_mask)
-            store_i64(limbs, limb + 1, load_i64(limbs, limb + 1, 3) + middle, 3)
-            store_i64(limbs, limb + 2, load_i64(limbs, limb + 2, 3) + (high >> i64(LIMB_BITS)), 3)
+            store_i64(totals, limb + 1, load_i64(totals, limb + 1, 5) + middle, 5)
+            store_i64(totals, limb + 2, load_i64(totals, limb + 2, 5) + (high >> i64(LIMB_BITS)), 5)
+            top = max(load_i64(totals, row_at + LARGEST, 5), i64(load_i32(largest, block, 3)))
+            store_i64(totals, row_at + LARGEST, top, 5)
+            bad = load_i64(totals, row_at + NONFINITE, 5) + i64(load_i32(nonfinite, block, 4))
+            store_i64(totals, row_at + NONFINITE, bad, 5)
 
-    signature = types.void(*[types.int64] * 4)
-    return njit(signature, **COMPILE_OPTIONS)(add_limbs)  # type: ignore[no-any-return]
+    signature = types.void(*[types.int64] * 7)
+    return njit(signature, **COMPILE_OPTIONS)(add_blocks)  # type: ignore[no-any-return]
 
 
 @functools.cache

@@ -114,6 +114,19 @@ def where(typing_context: Any, condition: Any, x: Any, y: Any) -> Any:
     return types.float32(types.boolean, types.float32, types.float32), emit
 
 
+@intrinsic(prefer_literal=True)
+def scratch_i32(typing_context: Any, count: Any) -> Any:
+    """The address of ``count`` (a constant of Python) int32 on the thread's own stack."""
+
+    def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        with builder.goto_entry_block():
+            space = builder.alloca(ir.IntType(32), size=int(count.literal_value))
+        space.align = 64
+        return builder.ptrtoint(space, ir.IntType(64))
+
+    return types.int64(count), emit
+
+
 # An intrinsic or a type wherever it can be one: each function that Numba compiles costs it 50 ms or more.
 f32 = types.float32
 

@@ -13,7 +13,7 @@ the total is rounded, once, to float64.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,6 +22,9 @@ from .tables import Gradients
 
 LIMBS = 18
 LIMB_BITS = 32
+# A row of totals: the limbs, then these two.
+LARGEST, NONFINITE = LIMBS, LIMBS + 1
+COLUMNS = LIMBS + 2
 _BASE = 2 - 306  # the binary exponent of bit 0 of limb 0
 
 
@@ -39,36 +42,78 @@ class BlockSums:
         kinds = (torch.int64, torch.int32, torch.int32, torch.int32)
         return BlockSums(*(torch.zeros_like(gradients.row_of_block, dtype=kind) for kind in kinds))
 
-    def limbs(self) -> torch.Tensor:
-        """The sum of squares of the whole shard, 1D [18] int64."""
+    def totals(self, gradients: Gradients) -> "Totals":
+        """What the blocks add up to, in torch's operations: integer sums and maxima, so that their order is free."""
+        row_at = gradients.row_of_block.long() * COLUMNS
         bit = 2 * self.exponent.clamp(min=1).long() - 2
-        limb, shift = bit // LIMB_BITS, bit % LIMB_BITS
+        limb, shift = row_at + bit // LIMB_BITS, bit % LIMB_BITS
         low_mask = (1 << LIMB_BITS) - 1
         # S has up to 62 bits; shifted by up to 31 it spans three limbs. Its halves are shifted apart to stay in int64.
         low = (self.mantissa & low_mask) << shift
         high = (self.mantissa >> LIMB_BITS) << shift
-        total = torch.zeros(LIMBS + 2, dtype=torch.int64, device=bit.device)
-        for offset, part in (
-            (0, low & low_mask),
-            (1, low >> LIMB_BITS),
-            (1, high & low_mask),
-            (2, high >> LIMB_BITS),
+        table = torch.zeros(gradients.num_rows, COLUMNS, dtype=torch.int64, device=bit.device)
+        flat = table.view(-1)
+        for at, part in (
+            (limb, low & low_mask),
+            (limb + 1, (low >> LIMB_BITS) + (high & low_mask)),
+            (limb + 2, high >> LIMB_BITS),
+            (row_at + NONFINITE, self.nonfinite.long()),
         ):
-            total.index_add_(0, limb + offset, part)
-        return total[:LIMBS]
+            flat.index_add_(0, at, part)
+        flat.scatter_reduce_(0, row_at + LARGEST, self.largest.long(), "amax")
+        return Totals(table)
 
 
-class Totals(NamedTuple):
-    """What the blocks of a shard add up to."""
+class Total(NamedTuple):
+    """What the blocks of a whole shard add up to."""
 
     limbs: tuple[int, ...]
     nonfinite: int
+
+
+@dataclass(frozen=True)
+class Totals:
+    """What the blocks of each row add up to: one row a param, as in ``tables.py``; zeros where nothing was summed.
+
+    All of it is one tensor, so that one message carries it. Rows of several shards and ranks are joined by adding the
+    limbs and the counts, and taking the larger magnitude.
+    """
+
+    table: torch.Tensor  # 2D [num_rows, COLUMNS] int64, on the device of the gradients
+
+    @property
+    def limbs(self) -> torch.Tensor:
+        """2D [num_rows, 18] int64, a view: the sums of squares."""
+        return self.table[:, :LIMBS]
+
+    @property
+    def largest(self) -> torch.Tensor:
+        """1D [num_rows] int64, a view: bits of the largest finite magnitude in fp32, which sort as it does."""
+        return self.table[:, LARGEST]
+
+    @property
+    def nonfinite(self) -> torch.Tensor:
+        """1D [num_rows] int64, a view: counts of Inf and NaN."""
+        return self.table[:, NONFINITE]
+
+    def of_shard(self) -> Total:
+        """All rows together."""
+        total = self.table.cpu().numpy().sum(axis=0)  # in NumPy: see launch.Native; one copy from a GPU
+        return Total(tuple(total[:LIMBS].tolist()), int(total[NONFINITE]))
 
 
 def sum_of_squares(limbs: Sequence[int]) -> float:
     """The total that limbs (already added over ranks) stand for, rounded once to float64; infinity beyond its range."""
     total = sum(limb << (LIMB_BITS * index) for index, limb in enumerate(limbs))
     return float(np.ldexp(*_mantissa(total), dtype=np.float64))
+
+
+def norms_of_limbs(limbs: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any]":
+    """2-norms of many sums at once, 2D [n, 18] int64 to 1D [n] float64: within 2 ulp, and a function of the limbs."""
+    total = np.zeros(len(limbs), dtype=np.float64)
+    for index in range(LIMBS):  # from the smallest; a float64 holds every limb of 2**20 blocks exactly
+        total += np.ldexp(limbs[:, index].astype(np.float64), LIMB_BITS * index + _BASE)
+    return np.sqrt(total)
 
 
 def _mantissa(total: int) -> tuple[float, int]:

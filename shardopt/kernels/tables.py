@@ -11,6 +11,7 @@ where backward left them, and a skipped param is a row whose end is 0::
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -33,6 +34,22 @@ class Gradients:
     @property
     def num_blocks(self) -> int:
         return self.row_of_block.numel()
+
+    @property
+    def num_rows(self) -> int:
+        return self.rows.shape[0]
+
+
+class Factors(NamedTuple):
+    """What the gradient that a rule sees is scaled by: ``widen(grad) / divisor * unscale * clip``.
+
+    In this order, each quotient and product rounded once to fp32; of a factor of 1 nothing is rounded. The divisor is
+    divided by, never multiplied by its reciprocal: 1/3 is no fp32 number, so that would be another mean.
+    """
+
+    divisor: float = 1.0  # how many gradients were added up: the ranks, where they are kept as sums
+    unscale: float = 1.0  # 1 / loss scale
+    clip: float = 1.0  # factor of the global-norm clipping
 
 
 @dataclass(frozen=True)

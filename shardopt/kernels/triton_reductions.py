@@ -8,7 +8,7 @@ import triton.language as tl
 
 from .formats import Format
 from .reductions import BlockSums
-from .tables import BLOCK, Gradients
+from .tables import BLOCK, Factors, Gradients
 from .triton_step import BLOCKS_PER_PROGRAM, GRAD_TYPES, NUM_WARPS
 from .triton_words import widen
 
@@ -43,7 +43,7 @@ def load_gradients(
     return blocks, inside, grad
 
 
-@triton.jit(do_not_specialize=["num_blocks", "unscale"])
+@triton.jit(do_not_specialize=["num_blocks", "divisor", "unscale"])
 def block_sums_kernel(
     row_of_block_ptr,  # [num_blocks] int32
     rows_ptr,  # [num_rows, 2] int64
@@ -52,7 +52,8 @@ def block_sums_kernel(
     largest_ptr,
     nonfinite_ptr,
     num_blocks,
-    unscale,  # fp32
+    divisor,  # fp32, as the next
+    unscale,
     GRAD: tl.constexpr,
     GRAD_TYPE: tl.constexpr,
     ALIGNED: tl.constexpr,
@@ -62,7 +63,7 @@ def block_sums_kernel(
     blocks, inside, grad = load_gradients(
         row_of_block_ptr, rows_ptr, num_blocks, GRAD_TYPE=GRAD_TYPE, ALIGNED=ALIGNED, BLOCK=BLOCK, BLOCKS=BLOCKS
     )
-    bits = (widen(grad, GRAD) * unscale).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    bits = (tl.div_rn(widen(grad, GRAD), divisor) * unscale).to(tl.int32, bitcast=True) & 0x7FFFFFFF
     finite = bits < 0x7F800000
     bits = tl.where(finite, bits, 0)
     # Maxima and integer sums: the same in whatever order the hardware takes them.
@@ -99,10 +100,10 @@ def count_nonfinite_kernel(
     tl.store(counts_ptr + blocks, tl.sum(tl.where(bits < 0x7F800000, 0, 1), axis=1), mask=inside)
 
 
-def launch_block_sums(grad: Format, gradients: Gradients, unscale: float, sums: BlockSums) -> None:
+def launch_block_sums(grad: Format, gradients: Gradients, factors: Factors, sums: BlockSums) -> None:
     """One launch for the whole shard, on the current stream."""
     columns = (sums.mantissa, sums.exponent, sums.largest, sums.nonfinite)
-    _launch(block_sums_kernel, grad, gradients, *columns, gradients.num_blocks, unscale)
+    _launch(block_sums_kernel, grad, gradients, *columns, gradients.num_blocks, factors.divisor, factors.unscale)
 
 
 def launch_count_nonfinite(grad: Format, gradients: Gradients, counts: torch.Tensor) -> None:

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from .spec import StepSpec
-from .tables import BLOCK, Gradients, Streams
+from .tables import BLOCK, Factors, Gradients, Streams
 from .translate import Arithmetic, function_from_source, triton_function
 from .triton_words import RULE_WORDS, narrow, widen
 
@@ -27,7 +27,7 @@ NUM_WARPS = 1
 GRAD_TYPES = {"fp32": tl.float32, "bf16": tl.int16, "fp16": tl.float16}
 
 
-@triton.jit(do_not_specialize=["num_blocks", "unscale", "clip"])
+@triton.jit(do_not_specialize=["num_blocks", "divisor", "unscale", "clip"])
 def step_kernel(
     param_ptr,  # [num_blocks * 256] PARAM
     master_ptr,  # [num_blocks * 256] fp32; the param itself where that is fp32
@@ -36,8 +36,9 @@ def step_kernel(
     rows_ptr,  # [num_rows, 2] int64: address of the gradient of element 0 of the shard; end of the param in the shard
     scalars_ptr,  # [num_rows, NUM_SCALARS] fp32
     num_blocks,
-    unscale,  # fp32: 1 / loss scale
-    clip,  # fp32: factor of the global-norm clipping
+    divisor,  # fp32, as the next two: the factors of the gradient
+    unscale,
+    clip,
     RULE: tl.constexpr,  # (param, grad, states, scalars) -> (param, states)
     NUM_SCALARS: tl.constexpr,
     PARAM: tl.constexpr,  # format names
@@ -76,7 +77,7 @@ def step_kernel(
         grad = tl.load(grad_ptrs, mask=active, other=0)
     else:
         grad = tl.load(grad_ptrs, mask=active & (offsets < end[:, None]), other=0)
-    grad = widen(grad, GRAD) * unscale * clip
+    grad = tl.div_rn(widen(grad, GRAD), divisor) * unscale * clip
 
     param, states = RULE(param, grad, states, scalars)
 
@@ -108,7 +109,7 @@ def constants(spec: StepSpec, aligned: bool) -> dict[str, Any]:
 
 
 def launch_step(
-    spec: StepSpec, streams: Streams, gradients: Gradients, scalars: torch.Tensor, unscale: float, clip: float
+    spec: StepSpec, streams: Streams, gradients: Gradients, scalars: torch.Tensor, factors: Factors
 ) -> None:
     """One launch for the whole shard, on the current stream."""
     num_blocks = gradients.num_blocks
@@ -122,8 +123,7 @@ def launch_step(
         gradients.rows,
         scalars,
         num_blocks,
-        unscale,
-        clip,
+        *factors,
         **constants(spec, gradients.aligned),
         num_warps=NUM_WARPS,
         enable_fp_fusion=False,  # no contraction into FMA: the bits of the native kernel
@@ -143,4 +143,4 @@ def compile_by_empty_launch(spec: StepSpec, device: torch.device, aligned: bool)
         torch.zeros(1, dtype=torch.int32, device=device), torch.zeros(1, 2, dtype=torch.int64, device=device), aligned
     )
     scalars = torch.zeros(1, len(spec.variant.scalars), device=device)
-    launch_step(spec, streams, gradients, scalars, unscale=1.0, clip=1.0)
+    launch_step(spec, streams, gradients, scalars, Factors())

@@ -6,6 +6,7 @@ import torch
 
 from ..errors import BindingError
 from .layout import BucketLayout
+from .released import ReleasedParameter
 
 
 class Bucket:
@@ -25,8 +26,27 @@ class Bucket:
                 view = self.view(self.flat, index, param)
                 view.copy_(param)
                 param.data = view  # only now may the old storage go: one bucket at a time is there twice
-        self._addresses = tuple(param.data_ptr() for param in self.params)
         self._shapes = tuple((param.size(), param.stride()) for param in self.params)
+
+    @property
+    def nbytes(self) -> int:
+        """Of the whole bucket, here or not."""
+        return self.layout.numel * self.flat.element_size()
+
+    def drop(self) -> None:
+        """Gives the memory back. Params, and what autograd saved of them, stay views of the same empty storage."""
+        for param in self.params:
+            param.__class__ = ReleasedParameter
+        self.flat.untyped_storage().resize_(0)
+
+    def take_room(self) -> None:
+        """Memory for the whole bucket again, at another address perhaps; it holds anything."""
+        self.flat.untyped_storage().resize_(self.nbytes)
+
+    def show(self) -> None:
+        """The values are whole: params may be read again."""
+        for param in self.params:
+            param.__class__ = torch.nn.Parameter
 
     @property
     def device(self) -> torch.device:
@@ -48,8 +68,10 @@ class Bucket:
         """Whether the param of ``index`` is still the view that it was made."""
         param = self.params[index]
         shape, strides = self._shapes[index]
+        own = self.flat.untyped_storage()
         return (
-            param.data_ptr() == self._addresses[index]
+            param.untyped_storage()._cdata == own._cdata
+            and param.storage_offset() == self.layout.offsets[index]
             and param.dtype is self.dtype
             and param.size() == shape
             and param.stride() == strides

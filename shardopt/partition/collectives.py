@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
 
 from ..errors import CommunicationError, DisagreementError
 
@@ -43,11 +44,23 @@ class Ranks:
         """Whether the group has a backend for tensors of this device; gloo's for CUDA does not count: it is slow."""
         return self.group is None or self._backend(device) not in ((None,) if device.type == "cpu" else (None, "gloo"))
 
+    @property
+    def seconds(self) -> float:
+        """The longest that one wait for another rank may take."""
+        if self._deadline is not None:
+            return self._deadline.total_seconds()
+        options = getattr(self.group and self._backend_object(torch.device("cpu")), "options", None)
+        return getattr(options, "_timeout", default_pg_timeout).total_seconds()
+
     def _backend(self, device: torch.device) -> str | None:
+        backend = self._backend_object(device)
+        return None if backend is None else str(backend.name()).lower()
+
+    def _backend_object(self, device: torch.device) -> Any:
         # Not dist.get_backend(): a group made without naming one has a backend for each kind of device.
         assert self.group is not None
         try:
-            return str(self.group._get_backend(device).name()).lower()
+            return self.group._get_backend(device)
         except RuntimeError:
             return None
 
@@ -107,6 +120,43 @@ class Ranks:
             others = [torch.empty_like(mine) for _ in range(self.size)]
             self.wait(Pending(phase, (dist.all_gather(others, mine, group=self.group, async_op=True),)))
         return [json.loads(bytes(other[:length].cpu().numpy())) for other, length in zip(others, lengths, strict=True)]
+
+    def reduce_everywhere(self, total: torch.Tensor, largest: torch.Tensor, phase: str) -> None:
+        """Adds ``total`` up over the ranks and takes the maximum of ``largest``, both int64 and in place."""
+        if self.size == 1:
+            return
+        own = total, largest
+        messages = [each.to(self._device_of_messages(each.device)) for each in own]
+        with self._naming(phase):
+            works = [
+                dist.all_reduce(message, op, group=self.group, async_op=True)
+                for message, op in zip(messages, (dist.ReduceOp.SUM, dist.ReduceOp.MAX), strict=True)
+            ]
+            self.wait(Pending(phase, tuple(works)))
+        for each, message in zip(own, messages, strict=True):
+            if message is not each:
+                each.copy_(message)
+
+    def exchange_slices(
+        self, own: Sequence[torch.Tensor], others: Sequence[torch.Tensor], tag: int, phase: str
+    ) -> Pending:
+        """Starts to send ``own[i]`` to rank ``i`` and to receive ``others[i]`` from it; messages of other tags wait."""
+        peers = [(self.rank + step) % self.size for step in range(1, self.size)]
+        with self._naming(phase):
+            works = [dist.irecv(others[peer], group_src=peer, group=self.group, tag=tag) for peer in peers]
+            works += [dist.isend(own[peer], group_dst=peer, group=self.group, tag=tag) for peer in peers]
+        return Pending(phase, tuple(works))
+
+    def broadcast(self, tensors: Sequence[torch.Tensor], phase: str) -> None:
+        """Rank 0's values into every rank's tensors, one after the other."""
+        if self.size == 1:
+            return
+        for tensor in tensors:
+            message = tensor.detach().to(self._device_of_messages(tensor.device)).contiguous()
+            with self._naming(phase):
+                self.wait(Pending(phase, (dist.broadcast(message, group_src=0, group=self.group, async_op=True),)))
+            if message.data_ptr() != tensor.data_ptr():
+                tensor.detach().copy_(message)
 
     def collect(self, own: torch.Tensor, to: int, phase: str) -> list[torch.Tensor] | None:
         """Every rank's tensor (same shape and dtype), by rank, on the rank ``to``; None elsewhere."""

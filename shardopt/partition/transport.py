@@ -1,13 +1,17 @@
-"""How a bucket's shards reach every rank: one mechanism for each kind of wire, chosen once, the same on all ranks.
+"""How a bucket's shards reach every rank: one wire for each kind of connection, chosen once, the same on all ranks.
 
 ========================  ==============================================================================
-tensors, group            mechanism
+tensors, group            wire
 ========================  ==============================================================================
-CUDA, NCCL                :class:`NcclGather`: NCCL's all-gather, in place
-CPU, ranks of one machine :class:`NeighbourGather`: every rank reads the others' memory
-CPU, otherwise            :class:`MessageGather`: a broadcast by each owner (4x faster than gloo's all-gather)
-CUDA, gloo                :class:`StagedGather`: the same, through host memory
+one rank                  :class:`NoWire`
+CUDA, NCCL                :class:`NcclWire`: NCCL's all-gather, in place
+CPU, ranks of one machine :class:`NeighbourWire`: every rank reads the others' memory
+CPU, otherwise            :class:`MessageWire`: a broadcast by each owner (4x faster than gloo's all-gather)
+CUDA, gloo                :class:`StagedWire`: the same, through host memory
 ========================  ==============================================================================
+
+A wire moves what is already final (stage 3 gathers params so). A :class:`Gather` is a round behind an update, in which
+every rank first has to hear that the others' shards are written, and last that nobody reads its own any more.
 """
 
 from collections.abc import Callable
@@ -20,6 +24,8 @@ import torch.distributed as dist
 from ..errors import CommunicationError
 from .collectives import Pending, Ranks
 from .neighbours import Neighbours
+from .scatter import Scatter, make_scatter
+from .traffic import Traffic
 
 
 @dataclass(frozen=True)
@@ -33,11 +39,107 @@ class Window:
     def shard(self, rank: int) -> torch.Tensor:
         return self.flat[rank * self.shard_numel : (rank + 1) * self.shard_numel]
 
+    @property
+    def nbytes_received(self) -> int:
+        return (self.flat.numel() - self.shard_numel) * self.flat.element_size()
 
-class Gather(Protocol):
-    """A round of gathering: ``start`` each window when this rank's shard of it is final, then ``finish``."""
+
+class Wire(Protocol):
+    """Moves shards that are final into windows, whose own shard is in place."""
 
     def start(self, window: Window) -> None: ...
+
+    def finish(self) -> None:
+        """Until every window that was started holds every rank's shard.
+
+        Raises:
+            CommunicationError: a rank died or is late.
+        """
+
+
+class Transport:
+    """Opens windows and chooses mechanisms for one group of ranks."""
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        device: torch.device,
+        neighbours: Neighbours | None = None,
+        cards: tuple[tuple[int, ...], ...] = (),
+    ):
+        self.ranks, self._device = ranks, device
+        self._neighbours, self._cards = neighbours, cards
+        self.traffic = Traffic()
+
+    @staticmethod
+    def of(ranks: Ranks, device: torch.device, use_neighbours: bool) -> "Transport":
+        """Collective: finds out whether the ranks can read each other's memory."""
+        if ranks.size == 1 or device.type != "cpu" or not use_neighbours:
+            return Transport(ranks, device)
+        neighbours = Neighbours()
+        cards = tuple(tuple(card) for card in ranks.exchange(neighbours.card(), device, "looking for neighbours"))
+        able = all(neighbours.can_read(card) for card in cards)
+        everyone = ranks.exchange([int(able)], device, "agreeing on neighbours")
+        if not all(each for (each,) in everyone):
+            return Transport(ranks, device)
+        return Transport(ranks, device, neighbours, cards)
+
+    @property
+    def name(self) -> str:
+        return "neighbours" if self._neighbours is not None else "messages"
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether shards travel while this rank computes, so that they are worth asking for early."""
+        return self._neighbours is None and self.ranks.size > 1
+
+    def open(self, flat: torch.Tensor, shard_numel: int) -> Window:
+        """Collective: a window on each rank's buffer, which must stay where it is as long as the window is used."""
+        return self._open(flat, shard_numel, flat.data_ptr())
+
+    def open_apart(self, flat: torch.Tensor, shard: torch.Tensor) -> Window:
+        """Collective: a window on a buffer whose own shard every rank keeps elsewhere, in ``shard``."""
+        nbytes = shard.numel() * shard.element_size()
+        return self._open(flat, shard.numel(), shard.data_ptr() - self.ranks.rank * nbytes)
+
+    def _open(self, flat: torch.Tensor, shard_numel: int, address: int) -> Window:
+        if self._neighbours is None:
+            return Window(flat, shard_numel)
+        addresses = self.ranks.exchange([address], flat.device, "exchanging addresses")
+        return Window(
+            flat, shard_numel, tuple((card[0], each) for card, (each,) in zip(self._cards, addresses, strict=True))
+        )
+
+    def wire(self, phase: str) -> Wire:
+        """For shards that are final on every rank."""
+        if self.ranks.size == 1:
+            return NoWire()
+        if self._neighbours is not None:
+            return NeighbourWire(self.ranks, self._neighbours)
+        if self._device.type == "cpu":
+            return MessageWire(self.ranks, phase)
+        return NcclWire(self.ranks, phase) if self.ranks.carries(self._device) else StagedWire(self.ranks, phase)
+
+    def gather(self, phase: str) -> "Gather":
+        """For shards that are being written."""
+        return Gather(self.ranks, self.wire(phase), phase)
+
+    def scatter(self) -> Scatter:
+        """Collective: the mechanism for rounds of reduction."""
+        pids = tuple(card[0] for card in self._cards)
+        return make_scatter(self.ranks, self._device, self._neighbours, pids, self.traffic)
+
+
+class Gather:
+    """A round of gathering: ``start`` each window when this rank's shard of it is final, then ``finish``."""
+
+    def __init__(self, ranks: Ranks, wire: Wire, phase: str):
+        self._ranks, self._wire, self._phase = ranks, wire, phase
+        self.received = 0  # bytes
+
+    def start(self, window: Window) -> None:
+        self._wire.start(window)
+        self.received += window.nbytes_received
 
     def finish(self, failed: bool = False) -> None:
         """Until every window that was started holds every rank's shard, and no rank needs ours any more.
@@ -48,63 +150,46 @@ class Gather(Protocol):
         Raises:
             CommunicationError: a rank failed, died or is late.
         """
+        if self._ranks.size == 1:
+            return
+        if isinstance(self._wire, NcclWire):
+            # The others are not told, which would cost a wait of the host for the device; they meet the deadline.
+            self._wire.finish()
+            return
+        if isinstance(self._wire, NeighbourWire):
+            meet(self._ranks, failed, f"{self._phase} (waiting for every rank's update)")
+        problem = None
+        try:
+            self._wire.finish()
+        except CommunicationError as error:
+            problem = error
+        # No rank may write or free its params before all have read them; and all must know that one could not.
+        try:
+            meet(self._ranks, failed or problem is not None, f"{self._phase} (waiting for every rank's copy)")
+        finally:
+            if problem is not None:
+                raise problem
 
 
-class Transport:
-    """Opens windows and rounds for one group of ranks."""
-
-    def __init__(self, ranks: Ranks, neighbours: Neighbours | None, cards: tuple[tuple[int, ...], ...]):
-        self.ranks = ranks
-        self._neighbours = neighbours
-        self._cards = cards
-
-    @staticmethod
-    def of(ranks: Ranks, device: torch.device, use_neighbours: bool) -> "Transport":
-        """Collective: finds out whether the ranks can read each other's memory."""
-        if ranks.size == 1 or device.type != "cpu" or not use_neighbours:
-            return Transport(ranks, None, ())
-        neighbours = Neighbours()
-        cards = tuple(tuple(card) for card in ranks.exchange(neighbours.card(), device, "looking for neighbours"))
-        able = all(neighbours.can_read(card) for card in cards)
-        everyone = ranks.exchange([int(able)], device, "agreeing on neighbours")
-        return Transport(ranks, neighbours if all(each for (each,) in everyone) else None, cards)
-
-    @property
-    def name(self) -> str:
-        return "neighbours" if self._neighbours is not None else "messages"
-
-    def open(self, flat: torch.Tensor, shard_numel: int) -> Window:
-        """Collective: a window on each rank's buffer, which must stay where it is as long as the window is used."""
-        if self._neighbours is None:
-            return Window(flat, shard_numel)
-        addresses = self.ranks.exchange([flat.data_ptr()], flat.device, "exchanging addresses")
-        return Window(
-            flat, shard_numel, tuple((card[0], each) for card, (each,) in zip(self._cards, addresses, strict=True))
-        )
-
-    def gather(self, device: torch.device, phase: str) -> Gather:
-        """A round for windows on ``device``."""
-        if self.ranks.size == 1:
-            return NoGather()
-        if self._neighbours is not None:
-            return NeighbourGather(self.ranks, phase, self._neighbours)
-        if device.type == "cpu":
-            return MessageGather(self.ranks, phase)
-        return NcclGather(self.ranks, phase) if self.ranks.carries(device) else StagedGather(self.ranks, phase)
+def meet(ranks: Ranks, failed: bool, phase: str) -> None:
+    """A barrier that tells whether every rank came to it well."""
+    reports = ranks.exchange([int(failed)], torch.device("cpu"), phase)
+    if any(each for (each,) in reports):
+        raise CommunicationError(f"while {phase}: rank {[each for (each,) in reports].index(1)} could not go on.")
 
 
-class NoGather:
+class NoWire:
     """One rank owns everything."""
 
     def start(self, window: Window) -> None:
         pass
 
-    def finish(self, failed: bool = False) -> None:
+    def finish(self) -> None:
         pass
 
 
-class MessageGather:
-    """Broadcasts by each owner, under way while the next shard is updated."""
+class MessageWire:
+    """Broadcasts by each owner, under way while something else is computed."""
 
     def __init__(self, ranks: Ranks, phase: str):
         self._ranks, self._phase = ranks, phase
@@ -116,56 +201,32 @@ class MessageGather:
                 self._ranks.broadcast_each([window.shard(rank) for rank in range(self._ranks.size)], self._phase)
             )
 
-    def finish(self, failed: bool = False) -> None:
+    def finish(self) -> None:
         for pending in self._pending:
             self._ranks.wait(pending)
-        _meet(self._ranks, failed, self._phase)
 
 
-def _meet(ranks: Ranks, failed: bool, phase: str) -> None:
-    """A barrier that tells whether every rank came to it well."""
-    reports = ranks.exchange([int(failed)], torch.device("cpu"), phase)
-    if any(each for (each,) in reports):
-        raise CommunicationError(f"while {phase}: rank {[each for (each,) in reports].index(1)} could not go on.")
+class NeighbourWire:
+    """Reads every other rank's shard out of its memory."""
 
-
-class NeighbourGather:
-    """Reads every other rank's shard out of its memory, between two barriers."""
-
-    def __init__(self, ranks: Ranks, phase: str, neighbours: Neighbours):
-        self._ranks, self._phase, self._neighbours = ranks, phase, neighbours
+    def __init__(self, ranks: Ranks, neighbours: Neighbours):
+        self._ranks, self._neighbours = ranks, neighbours
         self._windows: list[Window] = []
 
     def start(self, window: Window) -> None:
         self._windows.append(window)
 
-    def finish(self, failed: bool = False) -> None:
-        if not self._windows:
-            return
-        _meet(self._ranks, failed, f"{self._phase} (waiting for every rank's update)")
-        problem = self._read_all()
-        # No rank may write or free its params before all have read them; and all must know that one could not.
-        try:
-            _meet(self._ranks, problem is not None, f"{self._phase} (waiting for every rank's copy)")
-        finally:
-            if problem is not None:
-                raise problem
-
-    def _read_all(self) -> CommunicationError | None:
-        try:
-            for window in self._windows:
-                # Every rank starts with another neighbour, so that no memory is read by all at once.
-                for step in range(1, self._ranks.size):
-                    owner = (self._ranks.rank + step) % self._ranks.size
-                    pid, base = window.peers[owner]
-                    target = window.shard(owner)
-                    self._neighbours.read(pid, base + target.data_ptr() - window.flat.data_ptr(), target)
-        except CommunicationError as error:
-            return error
-        return None
+    def finish(self) -> None:
+        for window in self._windows:
+            # Every rank starts with another neighbour, so that no memory is read by all at once.
+            for step in range(1, self._ranks.size):
+                owner = (self._ranks.rank + step) % self._ranks.size
+                pid, base = window.peers[owner]
+                target = window.shard(owner)
+                self._neighbours.read(pid, base + target.data_ptr() - window.flat.data_ptr(), target)
 
 
-class NcclGather:
+class NcclWire:
     """NCCL's all-gather, on its own stream; the wait orders the current stream behind it."""
 
     def __init__(self, ranks: Ranks, phase: str):
@@ -179,17 +240,16 @@ class NcclGather:
             )
             self._pending.append(Pending(self._phase, (work,)))
 
-    def finish(self, failed: bool = False) -> None:
-        # The others are not told, which would cost a wait of the host for the device; they meet the deadline.
+    def finish(self) -> None:
         for pending in self._pending:
             self._ranks.wait(pending)
 
 
-class StagedGather:
+class StagedWire:
     """CUDA tensors over a group that carries only CPU tensors: several ranks on one GPU, for tests of correctness."""
 
     def __init__(self, ranks: Ranks, phase: str):
-        self._messages = MessageGather(ranks, phase)
+        self._messages = MessageWire(ranks, phase)
         self._staged: list[tuple[Window, Window]] = []
 
     def start(self, window: Window) -> None:
@@ -197,8 +257,8 @@ class StagedGather:
         self._staged.append((window, copy))
         self._messages.start(copy)
 
-    def finish(self, failed: bool = False) -> None:
-        self._messages.finish(failed)
+    def finish(self) -> None:
+        self._messages.finish()
         for window, copy in self._staged:
             window.flat.copy_(copy.flat)
 

@@ -1,0 +1,281 @@
+"""Backward, where the module was handed over: gradients go into the reducer, and come back as parts.
+
+A round is one synchronised backward. Its first gradient (or the gradient of the module's output) opens it; every
+gradient is handed to the reducer as autograd accumulates it; when autograd is done, what is left is reduced, one small
+all-reduce tells every rank each param's norm, and ``param.grad`` becomes a part.
+"""
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+from .binding import Binding, Entry
+from .errors import BindingError, DisagreementError, ShardoptError
+from .gradient import GradientPart, Norms, Slot
+from .kernels.formats import FP32
+from .kernels.launch import backend_of
+from .kernels.reductions import LIMBS, NONFINITE, norms_of_limbs
+from .kernels.reductions import LARGEST as LARGEST_OF_ROW
+from .kernels.tables import Factors, Gradients
+from .shard import Shard
+
+# Columns of the table of largest values: bits of the largest magnitude, then facts that hold if they do on any rank.
+_LARGEST, _HELD, _NOT_HELD, _PRESENT, _LATE, _COLUMNS = range(6)
+
+# Params whose gradients are taken by an optimizer: a second one would take half of them.
+_TAKEN: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+class Backward:
+    """Takes the gradients of a binding's params."""
+
+    def __init__(self, binding: Binding):
+        self._binding = binding
+        self._entries: list[Entry] = []
+        self._tables: dict[Shard, tuple[Gradients, np.ndarray[Any, Any]]] = {}
+        self._pending: dict[Entry, torch.Tensor] = {}  # local gradients beside a part, accumulated without a round
+        self._hooks: list[Any] = []
+        self.is_syncing = False  # whether this forward's backward is a round; said by the forward
+        self._lost: str | None = None  # why gradients of an unfinished round are gone
+
+    # -- params ----------------------------------------------------------------------------------------------------
+
+    def check_free(self, params: Sequence[torch.nn.Parameter], names: Sequence[str]) -> None:
+        """Raises BindingError if another optimizer takes the gradient of one of them."""
+        for param, name in zip(params, names, strict=True):
+            owner = _TAKEN.get(param)
+            if owner is not None and owner() not in (None, self):
+                raise BindingError(
+                    f"another optimizer already takes the gradient of {name}: each would see some of its gradients. "
+                    "Give a param to one optimizer, or close() the other one first."
+                )
+
+    def attach(self) -> None:
+        """Takes the gradients of params that were bound since the last call."""
+        me = weakref.ref(self)
+        for entry in list(self._binding.entries.values())[len(self._entries) :]:
+            self._entries.append(entry)
+            _TAKEN[entry.param] = me
+            entry.slot = self._make_slot(entry)
+            self._hooks.append(entry.param.register_post_accumulate_grad_hook(_taker(me, entry)))
+        for shard in self._binding.shards:
+            if shard not in self._tables:
+                whole = {row: (shard.reduced.total[piece.shard_start :], piece.start) for row, piece in enumerate(shard.pieces)}
+                numbers = {entry.index: number for number, entry in enumerate(self._entries) if entry.shard is shard}
+                rows = np.array([numbers[piece.param] for piece in shard.pieces], dtype=np.int64)
+                self._tables[shard] = shard.gradients(whole), rows
+
+    def _make_slot(self, entry: Entry) -> Slot:
+        binding, shard, me = self._binding, entry.shard, weakref.ref(self)
+        where = shard.slice_of(entry.index)
+
+        def receive(grad: torch.Tensor) -> None:
+            backward = me()
+            if backward is not None:
+                backward._receive(entry, grad)
+
+        def gather(_: torch.Tensor) -> torch.Tensor:
+            return shard.as_param(binding.gather_slices(shard, shard.reduced.total, "gradients"), entry.index).clone()
+
+        shared = binding.mesh.shard.size > 1
+        return Slot(shard.reduced.total[where.local], where.start, receive, gather if shared else None)
+
+    def detach(self) -> None:
+        """Leaves the params to autograd again."""
+        for hook in self._hooks:
+            hook.remove()
+        for entry in self._entries:
+            if isinstance(entry.param.grad, GradientPart):
+                entry.param.grad = None
+            _TAKEN.pop(entry.param, None)
+        self._hooks, self._entries, self._tables = [], [], {}
+
+    # -- a round ---------------------------------------------------------------------------------------------------
+
+    @property
+    def is_open(self) -> bool:
+        return self._binding.reducer is not None and self._binding.reducer.is_open
+
+    def check_whole(self) -> None:
+        """Raises ShardoptError if gradients are half-reduced."""
+        if self.is_open:
+            self.abandon("backward ended before all gradients were reduced")
+        if self._lost is not None:
+            raise ShardoptError(
+                f"the gradients are those of a part of a backward only: {self._lost}. A step would train on them, so it "
+                "was refused. Call zero_grad() on every rank and go on with the next batch."
+            )
+        waiting = next((entry for entry in self._pending if entry.slot and entry.param.grad is entry.slot.part), None)
+        if waiting is not None:
+            raise ShardoptError(
+                f"gradients of {waiting.name} were accumulated under no_sync() and not reduced: a step would leave "
+                "them out. Leave no_sync() for the last backward before step(), or call zero_grad()."
+            )
+
+    def abandon(self, reason: str) -> None:
+        """Gives up the open round."""
+        assert self._binding.reducer is not None
+        self._binding.reducer.leave()
+        self._lost = reason
+        for entry in self._entries:
+            if entry.slot is not None:  # what it holds may be added to already
+                entry.slot.part = None
+
+    def forget(self) -> None:
+        """All gradients were set to None or zero."""
+        if self.is_open:
+            self.abandon("zero_grad() was called in the middle of it")
+        self._lost = None
+        self._pending.clear()
+
+    def open(self) -> None:
+        """Opens a round, in the outermost of the graphs that autograd is running."""
+        reducer = self._binding.reducer
+        assert reducer is not None
+        held: list[set[int]] = [set() for _ in reducer.buckets]
+        for entry in self._entries:
+            grad, slot = entry.param.grad, entry.slot
+            if grad is None or slot is None or grad is not slot.part:
+                self._pending.pop(entry, None)
+                continue
+            held[entry.shard.number].add(entry.index)
+            if slot.divisor == 1:  # a user scaled the mean: back to a sum, which the next ones are added to
+                slot.total.mul_(self._binding.mesh.world.size)
+        torch.autograd.Variable._execution_engine.queue_callback(self._finish)  # type: ignore[attr-defined]
+        reducer.begin([frozenset(each) for each in held])
+        self._lost = None
+
+    def _receive(self, entry: Entry, grad: torch.Tensor) -> None:
+        """Autograd adds a gradient to a part."""
+        sooner = self._pending.get(entry)
+        # Not in place: autograd may have handed the same tensor to another param.
+        self._pending[entry] = grad if sooner is None else sooner + grad
+
+    def take(self, entry: Entry) -> None:
+        """Autograd has accumulated the gradient of a param."""
+        if not self.is_syncing:
+            return
+        try:
+            if not self.is_open:
+                self.open()
+            self._deliver(entry)
+        except BaseException as error:
+            if self.is_open:
+                self.abandon(f"{type(error).__name__}: {error}")
+            raise
+
+    def _deliver(self, entry: Entry) -> None:
+        reducer, slot, param = self._binding.reducer, entry.slot, entry.param
+        assert reducer is not None and slot is not None
+        grad = param.grad
+        if grad is slot.part and grad is not None:
+            grad = self._pending.pop(entry)
+        else:
+            assert grad is not None
+            param.grad = None
+        if grad.layout is not torch.strided:
+            raise ShardoptError(
+                f"the gradient of {entry.name} is sparse ({grad.layout}): only dense ones are reduced. Build the "
+                "embedding with sparse=False, or give this param to torch.optim.SparseAdam and another module to DDP."
+            )
+        reducer.deliver(entry.shard.number, entry.index, grad.detach(), entry.shard.strides(entry.index))
+        if entry.shard.gathered is not None:
+            self.on_taken(entry)
+
+    on_taken: Callable[[Entry], None] = staticmethod(lambda entry: None)
+
+    def _finish(self) -> None:
+        if not self.is_open:  # given up in between
+            return
+        try:
+            with torch.no_grad():
+                self._finish_round()
+        except BaseException as error:
+            if self.is_open:
+                self.abandon(f"{type(error).__name__}: {error}")
+            raise
+        finally:
+            self.on_finished()
+
+    on_finished: Callable[[], None] = staticmethod(lambda: None)
+
+    def _finish_round(self) -> None:
+        reducer = self._binding.reducer
+        assert reducer is not None
+        held, late = self._deliver_rest(), np.zeros(len(self._entries), dtype=bool)
+        reducer.finish()
+        for number, entry in enumerate(self._entries):
+            late[number] = reducer.is_late(entry.shard.number, entry.index)
+        sums, facts = self._tell(held, late)
+        if facts[:, _LATE].any():
+            buckets = {entry.shard.number for entry, each in zip(self._entries, facts[:, _LATE], strict=True) if each}
+            reducer.finish_late(sorted(buckets))
+            sums, again = self._tell(held, late)
+            facts[:, _LARGEST] = again[:, _LARGEST]
+        reducer.end()
+        self._show(sums, facts)
+
+    def _deliver_rest(self) -> "np.ndarray[Any, Any]":
+        """What was accumulated under no_sync() and not touched by this backward; which params were held before."""
+        held = np.zeros(len(self._entries), dtype=bool)
+        for number, entry in enumerate(self._entries):
+            grad, slot = entry.param.grad, entry.slot
+            held[number] = grad is not None and slot is not None and grad is slot.part
+            if entry in self._pending or (grad is not None and not held[number]):
+                self._deliver(entry)
+        return held
+
+    # -- what every rank knows -------------------------------------------------------------------------------------
+
+    def _tell(self, held: "np.ndarray[Any, Any]", late: "np.ndarray[Any, Any]") -> tuple[Any, Any]:
+        """Collective: sums of squares and counts of every param; largest magnitudes and facts of every param."""
+        mesh, reducer = self._binding.mesh, self._binding.reducer
+        assert reducer is not None
+        sums = np.zeros((len(self._entries), LIMBS + 2), dtype=np.int64)
+        for shard, (gradients, numbers) in self._tables.items():
+            if len(numbers):
+                backend = backend_of(shard.param.device)
+                found = backend.totals(backend.block_sums(FP32, gradients, Factors(mesh.world.size)), gradients)
+                sums[numbers] = found.table[: len(numbers)].cpu().numpy()
+        facts = np.zeros((len(self._entries), _COLUMNS), dtype=np.int64)
+        facts[:, _LARGEST] = sums[:, LARGEST_OF_ROW]
+        facts[:, _HELD], facts[:, _NOT_HELD], facts[:, _LATE] = held, ~held, late
+        facts[:, _PRESENT] = [reducer.has_arrived(entry.shard.number, entry.index) for entry in self._entries]
+        if mesh.world.rank not in mesh.one_copy:
+            sums[:] = 0  # other copies hold the same
+        mesh.world.reduce_everywhere(torch.from_numpy(sums), torch.from_numpy(facts), "telling norms of gradients")
+        apart = np.flatnonzero(facts[:, _HELD] & facts[:, _NOT_HELD])
+        if len(apart):
+            raise DisagreementError(
+                f"{self._entries[apart[0]].name} has a gradient from an earlier backward on some ranks and none on "
+                "others: the new one was added there and not here. Call zero_grad() on every rank, or on none."
+            )
+        return sums, facts
+
+    def _show(self, sums: Any, facts: Any) -> None:
+        """Makes ``param.grad`` a part wherever any rank had a gradient."""
+        two = norms_of_limbs(sums[:, :LIMBS]).tolist()
+        largest = facts[:, _LARGEST].astype(np.int32).view(np.float32).tolist()
+        counts, present, held = (each.tolist() for each in (sums[:, NONFINITE], facts[:, _PRESENT], facts[:, _HELD]))
+        for number, entry in enumerate(self._entries):
+            slot = entry.slot
+            if slot is None or not (present[number] or held[number]):
+                continue
+            slot.divisor = self._binding.mesh.world.size
+            slot.norms = Norms(two[number], largest[number], counts[number])
+            if not held[number]:
+                entry.param.grad = GradientPart(slot, entry.param)
+
+
+def _taker(backward: "weakref.ref[Backward]", entry: Entry) -> Callable[[torch.Tensor], None]:
+    # A weak reference: a module keeps its hooks, and must not keep an optimizer that was dropped.
+    def take(_: torch.Tensor) -> None:
+        owner = backward()
+        if owner is not None:
+            owner.take(entry)
+
+    return take

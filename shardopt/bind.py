@@ -1,0 +1,101 @@
+"""Binds params on all ranks or on none: compares all that the layout depends on, allocates, adopts."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from .agreement import View, agree
+from .binding import Binding, Candidate, Group, named_params
+
+
+def bind(
+    binding: Binding,
+    groups: Sequence[Group],
+    numbers: Sequence[dict[str, Any]],
+    candidates: Sequence[Candidate],
+    closure: bool = False,
+) -> None:
+    """Collective: takes ``candidates`` into buckets.
+
+    Args:
+        numbers: the groups' hyper-parameters as plain numbers.
+        closure: whether ``step()`` was called with one; must be equal on all ranks.
+
+    Raises:
+        BindingError: a param that no bucket can hold; on the ranks that have it.
+        DisagreementError: ranks differ in what they bind, or another one has a problem.
+    """
+    problem: Exception | None = None
+    plan, sums = [], []
+    try:
+        binding.check_bindable(candidates, groups)
+        plan = binding.plan(candidates)
+        sums = [checksum(param) for _, param, _ in candidates] if binding.mesh.world.size > 1 else []
+    except Exception as error:
+        problem = error
+    description = _description(binding, groups, numbers, candidates, closure)
+    description["values"] = {name: value for (name, _, _), value in zip(candidates, sums, strict=False)}
+    world, device = binding.mesh.world, candidates[0][1].device
+    agree(View(description, lambda: description, problem), world, device)
+    # Memory can run out on one rank alone: what was made is given back, and all ranks hear of it.
+    shards = []
+    try:
+        for planned in plan:
+            shards.append(binding.make_shard(planned))
+    except Exception as error:
+        problem = error
+    try:
+        agree(View("bound", dict, problem), world, device)
+        binding.adopt(plan, shards)
+    except BaseException:
+        for shard in shards:
+            shard.bucket.release()
+        raise
+
+
+def _description(
+    binding: Binding,
+    groups: Sequence[Group],
+    numbers: Sequence[dict[str, Any]],
+    candidates: Sequence[Candidate],
+    closure: bool,
+) -> dict[str, Any]:
+    options = binding.options
+    return {
+        "params not yet bound": [name for name, _, _ in candidates],
+        "options": {
+            "rule": binding.rule.name,
+            "stage": options.stage,
+            "module": options.module is not None,
+            "reduce_dtype": str(options.reduce_dtype),
+            "shards": binding.mesh.shard.size,
+            "replicas": binding.mesh.replicate.size,
+            "max_grad_norm": options.max_grad_norm,
+            "bucket_bytes": options.tuning.bucket_bytes,
+            "nonfinite": options.tuning.nonfinite,
+            "neighbours": options.tuning.neighbours,
+        },
+        "call": {"closure": closure},
+        "params of groups": [len(group["params"]) for group in groups],
+        "params": [
+            {
+                "name": name,
+                "shape": list(param.shape),
+                "dtype": str(param.dtype),
+                "strides": list(param.stride()),
+                "device": param.device.type,
+                "requires_grad": param.requires_grad,
+                "bound": param in binding.entries,
+                "loaded step": binding.loaded[param].step if param in binding.loaded else None,
+            }
+            for name, param, _ in named_params(groups)
+        ],
+        "groups": list(numbers),
+    }
+
+
+def checksum(param: torch.Tensor) -> int:
+    """Sum of the bit patterns: ranks that start from different weights would mix them."""
+    bits = param.detach().contiguous().view(torch.int16 if param.element_size() == 2 else torch.int32)
+    return int(bits.sum(dtype=torch.int64))

@@ -1,0 +1,510 @@
+"""``param.grad`` where shardopt reduces: a part of the mean gradient.
+
+Each rank keeps its slice of the sum over ranks, in fp32 whatever the param's dtype (:class:`Slot`). Of the whole, every
+rank knows a few numbers (:class:`Norms`) that follow all that is done to it in place. So clipping, unscaling, zeroing
+and reading a norm need no communication and give the same on every rank::
+
+    clip_grad_norm_, get_total_norm   norms, then mul_ of each slice
+    clip_grad_value_                  clamp_ of each slice; nobody knows the norms afterwards
+    GradScaler.unscale_               found_inf from the count of Inf and NaN, mul_ of each slice
+    zero_grad(set_to_none=False)      zero_
+    a second backward                 add_, which hands the full local gradient to the reducer
+
+Where one rank holds everything, whatever only reads is answered as well.
+"""
+
+import ctypes
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from .errors import StateError
+from .part import Mask, Part, refusal
+
+aten = torch.ops.aten
+
+
+def fp32(number: float) -> float:
+    """Rounded to the nearest fp32 value, as the kernels that scale do with a factor."""
+    return ctypes.c_float(number).value
+
+
+@dataclass(frozen=True, slots=True)
+class Norms:
+    """What all ranks know of the whole mean gradient of one param.
+
+    Scaling keeps ``largest`` to the bit and ``two`` to the rounding of the scaled elements.
+    """
+
+    two: float  # 2-norm of the finite elements
+    largest: float  # largest magnitude of the finite elements, an fp32 value
+    nonfinite: int  # how many elements are Inf or NaN
+
+    def times(self, factor: float, numel: int) -> "Norms | None":
+        """After all ``numel`` elements were multiplied; None where that took finite ones out of fp32's range."""
+        factor = abs(fp32(factor))
+        if not factor < math.inf:
+            return Norms(0.0, 0.0, numel)
+        return self._scaled(self.two * factor, self.largest * factor)
+
+    def over(self, divisor: float, numel: int) -> "Norms | None":
+        """After all ``numel`` elements were divided; None where that took finite ones out of fp32's range."""
+        divisor = abs(fp32(divisor))
+        if not divisor > 0:
+            return Norms(0.0, 0.0, numel)
+        return self._scaled(self.two / divisor, self.largest / divisor)
+
+    def _scaled(self, two: float, largest: float) -> "Norms | None":
+        # Products and quotients of fp32 values, rounded twice by way of float64, are those rounded once.
+        largest = fp32(largest)
+        if largest == math.inf:
+            return None  # how many there are now is not known
+        return Norms(two if largest else 0.0, largest, self.nonfinite)
+
+
+class Slot:
+    """This rank's slice of one param's reduced gradient. The reducer fills it; it outlives the parts that show it.
+
+    Attributes:
+        total: 1D fp32, sum over ranks and backwards; the same memory for life.
+        start: index of its first element in the param's storage order.
+        receive: takes a full local gradient that autograd adds to the part.
+        gather: collective, makes the whole mean gradient (the param's shape) out of every rank's settled slice; None:
+            this slice is the whole, on every rank that has one.
+        divisor: what ``total`` is still to be divided by; 1 once settled.
+        part: the one that shows this gradient. Any other of this slot is stale.
+    """
+
+    def __init__(
+        self,
+        total: Tensor,
+        start: int,
+        receive: Callable[[Tensor], None],
+        gather: Callable[[Tensor], Tensor] | None = None,
+    ):
+        self.total, self.start, self.receive, self.gather = total, start, receive, gather
+        self.divisor = 1
+        self.part: GradientPart | None = None
+        self._norms: Norms | None = None
+        self._lent: Tensor | None = None
+        self._lent_version = 0
+        self._is_aliased = False
+
+    @property
+    def norms(self) -> Norms | None:
+        """Of the mean. None: nobody knows, after clamping, an overflow or a write to what was lent."""
+        if self._is_aliased or (self._lent is not None and self._lent._version != self._lent_version):
+            return None
+        return self._norms
+
+    @norms.setter
+    def norms(self, norms: Norms | None) -> None:
+        self._norms = norms
+        if self._lent is not None:
+            self._lent_version = self._lent._version
+
+    def settle(self) -> None:
+        """Makes ``total`` the mean: divided once, rounded once, as a kernel that divides on reading does."""
+        if self.divisor != 1:
+            divide_(self.total, self.divisor)
+            self.divisor = 1
+
+    def lend(self) -> Tensor:
+        """The mean, for others to read. A write to it is noticed: the norms are then no longer known."""
+        self.settle()
+        if self._lent is None:
+            # ``total`` shares its count of writes with the whole buffer; ``.data`` has a count of its own.
+            self._lent = self.total.data
+            self._lent_version = self._lent._version
+        return self._lent
+
+    def alias(self) -> Tensor:
+        """The mean, for views that may be written unnoticed: norms of this slot are never known again."""
+        self.settle()
+        self._is_aliased = True
+        return self.total
+
+
+def divide_(tensor: Tensor, divisor: float) -> None:
+    """IEEE division. torch's CUDA kernel multiplies by the reciprocal where the divisor lies in host memory."""
+    tensor.div_(divisor if tensor.device.type == "cpu" else torch.full((), divisor, device=tensor.device))
+
+
+class GradientPart(Part):
+    """The mean gradient of one param, of which this rank holds a slice.
+
+    In place, it can be scaled (``mul_``, ``div_`` by one number, ``neg_``), zeroed and clamped by numbers. Of order 2
+    and inf its norm is known, fp32 unless a dtype is asked for; NaN if any element is Inf or NaN (which of them is not
+    known). ``isfinite``, ``isinf`` and ``isnan`` are answered as far as ``all()`` and ``any()``. ``detach()`` and
+    ``.data`` are the same gradient, ``clone()`` and casts are copies of the slice.
+
+    Its dtype is the param's, but float32 for a float16 param: the slice is fp32 inside, so it may be unscaled, which
+    ``torch.amp.GradScaler`` refuses for float16.
+    """
+
+    # Found before torch's own descriptors, which go through __torch_function__; a scaler reads them for every param.
+    __slots__ = ("_origin", "_param_dtype", "device", "dtype", "slot")
+    is_sparse = False
+
+    slot: Slot
+    _origin: "GradientPart | None"  # of which this is an alias
+    _param_dtype: torch.dtype  # as assignment to param.grad wants it
+
+    @staticmethod
+    def __new__(cls, slot: Slot, like: Tensor) -> "GradientPart":
+        """The part that shows ``slot`` from now on, for the param ``like``; older ones become stale."""
+        assert slot.gather is not None or slot.total.numel() == like.numel()
+        part = slot.part = cls._showing(slot, like, like.dtype, None)
+        return part
+
+    @classmethod
+    def _showing(
+        cls, slot: Slot, like: Tensor, param_dtype: torch.dtype, origin: "GradientPart | None"
+    ) -> "GradientPart":
+        device = slot.total.device
+        part = cls._wrapper(like, param_dtype, device)
+        part.slot, part._origin, part._param_dtype, part.device = slot, origin, param_dtype, device
+        part.dtype = torch.float32 if param_dtype is torch.float16 else param_dtype
+        return part
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether the slot shows another gradient by now, or none."""
+        return self.slot.part is not (self if self._origin is None else self._origin)
+
+    def live_slot(self) -> Slot:
+        """The slot, if it still holds this gradient.
+
+        Raises:
+            StateError: it does not.
+        """
+        if self.is_stale:
+            raise StateError(
+                f"{self!r} was kept from an earlier backward: its memory now holds another step's gradient, or none. "
+                "Read param.grad again, and clone what is to be kept."
+            )
+        return self.slot
+
+    @property
+    def local(self) -> Tensor:
+        """1D fp32, this rank's slice of the mean, to be read: after a write to it, norms are no longer known."""
+        return self.live_slot().lend()
+
+    @property
+    def start(self) -> int:  # type: ignore[override]
+        return self.slot.start
+
+    def full_tensor(self) -> Tensor:
+        """The whole mean, on every rank. Every rank must make this call, for the same parts in the same order."""
+        slot = self.live_slot()
+        if slot.gather is None:
+            return self.whole().clone()
+        slot.settle()
+        return slot.gather(slot.total).to(self.dtype)
+
+    def whole(self) -> Tensor:
+        """The mean where this rank holds all of it: the slot's own memory where the dtype allows."""
+        self.slot.settle()
+        return self._shaped(self.slot.total).to(self.dtype)
+
+    def _shaped(self, total: Tensor) -> Tensor:
+        return total.as_strided(self.size(), self.stride())
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        end = self.start + self.slot.total.numel()
+        return (
+            f"GradientPart(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device}, "
+            f"local=[{self.start}:{end}]{', stale' if self.is_stale else ''})"
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return self.clone()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise StateError(
+            f"{self!r} holds this rank's slice only, and a file of it would silently lack the rest. Save what "
+            "full_tensor() returns; every rank must call it."
+        )
+
+    @classmethod
+    def __torch_function__(  # type: ignore[override]
+        cls,
+        function: Any,
+        kinds: Sequence[type],
+        arguments: Sequence[Any] = (),
+        keywords: Mapping[str, Any] | None = None,
+    ) -> Any:
+        answer = _UNDIVIDED.get(function)
+        if answer is None:
+            return torch._C._disabled_torch_function_impl(function, kinds, arguments, keywords or {})  # type: ignore
+        return answer(function, *arguments, **(keywords or {}))
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        function: Any,
+        kinds: Sequence[type],
+        arguments: Sequence[Any] = (),
+        keywords: Mapping[str, Any] | None = None,
+    ) -> Any:
+        answer = _ANSWERS.get(function)
+        if answer is not None and isinstance(arguments[0], (GradientPart, list)):
+            found = answer(function, *arguments, **(keywords or {}))
+            if found is not NotImplemented:
+                return found
+        return _of_whole(function, tuple(arguments), dict(keywords or {}))
+
+
+# -- in place ----------------------------------------------------------------------------------------------------------
+
+
+def _number(function: Any, operand: Any) -> Any:
+    if not isinstance(operand, Tensor):
+        return operand
+    if isinstance(operand, Part) or operand.numel() != 1:
+        raise _unwritable(function)
+    return operand.item()
+
+
+def _multiply(function: Any, part: GradientPart, operand: Any) -> GradientPart:
+    slot, factor = part.live_slot(), _number(function, operand)
+    slot.settle()
+    slot.total.mul_(factor)
+    norms = slot.norms
+    slot.norms = norms and norms.times(factor, part.numel())
+    return part
+
+
+def _divide(function: Any, part: GradientPart, operand: Any) -> GradientPart:
+    slot, divisor = part.live_slot(), _number(function, operand)
+    slot.settle()
+    divide_(slot.total, divisor)
+    norms = slot.norms
+    slot.norms = norms and norms.over(divisor, part.numel())
+    return part
+
+
+def _negate(function: Any, part: GradientPart) -> GradientPart:
+    part.live_slot().total.neg_()
+    return part
+
+
+def _zero(function: Any, part: GradientPart) -> GradientPart:
+    slot = part.live_slot()
+    slot.total.zero_()
+    slot.divisor, slot.norms = 1, Norms(0.0, 0.0, 0)
+    return part
+
+
+def _clamp(function: Any, part: GradientPart, *bounds: Any, **named_bounds: Any) -> GradientPart:
+    slot = part.live_slot()
+    slot.settle()
+    function(slot.total, *bounds, **named_bounds)
+    slot.norms = None
+    return part
+
+
+def _accumulate(function: Any, part: GradientPart, other: Any, *, alpha: float = 1) -> GradientPart:
+    """``param.grad += grad``, as autograd does it in a second backward."""
+    slot = part.live_slot()
+    in_backward = torch._C._current_graph_task_id() >= 0
+    is_gradient = isinstance(other, Tensor) and not isinstance(other, Part) and other.size() == part.size()
+    if not (in_backward and is_gradient and alpha == 1):
+        raise StateError(
+            f"{part!r} was added to: only a backward can do that, whose gradients are summed over ranks; this would "
+            "have been added on some ranks and not on others. Add the term to the loss, or gather the gradient with "
+            "full_tensor() on every rank."
+        )
+    slot.receive(other)
+    return part
+
+
+def _each(name: str) -> Callable[..., None]:
+    """The ``_foreach_`` form of a method, for lists in which parts and plain tensors may be mixed."""
+
+    def answer(function: Any, tensors: list[Tensor], *operand: Any) -> None:
+        for tensor in tensors:
+            if isinstance(tensor, GradientPart):
+                tensor.live_slot()  # before any of them is changed
+        of_each = zip(operand[0]) if operand and isinstance(operand[0], list) else itertools.repeat(operand)
+        for tensor, each in zip(tensors, of_each, strict=False):
+            getattr(tensor, name)(*each)
+
+    return answer
+
+
+def _unscale(function: Any, tensors: list[Tensor], found_inf: Tensor, inverse: Tensor) -> None:
+    """``found_inf`` is 1 on every rank if any element on any rank is Inf or NaN."""
+    parts = [tensor for tensor in tensors if isinstance(tensor, GradientPart)]
+    counts = [_known(part).nonfinite if part.live_slot().gather else None for part in parts]
+    plain = [tensor for tensor in tensors if not isinstance(tensor, GradientPart)]
+    if plain:
+        function(plain, found_inf, inverse)
+    for part, count in zip(parts, counts, strict=True):
+        if count is None:
+            count = 0 if part.whole().isfinite().all() else 1
+        if count:
+            found_inf.fill_(1.0)
+        _multiply(function, part, inverse)
+
+
+# -- reading -----------------------------------------------------------------------------------------------------------
+
+
+def _known(part: GradientPart) -> Norms:
+    norms = part.live_slot().norms
+    if norms is None:
+        raise StateError(
+            f"the norms of {part!r} are not known: since its last backward it was clamped, written to through .local, "
+            "or scaled out of fp32's range, of which every rank sees its own slice only. Read norms, unscale and look "
+            "for Inf and NaN before that, or call full_tensor() on every rank."
+        )
+    return norms
+
+
+def _norm(
+    function: Any,
+    part: GradientPart,
+    order: float = 2,
+    dim: Sequence[int] | None = None,
+    keepdim: bool = False,
+    *,
+    dtype: torch.dtype | None = None,
+) -> Any:
+    slot, dtype = part.live_slot(), dtype or torch.float32
+    covers_all = not dim or len(set(dim)) == part.dim()
+    if order not in (2, math.inf) or keepdim or not covers_all or not dtype.is_floating_point:
+        return NotImplemented
+    if slot.gather is None and slot.norms is None:
+        return torch.linalg.vector_norm(part.whole(), order, dtype=dtype)
+    norms = _known(part)
+    value = math.nan if norms.nonfinite else norms.two if order == 2 else norms.largest
+    return torch.scalar_tensor(value, dtype=dtype, device=part.device)
+
+
+def _foreach_norm(function: Any, tensors: list[Tensor], *arguments: Any, **keywords: Any) -> list[Tensor]:
+    order = arguments[0] if arguments else 2
+    dtype = arguments[1] if len(arguments) > 1 else keywords.get("dtype")
+    return [torch.linalg.vector_norm(tensor, order, dtype=dtype) for tensor in tensors]
+
+
+def _is_finite(function: Any, part: GradientPart) -> Any:
+    slot = part.live_slot()
+    if slot.gather is None:
+        return part.whole().isfinite()
+    nonfinite = _known(part).nonfinite
+    return Mask(slot.total.isfinite(), slot.start, part, nonfinite == 0, nonfinite < part.numel())
+
+
+def _is_inf_or_nan(function: Any, part: GradientPart) -> Any:
+    slot = part.live_slot()
+    if slot.gather is None:
+        return NotImplemented
+    if _known(part).nonfinite:
+        raise StateError(
+            f"{function} was called on {part!r}, which holds Inf or NaN; which of them is not known without the other "
+            "ranks' slices. Ask torch.isfinite, or call full_tensor() on every rank."
+        )
+    return Mask(function(slot.total), slot.start, part, part.numel() == 0, False)
+
+
+def _alias(function: Any, part: GradientPart) -> GradientPart:
+    origin = part if part._origin is None else part._origin
+    return GradientPart._showing(part.live_slot(), part, part._param_dtype, origin)
+
+
+def _copy(function: Any, part: GradientPart, *, memory_format: Any = None, **keywords: Any) -> Any:
+    """A copy of the slice, as a part of its own; of a whole gradient, a plain tensor."""
+    slot = part.live_slot()
+    if slot.gather is None:
+        return NotImplemented
+    slot.settle()
+    dtype = keywords.get("dtype") or part.dtype
+    return Part(function(slot.total, **keywords), slot.start, part, dtype=dtype)
+
+
+# -- everything else ---------------------------------------------------------------------------------------------------
+
+
+def _of_whole(function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+    """Whatever only reads, where this rank holds everything.
+
+    What it computes has the part's dtype. A view is of the slot's own memory, so fp32, that no write to it be lost.
+    """
+    schema = function._schema.arguments
+    named = dict(zip((each.name for each in schema), arguments, strict=False)) | keywords
+    written = [named.get(each.name) for each in schema if each.alias_info is not None and each.alias_info.is_write]
+    if any(isinstance(leaf, GradientPart) for leaf in tree_leaves(written)):
+        raise _unwritable(function)
+    for part in tree_leaves((arguments, keywords)):
+        if isinstance(part, Part) and not (isinstance(part, GradientPart) and part.live_slot().gather is None):
+            raise refusal(function)
+
+    def unwrap(part: GradientPart) -> Tensor:
+        return part._shaped(part.slot.alias()) if function.is_view else part.whole()
+
+    arguments, keywords = tree_map_only(GradientPart, unwrap, (arguments, keywords))
+    return function(*arguments, **keywords)
+
+
+def _unwritable(function: Any) -> StateError:
+    return StateError(
+        f"{function} would change a gradient that is spread over ranks. In place it can be multiplied or divided by "
+        "one number, negated, zeroed, and clamped by numbers; for anything else, change the loss, or the gradients "
+        "that hooks of the param see in backward."
+    )
+
+
+def _to_host(function: Any, part: GradientPart, *arguments: Any, **keywords: Any) -> Any:
+    """``tolist()`` and ``numpy()``, which torch refuses for any subclass."""
+    if part.live_slot().gather is not None:
+        raise refusal(function)
+    return function(part._shaped(part.slot.alias()).to(part.dtype), *arguments, **keywords)
+
+
+_IN_LISTS = {
+    "mul_": ("Scalar", "Tensor", "List", "ScalarList"),
+    "div_": ("Scalar", "Tensor", "List", "ScalarList"),
+    "neg_": ("default",),
+    "zero_": ("default",),
+    "clamp_min_": ("Scalar",),
+    "clamp_max_": ("Scalar",),
+}
+_ANSWERS: dict[Any, Callable[..., Any]] = {
+    aten.mul_.Tensor: _multiply,
+    aten.div_.Tensor: _divide,
+    aten.neg_.default: _negate,
+    aten.zero_.default: _zero,
+    aten.clamp_.default: _clamp,
+    aten.clamp_min_.default: _clamp,
+    aten.clamp_max_.default: _clamp,
+    aten.add_.Tensor: _accumulate,
+    aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale,
+    aten.linalg_vector_norm.default: _norm,
+    aten._foreach_norm.Scalar: _foreach_norm,
+    aten.isfinite.default: _is_finite,
+    aten.isinf.default: _is_inf_or_nan,
+    aten.isnan.default: _is_inf_or_nan,
+    aten.detach.default: _alias,
+    aten.alias.default: _alias,
+    aten.clone.default: _copy,
+    aten._to_copy.default: _copy,
+} | {
+    getattr(getattr(aten, f"_foreach_{name}"), overload): _each(name)
+    for name, overloads in _IN_LISTS.items()
+    for overload in overloads
+}
+# What torch takes apart, or refuses for any subclass, before __torch_dispatch__ sees it.
+_UNDIVIDED: dict[Any, Callable[..., Any]] = {
+    torch.isfinite: _is_finite,
+    Tensor.isfinite: _is_finite,
+    Tensor.tolist: _to_host,
+    Tensor.numpy: _to_host,
+    Tensor.__array__: _to_host,
+}

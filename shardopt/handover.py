@@ -1,0 +1,151 @@
+"""Taking over a module: its forward tells when to bind, and whether the backward that follows reduces gradients.
+
+A module that is wrapped in DistributedDataParallel loses that one's reducer, and the reducer's buckets with it; what
+DDP does besides (calling the module, broadcasting buffers, ``no_sync()``, ``state_dict()``) goes on.
+"""
+
+import weakref
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from .backward import Backward
+from .errors import BindingError
+
+
+class Handover:
+    """The hooks on one module."""
+
+    def __init__(self, module: nn.Module, always_syncs: bool, before_forward: Callable[[], None]):
+        """
+        Args:
+            module: plain or DDP.
+            always_syncs: gradients are sharded, so that every backward reduces them, ``no_sync()`` or not.
+            before_forward: called when a forward begins that a backward can follow.
+        """
+        self.ddp = module if isinstance(module, DistributedDataParallel) else None
+        self.module: nn.Module = module.module if isinstance(module, DistributedDataParallel) else module
+        self.pauses = 0  # how many no_sync() contexts of ours are open
+        self.backward: Backward | None = None
+        self._always_syncs, self._before_forward = always_syncs, before_forward
+        me = weakref.ref(self)
+        self._hooks = [
+            self.module.register_forward_pre_hook(_calling(me, Handover._enter), prepend=True),
+            self.module.register_forward_hook(_calling(me, Handover._leave)),
+        ]
+
+    def params(self) -> set[nn.Parameter]:
+        return set(self.module.parameters())
+
+    def _enter(self, *_: Any) -> None:
+        # In a backward this is activation checkpointing, which runs the forward again.
+        if not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
+            return
+        if self.ddp is None:
+            active = DistributedDataParallel._get_active_ddp_module()
+            if active is not None and active.module is self.module:
+                self.ddp = active
+        self._before_forward()
+        if self.backward is not None:
+            if self.backward.is_open:
+                self.backward.abandon("a new forward began before its backward had ended")
+            self.backward.is_syncing = self._always_syncs or (
+                not self.pauses and (self.ddp is None or self.ddp.require_backward_grad_sync)
+            )
+
+    def _leave(self, module: nn.Module, arguments: Any, output: Any) -> None:
+        """Lets the gradient of the output open the round: that is the outermost graph, even where all is checkpointed."""
+        backward = self.backward
+        if backward is None or not backward.is_syncing or torch._C._current_graph_task_id() != -1:
+            return
+        me = weakref.ref(backward)
+
+        def open_round(_: Any) -> None:
+            found = me()
+            if found is not None and found.is_syncing and not found.is_open:
+                found.open()
+
+        leaves = [output] if isinstance(output, torch.Tensor) else torch.utils._pytree.tree_leaves(output)
+        for tensor in leaves:
+            if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
+                tensor.grad_fn.register_prehook(open_round)
+
+    def retire_reducer(self) -> None:
+        """Makes DDP leave gradients alone, and frees its buckets."""
+        if self.ddp is not None and not isinstance(self.ddp.reducer, RetiredReducer):
+            check_honourable(self.ddp)
+            self.ddp.reducer = RetiredReducer()  # type: ignore[assignment]
+            self.ddp.logger = RetiredLogger()  # type: ignore[assignment]  # it holds the old one
+
+    def close(self) -> None:
+        """Gives the module back; DDP reduces its gradients again."""
+        for hook in self._hooks:
+            hook.remove()
+        if self.ddp is not None and isinstance(self.ddp.reducer, RetiredReducer):
+            params, expect_sparse = self.ddp._build_params_for_reducer()
+            names = self.ddp._build_debug_param_to_name_mapping(params)
+            self.ddp._ddp_init_helper(params, expect_sparse, names, self.ddp.static_graph)
+
+
+def _calling(handover: "weakref.ref[Handover]", method: Callable[..., None]) -> Callable[..., None]:
+    # A weak reference: a module keeps its hooks, and must not keep an optimizer that was dropped.
+    def hook(*arguments: Any) -> None:
+        found = handover()
+        if found is not None:
+            method(found, *arguments)
+
+    return hook
+
+
+def check_honourable(ddp: DistributedDataParallel) -> None:
+    """Raises BindingError if DDP was given an option that only its own reducer can honour."""
+    options = {
+        "a communication hook": bool(ddp._comm_hooks),
+        "mixed_precision": ddp.mixed_precision is not None,
+        "delay_all_reduce_named_params": bool(ddp._delay_all_reduce_params),
+        "the Python reducer (torch._dynamo.config.optimize_ddp = 'python_reducer')": bool(ddp._use_python_reducer),
+    }
+    found = [name for name, is_on in options.items() if is_on]
+    if found:
+        raise BindingError(
+            f"the DistributedDataParallel module was set up with {' and '.join(found)}, which works inside of its own "
+            "reducer: shardopt takes the reduction over, and it would silently be left out. Leave it away "
+            "(reduce_dtype= compresses gradients), or pass model.parameters() without the module at stage 0 or 1."
+        )
+
+
+class RetiredReducer:
+    """Answers the calls that DDP makes on its reducer in every forward; gradients are none of its business any more."""
+
+    def prepare_for_forward(self) -> None:
+        pass
+
+    def prepare_for_backward(self, outputs: Any) -> None:
+        pass
+
+    def _rebuild_buckets(self) -> bool:
+        return False
+
+    def _delay_all_reduce(self) -> None:
+        pass
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise BindingError(
+            f"DistributedDataParallel asked its reducer for {name}, but shardopt has taken the reduction over (join(), "
+            "communication hooks and changes of the group need DDP's own). Call optimizer.close() first, or pass "
+            "model.parameters() without the module at stage 0 or 1."
+        )
+
+
+class RetiredLogger:
+    """Takes DDP's notes about a reducer that is gone."""
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return lambda *arguments, **keywords: None

@@ -1,0 +1,150 @@
+"""Params that are gathered while they are needed: stage 3.
+
+Between uses a rank holds its own slice of each bucket and no memory for the rest. A bucket is gathered when the first
+module that owns one of its params runs, forward or backward, and stays for as long as one is running; after that it
+may be dropped, at the latest when another one needs the room::
+
+    live    .  A  AB  BC  CD    D  DC  CB  BA  .
+    need       A  B   C   D     D  C   B   A            (D is still there when backward comes back to it)
+               forward ----->   backward ----->
+
+On wires that carry shards while this rank computes, the bucket that came next in the last pass is asked for early.
+"""
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+
+from .bucket import Bucket
+from .transport import Transport, Window, Wire
+
+
+@dataclass(eq=False)
+class GatheredBucket:
+    """A bucket, this rank's slice of it, and what keeps it here."""
+
+    bucket: Bucket
+    shard: torch.Tensor  # 1D [shard_numel]: the slice, in memory of its own
+    window: Window  # on the bucket's buffer; the ranks' slices lie apart from it
+    rank: int
+    is_kept: bool  # small: stays gathered from its first use to the next step
+    users: int = 0  # that run now
+    arriving: Wire | None = None  # asked for, not awaited
+    is_here: bool = False
+
+
+@dataclass
+class Trace:
+    """The order in which buckets were needed since the last step, and before it."""
+
+    last: list[GatheredBucket] = field(default_factory=list)
+    now: list[GatheredBucket] = field(default_factory=list)
+
+    def next(self) -> GatheredBucket | None:
+        """What followed at this point of the last pass, if this one went the same way so far."""
+        at = len(self.now)
+        return self.last[at] if at < len(self.last) and (at == 0 or self.last[at - 1] is self.now[-1]) else None
+
+
+class Gatherer:
+    """Gathers and drops buckets."""
+
+    def __init__(self, transport: Transport, live_bytes: int):
+        self._transport, self._live_bytes = transport, live_bytes
+        self._here: dict[GatheredBucket, None] = {}  # from the least recently used
+        self._trace = Trace()
+        self.gathers: Counter[GatheredBucket] = Counter()
+
+    def add(self, bucket: Bucket, shard: torch.Tensor, keep: bool) -> GatheredBucket:
+        """Collective: takes a whole bucket over and drops it; ``shard`` holds this rank's slice."""
+        window = self._transport.open_apart(bucket.flat, shard)
+        bucket.drop()
+        return GatheredBucket(bucket, shard, window, self._transport.ranks.rank, keep)
+
+    @property
+    def buffers(self) -> list[torch.Tensor]:
+        return [each.bucket.flat for each in self._here]
+
+    # -- use -------------------------------------------------------------------------------------------------------
+
+    def need(self, each: GatheredBucket) -> None:
+        """The bucket's params may be read until as many ``done`` calls have followed."""
+        each.users += 1
+        if each.is_here:
+            self._here[each] = self._here.pop(each)  # most recently used
+        else:
+            self._take_room(each)
+            self._arrive(each)
+        if self._transport.overlaps:
+            self._ask_for_next(each)
+
+    def done(self, each: GatheredBucket, drop: bool = False) -> None:
+        """A user has come to its end. ``drop``: no other one is to be expected soon."""
+        each.users -= 1
+        assert each.users >= 0
+        if drop and not each.users and not each.is_kept:
+            self._drop(each)
+
+    def _take_room(self, each: GatheredBucket) -> None:
+        if each.arriving is not None:
+            return
+        wanted = each.bucket.nbytes
+        held = sum(other.bucket.nbytes for other in self._here if not other.is_kept)
+        for other in list(self._here):
+            if held + wanted <= self._live_bytes:
+                break
+            if not other.users and not other.is_kept:
+                held -= other.bucket.nbytes
+                self._drop(other)
+        each.arriving = self._ask(each)
+
+    def _ask(self, each: GatheredBucket) -> Wire:
+        each.bucket.take_room()
+        each.bucket.shard(each.rank).copy_(each.shard)
+        wire = self._transport.wire("gathering params")
+        wire.start(each.window)
+        self._transport.traffic.params += each.window.nbytes_received
+        self.gathers[each] += 1
+        self._here[each] = None
+        return wire
+
+    def _arrive(self, each: GatheredBucket) -> None:
+        assert each.arriving is not None
+        each.arriving.finish()
+        each.arriving, each.is_here = None, True
+        self._here[each] = self._here.pop(each)
+        each.bucket.show()
+
+    def _ask_for_next(self, each: GatheredBucket) -> None:
+        self._trace.now.append(each)
+        following = self._trace.next()
+        if following is not None and following not in self._here:
+            held = sum(other.bucket.nbytes for other in self._here if not other.is_kept)
+            if held + following.bucket.nbytes <= self._live_bytes:
+                following.arriving = self._ask(following)
+
+    def _drop(self, each: GatheredBucket) -> None:
+        if each.arriving is not None:  # its memory may be written to until then
+            each.arriving.finish()
+            each.arriving = None
+        self._here.pop(each)
+        each.is_here = False
+        each.bucket.drop()
+
+    def drop_all(self) -> None:
+        """Nothing stays: the slices are about to change, or the pass was given up."""
+        for each in list(self._here):
+            each.users = 0
+            self._drop(each)
+        if self._transport.overlaps:
+            self._trace = Trace(last=self._trace.now or self._trace.last)
+
+    def write_back(self, each: GatheredBucket) -> None:
+        """This rank's slice follows a whole bucket whose params were written."""
+        each.shard.copy_(each.bucket.shard(each.rank))
+
+    def need_all(self, buckets: Iterable[GatheredBucket]) -> None:
+        for each in buckets:
+            self.need(each)

@@ -1,0 +1,62 @@
+"""The ranks of a training in two directions: those that share one copy of the states, and those that hold a copy each.
+
+::
+
+                    shard ->                  all ranks: world
+    replicate   rank 0   rank 1   rank 2      a row shares one copy, each rank a slice of it
+        |       rank 3   rank 4   rank 5      a column owns the same slice in every copy
+        v
+
+Without a device mesh there is one row from stage 1 on, and one column at stage 0: "replicate all" and "shard all" are
+the two ends of hybrid sharding, so no code asks for the stage.
+"""
+
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from .collectives import Ranks
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Where this rank stands."""
+
+    world: Ranks
+    shard: Ranks
+    replicate: Ranks
+    one_copy: tuple[int, ...]  # ranks of the world that hold the first copy
+
+    @property
+    def is_hybrid(self) -> bool:
+        """Whether there are several copies of several slices."""
+        return self.shard.size > 1 and self.replicate.size > 1
+
+    @property
+    def first(self) -> Ranks:
+        """The direction in which gradients are summed first."""
+        return self.shard if self.shard.size > 1 else self.replicate
+
+    @staticmethod
+    def of(group: dist.ProcessGroup | DeviceMesh | None, sharded: bool, deadline: timedelta | None) -> "Mesh":
+        """The mesh of a group (one row, or one column if nothing is sharded) or of a 2D (replicate, shard) mesh."""
+        if isinstance(group, DeviceMesh):
+            return _of_device_mesh(group, sharded, deadline)
+        world = Ranks(group, deadline)
+        if sharded:
+            return Mesh(world, world, Ranks.alone(), tuple(range(world.size)))
+        return Mesh(world, Ranks.alone(), world, (0,))
+
+
+def _of_device_mesh(mesh: DeviceMesh, sharded: bool, deadline: timedelta | None) -> Mesh:
+    if mesh.ndim == 1:
+        return Mesh.of(mesh.get_group(), sharded, deadline)
+    everyone = mesh.size() == dist.get_world_size()
+    world = Ranks(dist.group.WORLD if everyone else mesh._flatten().get_group(), deadline)
+    if not sharded:
+        return Mesh(world, Ranks.alone(), world, (0,))
+    assert world.group is not None
+    first_row = tuple(dist.get_group_rank(world.group, int(each)) for each in mesh.mesh[0])
+    return Mesh(world, Ranks(mesh.get_group(1), deadline), Ranks(mesh.get_group(0), deadline), first_row)

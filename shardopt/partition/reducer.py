@@ -1,0 +1,250 @@
+"""Sums gradients over ranks while backward goes on: buckets in a fixed order, filled as gradients arrive.
+
+Every rank reduces every bucket once a round (one synchronised backward), in the same order, whatever its own graph
+holds: what has not arrived counts as zero. So no rank waits for a bucket that another will never send, and none takes
+one bucket for another. A full buffer lives only while it is being filled and reduced::
+
+    bucket 0   fill fill  reduce .......                          time ->
+    bucket 1             fill fill fill  reduce .......
+    bucket 2                            fill fill  reduce .......
+    buffers    A         B              A (free again)
+
+The order is that in which buckets were full in their first round, on rank 0; in that round it is backward order. A
+bucket leaves when all has arrived that ever did on this rank.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from .layout import BucketLayout
+from .mesh import Mesh
+from .scatter import Job, Scatter
+from .transport import Transport, Window
+
+# Full buckets that may be under way at once. Two: one is reduced while the next is filled.
+UNDER_WAY = 2
+
+
+class ReducedBucket:
+    """Where the gradients of one bucket lie in a buffer, and where their sum goes."""
+
+    def __init__(self, numels: Sequence[int], shard_numel: int, dtype: torch.dtype, device: torch.device, mesh: Mesh):
+        """``numels`` of the params; ``shard_numel`` of this rank's slice; ``dtype`` of the reduction."""
+        self.dtype, self.device = dtype, device
+        self._mesh, self._shard_numel = mesh, shard_numel
+        layout = BucketLayout(tuple(numels), mesh.first.size)
+        self.offsets, self.buffer_numel = layout.offsets, layout.numel
+        # The holders of one slice sum it in parts of equal length, so it is as long as a whole number of them.
+        parts = BucketLayout((shard_numel,), mesh.replicate.size)
+        self.part_numel, self.part = parts.shard_numel, parts.shard_slice(mesh.replicate.rank)
+        self.padded = torch.zeros(parts.numel, dtype=torch.float32, device=device)
+        self.total = self.padded[:shard_numel]  # 1D: this rank's slice of the sum over ranks and backwards
+        # The sum within one copy of the states, where there are several copies of several slices.
+        self._partial = torch.zeros_like(self.padded) if mesh.is_hybrid else None
+
+    @property
+    def num_params(self) -> int:
+        return len(self.offsets) - 1
+
+    def zero(self, index: int) -> None:
+        """Forgets what the slice holds of one param."""
+        start = self._mesh.shard.rank * self._shard_numel
+        first, last = (max(offset - start, 0) for offset in self.offsets[index : index + 2])
+        self.total[first:last].zero_()
+
+    def job(self, buffer: torch.Tensor, add: bool) -> Job:
+        """The reduction of a full buffer over the first direction of the mesh."""
+        if self._partial is not None:
+            return Job(buffer, self._partial[: self._shard_numel], add=False)
+        return Job(buffer, self.total if self._mesh.shard.size > 1 else self.padded[self.part], add)
+
+    def job_across(self, add: bool) -> Job:
+        """The reduction over the second direction, behind the first."""
+        assert self._partial is not None
+        return Job(self._partial, self.padded[self.part], add)
+
+
+@dataclass
+class _Filling:
+    """A bucket in this round."""
+
+    held: frozenset[int]  # params to whose sum of earlier rounds this one is added
+    buffer: torch.Tensor | None = None  # 1D [buffer_numel]
+    arrived: set[int] = field(default_factory=set)
+    started: bool = False
+    late: dict[int, tuple[torch.Tensor, tuple[int, ...]]] = field(default_factory=dict)  # gradient, strides
+
+
+class Reducer:
+    """Reduces the gradients of all buckets, round by round.
+
+    A round: ``begin``; ``deliver`` each gradient; ``finish``. If any rank has then gradients that arrived after their
+    bucket had left: ``finish_late`` on all. ``end`` closes it. An error in between calls for ``leave``.
+    """
+
+    def __init__(self, mesh: Mesh, shards: Transport, replicas: Transport):
+        """Collective. The transports span the two directions of the mesh."""
+        self._mesh, self._replicas = mesh, replicas
+        self._scatter: Scatter = (shards if mesh.shard.size > 1 else replicas).scatter()
+        self._across: Scatter | None = replicas.scatter() if mesh.is_hybrid else None
+        self.buckets: list[ReducedBucket] = []
+        self.is_open = False
+        self._order: list[int] = []
+        self._is_ordered = True
+        self._rounds = 0  # that all ranks finished
+        self._windows: list[Window] = []  # on the padded sums, for the other holders of the same slice
+        self._seen: list[set[int]] = []  # params of each bucket of which this rank ever had a gradient
+        self._filling: list[_Filling] = []
+        self._started = 0
+        self._completed: list[int] = []
+        self._pool: dict[torch.dtype, list[torch.Tensor]] = {}
+
+    def add(self, bucket: ReducedBucket) -> int:
+        """Collective, between rounds: one more bucket. Returns its number."""
+        self._windows.append(self._replicas.open(bucket.padded, bucket.part_numel))
+        self.buckets.append(bucket)
+        self._order.append(len(self.buckets) - 1)
+        self._seen.append(set(range(bucket.num_params)))
+        self._is_ordered = False
+        self._pool.clear()  # its buffers may be too small
+        return self._order[-1]
+
+    @property
+    def buffers(self) -> list[torch.Tensor]:
+        """What is allocated between rounds."""
+        return [buffer for buffers in self._pool.values() for buffer in buffers]
+
+    # -- a round ---------------------------------------------------------------------------------------------------
+
+    def begin(self, held: Sequence[frozenset[int]]) -> None:
+        """Starts a round, and forgets what an unfinished one left.
+
+        Args:
+            held: by bucket, the params to whose sum of earlier rounds this one is to be added.
+        """
+        self._filling = [_Filling(each) for each in held]
+        self._started, self._completed, self.is_open = 0, [], True
+        self._scatter.begin(self._rounds)
+
+    def deliver(self, number: int, index: int, grad: torch.Tensor, strides: tuple[int, ...]) -> None:
+        """Takes a copy of the local gradient of param ``index`` of bucket ``number``.
+
+        Args:
+            grad: of the param's shape, any float dtype.
+            strides: of the param, in whose storage order the buffer lies.
+        """
+        filling, bucket = self._filling[number], self.buckets[number]
+        if filling.started or index in filling.arrived:
+            # A graph inside of another one's backward (reentrant checkpointing): the param had its turn.
+            sooner = filling.late.get(index)
+            filling.late[index] = (grad if sooner is None else sooner[0] + grad, strides)
+            return
+        if filling.buffer is None:
+            filling.buffer = self._take_buffer(bucket)
+        filling.buffer.as_strided(grad.size(), strides, bucket.offsets[index]).copy_(grad)
+        filling.arrived.add(index)
+        if filling.arrived >= self._seen[number]:
+            self._completed.append(number)
+            self._start_completed()
+
+    def _take_buffer(self, bucket: ReducedBucket) -> torch.Tensor:
+        pool = self._pool.setdefault(bucket.dtype, [])
+        if not pool:
+            self._recycle(self._scatter.settle(UNDER_WAY - 1))
+        if pool:
+            return pool.pop()
+        largest = max(each.buffer_numel for each in self.buckets if each.dtype is bucket.dtype)
+        # What pads its params is never read, so it may hold anything.
+        return torch.empty(largest, dtype=bucket.dtype, device=bucket.device)
+
+    def _recycle(self, buffers: Sequence[torch.Tensor]) -> None:
+        for buffer in buffers:
+            assert buffer._base is not None
+            self._pool.setdefault(buffer.dtype, []).append(buffer._base)
+
+    def _start_completed(self) -> None:
+        while self._started < len(self._order):
+            number = self._order[self._started]
+            if not self._filling[number].arrived >= self._seen[number]:
+                break
+            self._start(number)
+        self._recycle(self._scatter.progress())
+
+    def _start(self, number: int) -> None:
+        """Hands a bucket over; what has not arrived is zero."""
+        bucket, filling = self.buckets[number], self._filling[number]
+        buffer = filling.buffer if filling.buffer is not None else self._take_buffer(bucket)
+        for index in range(bucket.num_params):
+            if index not in filling.arrived:
+                buffer[bucket.offsets[index] : bucket.offsets[index + 1]].zero_()
+            if filling.held and index not in filling.held:
+                bucket.zero(index)
+        self._scatter.start(bucket.job(buffer[: bucket.buffer_numel], add=bool(filling.held)))
+        filling.buffer, filling.started = None, True
+        self._started += 1
+
+    def finish(self) -> None:
+        """Reduces what is left, until every rank's sums are whole.
+
+        Raises:
+            CommunicationError: a rank died, is late, or left the round.
+        """
+        while self._started < len(self._order):
+            self._start(self._order[self._started])
+        self._recycle(self._scatter.settle(0))
+        self._sum_across(range(len(self.buckets)), [bool(filling.held) for filling in self._filling])
+        for filling, seen in zip(self._filling, self._seen, strict=True):
+            if not self._is_ordered:
+                seen.clear()
+            seen |= filling.arrived
+
+    def has_arrived(self, number: int, index: int) -> bool:
+        """Whether this rank had a gradient of the param in this round."""
+        return index in self._filling[number].arrived or self.is_late(number, index)
+
+    def is_late(self, number: int, index: int) -> bool:
+        """Whether this rank has one that arrived after its bucket had left."""
+        return index in self._filling[number].late
+
+    def finish_late(self, numbers: Sequence[int]) -> None:
+        """Reduces these buckets once more, for what arrived late on any rank."""
+        for number in numbers:
+            bucket, filling = self.buckets[number], self._filling[number]
+            buffer = self._take_buffer(bucket)[: bucket.buffer_numel].zero_()
+            for index, (grad, strides) in filling.late.items():
+                buffer.as_strided(grad.size(), strides, bucket.offsets[index]).copy_(grad)
+            filling.late = {}
+            self._scatter.start(bucket.job(buffer, add=True))
+        self._recycle(self._scatter.settle(0))
+        self._sum_across(numbers, [True] * len(numbers))
+
+    def _sum_across(self, numbers: Sequence[int], add: Sequence[bool]) -> None:
+        if self._mesh.replicate.size == 1 or not numbers:
+            return
+        if self._across is not None:
+            self._across.begin(self._rounds)
+            for number, each in zip(numbers, add, strict=True):
+                self._across.start(self.buckets[number].job_across(each))
+                self._across.settle(UNDER_WAY)
+            self._across.settle(0)
+        gather = self._replicas.gather("spreading sums of gradients")
+        for number in numbers:
+            gather.start(self._windows[number])
+        gather.finish()
+
+    def end(self) -> None:
+        """Closes the round, which all ranks finished."""
+        if not self._is_ordered:
+            mine = [*self._completed, *(n for n in range(len(self.buckets)) if n not in self._completed)]
+            first = self._mesh.world.exchange(mine, self.buckets[0].device, "agreeing on the order of buckets")[0]
+            self._order, self._is_ordered = first, True
+        self._rounds += 1
+        self.is_open, self._filling = False, []
+
+    def leave(self) -> None:
+        """Gives up an open round after an error on this rank."""
+        self._scatter.leave()
+        self._filling = []
+        self.is_open = False
