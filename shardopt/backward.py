@@ -41,6 +41,7 @@ class Backward:
         self._hooks: list[Any] = []
         self.is_syncing = False  # whether this forward's backward is a round; said by the forward
         self._lost: str | None = None  # why gradients of an unfinished round are gone
+        self.on_end: Callable[[], None] = lambda: None
 
     # -- params ----------------------------------------------------------------------------------------------------
 
@@ -121,6 +122,7 @@ class Backward:
         assert self._binding.reducer is not None
         self._binding.reducer.leave()
         self._lost = reason
+        self.on_end()
         for entry in self._entries:
             if entry.slot is not None:  # what it holds may be added to already
                 entry.slot.part = None
@@ -183,10 +185,6 @@ class Backward:
                 "embedding with sparse=False, or give this param to torch.optim.SparseAdam and another module to DDP."
             )
         reducer.deliver(entry.shard.number, entry.index, grad.detach(), entry.shard.strides(entry.index))
-        if entry.shard.gathered is not None:
-            self.on_taken(entry)
-
-    on_taken: Callable[[Entry], None] = staticmethod(lambda entry: None)
 
     def _finish(self) -> None:
         if not self.is_open:  # given up in between
@@ -198,10 +196,7 @@ class Backward:
             if self.is_open:
                 self.abandon(f"{type(error).__name__}: {error}")
             raise
-        finally:
-            self.on_finished()
-
-    on_finished: Callable[[], None] = staticmethod(lambda: None)
+        self.on_end()
 
     def _finish_round(self) -> None:
         reducer = self._binding.reducer

@@ -6,7 +6,8 @@ bound never changes its place.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import groupby, pairwise
 from typing import Any, NamedTuple
@@ -20,12 +21,13 @@ from .errors import BindingError
 from .gradient import Slot
 from .kernels.formats import format_of
 from .part import Part
-from .partition.bucket import Bucket, dense_strides
+from .partition.bucket import Bucket, dense_strides, flattened
 from .partition.gather import Gatherer
 from .partition.layout import BucketLayout, split_into_buckets
 from .partition.mesh import Mesh
 from .partition.placement import Placement, Placements
 from .partition.reducer import ReducedBucket, Reducer
+from .partition.released import Read, Write, stand_in
 from .partition.transport import Transport
 from .rules import Rule
 from .shard import Shard
@@ -96,6 +98,7 @@ class Binding:
         self.shards: list[Shard] = []
         self.entries: dict[torch.nn.Parameter, Entry] = {}  # by identity: that is how tensors hash
         self.loaded = loaded  # states of params that are not bound yet
+        self.on_adopt: Callable[[], None] = lambda: None  # what else takes hold of params that were just bound
         self.wires: Wires | None = None  # chosen at the first binding, by all ranks together
         self.reducer: Reducer | None = None  # where the module was handed over
         self.gatherer: Gatherer | None = None  # where params are sharded
@@ -188,6 +191,26 @@ class Binding:
         if self.gatherer is not None:
             for shard in shards:
                 shard.part_with_params(self.gatherer)
+                for index, param in enumerate(shard.bucket.params):
+                    stand_in(param, *self._stand_in(shard, index, param))
+        self.on_adopt()
+
+    def _stand_in(self, shard: Shard, index: int, param: torch.nn.Parameter) -> tuple[Read, Write]:
+        """How a released param is read as a part, and written from a whole tensor."""
+        where = shard.slice_of(index)
+
+        def gather(_: torch.Tensor) -> torch.Tensor:
+            return shard.as_param(self.gather_slices(shard, shard.param, "params"), index).clone()
+
+        def read() -> torch.Tensor:
+            return Part(shard.param[where.local], where.start, param, gather)
+
+        def write(whole: torch.Tensor) -> None:
+            values = flattened(shard.ordered(index, whole.detach().to(shard.param).expand(param.size())))
+            shard.param[where.local].copy_(values[where.start : where.start + where.local.stop - where.local.start])
+            torch.autograd.graph.increment_version([param])
+
+        return read, write
 
     def _choose_wires(self, device: torch.device) -> "Wires":
         if self.wires is None:
@@ -209,9 +232,30 @@ class Binding:
 
     def release(self) -> None:
         """Gives every param storage of its own and forgets the states."""
+        if self.gatherer is not None:
+            self.gatherer.drop_all()
+            self.gatherer.need_all(shard.gathered for shard in self.shards if shard.gathered is not None)
+            if self.mesh.shard.size > 1 and self.wires is not None:
+                self.wires.shards.gather("giving params back").finish()
         for shard in self.shards:
             shard.bucket.release()
         self.shards, self.entries, self.reducer, self.gatherer = [], {}, None, None
+
+    @contextmanager
+    def unsharded(self) -> Iterator[None]:
+        """Whole params, at stage 3. What is written to them in place stays."""
+        gatherer = self.gatherer
+        assert gatherer is not None
+        buckets = [shard.gathered for shard in self.shards if shard.gathered is not None]
+        gatherer.need_all(buckets)
+        before = [[param._version for param in each.bucket.params] for each in buckets]
+        try:
+            yield
+        finally:
+            for each, versions in zip(buckets, before, strict=True):
+                if [param._version for param in each.bucket.params] != versions:
+                    gatherer.write_back(each)
+                gatherer.done(each, drop=True)
 
     # -- weights written by others ---------------------------------------------------------------------------------
 

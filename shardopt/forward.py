@@ -1,24 +1,25 @@
 """Stage 3: params are gathered before the module that owns them runs, forward and backward.
 
 Every module that owns sharded params directly has hooks. In the forward its buckets are needed from before its call
-until behind it. In the backward they are needed from when the gradient of its output arrives::
+until behind it. In the backward they are needed from when the gradient of an output arrives until the gradients of all
+of its inputs are complete::
 
-    input.grad_fn  <-  nodes of the module's call  <-  output.grad_fn       backward runs to the left
-    (no more use)                                      (first use)
+    node of an input  <-  nodes of the call  <-  node of an output          backward runs to the left
 
-until both the gradients of all of its inputs are complete (nothing of the call is left on the way to them) and the
-gradients of its buckets' params have arrived (nothing is left on the way to those).
+Autograd runs, of the nodes that are ready, the one that was made last. All nodes of a call were made after those of its
+inputs, so when the last of these is about to run, none of the call's is left that ever will. A call without
+differentiable inputs (an embedding's) has no such mark: its buckets stay until backward ends, which is soon.
 """
 
 import weakref
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import nn
 
-from .binding import Binding, Entry
+from .binding import Binding
 from .partition.gather import GatheredBucket, Gatherer
 
 # These read the params of their children without calling them.
@@ -33,9 +34,7 @@ class Forward:
         self._root = root
         self._hooks: list[Any] = []
         self._buckets: dict[nn.Module, tuple[GatheredBucket, ...]] = {}
-        self._open_calls: dict[GatheredBucket, int] = defaultdict(int)  # in this backward
-        self._awaited: dict[GatheredBucket, set[Entry]] = {}  # gradients that this backward still has to bring
-        self._trainable: dict[GatheredBucket, set[Entry]] = defaultdict(set)
+        self._using: Counter[GatheredBucket] = Counter()  # calls that are on their way through backward
 
     @property
     def _gatherer(self) -> Gatherer:
@@ -45,10 +44,6 @@ class Forward:
     def attach(self) -> None:
         """Puts hooks on modules whose params were bound since the last call."""
         self.remove()
-        self._trainable.clear()
-        for entry in self._binding.entries.values():
-            if entry.shard.gathered is not None and entry.param.requires_grad:
-                self._trainable[entry.shard.gathered].add(entry)
         owned = {module: self._owned(module) for module in self._root.modules()}
         self._buckets = {module: buckets for module, buckets in owned.items() if buckets}
         me = weakref.ref(self)
@@ -72,21 +67,20 @@ class Forward:
     # -- forward ---------------------------------------------------------------------------------------------------
 
     def _enter(self, module: nn.Module, *_: Any) -> None:
-        for bucket in self._buckets[module]:
+        for bucket in self._buckets.get(module, ()):  # a deep copy of a module has its hooks as well
             self._gatherer.need(bucket)
 
     def _leave(self, module: nn.Module, arguments: Any, keywords: dict[str, Any], output: Any) -> None:
-        buckets = self._buckets[module]
+        buckets = self._buckets.get(module, ())
         for bucket in buckets:
             self._gatherer.done(bucket)
-        if not torch.is_grad_enabled():
+        if not buckets or not torch.is_grad_enabled():
             return
         ends = [tensor.grad_fn for tensor in _tensors(output) if tensor.grad_fn is not None]
         if not ends:
             return
-        call = _Call(self, buckets)
         starts = {tensor.grad_fn for tensor in _tensors((arguments, keywords)) if tensor.grad_fn is not None}
-        call.inputs = len(starts)
+        call = _Call(self, buckets, len(starts))
         for node in ends:
             node.register_prehook(call.begin)
         for node in starts:
@@ -94,70 +88,46 @@ class Forward:
 
     # -- backward --------------------------------------------------------------------------------------------------
 
-    def begin(self, bucket: GatheredBucket) -> None:
-        """A call that uses the bucket starts its backward."""
-        if bucket not in self._awaited:
-            self._awaited[bucket] = set(self._trainable[bucket])
+    def begin(self, buckets: Iterable[GatheredBucket]) -> None:
+        for bucket in buckets:
             self._gatherer.need(bucket)
-        elif not bucket.is_here:
-            self._gatherer.need(bucket)
-            self._gatherer.done(bucket)
-        self._open_calls[bucket] += 1
+            self._using[bucket] += 1
 
-    def end(self, bucket: GatheredBucket) -> None:
-        """Nothing of such a call is left on the way to its inputs."""
-        self._open_calls[bucket] -= 1
-        self._drop_if_done(bucket)
-
-    def taken(self, entry: Entry) -> None:
-        """The gradient of a param has arrived."""
-        bucket = entry.shard.gathered
-        if bucket is not None and bucket in self._awaited:
-            self._awaited[bucket].discard(entry)
-            self._drop_if_done(bucket)
-
-    def _drop_if_done(self, bucket: GatheredBucket) -> None:
-        if not self._open_calls[bucket] and not self._awaited.get(bucket, True):
-            del self._awaited[bucket]
-            self._gatherer.done(bucket, drop=True)
+    def end(self, buckets: Iterable[GatheredBucket]) -> None:
+        for bucket in buckets:
+            if self._using[bucket]:  # backward_ended() may have come before
+                self._using[bucket] -= 1
+                self._gatherer.done(bucket, drop=True)
 
     def backward_ended(self) -> None:
         """No call is under way any more, whatever became of it."""
-        for bucket in list(self._awaited):
-            self._gatherer.done(bucket, drop=True)
-        self._awaited.clear()
-        self._open_calls.clear()
+        for bucket, calls in self._using.items():
+            for _ in range(calls):
+                self._gatherer.done(bucket, drop=True)
+        self._using.clear()
 
 
 class _Call:
     """One call of a module, on its way through backward."""
 
-    def __init__(self, forward: Forward, buckets: tuple[GatheredBucket, ...]):
+    def __init__(self, forward: Forward, buckets: tuple[GatheredBucket, ...], inputs: int):
         self._forward, self._buckets = weakref.ref(forward), buckets
-        self.inputs = 0  # whose gradients are not complete yet
-        self._left = 0
+        self._inputs, self._left = inputs, 0
 
     def begin(self, _: Any) -> None:
         """The gradient of an output has arrived; of several outputs, one after the other."""
         forward = self._forward()
-        if forward is None or self._left:
-            return
-        # A call without differentiable inputs ends with the gradients of its params.
-        self._left = self.inputs
-        for bucket in self._buckets:
-            forward.begin(bucket)
-            if not self.inputs:
-                forward.end(bucket)
+        if forward is not None and not self._left:
+            self._left = self._inputs or -1
+            forward.begin(self._buckets)
 
     def input_done(self, _: Any) -> None:
         """The gradient of an input is complete."""
         forward = self._forward()
-        if forward is None or not self._left:
-            return
-        self._left -= 1
-        if not self._left:
-            for bucket in self._buckets:
-                forward.end(bucket)
+        if forward is not None and self._left:
+            self._left -= 1
+            if not self._left:
+                forward.end(self._buckets)
 
 
 def _tensors(values: Any) -> Iterable[torch.Tensor]:
@@ -173,6 +143,9 @@ class _Hook:
 
     def __init__(self, owner: "weakref.ref[Forward]", method: str):
         self._owner, self._method = owner, method
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Hook":
+        return self
 
     def __call__(self, *arguments: Any) -> None:
         owner = self._owner()

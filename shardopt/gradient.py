@@ -16,7 +16,7 @@ Where one rank holds everything, whatever only reads is answered as well.
 import ctypes
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -211,9 +211,10 @@ class GradientPart(Part):
     def whole(self) -> Tensor:
         """The mean where this rank holds all of it: the slot's own memory where the dtype allows."""
         self.slot.settle()
-        return self._shaped(self.slot.total).to(self.dtype)
+        return self.shaped(self.slot.total).to(self.dtype)
 
-    def _shaped(self, total: Tensor) -> Tensor:
+    def shaped(self, total: Tensor) -> Tensor:
+        """A view with the param's shape of all its elements in storage order."""
         return total.as_strided(self.size(), self.stride())
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -233,32 +234,20 @@ class GradientPart(Part):
         )
 
     @classmethod
-    def __torch_function__(  # type: ignore[override]
-        cls,
-        function: Any,
-        kinds: Sequence[type],
-        arguments: Sequence[Any] = (),
-        keywords: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(cls, function: Any, kinds: Any, arguments: Any = (), keywords: Any = None) -> Any:
         answer = _UNDIVIDED.get(function)
         if answer is None:
-            return torch._C._disabled_torch_function_impl(function, kinds, arguments, keywords or {})  # type: ignore
+            return torch._C._disabled_torch_function_impl(function, kinds, arguments, keywords or {})
         return answer(function, *arguments, **(keywords or {}))
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls,
-        function: Any,
-        kinds: Sequence[type],
-        arguments: Sequence[Any] = (),
-        keywords: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def _answer(cls, function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         answer = _ANSWERS.get(function)
         if answer is not None and isinstance(arguments[0], (GradientPart, list)):
-            found = answer(function, *arguments, **(keywords or {}))
+            found = answer(function, *arguments, **keywords)
             if found is not NotImplemented:
                 return found
-        return _of_whole(function, tuple(arguments), dict(keywords or {}))
+        return _of_whole(function, arguments, keywords)
 
 
 # -- in place ----------------------------------------------------------------------------------------------------------
@@ -346,12 +335,11 @@ def _unscale(function: Any, tensors: list[Tensor], found_inf: Tensor, inverse: T
     plain = [tensor for tensor in tensors if not isinstance(tensor, GradientPart)]
     if plain:
         function(plain, found_inf, inverse)
+    factor = inverse.item() if parts else 1.0  # read once: on a GPU, each time is a wait
     for part, count in zip(parts, counts, strict=True):
-        if count is None:
-            count = 0 if part.whole().isfinite().all() else 1
-        if count:
+        if count or (count is None and not part.slot.lend().isfinite().all()):
             found_inf.fill_(1.0)
-        _multiply(function, part, inverse)
+        _multiply(function, part, factor)
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------
@@ -369,20 +357,19 @@ def _known(part: GradientPart) -> Norms:
 
 
 def _norm(
-    function: Any,
-    part: GradientPart,
-    order: float = 2,
-    dim: Sequence[int] | None = None,
-    keepdim: bool = False,
-    *,
-    dtype: torch.dtype | None = None,
+    function: Any, part: GradientPart, order: float = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
 ) -> Any:
     slot, dtype = part.live_slot(), dtype or torch.float32
     covers_all = not dim or len(set(dim)) == part.dim()
     if order not in (2, math.inf) or keepdim or not covers_all or not dtype.is_floating_point:
-        return NotImplemented
+        if slot.gather is None:
+            return NotImplemented
+        raise StateError(
+            f"{function} was called on {part!r}: of the whole, only the norms of order 2 and inf over all elements are "
+            "known, as 0-d tensors of a float dtype. Call full_tensor() on every rank for any other."
+        )
     if slot.gather is None and slot.norms is None:
-        return torch.linalg.vector_norm(part.whole(), order, dtype=dtype)
+        return torch.linalg.vector_norm(slot.lend(), order, dtype=dtype)
     norms = _known(part)
     value = math.nan if norms.nonfinite else norms.two if order == 2 else norms.largest
     return torch.scalar_tensor(value, dtype=dtype, device=part.device)
@@ -397,7 +384,7 @@ def _foreach_norm(function: Any, tensors: list[Tensor], *arguments: Any, **keywo
 def _is_finite(function: Any, part: GradientPart) -> Any:
     slot = part.live_slot()
     if slot.gather is None:
-        return part.whole().isfinite()
+        return part.shaped(slot.lend()).isfinite()
     nonfinite = _known(part).nonfinite
     return Mask(slot.total.isfinite(), slot.start, part, nonfinite == 0, nonfinite < part.numel())
 
@@ -405,7 +392,7 @@ def _is_finite(function: Any, part: GradientPart) -> Any:
 def _is_inf_or_nan(function: Any, part: GradientPart) -> Any:
     slot = part.live_slot()
     if slot.gather is None:
-        return NotImplemented
+        return function(part.shaped(slot.lend()))
     if _known(part).nonfinite:
         raise StateError(
             f"{function} was called on {part!r}, which holds Inf or NaN; which of them is not known without the other "
@@ -447,7 +434,7 @@ def _of_whole(function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any
             raise refusal(function)
 
     def unwrap(part: GradientPart) -> Tensor:
-        return part._shaped(part.slot.alias()) if function.is_view else part.whole()
+        return part.shaped(part.slot.alias()) if function.is_view else part.whole()
 
     arguments, keywords = tree_map_only(GradientPart, unwrap, (arguments, keywords))
     return function(*arguments, **keywords)
@@ -465,7 +452,7 @@ def _to_host(function: Any, part: GradientPart, *arguments: Any, **keywords: Any
     """``tolist()`` and ``numpy()``, which torch refuses for any subclass."""
     if part.live_slot().gather is not None:
         raise refusal(function)
-    return function(part._shaped(part.slot.alias()).to(part.dtype), *arguments, **keywords)
+    return function(part.shaped(part.slot.alias()).to(part.dtype), *arguments, **keywords)
 
 
 _IN_LISTS = {

@@ -5,15 +5,20 @@ DDP does besides (calling the module, broadcasting buffers, ``no_sync()``, ``sta
 """
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from .backward import Backward
+from .binding import Binding
 from .errors import BindingError
+from .forward import Forward
+from .partition.collectives import Ranks
+from .partition.placement import Placement, Placements
 
 
 class Handover:
@@ -30,6 +35,7 @@ class Handover:
         self.module: nn.Module = module.module if isinstance(module, DistributedDataParallel) else module
         self.pauses = 0  # how many no_sync() contexts of ours are open
         self.backward: Backward | None = None
+        self.forward: Forward | None = None
         self._always_syncs, self._before_forward = always_syncs, before_forward
         me = weakref.ref(self)
         self._hooks = [
@@ -37,17 +43,76 @@ class Handover:
             self.module.register_forward_hook(_calling(me, Handover._leave)),
         ]
 
-    def params(self) -> set[nn.Parameter]:
-        return set(self.module.parameters())
+    def check_covers(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raises BindingError if a param of the optimizer is not the module's."""
+        own = set(self.module.parameters())
+        for number, group in enumerate(optimizer.param_groups):
+            for index, param in enumerate(group["params"]):
+                if param not in own:
+                    raise BindingError(
+                        f"param {index} of group {number} (shape {tuple(param.shape)}) is not a param of the module "
+                        "that was handed over: its gradient would not be reduced. Hand over the module that contains "
+                        "all of them, or give this param to an optimizer of its own."
+                    )
+
+    def check_covered(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        """Raises BindingError if a trainable param of the module is in none of these optimizers."""
+        known = {param for each in optimizers for group in each.param_groups for param in group["params"]}
+        for name, param in self.module.named_parameters():
+            if param.requires_grad and param not in known:
+                raise BindingError(
+                    f"{name} is trainable but in no param group of an optimizer that took the module over: nobody "
+                    "would average its gradient. Freeze it (requires_grad_(False)) or add it to a group."
+                )
+
+    def process_group(self, given: Any) -> Any:
+        """The group to average over: that of the optimizer, else that of DDP."""
+        self._find_ddp()
+        if self.ddp is None:
+            return given
+        own = self.ddp.process_group
+        if given is None:
+            return own
+        if isinstance(given, dist.ProcessGroup) and sorted(dist.get_process_group_ranks(given)) != sorted(
+            dist.get_process_group_ranks(own)
+        ):
+            raise BindingError(
+                "process_group= holds other ranks than the group of the DistributedDataParallel module: gradients "
+                "would be averaged over other ranks than its buffers. Give both the same, or leave it to the module."
+            )
+        return given
+
+    def begin(self, binding: Binding) -> None:
+        """Whatever is bound from now on is taken over."""
+        self.backward = Backward(binding)
+        if Placements.of_stage(binding.options.stage).param is Placement.SHARD:
+            self.forward = Forward(binding, self.module)
+            self.backward.on_end = self.forward.backward_ended
+        binding.on_adopt = self._adopt
+
+    def _adopt(self) -> None:
+        assert self.backward is not None
+        self.backward.attach()
+        if self.forward is not None:
+            self.forward.attach()
+
+    def share_values(self, ranks: Ranks) -> None:
+        """Collective: rank 0's params and buffers for all, as DDP does when it wraps a module."""
+        if self.ddp is None:
+            ranks.broadcast([*self.module.parameters(), *self.module.buffers()], "sharing rank 0's params")
+
+    def _find_ddp(self) -> None:
+        if self.ddp is None:
+            active = DistributedDataParallel._get_active_ddp_module()
+            if active is not None and active.module is self.module:
+                self.ddp = active
 
     def _enter(self, *_: Any) -> None:
         # In a backward this is activation checkpointing, which runs the forward again.
         if not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
             return
-        if self.ddp is None:
-            active = DistributedDataParallel._get_active_ddp_module()
-            if active is not None and active.module is self.module:
-                self.ddp = active
+        self._find_ddp()
+        self.retire_reducer()
         self._before_forward()
         if self.backward is not None:
             if self.backward.is_open:
@@ -84,6 +149,11 @@ class Handover:
         """Gives the module back; DDP reduces its gradients again."""
         for hook in self._hooks:
             hook.remove()
+        self._hooks = []
+        if self.backward is not None:
+            self.backward.detach()
+        if self.forward is not None:
+            self.forward.remove()
         if self.ddp is not None and isinstance(self.ddp.reducer, RetiredReducer):
             params, expect_sparse = self.ddp._build_params_for_reducer()
             names = self.ddp._build_debug_param_to_name_mapping(params)
@@ -92,10 +162,10 @@ class Handover:
 
 def _calling(handover: "weakref.ref[Handover]", method: Callable[..., None]) -> Callable[..., None]:
     # A weak reference: a module keeps its hooks, and must not keep an optimizer that was dropped.
-    def hook(*arguments: Any) -> None:
+    def hook(module: nn.Module, *arguments: Any) -> None:
         found = handover()
-        if found is not None:
-            method(found, *arguments)
+        if found is not None and module is found.module:  # a deep copy of the module has its hooks as well
+            method(found, module, *arguments)
 
     return hook
 

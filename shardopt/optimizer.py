@@ -1,7 +1,9 @@
 """The face towards torch: an optimizer that schedulers, scalers, DDP scripts and frameworks take for torch's own."""
 
 import copy
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any, NoReturn, TypeVar, Unpack
 
@@ -10,14 +12,18 @@ import torch
 # torch.compiler.disable would import all of Dynamo here; this, which torch.optim uses too, waits for the first call.
 from torch._compile import _disable_dynamo
 
+from .bind import bind
 from .binding import Binding, named_params
 from .config import OptionKeywords, Options
 from .errors import ShardoptError, StateError
-from .partition.collectives import Ranks
+from .gradient import GradientPart
+from .handover import Handover
+from .partition.mesh import Mesh
+from .partition.placement import Placement, Placements
 from .rules import Rule
 from .states import ParamState
 from .step import Call, run_step
-from .survey import Scaling
+from .survey import Scaling, check_numbers, plain_numbers
 
 Optimizer = TypeVar("Optimizer", bound="ShardedOptimizer")
 Closure = Callable[[], Any]
@@ -29,6 +35,9 @@ _REFUSED_FLAGS = {
     "differentiable": "params are updated in place by one fused kernel, which autograd cannot see; pass "
     "differentiable=False, or use the torch class where gradients must flow through the step",
 }
+
+# The optimizers that a module was handed to: each may have some of its params.
+_SHARING: weakref.WeakKeyDictionary[torch.nn.Module, "weakref.WeakSet[ShardedOptimizer]"] = weakref.WeakKeyDictionary()
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -57,7 +66,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 f"{type(self).__name__}.__init__() got an unexpected keyword argument {unknown[0]!r}; beyond "
                 f"the rule's own hyper-parameters it takes {', '.join(Options.__dataclass_fields__)}."
             )
+        if isinstance(params, torch.nn.Module):
+            if options.get("module", params) is not params:
+                raise TypeError(
+                    "a module was given as the first argument and another one as module=: only one can be taken over."
+                )
+            options["module"] = params
+            params = list(params.parameters())
         self.options = Options(**options)
+        self._handover: Handover | None = None
         self._binding: Binding | None = None
         self._loaded: dict[torch.nn.Parameter, ParamState] = {}  # from load_state_dict, until the params are bound
         self._consolidated: dict[torch.nn.Parameter, ParamState] | None = None  # until the next step
@@ -65,6 +82,76 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.grad_norm: float | None = None
         """Global 2-norm of the last step's gradients before clipping, where ``max_grad_norm`` was given."""
         super().__init__(params, defaults)
+        if self.options.module is not None:
+            self._hand_over(self.options.module)
+
+    # -- the module ------------------------------------------------------------------------------------------------
+
+    def _hand_over(self, module: torch.nn.Module) -> None:
+        me = weakref.ref(self)
+
+        def before_forward() -> None:
+            optimizer = me()
+            if optimizer is not None:
+                optimizer._bind_at_forward()
+
+        handover = Handover(module, self.options.stage >= 2, before_forward)
+        handover.check_covers(self)
+        self._handover = handover
+        _SHARING.setdefault(handover.module, weakref.WeakSet()).add(self)
+        weakref.finalize(self, Handover.close, handover).atexit = False
+
+    @torch.no_grad()
+    def _bind_at_forward(self) -> None:
+        """Binds what is trainable now. Every rank comes here in the same forward."""
+        binding = self._bound()
+        candidates = binding.unbound(self.param_groups)
+        if candidates:
+            assert self._handover is not None
+            self._handover.check_covers(self)
+            self._handover.check_covered(_SHARING[self._handover.module])
+            numbers = [plain_numbers(group) for group in self.param_groups]
+            check_numbers(numbers, self.defaults)
+            if not binding.entries:
+                self._handover.share_values(binding.mesh.world)
+            bind(binding, self.param_groups, numbers, candidates)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Forwards inside are followed by backwards that accumulate each rank's own gradients, without reducing them.
+
+        At stage 0 and 1, as DDP's own ``no_sync()``, which is honoured as well; the last backward before a step must
+        be outside. From stage 2 on every backward is reduced into the shards, which is what keeps memory down, and
+        without the module nothing is reduced here: then it does nothing.
+        """
+        if self._handover is None:
+            yield
+            return
+        self._handover.pauses += 1
+        try:
+            yield
+        finally:
+            self._handover.pauses -= 1
+
+    @contextmanager
+    def unsharded(self) -> Iterator[None]:
+        """Whole params on every rank: for ``generate()``, evaluation, exporting, code that reads them anywhere.
+
+        Below stage 3 they always are. Every rank must enter; inside, ranks may run as they like, for as long as they
+        like. What is written to params in place stays written, if every rank writes the same.
+        """
+        binding = self._binding
+        if binding is None or binding.gatherer is None:
+            yield
+            return
+        with binding.unsharded():
+            yield
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's; after an error in backward it makes the next one start afresh."""
+        super().zero_grad(set_to_none)
+        if self._handover is not None and self._handover.backward is not None:
+            self._handover.backward.forget()
 
     # -- param groups ----------------------------------------------------------------------------------------------
 
@@ -115,6 +202,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 with torch.enable_grad():
                     loss = closure()
             scaling = self._scaling()
+            if self._handover is not None and self._handover.backward is not None:
+                self._handover.backward.check_whole()
         except Exception as error:  # raised on every rank by run_step, so that no rank waits for this one
             problem = error
         with torch.no_grad():
@@ -131,8 +220,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _bound(self) -> Binding:
         if self._binding is None:
-            ranks = Ranks(self.options.process_group, self.options.tuning.deadline)
-            self._binding = Binding(self.rule, self.options, ranks, self._loaded)
+            group = self.options.process_group
+            if self._handover is not None:
+                group = self._handover.process_group(group)
+            sharded = Placements.of_stage(self.options.stage).state is Placement.SHARD
+            mesh = Mesh.of(group, sharded, self.options.tuning.deadline)
+            self._binding = Binding(self.rule, self.options, mesh, self._loaded)
+            if self._handover is not None:
+                self._handover.begin(self._binding)
         return self._binding
 
     def _scaling(self) -> Scaling:
@@ -207,12 +302,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         self._check_open()
         binding = self._binding
-        if binding is None or binding.num_shards == 1:
+        if binding is None or binding.mesh.shard.size == 1:
             return
-        if not 0 <= to < binding.ranks.size:
-            raise ValueError(
-                f"consolidate_state_dict(to={to}): there are {binding.ranks.size} ranks, 0 to {binding.ranks.size - 1}."
-            )
+        size = binding.mesh.world.size
+        if not 0 <= to < size:
+            raise ValueError(f"consolidate_state_dict(to={to}): there are {size} ranks, 0 to {size - 1}.")
         with torch.no_grad():
             states = binding.consolidate(to, self.param_groups)
         if states is not None:
@@ -302,9 +396,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
         )
 
     def close(self) -> None:
-        """Gives every param storage of its own and releases masters and states. The model stays usable."""
+        """Gives every param storage of its own and releases masters and states. The model stays usable.
+
+        A DDP module reduces its gradients itself again. At stage 3 the params are gathered: every rank must call it.
+        """
+        if self._handover is not None:
+            self._handover.close()
         if self._binding is not None:
-            self._binding.release()
+            with torch.no_grad():
+                self._binding.release()
         self._binding, self._loaded, self._consolidated, self._closed = None, {}, None, True
 
     # -- reports ---------------------------------------------------------------------------------------------------
@@ -314,12 +414,18 @@ class ShardedOptimizer(torch.optim.Optimizer):
         shards = self._binding.shards if self._binding is not None else []
         params = [param for _, param, _ in named_params(self.param_groups)]
         bound = self._binding.entries if self._binding is not None else {}
+        reducer = self._binding.reducer if self._binding is not None else None
+        own = (param.grad for param in params if param.grad is not None and not isinstance(param.grad, GradientPart))
         kinds: dict[str, Iterable[torch.Tensor]] = {
-            "param": (*(shard.bucket.flat for shard in shards), *(param for param in params if param not in bound)),
-            "gradient": (param.grad for param in params if param.grad is not None),
+            "param": (
+                *(shard.bucket.flat for shard in shards),
+                *(shard.param for shard in shards if shard.gathered is not None),
+                *(param for param in params if param not in bound),
+            ),
+            "gradient": (*own, *(each for bucket in (reducer.buckets if reducer else ()) for each in bucket.sums)),
             "master": (shard.master for shard in shards if shard.master is not None),
             "state": (state for shard in shards for state in shard.states.values()),
-            "buffer": (shard.row_of_block for shard in shards),
+            "buffer": (*(shard.row_of_block for shard in shards), *(reducer.buffers if reducer else ())),
         }
         return {kind: {"device": sum(map(_nbytes, tensors))} for kind, tensors in kinds.items()}
 
@@ -327,13 +433,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         options = f"stage={self.options.stage}"
         if self._binding is not None and self._binding.shards:
             binding = self._binding
-            transport = binding.transport.name if binding.transport is not None else "none"
-            options += f", ranks={binding.ranks.size}, buckets={len(binding.shards)}, transport={transport}"
+            transport = binding.wires.shards.name if binding.wires is not None else "none"
+            options += f", ranks={binding.mesh.world.size}, buckets={len(binding.shards)}, transport={transport}"
         return f"{super().__repr__()[:-1]}Sharded ({options})\n)"
 
 
 def _nbytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
+    # Of a bucket that was dropped only the shape is left.
+    return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
 
 
 class StateView(Mapping[torch.nn.Parameter, Mapping[str, Any]]):

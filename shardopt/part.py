@@ -100,10 +100,14 @@ class Part(torch.Tensor):
         arguments: Sequence[Any] = (),
         keywords: Mapping[str, Any] | None = None,
     ) -> Any:
+        return cls._answer(function, tuple(arguments), dict(keywords or {}))
+
+    @classmethod
+    def _answer(cls, function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         if function not in _ELEMENTWISE:
             raise refusal(function)
         part = next(argument for argument in arguments if isinstance(argument, Part))
-        local = tree_map_only(Part, lambda each: each.local, (tuple(arguments), dict(keywords or {})))
+        local = tree_map_only(Part, lambda each: each.local, (arguments, keywords))
         local[1].pop("memory_format", None)  # the slice is 1D
         # A copy or a cast is a value of its own, which the ranks' live slices no longer make up.
         live = function in (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
@@ -137,13 +141,7 @@ class Mask(Part):
         return mask
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls,
-        function: Any,
-        kinds: Sequence[type],
-        arguments: Sequence[Any] = (),
-        keywords: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def _answer(cls, function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         mask = arguments[0]
         if len(arguments) == 1 and isinstance(mask, Mask):
             if function is torch.ops.aten.all.default:
@@ -152,4 +150,4 @@ class Mask(Part):
                 return torch.scalar_tensor(mask.some, dtype=torch.bool, device=mask.device)
             if function in (torch.ops.aten.logical_not.default, torch.ops.aten.bitwise_not.default):
                 return Mask(~mask.local, mask.start, mask, not mask.some, not mask.every)
-        return super().__torch_dispatch__(function, kinds, arguments, keywords)
+        return super()._answer(function, arguments, keywords)

@@ -48,6 +48,11 @@ class ReducedBucket:
     def num_params(self) -> int:
         return len(self.offsets) - 1
 
+    @property
+    def sums(self) -> list[torch.Tensor]:
+        """What is allocated."""
+        return [self.padded] if self._partial is None else [self.padded, self._partial]
+
     def zero(self, index: int) -> None:
         """Forgets what the slice holds of one param."""
         start = self._mesh.shard.rank * self._shard_numel
