@@ -189,6 +189,15 @@ def make_shardopt(stage: int) -> Make:
     return make
 
 
+def make_handed_over(stage: int, wrapped: bool) -> Make:
+    def make(model: GPT, settings: Settings) -> Engine:
+        module = _ddp(model) if wrapped else model
+        optimizer = shardopt.ShardedAdamW(module, lr=LR, stage=stage)
+        return Engine(module, optimizer.step, optimizer.zero_grad, memory=optimizer.memory)
+
+    return make
+
+
 def make_deepspeed(stage: int) -> Make:
     def make(model: GPT, settings: Settings) -> Engine:
         import deepspeed
@@ -230,6 +239,10 @@ ENGINES = {
     "deepspeed-3": Offer("DeepSpeed stage 3", make_deepspeed(3), package="deepspeed"),
     "shardopt-0": Offer("DDP + shardopt stage 0", make_shardopt(0), stage=0),
     "shardopt-1": Offer("DDP + shardopt stage 1", make_shardopt(1), stage=1),
+    "module-0": Offer("shardopt stage 0, DDP module handed over", make_handed_over(0, wrapped=True), stage=0),
+    "module-1": Offer("shardopt stage 1, DDP module handed over", make_handed_over(1, wrapped=True), stage=1),
+    "module-2": Offer("shardopt stage 2, DDP module handed over", make_handed_over(2, wrapped=True), stage=2),
+    "module-3": Offer("shardopt stage 3, plain module handed over", make_handed_over(3, wrapped=False), stage=3),
 }
 
 

@@ -79,6 +79,7 @@ class PlannedBucket:
     members: tuple[Candidate, ...]
     layout: BucketLayout
     states: tuple[str, ...]
+    is_released: bool  # between uses: its params are gathered when they are needed
 
 
 class Wires(NamedTuple):
@@ -136,20 +137,23 @@ class Binding:
             StateError: a loaded part does not hold what this rank will need.
         """
 
-        def key(candidate: Candidate) -> tuple[str, tuple[str, ...]]:
+        parts_with_params = Placements.of_stage(self.options.stage).param is Placement.SHARD
+
+        def key(candidate: Candidate) -> tuple[bool, str, tuple[str, ...]]:
             _, param, group = candidate
-            return str(param.dtype), self.rule.variant(group).states
+            is_released = parts_with_params and param.numel() >= self.options.tuning.keep_below
+            return is_released, str(param.dtype), self.rule.variant(group).states
 
         # Backward runs from the last param to the first; sorting is stable, so each kind keeps that order.
         backward = sorted(reversed(candidates), key=key)
         plan = []
-        for (_, states), same_kind in groupby(backward, key=key):
+        for (is_released, _, states), same_kind in groupby(backward, key=key):
             kind = list(same_kind)
             sizes = [param.numel() * param.element_size() for _, param, _ in kind]
             for indices in split_into_buckets(sizes, self.options.tuning.bucket_bytes):
                 members = tuple(kind[index] for index in indices)
                 layout = BucketLayout(tuple(param.numel() for _, param, _ in members), self.mesh.shard.size)
-                plan.append(PlannedBucket(members, layout, states))
+                plan.append(PlannedBucket(members, layout, states, is_released))
         for planned in plan:
             self._check_loaded(planned)
         return plan
@@ -175,7 +179,7 @@ class Binding:
         """Collective: what was planned and made on every rank becomes part of the table."""
         wires = self._choose_wires(shards[0].bucket.device)
         for planned, shard in zip(plan, shards, strict=True):
-            if self.gatherer is None:
+            if not planned.is_released:
                 shard.window = wires.shards.open(shard.bucket.flat, planned.layout.shard_numel)
             if self.reducer is not None:
                 numels, dtype = planned.layout.numels, self.options.reduce_dtype or shard.bucket.dtype
@@ -188,8 +192,8 @@ class Binding:
                 self.entries[param] = entry
                 if param in self.loaded:
                     entry.take_counters(self.loaded.pop(param))
-        if self.gatherer is not None:
-            for shard in shards:
+        for planned, shard in zip(plan, shards, strict=True):
+            if planned.is_released and self.gatherer is not None:
                 shard.part_with_params(self.gatherer)
                 for index, param in enumerate(shard.bucket.params):
                     stand_in(param, *self._stand_in(shard, index, param))

@@ -23,6 +23,8 @@ class Tuning:
             buckets overlap the update of one with the gathering of another; each costs one launch and one message
             to every rank.
         timeout: seconds that one wait for the other ranks may take; None: the process group's own timeout.
+        keep_below: stage 3: params of fewer elements than this stay whole on every rank, as at stage 2: norms, biases
+            and small embeddings weigh little, and gathering each would cost a message.
         live_bytes: stage 3: most bytes of gathered params that stay on a rank while no module needs them.
         neighbours: let CPU ranks of one machine read each other's params out of memory, where the system allows it,
             instead of sending them through sockets.
@@ -32,6 +34,7 @@ class Tuning:
     """
 
     bucket_bytes: int = 32 * MIB
+    keep_below: int = 65_536
     live_bytes: int = 64 * MIB
     timeout: float | None = None
     neighbours: bool = True

@@ -418,7 +418,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         own = (param.grad for param in params if param.grad is not None and not isinstance(param.grad, GradientPart))
         kinds: dict[str, Iterable[torch.Tensor]] = {
             "param": (
-                *(shard.bucket.flat for shard in shards),
+                *(shard.bucket.flat for shard in shards if shard.bucket.resident_bytes),
                 *(shard.param for shard in shards if shard.gathered is not None),
                 *(param for param in params if param not in bound),
             ),
@@ -439,8 +439,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
 
 def _nbytes(tensor: torch.Tensor) -> int:
-    # Of a bucket that was dropped only the shape is left.
-    return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
+    return tensor.numel() * tensor.element_size()
 
 
 class StateView(Mapping[torch.nn.Parameter, Mapping[str, Any]]):

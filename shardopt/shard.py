@@ -12,6 +12,7 @@ from .partition.bucket import Bucket, dense_strides, flattened, in_storage_order
 from .partition.gather import GatheredBucket, Gatherer
 from .partition.layout import Piece
 from .partition.reducer import ReducedBucket
+from .partition.room import zeros
 from .partition.transport import Window
 
 
@@ -35,7 +36,7 @@ class Shard:
         self.pieces: tuple[Piece, ...] = bucket.layout.pieces(rank)
         self.param = bucket.shard(rank)  # 1D [shard_numel]
         self.format: Format = format_of(bucket.dtype, "a param")
-        self.master = None if self.format is FP32 else self.param.float()
+        self.master = None if self.format is FP32 else self._zeros().copy_(self.param)
         self.states: dict[str, torch.Tensor] = {}
         self.ensure_states(states)
         self._piece_of_param = {piece.param: piece for piece in self.pieces}
@@ -62,12 +63,15 @@ class Shard:
         """Allocates, zeroed, the states that are not there yet."""
         for name in names:
             if name not in self.states:
-                self.states[name] = torch.zeros_like(self.param, dtype=torch.float32)
+                self.states[name] = self._zeros()
+
+    def _zeros(self) -> torch.Tensor:
+        return zeros(self.param.numel(), torch.float32, self.param.device)
 
     def renew(self) -> None:
         """Copies masters and states, so that a state dict taken before keeps what it showed when they are loaded."""
-        self.states = {name: state.clone() for name, state in self.states.items()}
-        self.master = None if self.master is None else self.master.clone()
+        self.states = {name: self._zeros().copy_(state) for name, state in self.states.items()}
+        self.master = None if self.master is None else self._zeros().copy_(self.master)
 
     def streams(self, states: Sequence[str]) -> Streams:
         return Streams(self.param, self.master, tuple(self.states[name] for name in states))
@@ -78,8 +82,8 @@ class Shard:
 
     def part_with_params(self, gatherer: Gatherer) -> None:
         """Collective: keeps this rank's slice of the params, and gives the rest to the gatherer."""
-        self.param = self.param.clone()
-        self.gathered = gatherer.add(self.bucket, self.param, keep=False)
+        self.param = zeros(self.param.numel(), self.param.dtype, self.param.device).copy_(self.param)
+        self.gathered = gatherer.add(self.bucket, self.param)
 
     def gradients(self, grads: Mapping[int, tuple[torch.Tensor, int]]) -> Gradients:
         """The table for these gradients, all of one dtype.

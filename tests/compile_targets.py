@@ -274,7 +274,7 @@ def launch_facts() -> dict[str, Any]:
             torch.zeros(num_blocks, dtype=torch.int32), torch.zeros((num_rows, 2), dtype=torch.int64), True
         )
         scalars = torch.full((num_rows, len(spec.variant.scalars)), float(index))
-        factors = Factors() if index == 0 else Factors(1.0 + index, 2.0**-index, 1 / (1 + index))
+        factors = Factors() if index == 0 else Factors(1 + index, 2.0**-index, 1 / (1 + index))
         Triton().step(spec, streams, gradients, scalars, factors)
         Triton().block_sums(BF16, gradients, factors)
         Triton().count_nonfinite(BF16, gradients)

@@ -150,7 +150,7 @@ def test_one_launch_covers_a_shard(compiled: Facts) -> None:
 
 
 def test_new_numbers_compile_nothing(compiled: Facts) -> None:
-    """Launches of nine sizes, each with other scalars, factors, rows and addresses."""
+    """Launches of nine sizes, each with other scalars, factors (ints among them), rows and addresses."""
     found = compiled["launches"]
     assert found["step_kernels"] == found["sums_kernels"] == found["counts_kernels"] == 1
 

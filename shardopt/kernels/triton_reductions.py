@@ -103,7 +103,9 @@ def count_nonfinite_kernel(
 def launch_block_sums(grad: Format, gradients: Gradients, factors: Factors, sums: BlockSums) -> None:
     """One launch for the whole shard, on the current stream."""
     columns = (sums.mantissa, sums.exponent, sums.largest, sums.nonfinite)
-    _launch(block_sums_kernel, grad, gradients, *columns, gradients.num_blocks, factors.divisor, factors.unscale)
+    # An int would be compiled for anew.
+    numbers = (float(factors.divisor), float(factors.unscale))
+    _launch(block_sums_kernel, grad, gradients, *columns, gradients.num_blocks, *numbers)
 
 
 def launch_count_nonfinite(grad: Format, gradients: Gradients, counts: torch.Tensor) -> None:

@@ -123,7 +123,7 @@ def launch_step(
         gradients.rows,
         scalars,
         num_blocks,
-        *factors,
+        *map(float, factors),  # an int would be compiled for anew
         **constants(spec, gradients.aligned),
         num_warps=NUM_WARPS,
         enable_fp_fusion=False,  # no contraction into FMA: the bits of the native kernel

@@ -7,6 +7,7 @@ import torch
 from ..errors import BindingError
 from .layout import BucketLayout
 from .released import ReleasedParameter
+from .room import Room
 
 
 class Bucket:
@@ -20,7 +21,8 @@ class Bucket:
         self.params = tuple(params)
         self.layout = layout
         first = params[0]
-        self.flat = torch.zeros(layout.numel, dtype=first.dtype, device=first.device)  # 1D, padding stays zero
+        self._room = Room(layout.numel, first.dtype, first.device)
+        self.flat = self._room.tensor  # 1D, padding stays zero
         with torch.no_grad():
             for index, param in enumerate(self.params):
                 view = self.view(self.flat, index, param)
@@ -31,17 +33,21 @@ class Bucket:
     @property
     def nbytes(self) -> int:
         """Of the whole bucket, here or not."""
-        return self.layout.numel * self.flat.element_size()
+        return self._room.nbytes
+
+    @property
+    def resident_bytes(self) -> int:
+        return self._room.nbytes if self._room.is_there else 0
 
     def drop(self) -> None:
         """Gives the memory back. Params, and what autograd saved of them, stay views of the same empty storage."""
         for param in self.params:
             param.__class__ = ReleasedParameter
-        self.flat.untyped_storage().resize_(0)
+        self._room.give_back()
 
     def take_room(self) -> None:
         """Memory for the whole bucket again, at another address perhaps; it holds anything."""
-        self.flat.untyped_storage().resize_(self.nbytes)
+        self._room.take()
 
     def show(self) -> None:
         """The values are whole: params may be read again."""

@@ -29,7 +29,6 @@ class GatheredBucket:
     shard: torch.Tensor  # 1D [shard_numel]: the slice, in memory of its own
     window: Window  # on the bucket's buffer; the ranks' slices lie apart from it
     rank: int
-    is_kept: bool  # small: stays gathered from its first use to the next step
     users: int = 0  # that run now
     arriving: Wire | None = None  # asked for, not awaited
     is_here: bool = False
@@ -57,11 +56,11 @@ class Gatherer:
         self._trace = Trace()
         self.gathers: Counter[GatheredBucket] = Counter()
 
-    def add(self, bucket: Bucket, shard: torch.Tensor, keep: bool) -> GatheredBucket:
+    def add(self, bucket: Bucket, shard: torch.Tensor) -> GatheredBucket:
         """Collective: takes a whole bucket over and drops it; ``shard`` holds this rank's slice."""
         window = self._transport.open_apart(bucket.flat, shard)
         bucket.drop()
-        return GatheredBucket(bucket, shard, window, self._transport.ranks.rank, keep)
+        return GatheredBucket(bucket, shard, window, self._transport.ranks.rank)
 
     @property
     def buffers(self) -> list[torch.Tensor]:
@@ -84,18 +83,18 @@ class Gatherer:
         """A user has come to its end. ``drop``: no other one is to be expected soon."""
         each.users -= 1
         assert each.users >= 0
-        if drop and not each.users and not each.is_kept:
+        if drop and not each.users:
             self._drop(each)
 
     def _take_room(self, each: GatheredBucket) -> None:
         if each.arriving is not None:
             return
         wanted = each.bucket.nbytes
-        held = sum(other.bucket.nbytes for other in self._here if not other.is_kept)
+        held = sum(other.bucket.nbytes for other in self._here)
         for other in list(self._here):
             if held + wanted <= self._live_bytes:
                 break
-            if not other.users and not other.is_kept:
+            if not other.users:
                 held -= other.bucket.nbytes
                 self._drop(other)
         each.arriving = self._ask(each)
@@ -121,7 +120,7 @@ class Gatherer:
         self._trace.now.append(each)
         following = self._trace.next()
         if following is not None and following not in self._here:
-            held = sum(other.bucket.nbytes for other in self._here if not other.is_kept)
+            held = sum(other.bucket.nbytes for other in self._here)
             if held + following.bucket.nbytes <= self._live_bytes:
                 following.arriving = self._ask(following)
 

@@ -20,6 +20,7 @@ import torch
 
 from .layout import BucketLayout
 from .mesh import Mesh
+from .room import zeros
 from .scatter import Job, Scatter
 from .transport import Transport, Window
 
@@ -39,10 +40,10 @@ class ReducedBucket:
         # The holders of one slice sum it in parts of equal length, so it is as long as a whole number of them.
         parts = BucketLayout((shard_numel,), mesh.replicate.size)
         self.part_numel, self.part = parts.shard_numel, parts.shard_slice(mesh.replicate.rank)
-        self.padded = torch.zeros(parts.numel, dtype=torch.float32, device=device)
+        self.padded = zeros(parts.numel, torch.float32, device)
         self.total = self.padded[:shard_numel]  # 1D: this rank's slice of the sum over ranks and backwards
         # The sum within one copy of the states, where there are several copies of several slices.
-        self._partial = torch.zeros_like(self.padded) if mesh.is_hybrid else None
+        self._partial = zeros(parts.numel, torch.float32, device) if mesh.is_hybrid else None
 
     @property
     def num_params(self) -> int:
@@ -162,7 +163,7 @@ class Reducer:
             return pool.pop()
         largest = max(each.buffer_numel for each in self.buckets if each.dtype is bucket.dtype)
         # What pads its params is never read, so it may hold anything.
-        return torch.empty(largest, dtype=bucket.dtype, device=bucket.device)
+        return zeros(largest, bucket.dtype, bucket.device)
 
     def _recycle(self, buffers: Sequence[torch.Tensor]) -> None:
         for buffer in buffers:
@@ -238,6 +239,7 @@ class Reducer:
         for number in numbers:
             gather.start(self._windows[number])
         gather.finish()
+        self._replicas.traffic.gradients += gather.received
 
     def end(self) -> None:
         """Closes the round, which all ranks finished."""
