@@ -31,7 +31,8 @@ def bind(
     try:
         binding.check_bindable(candidates, groups)
         plan = binding.plan(candidates)
-        sums = [checksum(param) for _, param, _ in candidates] if binding.mesh.world.size > 1 else []
+        if binding.mesh.world.size > 1:
+            sums = [0 if param in binding.fresh else checksum(param) for _, param, _ in candidates]
     except Exception as error:
         problem = error
     description = _description(binding, groups, numbers, candidates, closure)

@@ -98,6 +98,7 @@ class Binding:
         self.mesh = mesh
         self.shards: list[Shard] = []
         self.entries: dict[torch.nn.Parameter, Entry] = {}  # by identity: that is how tensors hash
+        self.fresh: set[torch.nn.Parameter] = set()  # that were on the meta device and have no values yet
         self.loaded = loaded  # states of params that are not bound yet
         self.on_adopt: Callable[[], None] = lambda: None  # what else takes hold of params that were just bound
         self.wires: Wires | None = None  # chosen at the first binding, by all ranks together
@@ -169,7 +170,7 @@ class Binding:
     def make_shard(self, planned: PlannedBucket) -> Shard:
         """Moves the params into a bucket, allocates masters and states, takes what was loaded. On this rank alone."""
         params = [param for _, param, _ in planned.members]
-        shard = Shard(Bucket(params, planned.layout), self.mesh.shard.rank, planned.states)
+        shard = Shard(Bucket(params, planned.layout, self.fresh), self.mesh.shard.rank, planned.states)
         for index, param in enumerate(params):
             if param in self.loaded:
                 self._write_tensors(shard, index, self.loaded[param])
@@ -211,7 +212,9 @@ class Binding:
 
         def write(whole: torch.Tensor) -> None:
             values = flattened(shard.ordered(index, whole.detach().to(shard.param).expand(param.size())))
-            shard.param[where.local].copy_(values[where.start : where.start + where.local.stop - where.local.start])
+            own = values[where.start : where.start + where.local.stop - where.local.start]
+            assert self.gatherer is not None
+            self.gatherer.write_slice(shard.param[where.local], own)
             torch.autograd.graph.increment_version([param])
 
         return read, write
@@ -260,6 +263,7 @@ class Binding:
                 if [param._version for param in each.bucket.params] != versions:
                     gatherer.write_back(each)
                 gatherer.done(each, drop=True)
+            gatherer.settle()
 
     # -- weights written by others ---------------------------------------------------------------------------------
 
@@ -398,7 +402,8 @@ def _check_apart(params: Sequence[tuple[str, torch.nn.Parameter]]) -> None:
     """Raises BindingError if two params share memory."""
     memory = []
     for name, param in params:
-        if param.numel() and not param.is_meta and param.layout is torch.strided:
+        has_values = param.layout is torch.strided and not param.is_meta and param.untyped_storage().nbytes()
+        if param.numel() and has_values:
             span = sum((size - 1) * stride for size, stride in zip(param.shape, param.stride(), strict=True)) + 1
             memory.append((param.data_ptr(), param.data_ptr() + span * param.element_size(), name, id(param)))
     memory.sort()

@@ -58,8 +58,8 @@ class Tuning:
 class OptionKeywords(TypedDict, total=False):
     """The keywords that every optimizer takes beyond torch's; :class:`Options` says what they mean."""
 
-    stage: int
     module: nn.Module | None
+    stage: int
     process_group: dist.ProcessGroup | DeviceMesh | None
     max_grad_norm: float | None
     reduce_dtype: torch.dtype | None
@@ -71,10 +71,10 @@ class Options:
     """How an optimizer is sharded.
 
     Attributes:
-        stage: 0 replicates everything; 1 gives each rank an equal slice of the masters and states; 2 of the gradients
-            too; 3 of the params too.
         module: plain or DDP module whose gradients are reduced here (2 units of traffic a step where DDP and a
             sharded step take 3), and whose params are sharded at stage 3. Needed from stage 2 on.
+        stage: 0 replicates everything; 1 gives each rank an equal slice of the masters and states; 2 of the gradients
+            too; 3 of the params too.
         process_group: the ranks that share the states: those that gradients are averaged over. None: the DDP module's
             group, the default group, or no communication where there is none. A 2D ``DeviceMesh`` (replicate, shard)
             shards within its second dimension and keeps a copy for each coordinate of its first.
@@ -84,8 +84,8 @@ class Options:
         tuning: the rare knobs.
     """
 
-    stage: int = 1
     module: nn.Module | None = None
+    stage: int = 1
     process_group: dist.ProcessGroup | DeviceMesh | None = None
     max_grad_norm: float | None = None
     reduce_dtype: torch.dtype | None = None

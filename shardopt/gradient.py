@@ -256,7 +256,7 @@ class GradientPart(Part):
 def _number(function: Any, operand: Any) -> Any:
     if not isinstance(operand, Tensor):
         return operand
-    if isinstance(operand, Part) or operand.numel() != 1:
+    if operand.numel() != 1:
         raise _unwritable(function)
     return operand.item()
 
@@ -287,7 +287,7 @@ def _negate(function: Any, part: GradientPart) -> GradientPart:
 def _zero(function: Any, part: GradientPart) -> GradientPart:
     slot = part.live_slot()
     slot.total.zero_()
-    slot.divisor, slot.norms = 1, Norms(0.0, 0.0, 0)
+    slot.norms = Norms(0.0, 0.0, 0)
     return part
 
 

@@ -1,6 +1,7 @@
 """The face towards torch: an optimizer that schedulers, scalers, DDP scripts and frameworks take for torch's own."""
 
 import copy
+import dataclasses
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from .config import OptionKeywords, Options
 from .errors import ShardoptError, StateError
 from .gradient import GradientPart
 from .handover import Handover
+from .materialise import check_materialisable, give_devices, give_values, meta_params
 from .partition.mesh import Mesh
 from .partition.placement import Placement, Placements
 from .rules import Rule
@@ -93,7 +95,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         def before_forward() -> None:
             optimizer = me()
             if optimizer is not None:
-                optimizer._bind_at_forward()
+                optimizer.bind()
 
         handover = Handover(module, self.options.stage >= 2, before_forward)
         handover.check_covers(self)
@@ -102,19 +104,44 @@ class ShardedOptimizer(torch.optim.Optimizer):
         weakref.finalize(self, Handover.close, handover).atexit = False
 
     @torch.no_grad()
-    def _bind_at_forward(self) -> None:
-        """Binds what is trainable now. Every rank comes here in the same forward."""
+    def bind(self, state_dict: Mapping[str, torch.Tensor] | None = None) -> None:
+        """Takes the module over now, and not at its first forward. Every rank must call it.
+
+        Params become views of buckets, masters and states are allocated. A module that was built on the meta device
+        is given memory and values here, bucket by bucket: at stage 3 no rank ever holds all of it.
+
+        Args:
+            state_dict: values for params and buffers on the meta device: whole tensors by their names in the module
+                (a memory-mapped file will do). None: each module's own ``reset_parameters()``.
+
+        Raises:
+            BindingError: a param that no bucket can hold, or values that are missing.
+        """
+        self._check_open()
+        handover = self._handover
+        if handover is None:
+            raise ShardoptError(
+                "bind() takes a module over, but none was handed over: the params are bound at the first step. Pass "
+                "the module as first argument or as module=."
+            )
         binding = self._bound()
         candidates = binding.unbound(self.param_groups)
-        if candidates:
-            assert self._handover is not None
-            self._handover.check_covers(self)
-            self._handover.check_covered(_SHARING[self._handover.module])
-            numbers = [plain_numbers(group) for group in self.param_groups]
-            check_numbers(numbers, self.defaults)
-            if not binding.entries:
-                self._handover.share_values(binding.mesh.world)
-            bind(binding, self.param_groups, numbers, candidates)
+        if not candidates:
+            return
+        handover.check_covers(self)
+        handover.check_covered(_SHARING[handover.module])
+        numbers = [plain_numbers(group) for group in self.param_groups]
+        check_numbers(numbers, self.defaults)
+        if meta_params(handover.module):
+            check_materialisable(handover.module, state_dict)
+            binding.fresh = set(give_devices(handover.module, binding.mesh.world))
+            candidates = binding.unbound(self.param_groups)
+        elif not binding.entries:
+            handover.share_values(binding.mesh.world)
+        bind(binding, self.param_groups, numbers, candidates)
+        if binding.fresh:
+            give_values(handover.module, list(binding.fresh), binding, state_dict)
+            binding.fresh = set()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -377,16 +404,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """A copy with the states of this moment; its params are those that ``memo`` holds copies of, as in torch."""
         other = type(self).__new__(type(self))
         memo[id(self)] = other
-        other.rule, other.options, other._closed, other.grad_norm = (
-            self.rule,
-            self.options,
-            self._closed,
-            self.grad_norm,
-        )
-        other._binding, other._consolidated = None, None
+        module = copy.deepcopy(self.options.module, memo)
+        other.rule, other.options = self.rule, dataclasses.replace(self.options, module=module)
+        other._closed, other.grad_norm = self._closed, self.grad_norm
+        other._binding, other._consolidated, other._handover = None, None, None
         other._loaded = {copy.deepcopy(param, memo): state.copy() for param, state in self._param_states().items()}
         # As torch's copies: hooks, and what schedulers patched onto this instance, are left behind.
         other.__setstate__(copy.deepcopy({"defaults": self.defaults, "param_groups": self.param_groups}, memo))
+        if module is not None:
+            other._hand_over(module)
         return other
 
     def __getstate__(self) -> dict[str, Any]:

@@ -29,10 +29,6 @@ class Part(torch.Tensor):
         start: index of the first local element.
     """
 
-    # What a part answers is made below autograd, in __torch_dispatch__; without this, torch would also turn plain
-    # results into parts that lack a slice.
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-
     start: int
     _local: torch.Tensor
     _gather: Callable[[torch.Tensor], torch.Tensor] | None

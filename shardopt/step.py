@@ -229,5 +229,6 @@ def _launch_all(shard: Shard, launches: Sequence[Launch], unscale: float, clip: 
     for launch in launches:
         if launch.shard is shard:
             streams = shard.streams(launch.spec.variant.states)
-            factors = Factors(launch.divisor, unscale, clip)
+            factors = Factors(launch.divisor, unscale, clip).folded()
+            assert factors is not None  # the survey settled all others
             backend.step(launch.spec, streams, launch.gradients, launch.scalars, factors)

@@ -228,14 +228,17 @@ def _plan_launches(
 
 
 def _divisor(members: Iterable[Ready]) -> int:
-    """What one launch divides by. Where some were divided already (a user scaled them), the others are too."""
+    """What one launch divides by: a power of two, which a kernel does exactly by multiplying.
+
+    Others are divided here, as are all where some were (a user scaled them): one more pass over this rank's slices.
+    """
     slots = [each.slot for each in members if each.slot is not None]
     divisors = {slot.divisor for slot in slots}
-    if len(divisors) > 1:
-        for slot in slots:
-            slot.settle()
-        return 1
-    return divisors.pop() if divisors else 1
+    if len(divisors) == 1 and (divisor := divisors.pop()).bit_count() == 1:
+        return divisor
+    for slot in slots:
+        slot.settle()
+    return 1
 
 
 def _look_at_gradients(

@@ -99,7 +99,7 @@ class _Run:
         )
         table = torch.tensor(scalars, dtype=torch.float32).to(self.device)
         streams = Streams(self.param, self.master, tuple(self.states.values()))
-        backend.step(self.spec, streams, gradients, table, Factors(divisor=3.0, unscale=1 / 3, clip=0.7))
+        backend.step(self.spec, streams, gradients, table, Factors(unscale=1 / 3, clip=0.7))
         if self.device.type == "cuda":
             torch.cuda.synchronize()  # the gradients of this step may be freed from here on
 

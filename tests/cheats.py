@@ -29,7 +29,7 @@ def does_nothing(*_: Any) -> None:
 
 def summed(self: Native, spec: Any, streams: Any, gradients: Any, scalars: Any, factors: Factors) -> None:
     """Gradients summed over two ranks where the mean is meant."""
-    STEP(self, spec, streams, gradients, scalars, factors._replace(divisor=factors.divisor / 2))
+    STEP(self, spec, streams, gradients, scalars, factors._replace(unscale=factors.unscale * 2))
 
 
 def last_rank_idle(self: Native, *arguments: Any) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import triton
+import triton.language as tl
 from cases import CASES
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -26,7 +27,6 @@ from shardopt.kernels.formats import BF16, FP16, FP32, Format
 from shardopt.kernels.launch import Triton
 from shardopt.kernels.spec import StepSpec
 from shardopt.kernels.tables import BLOCK, Factors, Gradients, Streams
-from shardopt.rules import rule
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -56,13 +56,10 @@ def group_of_adamw() -> dict[str, Any]:
     return CASES[0].ours([torch.nn.Parameter(torch.zeros(1))]).param_groups[0]
 
 
-def nothing(group: Any, step: int, carried: Any) -> dict[str, float]:
-    return {}
-
-
-@rule(scalars=nothing)
-def take_gradient(param, grad, state, s):
-    return grad
+@triton.jit(do_not_specialize=["divisor"])
+def quotients_alone(source_ptr, target_ptr, divisor, BLOCK: tl.constexpr):
+    offsets = tl.arange(0, BLOCK)
+    tl.store(target_ptr + offsets, tl.div_rn(tl.load(source_ptr + offsets), divisor))
 
 
 # -- compiling ---------------------------------------------------------------------------------------------------------
@@ -78,7 +75,6 @@ def compile_step(spec: StepSpec, aligned: bool, target: GPUTarget, kernel: Any =
         "rows_ptr": "*i64",
         "scalars_ptr": "*fp32",
         "num_blocks": "i32",
-        "divisor": "fp32",
         "unscale": "fp32",
         "clip": "fp32",
     }
@@ -100,6 +96,13 @@ def compile_reduction(kernel: Any, grad: Format, target: GPUTarget) -> Any:
         "BLOCKS": triton_step.BLOCKS_PER_PROGRAM,
     }
     return compile_kernel(kernel, arguments, constants, target)
+
+
+def fused_in_quotients(target: GPUTarget) -> int:
+    """Fused operations in the machine code of one block's quotients by one number."""
+    arguments = {"source_ptr": "*fp32", "target_ptr": "*fp32", "divisor": "fp32"}
+    found: int = facts(compile_kernel(quotients_alone, arguments, {"BLOCK": BLOCK}, target), target)["machine_fused"]
+    return found
 
 
 def compile_kernel(kernel: Any, arguments: dict[str, Any], constants: dict[str, Any], target: GPUTarget) -> Any:
@@ -274,9 +277,10 @@ def launch_facts() -> dict[str, Any]:
             torch.zeros(num_blocks, dtype=torch.int32), torch.zeros((num_rows, 2), dtype=torch.int64), True
         )
         scalars = torch.full((num_rows, len(spec.variant.scalars)), float(index))
-        factors = Factors() if index == 0 else Factors(1 + index, 2.0**-index, 1 / (1 + index))
+        # With a float at first, then with ints too.
+        factors = Factors() if index == 0 else Factors(1, 2.0**-index, 1 + index)
         Triton().step(spec, streams, gradients, scalars, factors)
-        Triton().block_sums(BF16, gradients, factors)
+        Triton().block_sums(BF16, gradients, factors._replace(divisor=1.0 if index == 0 else 1 + index))
         Triton().count_nonfinite(BF16, gradients)
     return {
         "sizes": sizes,
@@ -320,15 +324,12 @@ def main(folder: Path) -> None:
                         **facts(compile_reduction(kernel, grad, target), target),
                     }
                 )
-    alone = StepSpec(take_gradient.variant({}), FP32, FP32)
     plain = next(spec for label, spec, _ in specs() if label == "AdamW plain")
     mutant = compile_step(plain, True, TARGETS["sm_90"], mutant_kernel(folder))
     found = {
         "kernels": kernels,
         "reductions": reductions,
-        "quotient_alone": {
-            name: facts(compile_step(alone, True, target), target)["machine_fused"] for name, target in TARGETS.items()
-        },
+        "fused_in_quotients": {name: fused_in_quotients(target) for name, target in TARGETS.items()},
         "mutant": narrow_offsets(mutant.asm["ttir"]),
         "launches": launch_facts(),
     }

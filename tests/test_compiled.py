@@ -114,8 +114,8 @@ def accesses(kernel: Facts, verb: str) -> dict[int, int]:
 def test_arithmetic_is_ieee(compiled: Facts) -> None:
     """Correctly rounded quotients and roots, nothing fused, nothing flushed to zero.
 
-    Machine code of a quotient holds fused operations of its own. So it is read for the rules that divide by nothing but
-    the divisor of the gradients: it holds as many as a kernel that does nothing else.
+    Machine code of a quotient holds fused operations of its own. So it is read for the rules without one, and for the
+    block sums, whose only quotient is that by the divisor: theirs holds as many as a kernel that does nothing else.
     """
     on_cuda = [kernel for kernel in everything(compiled) if kernel["target"] in CUDA]
     assert not failing(on_cuda, "fused", "flushed", "other_memory")
@@ -129,16 +129,18 @@ def test_arithmetic_is_ieee(compiled: Facts) -> None:
     without = [
         kernel for kernel in compiled["kernels"] if kernel["label"].split()[0] in ("SGD", "Lion", "Rprop", "ASGD")
     ]
+    counts = [kernel for kernel in compiled["reductions"] if kernel["label"].startswith("count_nonfinite")]
     sums = [kernel for kernel in compiled["reductions"] if kernel["label"].startswith("block_sums")]
-    assert (len(without), len(sums)) == (12, 9)
-    for kernel in without + sums:
-        assert kernel["machine_fused"] == compiled["quotient_alone"][kernel["target"]] > 0, kernel["label"]
+    assert (len(without), len(counts), len(sums)) == (12, 9, 9)
+    assert not failing(without + counts, "machine_fused", "quotients")
+    for kernel in sums:
+        assert kernel["machine_fused"] == compiled["fused_in_quotients"][kernel["target"]] > 0, kernel["label"]
     on_hip = [kernel for kernel in everything(compiled) if kernel["target"] == HIP]
     assert {kernel["denormals"] for kernel in on_hip} == {3}
-    # The gradient's quotient is one, whatever the rule: none is a product with a reciprocal. On gfx942 they are counted
-    # by the instruction that each ends in and that rounds it correctly.
-    assert all(kernel["quotients"] == kernel["elements"] for kernel in without + sums)
-    assert all(kernel["quotients"] == 3 * kernel["elements"] for kernel in adam)
+    # Two quotients an element, and one: none is a product with a reciprocal. On gfx942 they are counted by the
+    # instruction that each ends in and that rounds it correctly.
+    assert all(kernel["quotients"] == 2 * kernel["elements"] for kernel in adam)
+    assert all(kernel["quotients"] == kernel["elements"] for kernel in sums)
 
 
 def test_one_launch_covers_a_shard(compiled: Facts) -> None:

@@ -53,7 +53,14 @@ def test_names_are_added_on_purpose() -> None:
 
 
 def test_options_are_added_on_purpose() -> None:
-    assert list(Options.__dataclass_fields__) == ["stage", "process_group", "max_grad_norm", "tuning"]
+    assert list(Options.__dataclass_fields__) == [
+        "module",
+        "stage",
+        "process_group",
+        "max_grad_norm",
+        "reduce_dtype",
+        "tuning",
+    ]
     assert set(OptionKeywords.__annotations__) == set(Options.__dataclass_fields__)
     assert list(shardopt.Tuning.__dataclass_fields__) == ["bucket_bytes", "timeout", "neighbours", "nonfinite"]
 
@@ -74,7 +81,7 @@ def test_arguments_and_groups_are_torchs(name: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "kind", "message"),
     [
-        ({"stge": 1}, TypeError, "unexpected keyword argument 'stge'.*stage, process_group"),
+        ({"stge": 1}, TypeError, "unexpected keyword argument 'stge'.*module, stage, process_group"),
         ({"stage": 4}, ValueError, "stage must be 0"),
         ({"max_grad_norm": -1.0}, ValueError, "max_grad_norm must be above 0"),
         ({"tuning": {"timeout": 3}}, TypeError, "shardopt.Tuning"),

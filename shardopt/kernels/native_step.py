@@ -2,7 +2,7 @@
 
 For AdamW on bf16 params with fp32 masters the text that is compiled reads (shortened)::
 
-    def adam(first, last, row_of_block, rows, scalars, divisor, unscale, clip, param_at, master_at, ...):
+    def adam(first, last, row_of_block, rows, scalars, unscale, clip, param_at, master_at, exp_avg_at, exp_avg_sq_at):
         for block in range(first, last):
             row = load_i32(row_of_block, block, TABLE)
             start = block * 256
@@ -10,7 +10,7 @@ For AdamW on bf16 params with fp32 masters the text that is compiled reads (shor
             grad_at = load_i64(rows, row * 2, TABLE)
             s_beta2 = load_f32(scalars, row * 7 + 1, TABLE)
             for i in range(start, start + count):
-                grad = widen(load_u16(grad_at, i, 0)) / divisor * unscale * clip
+                grad = widen(load_u16(grad_at, i, 0)) * unscale * clip
                 param = load_f32(master_at, i, 2)
                 ... the rule ...
                 store_f32(master_at, i, param, 2)
@@ -52,7 +52,7 @@ def compile_step(spec: StepSpec) -> Callable[..., None]:
     text = step_source(spec)
     function = function_from_source(text, "native", names)
     i64, f32 = numba.types.int64, numba.types.float32
-    signature = numba.types.void(*[i64] * 5, *[f32] * 3, *[i64] * (1 + spec.has_master + len(spec.variant.states)))
+    signature = numba.types.void(*[i64] * 5, f32, f32, *[i64] * (1 + spec.has_master + len(spec.variant.states)))
     with _compiling:
         global compilations
         compilations += 1
@@ -71,7 +71,7 @@ def step_source(spec: StepSpec) -> str:
         for index, name in enumerate(variant.scalars)
     ]
     body = [
-        "grad = widen_grad(load_grad(grad_at, i, 0)) / divisor * unscale * clip",
+        "grad = widen_grad(load_grad(grad_at, i, 0)) * unscale * clip",
         f"param = load_f32({master_or_param}, i, {param_stream})",
         *(f"state_{name} = load_f32({at}, i, {stream})" for name, at, stream in states),
         *native_body(variant),
@@ -79,7 +79,7 @@ def step_source(spec: StepSpec) -> str:
         *["store_param(param_at, i, narrow_param(param), 1)"][: spec.has_master],
         *(f"store_f32({at}, i, state_{name}, {stream})" for name, at, stream in states),
     ]
-    arguments = ["first", "last", "row_of_block", "rows", "scalars", "divisor", "unscale", "clip", *pointers]
+    arguments = ["first", "last", "row_of_block", "rows", "scalars", "unscale", "clip", *pointers]
     return (
         "\n".join(
             [

@@ -10,6 +10,7 @@ where backward left them, and a skipped param is a row whose end is 0::
     scalars        |  (beta2, step_size, ...) of w1, w2, w3   |  fp32
 """
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -44,12 +45,25 @@ class Factors(NamedTuple):
     """What the gradient that a rule sees is scaled by: ``widen(grad) / divisor * unscale * clip``.
 
     In this order, each quotient and product rounded once to fp32; of a factor of 1 nothing is rounded. The divisor is
-    divided by, never multiplied by its reciprocal: 1/3 is no fp32 number, so that would be another mean.
+    divided by, never multiplied by its reciprocal where that rounds: 1/3 is no fp32 number, so that would be another
+    mean. The steps' kernels do not divide at all; the block sums do.
     """
 
     divisor: float = 1.0  # how many gradients were added up: the ranks, where they are kept as sums
     unscale: float = 1.0  # 1 / loss scale
     clip: float = 1.0  # factor of the global-norm clipping
+
+    def folded(self) -> "Factors | None":
+        """The same with a divisor of 1: for a power of two, ``unscale / divisor`` in place of the two.
+
+        Exact, because a power of two moves nothing but the exponent: the bits are those of the division wherever
+        ``grad / divisor`` and ``unscale / divisor`` are in fp32's normal range, and without an unscale everywhere.
+
+        None for any other divisor: its reciprocal is no fp32 number, so the gradients have to be divided before.
+        """
+        if math.frexp(self.divisor)[0] != 0.5:
+            return None
+        return Factors(1.0, self.unscale / self.divisor, self.clip)
 
 
 @dataclass(frozen=True)

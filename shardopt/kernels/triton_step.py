@@ -27,7 +27,7 @@ NUM_WARPS = 1
 GRAD_TYPES = {"fp32": tl.float32, "bf16": tl.int16, "fp16": tl.float16}
 
 
-@triton.jit(do_not_specialize=["num_blocks", "divisor", "unscale", "clip"])
+@triton.jit(do_not_specialize=["num_blocks", "unscale", "clip"])
 def step_kernel(
     param_ptr,  # [num_blocks * 256] PARAM
     master_ptr,  # [num_blocks * 256] fp32; the param itself where that is fp32
@@ -36,9 +36,8 @@ def step_kernel(
     rows_ptr,  # [num_rows, 2] int64: address of the gradient of element 0 of the shard; end of the param in the shard
     scalars_ptr,  # [num_rows, NUM_SCALARS] fp32
     num_blocks,
-    divisor,  # fp32, as the next two: the factors of the gradient
-    unscale,
-    clip,
+    unscale,  # fp32: 1 / loss scale, a power of two that is still to be divided by included
+    clip,  # fp32: factor of the global-norm clipping
     RULE: tl.constexpr,  # (param, grad, states, scalars) -> (param, states)
     NUM_SCALARS: tl.constexpr,
     PARAM: tl.constexpr,  # format names
@@ -77,7 +76,7 @@ def step_kernel(
         grad = tl.load(grad_ptrs, mask=active, other=0)
     else:
         grad = tl.load(grad_ptrs, mask=active & (offsets < end[:, None]), other=0)
-    grad = tl.div_rn(widen(grad, GRAD), divisor) * unscale * clip
+    grad = widen(grad, GRAD) * unscale * clip
 
     param, states = RULE(param, grad, states, scalars)
 
@@ -123,7 +122,8 @@ def launch_step(
         gradients.rows,
         scalars,
         num_blocks,
-        *map(float, factors),  # an int would be compiled for anew
+        float(factors.unscale),  # an int would be compiled for anew
+        float(factors.clip),
         **constants(spec, gradients.aligned),
         num_warps=NUM_WARPS,
         enable_fp_fusion=False,  # no contraction into FMA: the bits of the native kernel

@@ -1,6 +1,6 @@
 """A bucket: one flat buffer that params of one device and dtype are views of."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 
@@ -17,7 +17,13 @@ class Bucket:
     behind ``param.data`` is exchanged; the ``nn.Parameter`` object, its gradient and its version counter stay.
     """
 
-    def __init__(self, params: Sequence[torch.nn.Parameter], layout: BucketLayout):
+    def __init__(
+        self,
+        params: Sequence[torch.nn.Parameter],
+        layout: BucketLayout,
+        fresh: Collection[torch.nn.Parameter] = (),
+    ):
+        """``fresh`` params have no values yet."""
         self.params = tuple(params)
         self.layout = layout
         first = params[0]
@@ -26,7 +32,8 @@ class Bucket:
         with torch.no_grad():
             for index, param in enumerate(self.params):
                 view = self.view(self.flat, index, param)
-                view.copy_(param)
+                if param not in fresh:
+                    view.copy_(param)
                 param.data = view  # only now may the old storage go: one bucket at a time is there twice
         self._shapes = tuple((param.size(), param.stride()) for param in self.params)
 

@@ -11,7 +11,6 @@ may be dropped, at the latest when another one needs the room::
 On wires that carry shards while this rank computes, the bucket that came next in the last pass is asked for early.
 """
 
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -54,7 +53,7 @@ class Gatherer:
         self._transport, self._live_bytes = transport, live_bytes
         self._here: dict[GatheredBucket, None] = {}  # from the least recently used
         self._trace = Trace()
-        self.gathers: Counter[GatheredBucket] = Counter()
+        self._was_written = False  # slices, since ranks last met
 
     def add(self, bucket: Bucket, shard: torch.Tensor) -> GatheredBucket:
         """Collective: takes a whole bucket over and drops it; ``shard`` holds this rank's slice."""
@@ -71,6 +70,7 @@ class Gatherer:
     def need(self, each: GatheredBucket) -> None:
         """The bucket's params may be read until as many ``done`` calls have followed."""
         each.users += 1
+        self.settle()
         if each.is_here:
             self._here[each] = self._here.pop(each)  # most recently used
         else:
@@ -105,7 +105,6 @@ class Gatherer:
         wire = self._transport.wire("gathering params")
         wire.start(each.window)
         self._transport.traffic.params += each.window.nbytes_received
-        self.gathers[each] += 1
         self._here[each] = None
         return wire
 
@@ -141,8 +140,27 @@ class Gatherer:
             self._trace = Trace(last=self._trace.now or self._trace.last)
 
     def write_back(self, each: GatheredBucket) -> None:
-        """This rank's slice follows a whole bucket whose params were written."""
+        """This rank's slice follows a whole bucket whose params were written, on every rank."""
+        self._before_write()
         each.shard.copy_(each.bucket.shard(each.rank))
+
+    def write_slice(self, target: torch.Tensor, values: torch.Tensor) -> None:
+        """Writes to a slice outside of a step; every rank does so with the same whole."""
+        self._before_write()
+        self.drop_all()  # what is here no longer holds
+        target.copy_(values)
+
+    def _before_write(self) -> None:
+        """Collective at the first of several writes: nobody may still be reading what was there before."""
+        if not self._was_written:
+            self._transport.settle("waiting for ranks that still gather params")
+            self._was_written = True
+
+    def settle(self) -> None:
+        """Collective if slices were written: until they are on every rank."""
+        if self._was_written:
+            self._was_written = False
+            self._transport.settle("waiting for params that were written")
 
     def need_all(self, buckets: Iterable[GatheredBucket]) -> None:
         for each in buckets:

@@ -93,6 +93,11 @@ class Transport:
         """Whether shards travel while this rank computes, so that they are worth asking for early."""
         return self._neighbours is None and self.ranks.size > 1
 
+    def settle(self, phase: str) -> None:
+        """Collective where ranks read each other's memory: until what every rank wrote to its shards may be read."""
+        if self._neighbours is not None:
+            meet(self.ranks, False, phase)
+
     def open(self, flat: torch.Tensor, shard_numel: int) -> Window:
         """Collective: a window on each rank's buffer, which must stay where it is as long as the window is used."""
         return self._open(flat, shard_numel, flat.data_ptr())
