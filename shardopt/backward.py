@@ -48,7 +48,7 @@ class Backward:
     def check_free(self, params: Sequence[torch.nn.Parameter], names: Sequence[str]) -> None:
         """Raises BindingError if another optimizer takes the gradient of one of them."""
         for param, name in zip(params, names, strict=True):
-            owner = _TAKEN.get(param)
+            owner = _TAKEN.get(param)  # type: ignore[no-untyped-call]
             if owner is not None and owner() not in (None, self):
                 raise BindingError(
                     f"another optimizer already takes the gradient of {name}: each would see some of its gradients. "
@@ -65,7 +65,10 @@ class Backward:
             self._hooks.append(entry.param.register_post_accumulate_grad_hook(_taker(me, entry)))
         for shard in self._binding.shards:
             if shard not in self._tables:
-                whole = {row: (shard.reduced.total[piece.shard_start :], piece.start) for row, piece in enumerate(shard.pieces)}
+                whole = {
+                    row: (shard.reduced.total[piece.shard_start :], piece.start)
+                    for row, piece in enumerate(shard.pieces)
+                }
                 numbers = {entry.index: number for number, entry in enumerate(self._entries) if entry.shard is shard}
                 rows = np.array([numbers[piece.param] for piece in shard.pieces], dtype=np.int64)
                 self._tables[shard] = shard.gradients(whole), rows
@@ -147,7 +150,7 @@ class Backward:
             held[entry.shard.number].add(entry.index)
             if slot.divisor == 1:  # a user scaled the mean: back to a sum, which the next ones are added to
                 slot.total.mul_(self._binding.mesh.world.size)
-        torch.autograd.Variable._execution_engine.queue_callback(self._finish)  # type: ignore[attr-defined]
+        torch.autograd.Variable._execution_engine.queue_callback(self._finish)
         reducer.begin([frozenset(each) for each in held])
         self._lost = None
 

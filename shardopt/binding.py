@@ -7,7 +7,6 @@ bound never changes its place.
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import groupby, pairwise
 from typing import Any, NamedTuple
@@ -21,16 +20,16 @@ from .errors import BindingError
 from .gradient import Slot
 from .kernels.formats import format_of
 from .part import Part
-from .partition.bucket import Bucket, dense_strides, flattened
+from .partition.bucket import Bucket, dense_strides
 from .partition.gather import Gatherer
 from .partition.layout import BucketLayout, split_into_buckets
 from .partition.mesh import Mesh
 from .partition.placement import Placement, Placements
 from .partition.reducer import ReducedBucket, Reducer
-from .partition.released import Read, Write, stand_in
 from .partition.transport import Transport
 from .rules import Rule
 from .shard import Shard
+from .sharded_params import ShardedParams
 from .states import ParamState, check_part
 
 Group = Mapping[str, Any]
@@ -103,7 +102,7 @@ class Binding:
         self.on_adopt: Callable[[], None] = lambda: None  # what else takes hold of params that were just bound
         self.wires: Wires | None = None  # chosen at the first binding, by all ranks together
         self.reducer: Reducer | None = None  # where the module was handed over
-        self.gatherer: Gatherer | None = None  # where params are sharded
+        self.sharded: ShardedParams | None = None  # at stage 3
         self.rounds = 0  # steps that all ranks agreed on
         self.broken: str | None = None  # why params and states of the ranks may belong to different steps
 
@@ -194,30 +193,42 @@ class Binding:
                 if param in self.loaded:
                     entry.take_counters(self.loaded.pop(param))
         for planned, shard in zip(plan, shards, strict=True):
-            if planned.is_released and self.gatherer is not None:
-                shard.part_with_params(self.gatherer)
-                for index, param in enumerate(shard.bucket.params):
-                    stand_in(param, *self._stand_in(shard, index, param))
+            if planned.is_released and self.sharded is not None:
+                self.sharded.take(shard)
         self.on_adopt()
 
-    def _stand_in(self, shard: Shard, index: int, param: torch.nn.Parameter) -> tuple[Read, Write]:
-        """How a released param is read as a part, and written from a whole tensor."""
-        where = shard.slice_of(index)
+    def frozen(self, module: torch.nn.Module) -> list[torch.nn.Parameter]:
+        """Params of the module that are sharded though nothing trains them, and are not yet."""
+        if Placements.of_stage(self.options.stage).param is Placement.REPLICATE:
+            return []
+        taken = self.sharded.where if self.sharded is not None else {}
+        return [
+            param
+            for param in module.parameters()
+            if not param.requires_grad
+            and param.is_floating_point()
+            and param.numel() >= self.options.tuning.keep_below
+            and param not in taken
+            and param not in self.entries
+        ]
 
-        def gather(_: torch.Tensor) -> torch.Tensor:
-            return shard.as_param(self.gather_slices(shard, shard.param, "params"), index).clone()
-
-        def read() -> torch.Tensor:
-            return Part(shard.param[where.local], where.start, param, gather)
-
-        def write(whole: torch.Tensor) -> None:
-            values = flattened(shard.ordered(index, whole.detach().to(shard.param).expand(param.size())))
-            own = values[where.start : where.start + where.local.stop - where.local.start]
-            assert self.gatherer is not None
-            self.gatherer.write_slice(shard.param[where.local], own)
-            torch.autograd.graph.increment_version([param])
-
-        return read, write
+    def adopt_frozen(self, params: Sequence[torch.nn.Parameter]) -> None:
+        """Collective: shards them."""
+        shapes = [[list(param.shape), str(param.dtype)] for param in params]
+        view = View({"frozen": shapes}, lambda: {"frozen params of the module": shapes})
+        agree(view, self.mesh.world, params[0].device)
+        self._choose_wires(params[0].device)
+        assert self.sharded is not None
+        for _, same_dtype in groupby(sorted(params, key=lambda param: str(param.dtype)), key=lambda param: param.dtype):
+            kind = list(same_dtype)
+            sizes = [param.numel() * param.element_size() for param in kind]
+            for indices in split_into_buckets(sizes, self.options.tuning.bucket_bytes):
+                members = [kind[index] for index in indices]
+                layout = BucketLayout(tuple(param.numel() for param in members), self.mesh.shard.size)
+                shard = Shard(Bucket(members, layout, self.fresh), self.mesh.shard.rank, (), trains=False)
+                self.sharded.frozen.append(shard)
+                self.sharded.take(shard)
+        self.on_adopt()
 
     def _choose_wires(self, device: torch.device) -> "Wires":
         if self.wires is None:
@@ -229,8 +240,13 @@ class Binding:
             if self.options.module is not None:
                 self.reducer = Reducer(self.mesh, shards, replicas)
             if Placements.of_stage(self.options.stage).param is Placement.SHARD:
-                self.gatherer = Gatherer(shards, self.options.tuning.live_bytes)
+                self.sharded = ShardedParams(Gatherer(shards, self.options.tuning.live_bytes), self.gather_slices)
         return self.wires
+
+    @property
+    def gatherer(self) -> Gatherer:
+        assert self.sharded is not None
+        return self.sharded.gatherer
 
     @property
     def device(self) -> torch.device:
@@ -239,31 +255,11 @@ class Binding:
 
     def release(self) -> None:
         """Gives every param storage of its own and forgets the states."""
-        if self.gatherer is not None:
-            self.gatherer.drop_all()
-            self.gatherer.need_all(shard.gathered for shard in self.shards if shard.gathered is not None)
-            if self.mesh.shard.size > 1 and self.wires is not None:
-                self.wires.shards.gather("giving params back").finish()
+        if self.sharded is not None:
+            self.sharded.give_back()
         for shard in self.shards:
             shard.bucket.release()
-        self.shards, self.entries, self.reducer, self.gatherer = [], {}, None, None
-
-    @contextmanager
-    def unsharded(self) -> Iterator[None]:
-        """Whole params, at stage 3. What is written to them in place stays."""
-        gatherer = self.gatherer
-        assert gatherer is not None
-        buckets = [shard.gathered for shard in self.shards if shard.gathered is not None]
-        gatherer.need_all(buckets)
-        before = [[param._version for param in each.bucket.params] for each in buckets]
-        try:
-            yield
-        finally:
-            for each, versions in zip(buckets, before, strict=True):
-                if [param._version for param in each.bucket.params] != versions:
-                    gatherer.write_back(each)
-                gatherer.done(each, drop=True)
-            gatherer.settle()
+        self.shards, self.entries, self.reducer, self.sharded = [], {}, None, None
 
     # -- weights written by others ---------------------------------------------------------------------------------
 

@@ -38,7 +38,6 @@ class Forward:
 
     @property
     def _gatherer(self) -> Gatherer:
-        assert self._binding.gatherer is not None
         return self._binding.gatherer
 
     def attach(self) -> None:
@@ -50,14 +49,13 @@ class Forward:
         for module in self._buckets:
             self._hooks.append(module.register_forward_pre_hook(_Hook(me, "_enter"), prepend=True))
             # Also behind an exception: the module's params are then needed no more.
-            self._hooks.append(
-                module.register_forward_hook(_Hook(me, "_leave"), with_kwargs=True, always_call=True)
-            )
+            self._hooks.append(module.register_forward_hook(_Hook(me, "_leave"), with_kwargs=True, always_call=True))
 
     def _owned(self, module: nn.Module) -> tuple[GatheredBucket, ...]:
+        assert self._binding.sharded is not None
+        where = self._binding.sharded.where
         params = module.parameters(recurse=isinstance(module, _READS_CHILDREN))
-        shards = [self._binding.entries[param].shard for param in params if param in self._binding.entries]
-        return tuple(dict.fromkeys(shard.gathered for shard in shards if shard.gathered is not None))
+        return tuple(dict.fromkeys(where[param] for param in params if param in where))
 
     def remove(self) -> None:
         for hook in self._hooks:

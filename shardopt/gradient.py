@@ -149,10 +149,11 @@ class GradientPart(Part):
     """
 
     # Found before torch's own descriptors, which go through __torch_function__; a scaler reads them for every param.
-    __slots__ = ("_origin", "_param_dtype", "device", "dtype", "slot")
+    __slots__ = ("_origin", "_param_dtype", "device", "dtype", "slot", "whole_numel")
     is_sparse = False
 
     slot: Slot
+    whole_numel: int
     _origin: "GradientPart | None"  # of which this is an alias
     _param_dtype: torch.dtype  # as assignment to param.grad wants it
 
@@ -169,7 +170,8 @@ class GradientPart(Part):
     ) -> "GradientPart":
         device = slot.total.device
         part = cls._wrapper(like, param_dtype, device)
-        part.slot, part._origin, part._param_dtype, part.device = slot, origin, param_dtype, device
+        part.slot, part.device, part.whole_numel = slot, device, like.numel()
+        part._origin, part._param_dtype = origin, param_dtype
         part.dtype = torch.float32 if param_dtype is torch.float16 else param_dtype
         return part
 
@@ -235,10 +237,12 @@ class GradientPart(Part):
 
     @classmethod
     def __torch_function__(cls, function: Any, kinds: Any, arguments: Any = (), keywords: Any = None) -> Any:
-        answer = _UNDIVIDED.get(function)
-        if answer is None:
-            return torch._C._disabled_torch_function_impl(function, kinds, arguments, keywords or {})
-        return answer(function, *arguments, **(keywords or {}))
+        answer = _EARLY.get(function)
+        if answer is not None and arguments and isinstance(arguments[0], GradientPart):
+            found = answer(function, *arguments, **(keywords or {}))
+            if found is not NotImplemented:
+                return found
+        return torch._C._disabled_torch_function_impl(function, kinds, arguments, keywords or {})
 
     @classmethod
     def _answer(cls, function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
@@ -261,21 +265,21 @@ def _number(function: Any, operand: Any) -> Any:
     return operand.item()
 
 
-def _multiply(function: Any, part: GradientPart, operand: Any) -> GradientPart:
-    slot, factor = part.live_slot(), _number(function, operand)
+def _multiply(function: Any, part: GradientPart, other: Any) -> GradientPart:
+    slot, factor = part.live_slot(), _number(function, other)
     slot.settle()
     slot.total.mul_(factor)
     norms = slot.norms
-    slot.norms = norms and norms.times(factor, part.numel())
+    slot.norms = norms and norms.times(factor, part.whole_numel)
     return part
 
 
-def _divide(function: Any, part: GradientPart, operand: Any) -> GradientPart:
-    slot, divisor = part.live_slot(), _number(function, operand)
+def _divide(function: Any, part: GradientPart, other: Any) -> GradientPart:
+    slot, divisor = part.live_slot(), _number(function, other)
     slot.settle()
     divide_(slot.total, divisor)
     norms = slot.norms
-    slot.norms = norms and norms.over(divisor, part.numel())
+    slot.norms = norms and norms.over(divisor, part.whole_numel)
     return part
 
 
@@ -357,28 +361,27 @@ def _known(part: GradientPart) -> Norms:
 
 
 def _norm(
-    function: Any, part: GradientPart, order: float = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
+    _: Any, part: GradientPart, ord: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None, **out: Any
 ) -> Any:
     slot, dtype = part.live_slot(), dtype or torch.float32
-    covers_all = not dim or len(set(dim)) == part.dim()
-    if order not in (2, math.inf) or keepdim or not covers_all or not dtype.is_floating_point:
+    is_scalar = not keepdim and (not dim or len(set(dim)) == part.dim())
+    if ord not in (2, math.inf) or not is_scalar or not dtype.is_floating_point or out:
         if slot.gather is None:
             return NotImplemented
         raise StateError(
-            f"{function} was called on {part!r}: of the whole, only the norms of order 2 and inf over all elements are "
-            "known, as 0-d tensors of a float dtype. Call full_tensor() on every rank for any other."
+            f"a norm of order {ord}, dim {dim}, keepdim {keepdim}, dtype {dtype} was asked of {part!r}: of the whole, "
+            "only those of order 2 and inf over all elements are known, as new 0-d tensors of a float dtype. Call "
+            "full_tensor() on every rank for any other."
         )
     if slot.gather is None and slot.norms is None:
-        return torch.linalg.vector_norm(slot.lend(), order, dtype=dtype)
+        return torch.linalg.vector_norm(slot.lend(), ord, dtype=dtype)
     norms = _known(part)
-    value = math.nan if norms.nonfinite else norms.two if order == 2 else norms.largest
+    value = math.nan if norms.nonfinite else norms.two if ord == 2 else norms.largest
     return torch.scalar_tensor(value, dtype=dtype, device=part.device)
 
 
-def _foreach_norm(function: Any, tensors: list[Tensor], *arguments: Any, **keywords: Any) -> list[Tensor]:
-    order = arguments[0] if arguments else 2
-    dtype = arguments[1] if len(arguments) > 1 else keywords.get("dtype")
-    return [torch.linalg.vector_norm(tensor, order, dtype=dtype) for tensor in tensors]
+def _foreach_norm(_: Any, tensors: list[Tensor], ord: Any = 2, dtype: Any = None) -> list[Tensor]:
+    return [torch.linalg.vector_norm(tensor, ord, dtype=dtype) for tensor in tensors]
 
 
 def _is_finite(function: Any, part: GradientPart) -> Any:
@@ -386,7 +389,7 @@ def _is_finite(function: Any, part: GradientPart) -> Any:
     if slot.gather is None:
         return part.shaped(slot.lend()).isfinite()
     nonfinite = _known(part).nonfinite
-    return Mask(slot.total.isfinite(), slot.start, part, nonfinite == 0, nonfinite < part.numel())
+    return Mask(slot.total.isfinite(), slot.start, part, nonfinite == 0, nonfinite < part.whole_numel)
 
 
 def _is_inf_or_nan(function: Any, part: GradientPart) -> Any:
@@ -398,7 +401,7 @@ def _is_inf_or_nan(function: Any, part: GradientPart) -> Any:
             f"{function} was called on {part!r}, which holds Inf or NaN; which of them is not known without the other "
             "ranks' slices. Ask torch.isfinite, or call full_tensor() on every rank."
         )
-    return Mask(function(slot.total), slot.start, part, part.numel() == 0, False)
+    return Mask(function(slot.total), slot.start, part, part.whole_numel == 0, False)
 
 
 def _alias(function: Any, part: GradientPart) -> GradientPart:
@@ -487,11 +490,14 @@ _ANSWERS: dict[Any, Callable[..., Any]] = {
     for name, overloads in _IN_LISTS.items()
     for overload in overloads
 }
-# What torch takes apart, or refuses for any subclass, before __torch_dispatch__ sees it.
-_UNDIVIDED: dict[Any, Callable[..., Any]] = {
+# Before __torch_dispatch__: what torch takes apart or refuses on the way there; and, as the way takes longer than the
+# answer, what clipping asks of every part.
+_EARLY: dict[Any, Callable[..., Any]] = {
     torch.isfinite: _is_finite,
     Tensor.isfinite: _is_finite,
     Tensor.tolist: _to_host,
     Tensor.numpy: _to_host,
     Tensor.__array__: _to_host,
+    torch.linalg.vector_norm: _norm,
+    Tensor.mul_: _multiply,
 }

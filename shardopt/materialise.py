@@ -73,21 +73,20 @@ def give_values(
 ) -> None:
     """Collective: initialises the modules that own ``fresh`` params, one after the other."""
     waiting = set(fresh)
+    where = {} if binding.sharded is None else binding.sharded.where
     with _random_numbers_of_rank_0(binding.mesh.world):
         for prefix, each in module.named_modules():
             own = {param for param in each.parameters(recurse=False) if param in waiting}
-            buckets = {binding.entries[param].shard.gathered: None for param in own if param in binding.entries}
+            buckets = {where[param]: None for param in own if param in where}
             for bucket in buckets:
-                if bucket is not None and binding.gatherer is not None:
-                    binding.gatherer.need(bucket)
+                binding.gatherer.need(bucket)
             if own or (state_dict is None and any(True for _ in each.buffers(recurse=False))):
                 _initialise(each, prefix, own, state_dict)
             for bucket in buckets:
-                if bucket is not None and binding.gatherer is not None:
-                    binding.gatherer.write_back(bucket)
-                    binding.gatherer.done(bucket, drop=True)
+                binding.gatherer.write_back(bucket)
+                binding.gatherer.done(bucket, drop=True)
             waiting -= own
-    if binding.gatherer is not None:
+    if where:
         binding.gatherer.settle()
     for shard in binding.shards:
         if shard.master is not None and any(param in fresh for param in shard.bucket.params):

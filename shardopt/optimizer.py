@@ -126,7 +126,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             )
         binding = self._bound()
         candidates = binding.unbound(self.param_groups)
-        if not candidates:
+        if not candidates and not binding.frozen(handover.module):
             return
         handover.check_covers(self)
         handover.check_covered(_SHARING[handover.module])
@@ -138,7 +138,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
             candidates = binding.unbound(self.param_groups)
         elif not binding.entries:
             handover.share_values(binding.mesh.world)
-        bind(binding, self.param_groups, numbers, candidates)
+        if candidates:
+            if binding.sharded is not None:
+                binding.sharded.let_go([param for _, param, _ in candidates])
+            bind(binding, self.param_groups, numbers, candidates)
+        frozen = binding.frozen(handover.module)
+        if frozen:
+            binding.adopt_frozen(frozen)
         if binding.fresh:
             give_values(handover.module, list(binding.fresh), binding, state_dict)
             binding.fresh = set()
@@ -168,10 +174,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         like. What is written to params in place stays written, if every rank writes the same.
         """
         binding = self._binding
-        if binding is None or binding.gatherer is None:
+        if binding is None or binding.sharded is None:
             yield
             return
-        with binding.unsharded():
+        with binding.sharded.unsharded():
             yield
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -438,15 +444,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def memory(self) -> dict[str, dict[str, int]]:
         """Bytes on this rank by kind (param, gradient, master, state, buffer) and tier (device)."""
         shards = self._binding.shards if self._binding is not None else []
+        sharded = self._binding.sharded if self._binding is not None else None
+        frozen = sharded.frozen if sharded is not None else []
         params = [param for _, param, _ in named_params(self.param_groups)]
         bound = self._binding.entries if self._binding is not None else {}
         reducer = self._binding.reducer if self._binding is not None else None
         own = (param.grad for param in params if param.grad is not None and not isinstance(param.grad, GradientPart))
         kinds: dict[str, Iterable[torch.Tensor]] = {
             "param": (
-                *(shard.bucket.flat for shard in shards if shard.bucket.resident_bytes),
-                *(shard.param for shard in shards if shard.gathered is not None),
-                *(param for param in params if param not in bound),
+                *(shard.bucket.flat for shard in (*shards, *frozen) if shard.bucket.resident_bytes),
+                *(shard.param for shard in (*shards, *frozen) if shard.gathered is not None),
+                *(param for param in params if param not in bound and (sharded is None or param not in sharded.where)),
             ),
             "gradient": (*own, *(each for bucket in (reducer.buckets if reducer else ()) for each in bucket.sums)),
             "master": (shard.master for shard in shards if shard.master is not None),

@@ -31,12 +31,12 @@ class Shard:
     number: int  # of the bucket, in the reducer
     gathered: GatheredBucket | None = None  # where params are sharded
 
-    def __init__(self, bucket: Bucket, rank: int, states: Iterable[str]):
+    def __init__(self, bucket: Bucket, rank: int, states: Iterable[str], trains: bool = True):
         self.bucket = bucket
         self.pieces: tuple[Piece, ...] = bucket.layout.pieces(rank)
         self.param = bucket.shard(rank)  # 1D [shard_numel]
         self.format: Format = format_of(bucket.dtype, "a param")
-        self.master = None if self.format is FP32 else self._zeros().copy_(self.param)
+        self.master = None if self.format is FP32 or not trains else self._zeros().copy_(self.param)
         self.states: dict[str, torch.Tensor] = {}
         self.ensure_states(states)
         self._piece_of_param = {piece.param: piece for piece in self.pieces}
@@ -80,10 +80,11 @@ class Shard:
         """Gradients of this shard will be found in ``reduced.total``, where bucket ``number`` is summed."""
         self.reduced, self.number = reduced, number
 
-    def part_with_params(self, gatherer: Gatherer) -> None:
+    def part_with_params(self, gatherer: Gatherer) -> GatheredBucket:
         """Collective: keeps this rank's slice of the params, and gives the rest to the gatherer."""
         self.param = zeros(self.param.numel(), self.param.dtype, self.param.device).copy_(self.param)
         self.gathered = gatherer.add(self.bucket, self.param)
+        return self.gathered
 
     def gradients(self, grads: Mapping[int, tuple[torch.Tensor, int]]) -> Gradients:
         """The table for these gradients, all of one dtype.

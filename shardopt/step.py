@@ -88,7 +88,7 @@ def run_step(binding: Binding, call: Call) -> Outcome:
     view = _view(binding, call, numbers, seen, problem)
     world = binding.mesh.world
     agreed = agree(view, world, binding.device, binding.mesh.one_copy)
-    if agreed.written and world.size > 1 and binding.gatherer is None:
+    if agreed.written and world.size > 1 and binding.sharded is None:
         _compare_written(binding, seen)
     binding.rounds += 1
     # 3. decide
@@ -200,7 +200,7 @@ def _update(binding: Binding, seen: Survey, unscale: float, clip: float) -> None
         return
     updated = {each.entry.shard for each in seen.ready}
     gather = binding.wires.shards.gather("gathering updated params")
-    if binding.gatherer is not None:
+    if binding.sharded is not None:
         binding.gatherer.drop_all()  # they travel when they are needed; what is here will be out of date
     problem: Exception | None = None
     # Backward order reversed: the first layers' params, which the next forward needs first, arrive first.

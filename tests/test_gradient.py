@@ -344,9 +344,9 @@ def test_norms_and_their_dtypes() -> None:
                     assert raw(norm) == raw(expected)
             assert part.norm() == torch.linalg.norm(part) == part.norm("fro") == torch.norm(part)
             for wrong in (lambda g: g.norm(1), lambda g: g.norm(2, keepdim=True), lambda g: g.norm(dtype=torch.int)):
-                with raises(StateError, "linalg_vector_norm", "order 2 and inf", "full_tensor"):
+                with raises(StateError, "norm of order", "order 2 and inf", "full_tensor"):
                     wrong(part)
-    with raises(StateError, "linalg_vector_norm", "over all elements"):
+    with raises(StateError, "dim [0]", "over all elements"):
         world.ranks[0][4].grad.norm(2, dim=0)
     world.check()
 
@@ -506,7 +506,7 @@ WRITES: dict[str, Callable[[Tensor], Any]] = {
     "fill_": lambda g: g.fill_(1),
     "copy_": lambda g: g.copy_(OTHER),
     "mul_": lambda g: g.mul_(OTHER),
-    "mul_.Tensor": lambda g: g.mul_(g),
+    "'mul_'": lambda g: g.mul_(g),
     "div_": lambda g: g.div_(OTHER[0]),
     "div_.Tensor_mode": lambda g: g.div_(2, rounding_mode="floor"),
     "sub_": lambda g: g.sub_(OTHER),

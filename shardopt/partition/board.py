@@ -75,8 +75,8 @@ class Board:
 
     def _look(self, rank: int) -> Notice:
         self._neighbours.read(self.pids[rank], self._addresses[rank], self._seen)
-        values = self._seen.tolist()
-        return Notice(*values[:_FIRST_ADDRESS], tuple(values[_FIRST_ADDRESS:]))
+        filled, taken, round_number, attempt, left, *addresses = self._seen.tolist()
+        return Notice(filled, taken, round_number, attempt, left, tuple(addresses))
 
     def ready(self, rank: int, reached: Callable[[Notice], bool], phase: str) -> Notice | None:
         """The rank's notice if it has reached the point; None if it is still on the way.

@@ -25,6 +25,7 @@ class Bucket:
     ):
         """``fresh`` params have no values yet."""
         self.params = tuple(params)
+        self._present = list(range(len(self.params)))  # those that have not left
         self.layout = layout
         first = params[0]
         self._room = Room(layout.numel, first.dtype, first.device)
@@ -48,8 +49,8 @@ class Bucket:
 
     def drop(self) -> None:
         """Gives the memory back. Params, and what autograd saved of them, stay views of the same empty storage."""
-        for param in self.params:
-            param.__class__ = ReleasedParameter
+        for index in self._present:
+            self.params[index].__class__ = ReleasedParameter
         self._room.give_back()
 
     def take_room(self) -> None:
@@ -58,8 +59,14 @@ class Bucket:
 
     def show(self) -> None:
         """The values are whole: params may be read again."""
-        for param in self.params:
-            param.__class__ = torch.nn.Parameter
+        for index in self._present:
+            self.params[index].__class__ = torch.nn.Parameter
+
+    def let_go(self, param: torch.nn.Parameter) -> None:
+        """Gives one param, which is here, storage of its own; its place stays empty."""
+        with torch.no_grad():
+            param.data = param.detach().clone(memory_format=torch.preserve_format)
+        self._present.remove(next(index for index in self._present if self.params[index] is param))
 
     @property
     def device(self) -> torch.device:
@@ -94,7 +101,7 @@ class Bucket:
         """Gives every param storage of its own again."""
         with torch.no_grad():
             for index, param in enumerate(self.params):
-                if self.holds(index):
+                if index in self._present and self.holds(index):
                     param.data = param.detach().clone(memory_format=torch.preserve_format)
 
 

@@ -11,7 +11,6 @@ may be dropped, at the latest when another one needs the room::
 On wires that carry shards while this rank computes, the bucket that came next in the last pass is asked for early.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -162,6 +161,6 @@ class Gatherer:
             self._was_written = False
             self._transport.settle("waiting for params that were written")
 
-    def need_all(self, buckets: Iterable[GatheredBucket]) -> None:
-        for each in buckets:
-            self.need(each)
+    def meet(self) -> None:
+        """Collective: until no rank gathers any more."""
+        self._transport.settle("giving params back")

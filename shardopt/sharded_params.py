@@ -1,0 +1,90 @@
+"""Stage 3: the params that lie in slices, those that train and those that are frozen.
+
+A frozen param (the base of a LoRA model) is sharded like any other, and has no master, no state and no gradient.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from .part import Part
+from .partition.bucket import flattened
+from .partition.gather import GatheredBucket, Gatherer
+from .partition.released import Read, Write, stand_in
+from .shard import Shard
+
+GatherSlices = Callable[[Shard, torch.Tensor, str], torch.Tensor]
+
+
+class ShardedParams:
+    """The table from sharded params to their buckets."""
+
+    def __init__(self, gatherer: Gatherer, gather_slices: GatherSlices):
+        self.gatherer = gatherer
+        self.where: dict[torch.nn.Parameter, GatheredBucket] = {}
+        self.frozen: list[Shard] = []  # of params that are not trained
+        self._gather_slices = gather_slices
+
+    @property
+    def buckets(self) -> list[GatheredBucket]:
+        return list(dict.fromkeys(self.where.values()))
+
+    def take(self, shard: Shard) -> None:
+        """Collective: keeps this rank's slice of the shard's params, and lets go of the rest."""
+        gathered = shard.part_with_params(self.gatherer)
+        for index, param in enumerate(shard.bucket.params):
+            self.where[param] = gathered
+            stand_in(param, *self._stand_in(shard, index, param))
+
+    def let_go(self, params: Sequence[torch.nn.Parameter]) -> None:
+        """Collective: frozen params that will be trained have whole values of their own again."""
+        for param in params:
+            gathered = self.where.pop(param, None)
+            if gathered is not None:
+                self.gatherer.need(gathered)
+                gathered.bucket.let_go(param)
+                self.gatherer.done(gathered)
+
+    @contextmanager
+    def unsharded(self) -> Iterator[None]:
+        """Whole params. What is written to them in place stays."""
+        gatherer, buckets = self.gatherer, self.buckets
+        for each in buckets:
+            gatherer.need(each)
+        before = [[param._version for param in each.bucket.params] for each in buckets]
+        try:
+            yield
+        finally:
+            for each, versions in zip(buckets, before, strict=True):
+                if [param._version for param in each.bucket.params] != versions:
+                    gatherer.write_back(each)
+                gatherer.done(each, drop=True)
+            gatherer.settle()
+
+    def give_back(self) -> None:
+        """Collective: every param is whole, and nobody reads our slices any more."""
+        self.gatherer.drop_all()
+        for each in self.buckets:
+            self.gatherer.need(each)
+        self.gatherer.meet()
+        for shard in self.frozen:
+            shard.bucket.release()
+
+    def _stand_in(self, shard: Shard, index: int, param: torch.nn.Parameter) -> tuple[Read, Write]:
+        """How a released param is read as a part, and written from a whole tensor."""
+        where = shard.slice_of(index)
+
+        def gather(_: torch.Tensor) -> torch.Tensor:
+            return shard.as_param(self._gather_slices(shard, shard.param, "params"), index).clone()
+
+        def read() -> torch.Tensor:
+            return Part(shard.param[where.local], where.start, param, gather)
+
+        def write(whole: torch.Tensor) -> None:
+            values = flattened(shard.ordered(index, whole.detach().to(shard.param).expand(param.size())))
+            own = values[where.start : where.start + where.local.stop - where.local.start]
+            self.gatherer.write_slice(shard.param[where.local], own)
+            torch.autograd.graph.increment_version([param])
+
+        return read, write
