@@ -16,10 +16,10 @@ from torch.utils.weak import WeakIdKeyDictionary
 from .binding import Binding, Entry
 from .errors import BindingError, DisagreementError, ShardoptError
 from .gradient import GradientPart, Norms, Slot
+from .kernels import reductions
 from .kernels.formats import FP32
 from .kernels.launch import backend_of
-from .kernels.reductions import LIMBS, NONFINITE, norms_of_limbs
-from .kernels.reductions import LARGEST as LARGEST_OF_ROW
+from .kernels.reductions import LIMBS, norms_of_limbs
 from .kernels.tables import Factors, Gradients
 from .shard import Shard
 
@@ -65,10 +65,8 @@ class Backward:
             self._hooks.append(entry.param.register_post_accumulate_grad_hook(_taker(me, entry)))
         for shard in self._binding.shards:
             if shard not in self._tables:
-                whole = {
-                    row: (shard.reduced.total[piece.shard_start :], piece.start)
-                    for row, piece in enumerate(shard.pieces)
-                }
+                total = shard.reduced.total
+                whole = {row: (total[piece.shard_start :], piece.start) for row, piece in enumerate(shard.pieces)}
                 numbers = {entry.index: number for number, entry in enumerate(self._entries) if entry.shard is shard}
                 rows = np.array([numbers[piece.param] for piece in shard.pieces], dtype=np.int64)
                 self._tables[shard] = shard.gradients(whole), rows
@@ -110,8 +108,8 @@ class Backward:
             self.abandon("backward ended before all gradients were reduced")
         if self._lost is not None:
             raise ShardoptError(
-                f"the gradients are those of a part of a backward only: {self._lost}. A step would train on them, so it "
-                "was refused. Call zero_grad() on every rank and go on with the next batch."
+                f"the gradients are those of a part of a backward only: {self._lost}. A step would train on them, so "
+                "it was refused. Call zero_grad() on every rank and go on with the next batch."
             )
         waiting = next((entry for entry in self._pending if entry.slot and entry.param.grad is entry.slot.part), None)
         if waiting is not None:
@@ -240,7 +238,7 @@ class Backward:
                 found = backend.totals(backend.block_sums(FP32, gradients, Factors(mesh.world.size)), gradients)
                 sums[numbers] = found.table[: len(numbers)].cpu().numpy()
         facts = np.zeros((len(self._entries), _COLUMNS), dtype=np.int64)
-        facts[:, _LARGEST] = sums[:, LARGEST_OF_ROW]
+        facts[:, _LARGEST] = sums[:, reductions.LARGEST]
         facts[:, _HELD], facts[:, _NOT_HELD], facts[:, _LATE] = held, ~held, late
         facts[:, _PRESENT] = [reducer.has_arrived(entry.shard.number, entry.index) for entry in self._entries]
         if mesh.world.rank not in mesh.one_copy:
@@ -258,7 +256,9 @@ class Backward:
         """Makes ``param.grad`` a part wherever any rank had a gradient."""
         two = norms_of_limbs(sums[:, :LIMBS]).tolist()
         largest = facts[:, _LARGEST].astype(np.int32).view(np.float32).tolist()
-        counts, present, held = (each.tolist() for each in (sums[:, NONFINITE], facts[:, _PRESENT], facts[:, _HELD]))
+        counts, present, held = (
+            each.tolist() for each in (sums[:, reductions.NONFINITE], facts[:, _PRESENT], facts[:, _HELD])
+        )
         for number, entry in enumerate(self._entries):
             slot = entry.slot
             if slot is None or not (present[number] or held[number]):

@@ -137,7 +137,7 @@ def _tensors(values: Any) -> Iterable[torch.Tensor]:
 class _Hook:
     """Calls a method of an object that it does not keep."""
 
-    __slots__ = ("_owner", "_method")
+    __slots__ = ("_method", "_owner")
 
     def __init__(self, owner: "weakref.ref[Forward]", method: str):
         self._owner, self._method = owner, method

@@ -139,13 +139,12 @@ def divide_(tensor: Tensor, divisor: float) -> None:
 class GradientPart(Part):
     """The mean gradient of one param, of which this rank holds a slice.
 
-    In place, it can be scaled (``mul_``, ``div_`` by one number, ``neg_``), zeroed and clamped by numbers. Of order 2
-    and inf its norm is known, fp32 unless a dtype is asked for; NaN if any element is Inf or NaN (which of them is not
-    known). ``isfinite``, ``isinf`` and ``isnan`` are answered as far as ``all()`` and ``any()``. ``detach()`` and
-    ``.data`` are the same gradient, ``clone()`` and casts are copies of the slice.
+    In place, it can be scaled (``mul_``, ``div_`` by one number, ``neg_``), zeroed and clamped by numbers. Its norms of
+    order 2 and inf are known, fp32 unless a dtype is asked for; NaN if any element is Inf or NaN (which is not known).
+    ``isfinite``, ``isinf`` and ``isnan`` have ``all()`` and ``any()``. ``detach()`` and ``.data`` are the same
+    gradient, ``clone()`` and casts are copies of the slice.
 
-    Its dtype is the param's, but float32 for a float16 param: the slice is fp32 inside, so it may be unscaled, which
-    ``torch.amp.GradScaler`` refuses for float16.
+    Its dtype is the param's, but float32 for a float16 one: ``torch.amp.GradScaler`` unscales no float16 gradient.
     """
 
     # Found before torch's own descriptors, which go through __torch_function__; a scaler reads them for every param.
@@ -269,8 +268,7 @@ def _multiply(function: Any, part: GradientPart, other: Any) -> GradientPart:
     slot, factor = part.live_slot(), _number(function, other)
     slot.settle()
     slot.total.mul_(factor)
-    norms = slot.norms
-    slot.norms = norms and norms.times(factor, part.whole_numel)
+    slot.norms = slot.norms and slot.norms.times(factor, part.whole_numel)
     return part
 
 
@@ -278,8 +276,7 @@ def _divide(function: Any, part: GradientPart, other: Any) -> GradientPart:
     slot, divisor = part.live_slot(), _number(function, other)
     slot.settle()
     divide_(slot.total, divisor)
-    norms = slot.norms
-    slot.norms = norms and norms.over(divisor, part.whole_numel)
+    slot.norms = slot.norms and slot.norms.over(divisor, part.whole_numel)
     return part
 
 

@@ -122,7 +122,7 @@ class Handover:
             )
 
     def _leave(self, module: nn.Module, arguments: Any, output: Any) -> None:
-        """Lets the gradient of the output open the round: that is the outermost graph, even where all is checkpointed."""
+        """Lets the gradient of the output open the round: in the outermost graph, even where all is checkpointed."""
         backward = self.backward
         if backward is None or not backward.is_syncing or torch._C._current_graph_task_id() != -1:
             return
@@ -142,8 +142,8 @@ class Handover:
         """Makes DDP leave gradients alone, and frees its buckets."""
         if self.ddp is not None and not isinstance(self.ddp.reducer, RetiredReducer):
             check_honourable(self.ddp)
-            self.ddp.reducer = RetiredReducer()  # type: ignore[assignment]
-            self.ddp.logger = RetiredLogger()  # type: ignore[assignment]  # it holds the old one
+            self.ddp.reducer = RetiredReducer()
+            self.ddp.logger = RetiredLogger()  # it holds the old one
 
     def close(self) -> None:
         """Gives the module back; DDP reduces its gradients again."""

@@ -111,7 +111,7 @@ def _initialise(
 
 @contextmanager
 def _random_numbers_of_rank_0(world: Ranks) -> Iterator[None]:
-    """Every rank draws what rank 0 would have drawn, and goes on afterwards with its own numbers; rank 0 behind them."""
+    """Every rank draws what rank 0 would have drawn, and then goes on with its own numbers; rank 0 behind them."""
     before = torch.get_rng_state()
     state = before.clone()
     world.broadcast([state], "sharing rank 0's random numbers")

@@ -19,7 +19,7 @@ from .neighbours import Neighbours
 
 SLOTS = 64  # addresses that a board can hold; more buffers are never under way at once
 _FILLED, _TAKEN, _ROUND, _ATTEMPT, _LEFT, _FIRST_ADDRESS = range(6)
-# A look takes a microsecond, a wait for a rank that computes takes milliseconds: after some looks the core is left to it.
+# A look takes a microsecond, a wait for a rank that computes milliseconds: after some looks the core is left to it.
 _EAGER_LOOKS = 20
 _NAP = 50e-6  # seconds
 
