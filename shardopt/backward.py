@@ -48,7 +48,7 @@ class Backward:
     def check_free(self, params: Sequence[torch.nn.Parameter], names: Sequence[str]) -> None:
         """Raises BindingError if another optimizer takes the gradient of one of them."""
         for param, name in zip(params, names, strict=True):
-            owner = _TAKEN.get(param)  # type: ignore[no-untyped-call]
+            owner = _TAKEN.get(param)
             if owner is not None and owner() not in (None, self):
                 raise BindingError(
                     f"another optimizer already takes the gradient of {name}: each would see some of its gradients. "
@@ -191,7 +191,8 @@ class Backward:
         if not self.is_open:  # given up in between
             return
         try:
-            with torch.no_grad():
+            # Params may be released by now, and would ask for each attribute whether it may be read.
+            with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
                 self._finish_round()
         except BaseException as error:
             if self.is_open:

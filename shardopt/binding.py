@@ -110,10 +110,13 @@ class Binding:
 
     def unbound(self, groups: Sequence[Group]) -> list[Candidate]:
         """Params that a step needs and that are not bound: trainable, or with a gradient all the same."""
+        entries = self.entries
+        if all(param in entries or not _is_needed(param) for group in groups for param in group["params"]):
+            return []  # as in nearly every step: no names are made for it
         return [
             (name, param, group)
             for name, param, group in named_params(groups)
-            if param not in self.entries and (param.requires_grad or param.grad is not None)
+            if param not in entries and _is_needed(param)
         ]
 
     def check_bindable(self, candidates: Sequence[Candidate], groups: Sequence[Group]) -> None:
@@ -367,6 +370,10 @@ class Binding:
                 shard.write(name, index, tensor.start, tensor.local)
             else:
                 shard.write_whole(name, index, tensor.detach())
+
+
+def _is_needed(param: torch.nn.Parameter) -> bool:
+    return param.requires_grad or param.grad is not None
 
 
 def _check_param(name: str, param: torch.nn.Parameter, device: torch.device) -> None:

@@ -6,7 +6,7 @@ DDP does besides (calling the module, broadcasting buffers, ``no_sync()``, ``sta
 
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 import torch.distributed as dist
@@ -142,7 +142,7 @@ class Handover:
         """Makes DDP leave gradients alone, and frees its buckets."""
         if self.ddp is not None and not isinstance(self.ddp.reducer, RetiredReducer):
             check_honourable(self.ddp)
-            self.ddp.reducer = RetiredReducer()
+            self.ddp.reducer = cast(Any, RetiredReducer())
             self.ddp.logger = RetiredLogger()  # it holds the old one
 
     def close(self) -> None:

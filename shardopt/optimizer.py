@@ -126,7 +126,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             )
         binding = self._bound()
         candidates = binding.unbound(self.param_groups)
-        if not candidates and not binding.frozen(handover.module):
+        if not candidates and (binding.entries or not binding.frozen(handover.module)):
             return
         handover.check_covers(self)
         handover.check_covered(_SHARING[handover.module])
@@ -182,7 +182,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's; after an error in backward it makes the next one start afresh."""
-        super().zero_grad(set_to_none)
+        with torch._C.DisableTorchFunctionSubclass():
+            super().zero_grad(set_to_none)
         if self._handover is not None and self._handover.backward is not None:
             self._handover.backward.forget()
 
@@ -239,7 +240,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 self._handover.backward.check_whole()
         except Exception as error:  # raised on every rank by run_step, so that no rank waits for this one
             problem = error
-        with torch.no_grad():
+        # Released params would ask for each attribute whether it may be read.
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             call = Call(self.param_groups, self.defaults, scaling, closure is not None, problem)
             outcome = run_step(self._bound(), call)
         self.grad_norm = outcome.grad_norm

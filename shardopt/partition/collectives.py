@@ -52,6 +52,10 @@ class Ranks:
         options = getattr(self.group and self._backend_object(torch.device("cpu")), "options", None)
         return getattr(options, "_timeout", default_pg_timeout).total_seconds()
 
+    def has_collectives(self, device: torch.device) -> bool:
+        """Whether the backend's own reduce-scatter and all-gather are worth using: any but gloo's."""
+        return self.carries(device) and self.group is not None and self._backend(device) != "gloo"
+
     def _backend(self, device: torch.device) -> str | None:
         backend = self._backend_object(device)
         return None if backend is None else str(backend.name()).lower()

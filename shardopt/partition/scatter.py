@@ -4,9 +4,9 @@
 tensors, group            mechanism
 ========================  ===========================================================================================
 one rank                  :class:`NoScatter`
-CUDA, NCCL                :class:`NcclScatter`: NCCL's reduce-scatter
+NCCL, or any but gloo     :class:`CollectiveScatter`: the backend's own reduce-scatter
 CPU, ranks of one machine :class:`NeighbourScatter`: every rank reads its slice in the others' memory
-CPU, otherwise            :class:`MessageScatter`: slices go straight to their owners (gloo's reduce-scatter is slower
+CPU, gloo                 :class:`MessageScatter`: slices go straight to their owners (gloo's reduce-scatter is slower
                           than its all-reduce)
 CUDA, gloo                :class:`StagedScatter`: the same, through host memory
 ========================  ===========================================================================================
@@ -78,9 +78,9 @@ def make_scatter(
         return NoScatter()
     if neighbours is not None:
         return NeighbourScatter(ranks, neighbours, Board(ranks, neighbours, pids), traffic)
-    if device.type == "cpu":
-        return MessageScatter(ranks, traffic)
-    return NcclScatter(ranks, traffic) if ranks.carries(device) else StagedScatter(ranks, traffic)
+    if ranks.has_collectives(device):
+        return CollectiveScatter(ranks, traffic)
+    return MessageScatter(ranks, traffic) if device.type == "cpu" else StagedScatter(ranks, traffic)
 
 
 class NoScatter:
@@ -259,8 +259,8 @@ class MessageScatter:
         pass  # the others meet the deadline
 
 
-class NcclScatter:
-    """NCCL's reduce-scatter, on its own stream; sums are taken by NCCL, in the dtype of the buffer."""
+class CollectiveScatter:
+    """The backend's reduce-scatter, which sums in the dtype of the buffer; NCCL's runs on its own stream."""
 
     def __init__(self, ranks: Ranks, traffic: Traffic):
         self._ranks, self._traffic = ranks, traffic

@@ -4,9 +4,9 @@
 tensors, group            wire
 ========================  ==============================================================================
 one rank                  :class:`NoWire`
-CUDA, NCCL                :class:`NcclWire`: NCCL's all-gather, in place
+NCCL, or any but gloo     :class:`CollectiveWire`: the backend's all-gather, in place
 CPU, ranks of one machine :class:`NeighbourWire`: every rank reads the others' memory
-CPU, otherwise            :class:`MessageWire`: a broadcast by each owner (4x faster than gloo's all-gather)
+CPU, gloo                 :class:`MessageWire`: a broadcast by each owner (4x faster than gloo's all-gather)
 CUDA, gloo                :class:`StagedWire`: the same, through host memory
 ========================  ==============================================================================
 
@@ -121,9 +121,9 @@ class Transport:
             return NoWire()
         if self._neighbours is not None:
             return NeighbourWire(self.ranks, self._neighbours)
-        if self._device.type == "cpu":
-            return MessageWire(self.ranks, phase)
-        return NcclWire(self.ranks, phase) if self.ranks.carries(self._device) else StagedWire(self.ranks, phase)
+        if self.ranks.has_collectives(self._device):
+            return CollectiveWire(self.ranks, phase)
+        return MessageWire(self.ranks, phase) if self._device.type == "cpu" else StagedWire(self.ranks, phase)
 
     def gather(self, phase: str) -> "Gather":
         """For shards that are being written."""
@@ -157,7 +157,7 @@ class Gather:
         """
         if self._ranks.size == 1:
             return
-        if isinstance(self._wire, NcclWire):
+        if isinstance(self._wire, CollectiveWire):
             # The others are not told, which would cost a wait of the host for the device; they meet the deadline.
             self._wire.finish()
             return
@@ -231,8 +231,8 @@ class NeighbourWire:
                 self._neighbours.read(pid, base + target.data_ptr() - window.flat.data_ptr(), target)
 
 
-class NcclWire:
-    """NCCL's all-gather, on its own stream; the wait orders the current stream behind it."""
+class CollectiveWire:
+    """The backend's all-gather. NCCL's runs on its own stream; the wait orders the current stream behind it."""
 
     def __init__(self, ranks: Ranks, phase: str):
         self._ranks, self._phase = ranks, phase
