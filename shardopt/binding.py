@@ -235,9 +235,10 @@ class Binding:
 
     def _choose_wires(self, device: torch.device) -> "Wires":
         if self.wires is None:
-            use_neighbours = self.options.tuning.neighbours
+            tuning = self.options.tuning
             shards, replicas = (
-                Transport.of(ranks, device, use_neighbours) for ranks in (self.mesh.shard, self.mesh.replicate)
+                Transport.of(ranks, device, tuning.neighbours, tuning.debug)
+                for ranks in (self.mesh.shard, self.mesh.replicate)
             )
             self.wires = Wires(shards, replicas)
             if self.options.module is not None:

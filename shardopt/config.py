@@ -28,6 +28,8 @@ class Tuning:
         live_bytes: stage 3: most bytes of gathered params that stay on a rank while no module needs them.
         neighbours: let CPU ranks of one machine read each other's params out of memory, where the system allows it,
             instead of sending them through sockets.
+        debug: reduce and gather one buffer at a time, and compare each with a second, plain reduction or gathering:
+            slow, and an error wherever a buffer was used too early or too late.
         nonfinite: what a step does when a gradient holds an Inf or a NaN: ``"skip"`` it on all ranks together with a
             warning (nothing changes, step counts included), ``"raise"`` on all ranks before anything changed, or
             ``"propagate"`` as torch does (and save the reading of the gradients that looking for it takes).
@@ -38,6 +40,7 @@ class Tuning:
     live_bytes: int = 64 * MIB
     timeout: float | None = None
     neighbours: bool = True
+    debug: bool = False
     nonfinite: Literal["skip", "raise", "propagate"] = "skip"
 
     def __post_init__(self) -> None:

@@ -77,7 +77,11 @@ class Forward:
         ends = [tensor.grad_fn for tensor in _tensors(output) if tensor.grad_fn is not None]
         if not ends:
             return
-        starts = {tensor.grad_fn for tensor in _tensors((arguments, keywords) if keywords else arguments) if tensor.grad_fn is not None}
+        starts = {
+            tensor.grad_fn
+            for tensor in _tensors((arguments, keywords) if keywords else arguments)
+            if tensor.grad_fn is not None
+        }
         call = _Call(self, buckets, len(starts))
         for node in ends:
             node.register_prehook(call.begin)

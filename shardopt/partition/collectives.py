@@ -151,14 +151,14 @@ class Ranks:
             works += [dist.isend(own[peer], group_dst=peer, group=self.group, tag=tag) for peer in peers]
         return Pending(phase, tuple(works))
 
-    def broadcast(self, tensors: Sequence[torch.Tensor], phase: str) -> None:
-        """Rank 0's values into every rank's tensors, one after the other."""
+    def broadcast(self, tensors: Sequence[torch.Tensor], phase: str, root: int = 0) -> None:
+        """The root's values into every rank's tensors, one after the other."""
         if self.size == 1:
             return
         for tensor in tensors:
             message = tensor.detach().to(self._device_of_messages(tensor.device)).contiguous()
             with self._naming(phase):
-                self.wait(Pending(phase, (dist.broadcast(message, group_src=0, group=self.group, async_op=True),)))
+                self.wait(Pending(phase, (dist.broadcast(message, group_src=root, group=self.group, async_op=True),)))
             if message.data_ptr() != tensor.data_ptr():
                 tensor.detach().copy_(message)
 

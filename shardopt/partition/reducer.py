@@ -20,6 +20,7 @@ import torch
 
 from .layout import BucketLayout
 from .mesh import Mesh
+from .order import Buffer
 from .room import zeros
 from .scatter import Job, Scatter
 from .transport import Transport, Window
@@ -77,7 +78,7 @@ class _Filling:
     """A bucket in this round."""
 
     held: frozenset[int]  # params to whose sum of earlier rounds this one is added
-    buffer: torch.Tensor | None = None  # 1D [buffer_numel]
+    buffer: Buffer | None = None
     arrived: set[int] = field(default_factory=set)
     started: bool = False
     late: dict[int, tuple[torch.Tensor, tuple[int, ...]]] = field(default_factory=dict)  # gradient, strides
@@ -105,7 +106,8 @@ class Reducer:
         self._filling: list[_Filling] = []
         self._started = 0
         self._completed: list[int] = []
-        self._pool: dict[torch.dtype, list[torch.Tensor]] = {}
+        self._pool: dict[torch.dtype, list[Buffer]] = {}
+        self._lent: dict[int, Buffer] = {}  # by address, while they are reduced
 
     def add(self, bucket: ReducedBucket) -> int:
         """Collective, between rounds: one more bucket. Returns its number."""
@@ -120,7 +122,7 @@ class Reducer:
     @property
     def buffers(self) -> list[torch.Tensor]:
         """What is allocated between rounds."""
-        return [buffer for buffers in self._pool.values() for buffer in buffers]
+        return [buffer.memory for buffers in self._pool.values() for buffer in buffers]
 
     # -- a round ---------------------------------------------------------------------------------------------------
 
@@ -132,6 +134,7 @@ class Reducer:
         """
         self._filling = [_Filling(each) for each in held]
         self._started, self._completed, self.is_open = 0, [], True
+        self._lent.clear()
         self._scatter.begin(self._rounds)
 
     def deliver(self, number: int, index: int, grad: torch.Tensor, strides: tuple[int, ...]) -> None:
@@ -149,13 +152,13 @@ class Reducer:
             return
         if filling.buffer is None:
             filling.buffer = self._take_buffer(bucket)
-        filling.buffer.as_strided(grad.size(), strides, bucket.offsets[index]).copy_(grad)
+        _fill(filling.buffer, bucket.offsets[index], grad, strides)
         filling.arrived.add(index)
         if filling.arrived >= self._seen[number]:
             self._completed.append(number)
             self._start_completed()
 
-    def _take_buffer(self, bucket: ReducedBucket) -> torch.Tensor:
+    def _take_buffer(self, bucket: ReducedBucket) -> Buffer:
         pool = self._pool.setdefault(bucket.dtype, [])
         if not pool:
             self._recycle(self._scatter.settle(UNDER_WAY - 1))
@@ -163,12 +166,20 @@ class Reducer:
             return pool.pop()
         largest = max(each.buffer_numel for each in self.buckets if each.dtype is bucket.dtype)
         # What pads its params is never read, so it may hold anything.
-        return zeros(largest, bucket.dtype, bucket.device)
+        return Buffer(zeros(largest, bucket.dtype, bucket.device))
+
+    def _send(self, number: int, buffer: Buffer, add: bool) -> None:
+        bucket = self.buckets[number]
+        buffer.order.join()  # params may have been filled in on several streams
+        memory = buffer.memory[: bucket.buffer_numel]
+        self._lent[memory.data_ptr()] = buffer
+        self._scatter.start(bucket.job(memory, add))
 
     def _recycle(self, buffers: Sequence[torch.Tensor]) -> None:
-        for buffer in buffers:
-            assert buffer._base is not None
-            self._pool.setdefault(buffer.dtype, []).append(buffer._base)
+        for memory in buffers:
+            buffer = self._lent.pop(memory.data_ptr())
+            buffer.order.mark()  # the reduction is behind the current stream now
+            self._pool.setdefault(memory.dtype, []).append(buffer)
 
     def _start_completed(self) -> None:
         while self._started < len(self._order):
@@ -182,12 +193,13 @@ class Reducer:
         """Hands a bucket over; what has not arrived is zero."""
         bucket, filling = self.buckets[number], self._filling[number]
         buffer = filling.buffer if filling.buffer is not None else self._take_buffer(bucket)
+        buffer.order.join()
         for index in range(bucket.num_params):
             if index not in filling.arrived:
-                buffer[bucket.offsets[index] : bucket.offsets[index + 1]].zero_()
+                buffer.memory[bucket.offsets[index] : bucket.offsets[index + 1]].zero_()
             if filling.held and index not in filling.held:
                 bucket.zero(index)
-        self._scatter.start(bucket.job(buffer[: bucket.buffer_numel], add=bool(filling.held)))
+        self._send(number, buffer, add=bool(filling.held))
         filling.buffer, filling.started = None, True
         self._started += 1
 
@@ -218,11 +230,13 @@ class Reducer:
         """Reduces these buckets once more, for what arrived late on any rank."""
         for number in numbers:
             bucket, filling = self.buckets[number], self._filling[number]
-            buffer = self._take_buffer(bucket)[: bucket.buffer_numel].zero_()
+            buffer = self._take_buffer(bucket)
+            buffer.order.join()
+            buffer.memory.zero_()
             for index, (grad, strides) in filling.late.items():
-                buffer.as_strided(grad.size(), strides, bucket.offsets[index]).copy_(grad)
+                _fill(buffer, bucket.offsets[index], grad, strides)
             filling.late = {}
-            self._scatter.start(bucket.job(buffer, add=True))
+            self._send(number, buffer, add=True)
         self._recycle(self._scatter.settle(0))
         self._sum_across(numbers, [True] * len(numbers))
 
@@ -254,4 +268,11 @@ class Reducer:
         """Gives up an open round after an error on this rank."""
         self._scatter.leave()
         self._filling = []
+        self._lent.clear()
         self.is_open = False
+
+
+def _fill(buffer: Buffer, offset: int, grad: torch.Tensor, strides: tuple[int, ...]) -> None:
+    buffer.order.join()  # an earlier bucket's reduction may have been waited for on another stream
+    buffer.memory.as_strided(grad.size(), strides, offset).copy_(grad)
+    buffer.order.mark()

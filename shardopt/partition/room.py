@@ -42,11 +42,11 @@ class Room:
         self.is_there = False
         if self._pages is not None:
             self._pages.madvise(mmap.MADV_DONTNEED)
-        else:
+        elif self.tensor.untyped_storage().resizable():  # it stays where a view of it was given to NumPy
             self.tensor.untyped_storage().resize_(0)
 
     def take(self) -> None:
         """Memory again; it holds anything."""
         self.is_there = True
-        if self._pages is None:
+        if self._pages is None and self.tensor.untyped_storage().resizable():
             self.tensor.untyped_storage().resize_(self.nbytes)

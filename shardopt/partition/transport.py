@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import CommunicationError
+from . import checked
 from .collectives import Pending, Ranks
 from .neighbours import Neighbours
 from .scatter import Scatter, make_scatter
@@ -45,7 +46,15 @@ class Window:
 
 
 class Wire(Protocol):
-    """Moves shards that are final into windows, whose own shard is in place."""
+    """Moves shards that are final into windows, whose own shard is in place.
+
+    Attributes:
+        reads_memory: ours is read while other ranks ``finish``, so that it must be final before and stay until then.
+        on_stream: the host does not wait, the current stream does.
+    """
+
+    reads_memory: bool
+    on_stream: bool
 
     def start(self, window: Window) -> None: ...
 
@@ -66,23 +75,24 @@ class Transport:
         device: torch.device,
         neighbours: Neighbours | None = None,
         cards: tuple[tuple[int, ...], ...] = (),
+        debug: bool = False,
     ):
-        self.ranks, self._device = ranks, device
+        self.ranks, self._device, self._debug = ranks, device, debug
         self._neighbours, self._cards = neighbours, cards
         self.traffic = Traffic()
 
     @staticmethod
-    def of(ranks: Ranks, device: torch.device, use_neighbours: bool) -> "Transport":
+    def of(ranks: Ranks, device: torch.device, use_neighbours: bool, debug: bool = False) -> "Transport":
         """Collective: finds out whether the ranks can read each other's memory."""
         if ranks.size == 1 or device.type != "cpu" or not use_neighbours:
-            return Transport(ranks, device)
+            return Transport(ranks, device, debug=debug)
         neighbours = Neighbours()
         cards = tuple(tuple(card) for card in ranks.exchange(neighbours.card(), device, "looking for neighbours"))
         able = all(neighbours.can_read(card) for card in cards)
         everyone = ranks.exchange([int(able)], device, "agreeing on neighbours")
         if not all(each for (each,) in everyone):
-            return Transport(ranks, device)
-        return Transport(ranks, device, neighbours, cards)
+            return Transport(ranks, device, debug=debug)
+        return Transport(ranks, device, neighbours, cards, debug)
 
     @property
     def name(self) -> str:
@@ -119,6 +129,10 @@ class Transport:
         """For shards that are final on every rank."""
         if self.ranks.size == 1:
             return NoWire()
+        wire = self._wire(phase)
+        return checked.CheckedWire(self.ranks, wire) if self._debug else wire
+
+    def _wire(self, phase: str) -> Wire:
         if self._neighbours is not None:
             return NeighbourWire(self.ranks, self._neighbours)
         if self.ranks.has_collectives(self._device):
@@ -132,7 +146,8 @@ class Transport:
     def scatter(self) -> Scatter:
         """Collective: the mechanism for rounds of reduction."""
         pids = tuple(card[0] for card in self._cards)
-        return make_scatter(self.ranks, self._device, self._neighbours, pids, self.traffic)
+        scatter = make_scatter(self.ranks, self._device, self._neighbours, pids, self.traffic)
+        return checked.CheckedScatter(self.ranks, scatter) if self._debug else scatter
 
 
 class Gather:
@@ -157,11 +172,11 @@ class Gather:
         """
         if self._ranks.size == 1:
             return
-        if isinstance(self._wire, CollectiveWire):
+        if self._wire.on_stream:
             # The others are not told, which would cost a wait of the host for the device; they meet the deadline.
             self._wire.finish()
             return
-        if isinstance(self._wire, NeighbourWire):
+        if self._wire.reads_memory:
             meet(self._ranks, failed, f"{self._phase} (waiting for every rank's update)")
         problem = None
         try:
@@ -186,6 +201,8 @@ def meet(ranks: Ranks, failed: bool, phase: str) -> None:
 class NoWire:
     """One rank owns everything."""
 
+    reads_memory = on_stream = False
+
     def start(self, window: Window) -> None:
         pass
 
@@ -195,6 +212,8 @@ class NoWire:
 
 class MessageWire:
     """Broadcasts by each owner, under way while something else is computed."""
+
+    reads_memory = on_stream = False
 
     def __init__(self, ranks: Ranks, phase: str):
         self._ranks, self._phase = ranks, phase
@@ -213,6 +232,8 @@ class MessageWire:
 
 class NeighbourWire:
     """Reads every other rank's shard out of its memory."""
+
+    reads_memory, on_stream = True, False
 
     def __init__(self, ranks: Ranks, neighbours: Neighbours):
         self._ranks, self._neighbours = ranks, neighbours
@@ -234,6 +255,8 @@ class NeighbourWire:
 class CollectiveWire:
     """The backend's all-gather. NCCL's runs on its own stream; the wait orders the current stream behind it."""
 
+    reads_memory, on_stream = False, True
+
     def __init__(self, ranks: Ranks, phase: str):
         self._ranks, self._phase = ranks, phase
         self._pending: list[Pending] = []
@@ -252,6 +275,8 @@ class CollectiveWire:
 
 class StagedWire:
     """CUDA tensors over a group that carries only CPU tensors: several ranks on one GPU, for tests of correctness."""
+
+    reads_memory = on_stream = False
 
     def __init__(self, ranks: Ranks, phase: str):
         self._messages = MessageWire(ranks, phase)

@@ -1,0 +1,62 @@
+"""Who may touch a buffer when: the only place that knows of streams and events.
+
+A buffer of the reducer is written by whichever stream autograd runs a param's node on, read by the collective, and
+written again for another bucket. On a CPU everything happens in the order in which it is called; on a GPU each stream
+has an order of its own, and what one stream left is joined by the next one that comes:
+
+* ``mark``: the current stream has used the buffer. An event on that stream, because the host is ahead of it.
+* ``join``: the current stream waits for all marks of others. A mark of the same stream needs no waiting.
+
+A collective starts behind the stream that is current when it is called and, waited for, ends ahead of the stream that
+is current then. So ``join`` before it and ``mark`` after the wait order it among the rest. The buffer's memory stays
+alive because its owner keeps it in the pool: none of it is ever given to another purpose while a stream may use it.
+"""
+
+from typing import Any, Protocol
+
+import torch
+
+
+class Order(Protocol):
+    """The uses of one buffer."""
+
+    def mark(self) -> None: ...
+
+    def join(self) -> None: ...
+
+
+class HostOrder:
+    """Calls are in order by themselves."""
+
+    def mark(self) -> None:
+        pass
+
+    def join(self) -> None:
+        pass
+
+
+class StreamOrder:
+    """One event for each stream that used the buffer."""
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._events: dict[Any, torch.cuda.Event] = {}
+
+    def mark(self) -> None:
+        stream = torch.cuda.current_stream(self._device)
+        event = self._events.setdefault(stream, torch.cuda.Event())
+        event.record(stream)
+
+    def join(self) -> None:
+        stream = torch.cuda.current_stream(self._device)
+        for other, event in self._events.items():
+            if other != stream:
+                stream.wait_event(event)
+
+
+class Buffer:
+    """Memory that is lent to one bucket after the other."""
+
+    def __init__(self, memory: torch.Tensor):
+        self.memory = memory  # 1D
+        self.order: Order = StreamOrder(memory.device) if memory.device.type == "cuda" else HostOrder()
