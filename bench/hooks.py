@@ -2,9 +2,9 @@
 
     python bench/hooks.py              a block of two linears of width 16 in a fake group of 8 ranks, one process
 
-The group is torch's fake one: its collectives return at once, so that only the host's own work is left. Each engine takes
-forward, backward and step in turns of a few hundred; a turn of one is divided by the same turn's plain model with
-torch's fused AdamW, and `added` is the difference of the two.
+The group is torch's fake one: its collectives return at once, so that only the host's own work is left. Each engine
+takes forward, backward and step in turns of a few hundred; `added` is what a turn takes beyond the plain model's with
+torch's fused AdamW, of the same round.
 """
 
 import time

@@ -9,6 +9,7 @@ or the optimizer, so that two runs can be compared line by line.
 """
 
 import argparse
+import contextlib
 import hashlib
 import json
 import math
@@ -42,6 +43,9 @@ def parse_args() -> argparse.Namespace:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--optimizer", choices=("shardopt", "torch"), default="shardopt", help="whose AdamW")
+    parser.add_argument(
+        "--stage", type=int, choices=(0, 1, 2, 3), default=2, help="of shardopt: what is sharded over the ranks"
+    )
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="of the params")
     parser.add_argument("--lr", type=float, default=4e-3, help="peak learning rate")
     parser.add_argument("--steps", type=int, default=800, help="length of the schedule")
@@ -195,7 +199,7 @@ def learning_rate_factor(step: int, steps: int) -> float:
     return min(1.0, 20 * (step + 1) / steps) * (0.55 + 0.45 * math.cos(math.pi * step / steps))
 
 
-def make_optimizer(args: argparse.Namespace, model: GPT) -> torch.optim.Optimizer:
+def make_optimizer(args: argparse.Namespace, model: nn.Module) -> torch.optim.Optimizer:
     params = list(model.parameters())
     groups = [
         {"params": [p for p in params if p.dim() >= 2]},
@@ -204,7 +208,9 @@ def make_optimizer(args: argparse.Namespace, model: GPT) -> torch.optim.Optimize
     if args.optimizer == "torch":
         opt = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95), weight_decay=0.1)
     else:
-        opt = shardopt.ShardedAdamW(groups, lr=args.lr, betas=(0.9, 0.95), weight_decay=0.1)
+        opt = shardopt.ShardedAdamW(
+            groups, lr=args.lr, betas=(0.9, 0.95), weight_decay=0.1, module=model, stage=args.stage
+        )
     return opt
 
 
@@ -262,13 +268,15 @@ def train(args: argparse.Namespace, ranks: Ranks) -> dict:
     model = GPT(args.context, args.layers, args.width, args.heads)
     model.to(ranks.device, torch.bfloat16 if args.dtype == "bf16" else torch.float32)
     ddp = DistributedDataParallel(model) if dist.is_initialized() else model
-    opt = make_optimizer(args, model)
+    opt = make_optimizer(args, ddp)
     scheduler = torch.optim.lr_scheduler.LambdaLR(opt, lambda step: learning_rate_factor(step, args.steps))
 
     numel = sum(p.numel() for p in model.parameters())
     if ranks.rank == 0:
         print(
-            f"{numel:,} {args.dtype} params, AdamW of {args.optimizer}, {ranks.world} rank(s) on {ranks.device.type}; "
+            f"{numel:,} {args.dtype} params, AdamW of {args.optimizer}"
+            f"{f' at stage {args.stage}' if args.optimizer == 'shardopt' else ''}, {ranks.world} rank(s) on "
+            f"{ranks.device.type}; "
             f"{len(text) / 1e6:.1f} MB of Python to train on, {len(held_out_text) / 1e6:.1f} MB held out",
             flush=True,
         )
@@ -297,8 +305,15 @@ def train(args: argparse.Namespace, ranks: Ranks) -> dict:
         "train": progress.train,
         "held_out": progress.held_out,
         "memory": memory(opt, ddp),
-        "sample": write_sample(model, ranks.device) if ranks.rank == 0 else "",
+        "sample": sample(opt, model, ranks),
     }
+
+
+def sample(opt: torch.optim.Optimizer, model: GPT, ranks: Ranks) -> str:
+    """Some text, written on rank 0 alone. At stage 3 that takes whole params."""
+    whole = opt.unsharded() if isinstance(opt, shardopt.ShardedOptimizer) else contextlib.nullcontext()
+    with whole:
+        return write_sample(model, ranks.device) if ranks.rank == 0 else ""
 
 
 # ---- Report ----------------------------------------------------------------------------------------------------------
@@ -314,9 +329,10 @@ def memory(opt: torch.optim.Optimizer, ddp: nn.Module) -> dict[str, tuple[int, i
         ours = torchs | {"state": sum(tensor.nbytes for state in opt.state.values() for tensor in state.values())}
     else:
         ours = {kind: sum(tiers.values()) for kind, tiers in opt.memory().items()}
-    # DDP reduces copies of the gradients, whoever takes the step.
+    # DDP reduces copies of the gradients; a module that was handed over has none.
     buckets = held if isinstance(ddp, DistributedDataParallel) else 0
-    return {kind: (count, torchs.get(kind, 0)) for kind, count in ours.items()} | {"DDP buckets": (buckets, buckets)}
+    left = buckets if isinstance(opt, torch.optim.AdamW) else 0
+    return {kind: (count, torchs.get(kind, 0)) for kind, count in ours.items()} | {"DDP buckets": (left, buckets)}
 
 
 def memory_table(run: dict) -> Table:

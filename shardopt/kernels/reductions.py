@@ -111,7 +111,7 @@ def sum_of_squares(limbs: Sequence[int]) -> float:
 
 def norms_of_limbs(limbs: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any]":
     """2-norms of many sums at once, 2D [n, 18] int64 to 1D [n] float64: within 2 ulp, and a function of the limbs."""
-    # Scaling by powers of two is exact. One after the other, from the smallest: sum() adds in an order of its own choice.
+    # Scaling by powers of two is exact. Added one after the other, from the smallest: sum() has an order of its own.
     total = np.add.accumulate(limbs.astype(np.float64) * _LIMB_WEIGHTS, axis=1)[:, -1]
     return np.sqrt(total)
 

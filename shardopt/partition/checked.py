@@ -77,6 +77,6 @@ def _compare(found: torch.Tensor, expected: torch.Tensor, what: str) -> None:
     if not bool(same.all()):
         at = int(same.logical_not().nonzero()[0])
         raise CommunicationError(
-            f"{what} gave {float(found[at])!r} at element {at} of {found.numel()}, a plain one {float(expected[at])!r}: "
-            "a buffer was used too early or too late, which is a bug. Please report it with this message."
+            f"{what} gave {float(found[at])!r} at element {at} of {found.numel()}, a plain one {float(expected[at])!r}:"
+            " a buffer was used too early or too late, which is a bug. Please report it with this message."
         )
