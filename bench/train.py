@@ -576,7 +576,9 @@ def padding_at(ranks: int, model: GPT) -> float:
     """Part by which the states of a stage-1 run on so many ranks exceed an equal share; integers alone tell."""
     numels = [param.numel() for param in reversed(list(model.parameters()))]
     held = 0
-    for indices in split_into_buckets([4 * numel for numel in numels], shardopt.Tuning().bucket_bytes):
+    for indices in split_into_buckets(
+        [4 * numel for numel in numels], shardopt.Tuning().bucket_bytes_of(torch.device("cpu"), has_module=False)
+    ):
         held += BucketLayout(tuple(numels[index] for index in indices), ranks).shard_numel * ranks
     return held / sum(numels) - 1
 

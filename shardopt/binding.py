@@ -153,13 +153,16 @@ class Binding:
         for (is_released, _, states), same_kind in groupby(backward, key=key):
             kind = list(same_kind)
             sizes = [param.numel() * param.element_size() for _, param, _ in kind]
-            for indices in split_into_buckets(sizes, self.options.tuning.bucket_bytes):
+            for indices in split_into_buckets(sizes, self._bucket_bytes(kind[0][1].device)):
                 members = tuple(kind[index] for index in indices)
                 layout = BucketLayout(tuple(param.numel() for _, param, _ in members), self.mesh.shard.size)
                 plan.append(PlannedBucket(members, layout, states, is_released))
         for planned in plan:
             self._check_loaded(planned)
         return plan
+
+    def _bucket_bytes(self, device: torch.device) -> int:
+        return self.options.tuning.bucket_bytes_of(device, self.options.module is not None)
 
     def _check_loaded(self, planned: PlannedBucket) -> None:
         pieces = {piece.param: piece for piece in planned.layout.pieces(self.mesh.shard.rank)}
@@ -225,7 +228,7 @@ class Binding:
         for _, same_dtype in groupby(sorted(params, key=lambda param: str(param.dtype)), key=lambda param: param.dtype):
             kind = list(same_dtype)
             sizes = [param.numel() * param.element_size() for param in kind]
-            for indices in split_into_buckets(sizes, self.options.tuning.bucket_bytes):
+            for indices in split_into_buckets(sizes, self._bucket_bytes(kind[0].device)):
                 members = [kind[index] for index in indices]
                 layout = BucketLayout(tuple(param.numel() for param in members), self.mesh.shard.size)
                 shard = Shard(Bucket(members, layout, self.fresh), self.mesh.shard.rank, (), trains=False)

@@ -20,8 +20,9 @@ class Tuning:
 
     Attributes:
         bucket_bytes: largest bytes of params in one bucket; a single larger param has a bucket of its own. Smaller
-            buckets overlap the update of one with the gathering of another; each costs one launch and one message
-            to every rank.
+            buckets overlap better and need less memory while gradients are reduced and params gathered; each costs one
+            launch and one message to every rank. None: 32 MiB, but 4 MiB for a module on CPUs, where messages cost
+            little and the gradient of a param that fills a bucket is reduced where it lies.
         timeout: seconds that one wait for the other ranks may take; None: the process group's own timeout.
         keep_below: stage 3: params of fewer elements than this stay whole on every rank, as at stage 2: norms, biases
             and small embeddings weigh little, and gathering each would cost a message.
@@ -35,16 +36,16 @@ class Tuning:
             ``"propagate"`` as torch does (and save the reading of the gradients that looking for it takes).
     """
 
-    bucket_bytes: int = 32 * MIB
+    bucket_bytes: int | None = None
     keep_below: int = 65_536
-    live_bytes: int = 64 * MIB
+    live_bytes: int = 16 * MIB
     timeout: float | None = None
     neighbours: bool = True
     debug: bool = False
     nonfinite: Literal["skip", "raise", "propagate"] = "skip"
 
     def __post_init__(self) -> None:
-        if self.bucket_bytes < 1:
+        if self.bucket_bytes is not None and self.bucket_bytes < 1:
             raise ValueError(f"Tuning.bucket_bytes must be at least 1, found {self.bucket_bytes!r}.")
         if self.live_bytes < 0:
             raise ValueError(f"Tuning.live_bytes must not be negative, found {self.live_bytes!r}.")
@@ -52,6 +53,12 @@ class Tuning:
             raise ValueError(f"Tuning.timeout is in seconds and must be above 0, found {self.timeout!r}.")
         if self.nonfinite not in ("skip", "raise", "propagate"):
             raise ValueError(f"Tuning.nonfinite must be 'skip', 'raise' or 'propagate', found {self.nonfinite!r}.")
+
+    def bucket_bytes_of(self, device: torch.device, has_module: bool) -> int:
+        """The bytes to use where they were left open."""
+        if self.bucket_bytes is not None:
+            return self.bucket_bytes
+        return 4 * MIB if has_module and device.type == "cpu" else 32 * MIB
 
     @property
     def deadline(self) -> timedelta | None:

@@ -81,13 +81,13 @@ def several_times(model: nn.Module, rank: int, step: int) -> None:
 
 
 def branches(model: nn.Module, rank: int, step: int) -> None:
-    """Each rank goes its own way; in some steps a param is on nobody's."""
-    model(used(*([(0, 2, 4), (2, 8), (1, 2, SPARE)][(rank + step) % 3] if step < 3 else (rank, 7)))).backward()
+    """Each rank goes its own way; a param that is on nobody's is left alone."""
+    model(used(*(rank, 7) if step == 1 else [(0, 2, 4), (2, 8), (1, 2, SPARE)][rank])).backward()
 
 
 def idle_rank(model: nn.Module, rank: int, step: int) -> None:
-    """One rank uses one param only, another rank each time."""
-    model(used(*(ALL if rank != step % 3 else (7,)))).backward()
+    """One rank has no gradient at all, another rank each time."""
+    model(used(*ALL) if rank != step else lambda chain: 1 * chain.through()).backward()
 
 
 def own_order(model: nn.Module, rank: int, step: int) -> None:
@@ -202,6 +202,7 @@ CASES = {
     "all checkpointed": all_checkpointed,
     "same graph twice": same_graph_twice,
     "accumulated": accumulated,
+    "accumulated out of step": accumulated_out_of_step,
     "one sum": one_sum,
     "two forwards": two_forwards,
     "autograd.grad": looks_at_gradients,

@@ -55,8 +55,8 @@ class StreamOrder:
 
 
 class Buffer:
-    """Memory that is lent to one bucket after the other."""
+    """Memory that holds a bucket's gradients while they are reduced: lent from a pool, or the gradient's own."""
 
-    def __init__(self, memory: torch.Tensor):
-        self.memory = memory  # 1D
+    def __init__(self, memory: torch.Tensor, is_pooled: bool):
+        self.memory, self.is_pooled = memory, is_pooled  # 1D
         self.order: Order = StreamOrder(memory.device) if memory.device.type == "cuda" else HostOrder()

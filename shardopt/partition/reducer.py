@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from .bucket import flattened, in_storage_order
 from .layout import BucketLayout
 from .mesh import Mesh
 from .order import Buffer
@@ -60,6 +61,15 @@ class ReducedBucket:
         start = self._mesh.shard.rank * self._shard_numel
         first, last = (max(offset - start, 0) for offset in self.offsets[index : index + 2])
         self.total[first:last].zero_()
+
+    def is_filled_by(self, grad: torch.Tensor, strides: tuple[int, ...]) -> bool:
+        """Whether the gradient's own memory is what the buffer would be: the bucket's only param, in its order."""
+        return (
+            grad.numel() == self.buffer_numel
+            and self.num_params == 1
+            and grad.dtype is self.dtype
+            and in_storage_order(grad, strides) is grad
+        )
 
     def job(self, buffer: torch.Tensor, add: bool) -> Job:
         """The reduction of a full buffer over the first direction of the mesh."""
@@ -150,9 +160,13 @@ class Reducer:
             sooner = filling.late.get(index)
             filling.late[index] = (grad if sooner is None else sooner[0] + grad, strides)
             return
-        if filling.buffer is None:
-            filling.buffer = self._take_buffer(bucket)
-        _fill(filling.buffer, bucket.offsets[index], grad, strides)
+        if bucket.is_filled_by(grad, strides):
+            filling.buffer = Buffer(flattened(grad), is_pooled=False)
+            filling.buffer.order.mark()
+        else:
+            if filling.buffer is None:
+                filling.buffer = self._take_buffer(bucket)
+            _fill(filling.buffer, bucket.offsets[index], grad, strides)
         filling.arrived.add(index)
         if filling.arrived >= self._seen[number]:
             self._completed.append(number)
@@ -160,13 +174,16 @@ class Reducer:
 
     def _take_buffer(self, bucket: ReducedBucket) -> Buffer:
         pool = self._pool.setdefault(bucket.dtype, [])
-        if not pool:
+        if not any(buffer.memory.numel() >= bucket.buffer_numel for buffer in pool):
             self._recycle(self._scatter.settle(UNDER_WAY - 1))
-        if pool:
-            return pool.pop()
-        largest = max(each.buffer_numel for each in self.buckets if each.dtype is bucket.dtype)
+        for index, buffer in enumerate(pool):
+            if buffer.memory.numel() >= bucket.buffer_numel:
+                return pool.pop(index)
+        # Buckets of one param seldom need a buffer: their gradient is one.
+        sizes = [each.buffer_numel for each in self.buckets if each.dtype is bucket.dtype and each.num_params > 1]
+        largest = max([bucket.buffer_numel, *sizes])
         # What pads its params is never read, so it may hold anything.
-        return Buffer(zeros(largest, bucket.dtype, bucket.device))
+        return Buffer(zeros(largest, bucket.dtype, bucket.device), is_pooled=True)
 
     def _send(self, number: int, buffer: Buffer, add: bool) -> None:
         bucket = self.buckets[number]
@@ -179,7 +196,8 @@ class Reducer:
         for memory in buffers:
             buffer = self._lent.pop(memory.data_ptr())
             buffer.order.mark()  # the reduction is behind the current stream now
-            self._pool.setdefault(memory.dtype, []).append(buffer)
+            if buffer.is_pooled:
+                self._pool.setdefault(memory.dtype, []).append(buffer)
 
     def _start_completed(self) -> None:
         while self._started < len(self._order):
