@@ -144,19 +144,20 @@ class Binding:
 
         def key(candidate: Candidate) -> tuple[bool, str, tuple[str, ...]]:
             _, param, group = candidate
-            is_released = parts_with_params and param.numel() >= self.options.tuning.keep_below
-            return is_released, str(param.dtype), self.rule.variant(group).states
+            # Buckets of small params hold those of many layers: they are full last, and come last.
+            is_whole = not parts_with_params or param.numel() < self.options.tuning.keep_below
+            return is_whole, str(param.dtype), self.rule.variant(group).states
 
         # Backward runs from the last param to the first; sorting is stable, so each kind keeps that order.
         backward = sorted(reversed(candidates), key=key)
         plan = []
-        for (is_released, _, states), same_kind in groupby(backward, key=key):
+        for (is_whole, _, states), same_kind in groupby(backward, key=key):
             kind = list(same_kind)
             sizes = [param.numel() * param.element_size() for _, param, _ in kind]
             for indices in split_into_buckets(sizes, self._bucket_bytes(kind[0][1].device)):
                 members = tuple(kind[index] for index in indices)
                 layout = BucketLayout(tuple(param.numel() for _, param, _ in members), self.mesh.shard.size)
-                plan.append(PlannedBucket(members, layout, states, is_released))
+                plan.append(PlannedBucket(members, layout, states, not is_whole))
         for planned in plan:
             self._check_loaded(planned)
         return plan

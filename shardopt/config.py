@@ -38,7 +38,7 @@ class Tuning:
 
     bucket_bytes: int | None = None
     keep_below: int = 65_536
-    live_bytes: int = 16 * MIB
+    live_bytes: int = 8 * MIB
     timeout: float | None = None
     neighbours: bool = True
     debug: bool = False

@@ -9,6 +9,9 @@ of its inputs are complete::
 Autograd runs, of the nodes that are ready, the one that was made last. All nodes of a call were made after those of its
 inputs, so when the last of these is about to run, none of the call's is left that ever will. A call without
 differentiable inputs (an embedding's) has no such mark: its buckets stay until backward ends, which is soon.
+
+Nodes of inputs are those from before the call, which may write to its inputs in place. An output that is a view has two
+marks: a later write to it in place takes its own node out of the graph, but not that of what it is a view of.
 """
 
 import weakref
@@ -34,7 +37,10 @@ class Forward:
         self._root = root
         self._hooks: list[Any] = []
         self._buckets: dict[nn.Module, tuple[GatheredBucket, ...]] = {}
+        self._memory: set[int] = set()  # storages of all buckets
+        self._running: list[_Call] = []  # in forward, from the outermost
         self._using: Counter[GatheredBucket] = Counter()  # calls that are on their way through backward
+        self.backwards = 0  # that have ended
 
     @property
     def _gatherer(self) -> Gatherer:
@@ -45,9 +51,12 @@ class Forward:
         self.remove()
         owned = {module: self._owned(module) for module in self._root.modules()}
         self._buckets = {module: buckets for module, buckets in owned.items() if buckets}
+        self._memory = {_storage(each.bucket.flat) for buckets in owned.values() for each in buckets}
         me = weakref.ref(self)
         for module in self._buckets:
-            self._hooks.append(module.register_forward_pre_hook(_Hook(me, "_enter"), prepend=True))
+            if module is not self._root:  # that one is entered by the handover, which may only then have bound it
+                hook = module.register_forward_pre_hook(_Hook(me, "enter"), prepend=True, with_kwargs=True)
+                self._hooks.append(hook)
             # Also behind an exception: the module's params are then needed no more.
             self._hooks.append(module.register_forward_hook(_Hook(me, "_leave"), with_kwargs=True, always_call=True))
 
@@ -64,36 +73,40 @@ class Forward:
 
     # -- forward ---------------------------------------------------------------------------------------------------
 
-    def _enter(self, module: nn.Module, *_: Any) -> None:
-        for bucket in self._buckets.get(module, ()):  # a deep copy of a module has its hooks as well
+    def enter(self, module: nn.Module, arguments: Any, keywords: dict[str, Any]) -> None:
+        """A call of the module begins."""
+        buckets = self._buckets.get(module)
+        if buckets is None:  # a deep copy of a module has its hooks as well
+            return
+        starts: set[Any] = set()
+        if torch.is_grad_enabled():
+            starts = {tensor.grad_fn for tensor in _tensors((arguments, keywords) if keywords else arguments)} - {None}
+        self._running.append(_Call(self, module, buckets, starts))
+        for bucket in buckets:
             self._gatherer.need(bucket)
 
-    def _leave(self, module: nn.Module, arguments: Any, keywords: dict[str, Any], output: Any) -> None:
-        buckets = self._buckets.get(module, ())
-        for bucket in buckets:
+    def _leave(self, module: nn.Module, arguments: Any, keywords: dict[str, Any], output: Any) -> Any:
+        if not self._running or self._running[-1].module is not module:
+            return None
+        call = self._running.pop()
+        tensors = tensors_within(output)
+        if torch.is_grad_enabled():
+            call.watch(tensors)
+        if any(_storage(each) in self._memory for each in tensors):
+            # A param or a view of one: it would be read when the memory is gone.
+            output = torch.utils._pytree.tree_map_only(torch.Tensor, torch.clone, output)
+        for bucket in call.buckets:
             self._gatherer.done(bucket)
-        if not buckets or not torch.is_grad_enabled():
-            return
-        ends = [tensor.grad_fn for tensor in _tensors(output) if tensor.grad_fn is not None]
-        if not ends:
-            return
-        starts = {
-            tensor.grad_fn
-            for tensor in _tensors((arguments, keywords) if keywords else arguments)
-            if tensor.grad_fn is not None
-        }
-        call = _Call(self, buckets, len(starts))
-        for node in ends:
-            node.register_prehook(call.begin)
-        for node in starts:
-            node.register_prehook(call.input_done)
+        return output
 
     # -- backward --------------------------------------------------------------------------------------------------
 
     def begin(self, buckets: Iterable[GatheredBucket]) -> None:
         for bucket in buckets:
             self._gatherer.need(bucket)
-            self._using[bucket] += 1
+            # With create_graph=True the graph of the backward itself saves params: they stay until the step.
+            if not torch.is_grad_enabled():
+                self._using[bucket] += 1
 
     def end(self, buckets: Iterable[GatheredBucket]) -> None:
         for bucket in buckets:
@@ -107,29 +120,42 @@ class Forward:
             for _ in range(calls):
                 self._gatherer.done(bucket, drop=True)
         self._using.clear()
+        self.backwards += 1
 
 
 class _Call:
-    """One call of a module, on its way through backward."""
+    """One call of a module."""
 
-    def __init__(self, forward: Forward, buckets: tuple[GatheredBucket, ...], inputs: int):
-        self._forward, self._buckets = weakref.ref(forward), buckets
-        self._inputs, self._left = inputs, 0
+    def __init__(self, forward: Forward, module: nn.Module, buckets: tuple[GatheredBucket, ...], starts: set[Any]):
+        self._forward, self.module, self.buckets = weakref.ref(forward), module, buckets
+        self._starts = starts  # nodes of its inputs
+        self._inputs = len(starts)
+        self._left, self._backward = 0, -1  # inputs that are not complete, in which backward
+
+    def watch(self, outputs: Iterable[torch.Tensor]) -> None:
+        """The call is over: its nodes are known."""
+        ends = [(each.grad_fn, None if each._base is None else each._base.grad_fn) for each in outputs]
+        ends = dict.fromkeys(node for pair in ends for node in pair if node is not None and node not in self._starts)
+        for node in ends:
+            node.register_prehook(self.begin)
+        for node in self._starts if ends else ():
+            node.register_prehook(self.input_done)
+        self._starts = set()  # hooks of a graph must not keep it
 
     def begin(self, _: Any) -> None:
         """The gradient of an output has arrived; of several outputs, one after the other."""
         forward = self._forward()
-        if forward is not None and not self._left:
-            self._left = self._inputs or -1
-            forward.begin(self._buckets)
+        if forward is not None and not (self._left and self._backward == forward.backwards):
+            self._left, self._backward = self._inputs or -1, forward.backwards
+            forward.begin(self.buckets)
 
     def input_done(self, _: Any) -> None:
         """The gradient of an input is complete."""
         forward = self._forward()
-        if forward is not None and self._left:
+        if forward is not None and self._left and self._backward == forward.backwards:
             self._left -= 1
             if not self._left:
-                forward.end(self._buckets)
+                forward.end(self.buckets)
 
 
 def _tensors(values: Any) -> Iterable[torch.Tensor]:
@@ -138,6 +164,22 @@ def _tensors(values: Any) -> Iterable[torch.Tensor]:
     if isinstance(values, tuple) and all(isinstance(each, torch.Tensor) for each in values):
         return values
     return [leaf for leaf in torch.utils._pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor)]
+
+
+def tensors_within(values: Any, depth: int = 3) -> Iterable[torch.Tensor]:
+    """Also those in objects that pytree does not know: dataclasses, a library's classes for outputs."""
+    if isinstance(values, torch.Tensor):
+        return (values,)
+    leaves = torch.utils._pytree.tree_leaves(values)
+    found = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    for leaf in leaves if depth else ():
+        if hasattr(leaf, "__dict__") and not isinstance(leaf, torch.Tensor | nn.Module | type):
+            found += tensors_within(list(vars(leaf).values()), depth - 1)
+    return found
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
 
 
 class _Hook:
@@ -151,7 +193,6 @@ class _Hook:
     def __deepcopy__(self, memo: dict[int, Any]) -> "_Hook":
         return self
 
-    def __call__(self, *arguments: Any) -> None:
+    def __call__(self, *arguments: Any) -> Any:
         owner = self._owner()
-        if owner is not None:
-            getattr(owner, self._method)(*arguments)
+        return None if owner is None else getattr(owner, self._method)(*arguments)

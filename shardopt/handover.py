@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from .backward import Backward
 from .binding import Binding
 from .errors import BindingError
-from .forward import Forward
+from .forward import Forward, tensors_within
 from .partition.collectives import Ranks
 from .partition.placement import Placement, Placements
 
@@ -39,7 +39,7 @@ class Handover:
         self._always_syncs, self._before_forward = always_syncs, before_forward
         me = weakref.ref(self)
         self._hooks = [
-            self.module.register_forward_pre_hook(_calling(me, Handover._enter), prepend=True),
+            self.module.register_forward_pre_hook(_calling(me, Handover._enter), prepend=True, with_kwargs=True),
             self.module.register_forward_hook(_calling(me, Handover._leave)),
         ]
 
@@ -107,7 +107,12 @@ class Handover:
             if active is not None and active.module is self.module:
                 self.ddp = active
 
-    def _enter(self, *_: Any) -> None:
+    def _enter(self, module: nn.Module, arguments: Any, keywords: dict[str, Any]) -> None:
+        self._prepare()
+        if self.forward is not None:
+            self.forward.enter(module, arguments, keywords)
+
+    def _prepare(self) -> None:
         # In a backward this is activation checkpointing, which runs the forward again.
         if not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
             return
@@ -133,9 +138,8 @@ class Handover:
             if found is not None and found.is_syncing and not found.is_open:
                 found.open()
 
-        leaves = [output] if isinstance(output, torch.Tensor) else torch.utils._pytree.tree_leaves(output)
-        for tensor in leaves:
-            if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
+        for tensor in tensors_within(output):
+            if tensor.grad_fn is not None:
                 tensor.grad_fn.register_prehook(open_round)
 
     def retire_reducer(self) -> None:

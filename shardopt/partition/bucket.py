@@ -49,9 +49,13 @@ class Bucket:
 
     def drop(self) -> None:
         """Gives the memory back. Params, and what autograd saved of them, stay views of the same empty storage."""
+        self.hide()
+        self._room.give_back()
+
+    def hide(self) -> None:
+        """Params must not be read any more."""
         for index in self._present:
             self.params[index].__class__ = ReleasedParameter
-        self._room.give_back()
 
     def take_room(self) -> None:
         """Memory for the whole bucket again, at another address perhaps; it holds anything."""

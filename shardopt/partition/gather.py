@@ -51,6 +51,7 @@ class Gatherer:
     def __init__(self, transport: Transport, live_bytes: int):
         self._transport, self._live_bytes = transport, live_bytes
         self._here: dict[GatheredBucket, None] = {}  # from the least recently used
+        self._held = 0  # bytes of these
         self._trace = Trace()
         self._was_written = False  # slices, since ranks last met
 
@@ -72,6 +73,8 @@ class Gatherer:
         self.settle()
         if each.is_here:
             self._here[each] = self._here.pop(each)  # most recently used
+            if each.users == 1:
+                each.bucket.show()
         else:
             self._take_room(each)
             self._arrive(each)
@@ -82,19 +85,19 @@ class Gatherer:
         """A user has come to its end. ``drop``: no other one is to be expected soon."""
         each.users -= 1
         assert each.users >= 0
-        if drop and not each.users:
-            self._drop(each)
+        if not each.users:
+            if drop or self._held > self._live_bytes:
+                self._drop(each)
+            else:
+                each.bucket.hide()  # nobody else may read, and above all not write, what may go at any time
 
     def _take_room(self, each: GatheredBucket) -> None:
         if each.arriving is not None:
             return
-        wanted = each.bucket.nbytes
-        held = sum(other.bucket.nbytes for other in self._here)
         for other in list(self._here):
-            if held + wanted <= self._live_bytes:
+            if self._held + each.bucket.nbytes <= self._live_bytes:
                 break
             if not other.users:
-                held -= other.bucket.nbytes
                 self._drop(other)
         each.arriving = self._ask(each)
 
@@ -105,6 +108,7 @@ class Gatherer:
         wire.start(each.window)
         self._transport.traffic.params += each.window.nbytes_received
         self._here[each] = None
+        self._held += each.bucket.nbytes
         return wire
 
     def _arrive(self, each: GatheredBucket) -> None:
@@ -117,16 +121,17 @@ class Gatherer:
     def _ask_for_next(self, each: GatheredBucket) -> None:
         self._trace.now.append(each)
         following = self._trace.next()
-        if following is not None and following not in self._here:
-            held = sum(other.bucket.nbytes for other in self._here)
-            if held + following.bucket.nbytes <= self._live_bytes:
-                following.arriving = self._ask(following)
+        if following is None or following in self._here:
+            return
+        if self._held + following.bucket.nbytes <= self._live_bytes:
+            following.arriving = self._ask(following)
 
     def _drop(self, each: GatheredBucket) -> None:
         if each.arriving is not None:  # its memory may be written to until then
             each.arriving.finish()
             each.arriving = None
         self._here.pop(each)
+        self._held -= each.bucket.nbytes
         each.is_here = False
         each.bucket.drop()
 

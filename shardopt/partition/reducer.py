@@ -26,8 +26,10 @@ from .room import zeros
 from .scatter import Job, Scatter
 from .transport import Transport, Window
 
-# Full buckets that may be under way at once. Two: one is reduced while the next is filled.
-UNDER_WAY = 2
+# What may be under way at once: enough that a rank need not wait for another one's every bucket, little beside a model.
+# Two buckets in any case: one is reduced while the next is filled.
+BYTES_UNDER_WAY = 16 << 20
+BUCKETS_UNDER_WAY = 2
 
 
 class ReducedBucket:
@@ -175,7 +177,7 @@ class Reducer:
     def _take_buffer(self, bucket: ReducedBucket) -> Buffer:
         pool = self._pool.setdefault(bucket.dtype, [])
         if not any(buffer.memory.numel() >= bucket.buffer_numel for buffer in pool):
-            self._recycle(self._scatter.settle(UNDER_WAY - 1))
+            self._recycle(self._scatter.settle(BUCKETS_UNDER_WAY - 1))
         for index, buffer in enumerate(pool):
             if buffer.memory.numel() >= bucket.buffer_numel:
                 return pool.pop(index)
@@ -191,6 +193,11 @@ class Reducer:
         memory = buffer.memory[: bucket.buffer_numel]
         self._lent[memory.data_ptr()] = buffer
         self._scatter.start(bucket.job(memory, add))
+        while len(self._lent) > BUCKETS_UNDER_WAY and self._bytes_under_way() > BYTES_UNDER_WAY:
+            self._recycle(self._scatter.settle(len(self._lent) - 1))
+
+    def _bytes_under_way(self) -> int:
+        return sum(buffer.memory.nbytes for buffer in self._lent.values())
 
     def _recycle(self, buffers: Sequence[torch.Tensor]) -> None:
         for memory in buffers:
@@ -265,7 +272,7 @@ class Reducer:
             self._across.begin(self._rounds)
             for number, each in zip(numbers, add, strict=True):
                 self._across.start(self.buckets[number].job_across(each))
-                self._across.settle(UNDER_WAY)
+                self._across.settle(BUCKETS_UNDER_WAY)
             self._across.settle(0)
         gather = self._replicas.gather("spreading sums of gradients")
         for number in numbers:
@@ -279,6 +286,8 @@ class Reducer:
             mine = [*self._completed, *(n for n in range(len(self.buckets)) if n not in self._completed)]
             first = self._mesh.world.exchange(mine, self.buckets[0].device, "agreeing on the order of buckets")[0]
             self._order, self._is_ordered = first, True
+            for buffers in self._pool.values():  # until the order was known, buckets may have waited for each other
+                del buffers[BUCKETS_UNDER_WAY:]
         self._rounds += 1
         self.is_open, self._filling = False, []
 

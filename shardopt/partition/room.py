@@ -10,6 +10,9 @@ import mmap
 import torch
 
 HUGE_PAGE = 2 << 20
+# From here on memory is mapped on its own. In the allocator's heap, what lives long would lie between gradients that come
+# and go, and keep the holes that they leave from going back to the system.
+MAPPED_FROM = 128 << 10
 _CAN_ADVISE = hasattr(mmap, "MADV_HUGEPAGE") and hasattr(mmap, "MADV_DONTNEED")
 
 
@@ -26,14 +29,17 @@ class Room:
         self.nbytes = numel * dtype.itemsize
         self.is_there = True
         self._pages: mmap.mmap | None = None
-        if device.type != "cpu" or self.nbytes < HUGE_PAGE or not _CAN_ADVISE:
+        if device.type != "cpu" or self.nbytes < MAPPED_FROM or not _CAN_ADVISE:
             self.tensor = torch.zeros(numel, dtype=dtype, device=device)
             return
         # Private, so that a forked process (a DataLoader's worker) does not write into ours.
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
         self._pages = mmap.mmap(-1, self.nbytes + HUGE_PAGE, flags=flags)
-        self._pages.madvise(mmap.MADV_HUGEPAGE)
         start = -torch.frombuffer(self._pages, dtype=torch.uint8, count=1).data_ptr() % HUGE_PAGE
+        # Not the end of it: a huge page of which a corner is used would be there in full.
+        whole = self.nbytes // HUGE_PAGE * HUGE_PAGE
+        if whole:
+            self._pages.madvise(mmap.MADV_HUGEPAGE, start, whole)
         # The tensor keeps the mapping.
         self.tensor = torch.frombuffer(self._pages, dtype=dtype, count=numel, offset=start)
 
