@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from .binding import Binding, Entry
+from .binding import Binding, Candidate, Entry
 from .errors import BindingError, DisagreementError, ShardoptError
 from .gradient import GradientPart, Norms, Slot
 from .kernels import reductions
@@ -45,9 +45,9 @@ class Backward:
 
     # -- params ----------------------------------------------------------------------------------------------------
 
-    def check_free(self, params: Sequence[torch.nn.Parameter], names: Sequence[str]) -> None:
+    def check_free(self, candidates: Sequence[Candidate]) -> None:
         """Raises BindingError if another optimizer takes the gradient of one of them."""
-        for param, name in zip(params, names, strict=True):
+        for name, param, _ in candidates:
             owner = _TAKEN.get(param)
             if owner is not None and owner() not in (None, self):
                 raise BindingError(
@@ -172,8 +172,14 @@ class Backward:
             raise
 
     def _deliver(self, entry: Entry) -> None:
-        reducer, slot, param = self._binding.reducer, entry.slot, entry.param
+        reducer, slot, param, gathered = self._binding.reducer, entry.slot, entry.param, entry.shard.gathered
         assert reducer is not None and slot is not None
+        if gathered is not None and not gathered.is_here and torch._C._current_graph_task_id() != -1:
+            raise ShardoptError(
+                f"{entry.name} got a gradient while its values were released: backward may have read memory that was "
+                "given back. Its module hands a tensor on that is not in what its forward returns (an auxiliary loss "
+                "kept as an attribute, say). Return it, or raise Tuning.keep_below above this param's size."
+            )
         grad = param.grad
         if grad is slot.part and grad is not None:
             grad = self._pending.pop(entry)

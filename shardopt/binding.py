@@ -26,6 +26,7 @@ from .partition.layout import BucketLayout, split_into_buckets
 from .partition.mesh import Mesh
 from .partition.placement import Placement, Placements
 from .partition.reducer import ReducedBucket, Reducer
+from .partition.released import is_sharded
 from .partition.transport import Transport
 from .rules import Rule
 from .shard import Shard
@@ -208,14 +209,13 @@ class Binding:
         """Params of the module that are sharded though nothing trains them, and are not yet."""
         if Placements.of_stage(self.options.stage).param is Placement.REPLICATE:
             return []
-        taken = self.sharded.where if self.sharded is not None else {}
         return [
             param
             for param in module.parameters()
             if not param.requires_grad
             and param.is_floating_point()
             and param.numel() >= self.options.tuning.keep_below
-            and param not in taken
+            and not is_sharded(param)
             and param not in self.entries
         ]
 

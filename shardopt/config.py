@@ -21,7 +21,7 @@ class Tuning:
     Attributes:
         bucket_bytes: largest bytes of params in one bucket; a single larger param has a bucket of its own. Smaller
             buckets overlap better and need less memory while gradients are reduced and params gathered; each costs one
-            launch and one message to every rank. None: 32 MiB, but 4 MiB for a module on CPUs, where messages cost
+            launch and one message to every rank. None: 32 MiB, but 2 MiB for a module on CPUs, where messages cost
             little and the gradient of a param that fills a bucket is reduced where it lies.
         timeout: seconds that one wait for the other ranks may take; None: the process group's own timeout.
         keep_below: stage 3: params of fewer elements than this stay whole on every rank, as at stage 2: norms, biases
@@ -58,7 +58,7 @@ class Tuning:
         """The bytes to use where they were left open."""
         if self.bucket_bytes is not None:
             return self.bucket_bytes
-        return 4 * MIB if has_module and device.type == "cpu" else 32 * MIB
+        return 2 * MIB if has_module and device.type == "cpu" else 32 * MIB
 
     @property
     def deadline(self) -> timedelta | None:

@@ -19,6 +19,7 @@ from .errors import BindingError
 from .forward import Forward, tensors_within
 from .partition.collectives import Ranks
 from .partition.placement import Placement, Placements
+from .partition.released import is_sharded
 
 
 class Handover:
@@ -99,7 +100,8 @@ class Handover:
     def share_values(self, ranks: Ranks) -> None:
         """Collective: rank 0's params and buffers for all, as DDP does when it wraps a module."""
         if self.ddp is None:
-            ranks.broadcast([*self.module.parameters(), *self.module.buffers()], "sharing rank 0's params")
+            params = [param for param in self.module.parameters() if not is_sharded(param)]  # by another optimizer
+            ranks.broadcast([*params, *self.module.buffers()], "sharing rank 0's params")
 
     def _find_ddp(self) -> None:
         if self.ddp is None:

@@ -130,6 +130,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             return
         handover.check_covers(self)
         handover.check_covered(_SHARING[handover.module])
+        assert handover.backward is not None
+        handover.backward.check_free(candidates)
         numbers = [plain_numbers(group) for group in self.param_groups]
         check_numbers(numbers, self.defaults)
         if meta_params(handover.module):

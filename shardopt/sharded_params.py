@@ -11,7 +11,7 @@ import torch
 from .part import Part
 from .partition.bucket import flattened
 from .partition.gather import GatheredBucket, Gatherer
-from .partition.released import Read, Write, stand_in
+from .partition.released import Read, Write, forget, stand_in
 from .shard import Shard
 
 GatherSlices = Callable[[Shard, torch.Tensor, str], torch.Tensor]
@@ -44,21 +44,20 @@ class ShardedParams:
             if gathered is not None:
                 self.gatherer.need(gathered)
                 gathered.bucket.let_go(param)
+                forget(param)
                 self.gatherer.done(gathered)
 
     @contextmanager
     def unsharded(self) -> Iterator[None]:
-        """Whole params. What is written to them in place stays."""
+        """Whole params. What is written to them stays, whichever way: ``.data`` leaves no trace to notice."""
         gatherer, buckets = self.gatherer, self.buckets
         for each in buckets:
             gatherer.need(each)
-        before = [[param._version for param in each.bucket.params] for each in buckets]
         try:
             yield
         finally:
-            for each, versions in zip(buckets, before, strict=True):
-                if [param._version for param in each.bucket.params] != versions:
-                    gatherer.write_back(each)
+            for each in buckets:
+                gatherer.write_back(each)
                 gatherer.done(each, drop=True)
             gatherer.settle()
 
@@ -67,6 +66,8 @@ class ShardedParams:
         self.gatherer.drop_all()
         for each in self.buckets:
             self.gatherer.need(each)
+        for param in self.where:
+            forget(param)
         self.gatherer.meet()
         for shard in self.frozen:
             shard.bucket.release()

@@ -22,13 +22,13 @@ from .bucket import flattened, in_storage_order
 from .layout import BucketLayout
 from .mesh import Mesh
 from .order import Buffer
-from .room import zeros
+from .room import return_free_pages, zeros
 from .scatter import Job, Scatter
 from .transport import Transport, Window
 
 # What may be under way at once: enough that a rank need not wait for another one's every bucket, little beside a model.
 # Two buckets in any case: one is reduced while the next is filled.
-BYTES_UNDER_WAY = 16 << 20
+BYTES_UNDER_WAY = 8 << 20
 BUCKETS_UNDER_WAY = 2
 
 
@@ -119,7 +119,7 @@ class Reducer:
         self._started = 0
         self._completed: list[int] = []
         self._pool: dict[torch.dtype, list[Buffer]] = {}
-        self._lent: dict[int, Buffer] = {}  # by address, while they are reduced
+        self._lent: dict[int, Buffer] = {}  # by id of the memory, while it is reduced (an empty one has no address)
 
     def add(self, bucket: ReducedBucket) -> int:
         """Collective, between rounds: one more bucket. Returns its number."""
@@ -191,7 +191,7 @@ class Reducer:
         bucket = self.buckets[number]
         buffer.order.join()  # params may have been filled in on several streams
         memory = buffer.memory[: bucket.buffer_numel]
-        self._lent[memory.data_ptr()] = buffer
+        self._lent[id(memory)] = buffer
         self._scatter.start(bucket.job(memory, add))
         while len(self._lent) > BUCKETS_UNDER_WAY and self._bytes_under_way() > BYTES_UNDER_WAY:
             self._recycle(self._scatter.settle(len(self._lent) - 1))
@@ -201,7 +201,7 @@ class Reducer:
 
     def _recycle(self, buffers: Sequence[torch.Tensor]) -> None:
         for memory in buffers:
-            buffer = self._lent.pop(memory.data_ptr())
+            buffer = self._lent.pop(id(memory))
             buffer.order.mark()  # the reduction is behind the current stream now
             if buffer.is_pooled:
                 self._pool.setdefault(memory.dtype, []).append(buffer)
@@ -288,6 +288,8 @@ class Reducer:
             self._order, self._is_ordered = first, True
             for buffers in self._pool.values():  # until the order was known, buckets may have waited for each other
                 del buffers[BUCKETS_UNDER_WAY:]
+            # Once: params have moved and DDP's buckets are gone, and the first round held more gradients than any other.
+            return_free_pages()
         self._rounds += 1
         self.is_open, self._filling = False, []
 

@@ -24,6 +24,16 @@ def stand_in(param: torch.nn.Parameter, read: Read, write: Write) -> None:
     _STANDINS[param] = read, write
 
 
+def is_sharded(param: torch.nn.Parameter) -> bool:
+    """Whether some optimizer keeps ``param`` in slices, be it gathered at this moment or not."""
+    return param in _STANDINS
+
+
+def forget(param: torch.nn.Parameter) -> None:
+    """It is whole from now on."""
+    _STANDINS.pop(param, None)
+
+
 _Tensor = torch.Tensor
 
 
@@ -78,6 +88,11 @@ _METHODS = [
     "get_device",
     "data_ptr",
     "untyped_storage",
+    "new_empty",
+    "new_full",
+    "new_ones",
+    "new_tensor",
+    "new_zeros",
 ]
 _ALLOWED = {
     *(getattr(getattr(_Tensor, name, None), "__get__", None) for name in _PROPERTIES),
@@ -91,6 +106,9 @@ _ALLOWED = {
     torch.empty_like,
     torch.zeros_like,
     torch.ones_like,
+    torch.autograd.grad,  # these only say whose gradient is asked for
+    torch.autograd.backward,
+    _Tensor.backward,
 } - {None}
 
 
@@ -117,13 +135,24 @@ class ReleasedParameter(torch.nn.Parameter):
                 write(args[1])
                 return first
         found = next((each for each in (*args, *(kwargs or {}).values()) if isinstance(each, ReleasedParameter)), first)
-        raise ReleasedError(
-            f"{getattr(function, '__name__', function)} was called on a param of shape "
-            f"{tuple(found.shape) if isinstance(found, _Tensor) else '?'} whose values are sharded over the ranks at "
-            "this moment (stage 3): they are gathered while its own module runs forward or backward. To use it "
-            "elsewhere, or to call a module's methods other than forward, put the code in "
-            "`with optimizer.unsharded():`."
-        )
+        raise _refusal(getattr(function, "__name__", str(function)), found)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if id(self) in memo:
+            return memo[id(self)]
+        raise _refusal("deepcopy", self)
+
+    def __format__(self, spec: str) -> str:
+        return format(repr(self), spec)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"ReleasedParameter(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
+
+
+def _refusal(name: str, param: Any) -> ReleasedError:
+    return ReleasedError(
+        f"{name} was called on a param of shape {tuple(param.shape) if isinstance(param, _Tensor) else '?'} whose values "
+        "are sharded over the ranks at this moment (stage 3): they are gathered while its own module runs forward or "
+        "backward. To use it elsewhere, or to call a module's methods other than forward, put the code in "
+        "`with optimizer.unsharded():`."
+    )
