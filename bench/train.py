@@ -674,7 +674,8 @@ def main() -> None:
             for team in teams
         },
     }
-    write_result(f"train-{args.dtype}", args, device, results)
+    ranks = "" if settings.ranks == 2 else f"-{settings.ranks}-ranks"
+    write_result(f"train-{args.dtype}{ranks}", args, device, results)
 
 
 if __name__ == "__main__":
