@@ -111,7 +111,7 @@ class Backward:
                 f"the gradients are those of a part of a backward only: {self._lost}. A step would train on them, so "
                 "it was refused. Call zero_grad() on every rank and go on with the next batch."
             )
-        waiting = next((entry for entry in self._pending if entry.slot and entry.param.grad is entry.slot.part), None)
+        waiting = next((each for each in self._pending if each.slot and each.slot.shows_in(each.param.grad)), None)
         if waiting is not None:
             raise ShardoptError(
                 f"gradients of {waiting.name} were accumulated under no_sync() and not reduced: a step would leave "
@@ -134,6 +134,8 @@ class Backward:
             self.abandon("zero_grad() was called in the middle of it")
         self._lost = None
         self._pending.clear()
+        if self._binding.reducer is not None:
+            self._binding.reducer.catch_up()
 
     def open(self) -> None:
         """Opens a round, in the outermost of the graphs that autograd is running."""
@@ -142,7 +144,7 @@ class Backward:
         held: list[set[int]] = [set() for _ in reducer.buckets]
         for entry in self._entries:
             grad, slot = entry.param.grad, entry.slot
-            if grad is None or slot is None or grad is not slot.part:
+            if slot is None or not slot.shows_in(grad):
                 self._pending.pop(entry, None)
                 continue
             held[entry.shard.number].add(entry.index)
@@ -181,7 +183,7 @@ class Backward:
                 "kept as an attribute, say). Return it, or raise Tuning.keep_below above this param's size."
             )
         grad = param.grad
-        if grad is slot.part and grad is not None:
+        if slot.shows_in(grad):
             grad = self._pending.pop(entry)
         else:
             assert grad is not None
@@ -227,7 +229,7 @@ class Backward:
         held = np.zeros(len(self._entries), dtype=bool)
         for number, entry in enumerate(self._entries):
             grad, slot = entry.param.grad, entry.slot
-            held[number] = grad is not None and slot is not None and grad is slot.part
+            held[number] = slot is not None and slot.shows_in(grad)
             if entry in self._pending or (grad is not None and not held[number]):
                 self._deliver(entry)
         return held

@@ -98,7 +98,7 @@ class Binding:
         self.mesh = mesh
         self.shards: list[Shard] = []
         self.entries: dict[torch.nn.Parameter, Entry] = {}  # by identity: that is how tensors hash
-        self.fresh: set[torch.nn.Parameter] = set()  # that were on the meta device and have no values yet
+        self.fresh: set[torch.Tensor] = set()  # params and buffers that were on the meta device and have no values yet
         self.loaded = loaded  # states of params that are not bound yet
         self.on_adopt: Callable[[], None] = lambda: None  # what else takes hold of params that were just bound
         self.wires: Wires | None = None  # chosen at the first binding, by all ranks together
@@ -177,7 +177,8 @@ class Binding:
     def make_shard(self, planned: PlannedBucket) -> Shard:
         """Moves the params into a bucket, allocates masters and states, takes what was loaded. On this rank alone."""
         params = [param for _, param, _ in planned.members]
-        shard = Shard(Bucket(params, planned.layout, self.fresh), self.mesh.shard.rank, planned.states)
+        bucket = Bucket(params, planned.layout, self.fresh, planned.is_released)
+        shard = Shard(bucket, self.mesh.shard.rank, planned.states)
         for index, param in enumerate(params):
             if param in self.loaded:
                 self._write_tensors(shard, index, self.loaded[param])

@@ -134,8 +134,10 @@ class _Call:
 
     def watch(self, outputs: Iterable[torch.Tensor]) -> None:
         """The call is over: its nodes are known."""
-        ends = [(each.grad_fn, None if each._base is None else each._base.grad_fn) for each in outputs]
-        ends = dict.fromkeys(node for pair in ends for node in pair if node is not None and node not in self._starts)
+        nodes = [
+            node for each in outputs for node in (each.grad_fn, None if each._base is None else each._base.grad_fn)
+        ]
+        ends = {node for node in nodes if node is not None and node not in self._starts}
         for node in ends:
             node.register_prehook(self.begin)
         for node in self._starts if ends else ():
@@ -179,7 +181,7 @@ def tensors_within(values: Any, depth: int = 3) -> Iterable[torch.Tensor]:
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)
 
 
 class _Hook:

@@ -115,6 +115,10 @@ class Slot:
             divide_(self.total, self.divisor)
             self.divisor = 1
 
+    def shows_in(self, grad: Tensor | None) -> bool:
+        """Whether this is a part that shows the slot's gradient, or an alias of it (``.detach()``)."""
+        return isinstance(grad, GradientPart) and grad.slot is self and not grad.is_stale
+
     def lend(self) -> Tensor:
         """The mean, for others to read. A write to it is noticed: the norms are then no longer known."""
         self.settle()

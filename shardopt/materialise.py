@@ -44,20 +44,26 @@ def check_materialisable(module: nn.Module, state_dict: Mapping[str, torch.Tenso
             )
 
 
-def give_devices(module: nn.Module, world: Ranks) -> list[nn.Parameter]:
-    """Turns params on the meta device into ones on the device to train on, still without memory or values."""
-    fresh = meta_params(module)
+def give_devices(module: nn.Module, world: Ranks) -> list[torch.Tensor]:
+    """Turns tensors on the meta device into ones on the device to train on; params still without memory, or values."""
+    fresh: list[torch.Tensor] = [*meta_params(module)]
     others = [param.device for param in module.parameters() if not param.is_meta]
     device = others[0] if others else _device_to_train_on(world)
-    for param in fresh:
+    recurrent = [each for each in module.modules() if isinstance(each, nn.RNNBase)]
+    for layers in recurrent:
+        layers._flat_weight_refs = []  # weak references, with which no param could be exchanged
+    for param in meta_params(module):
         empty = torch.empty(param.size(), dtype=param.dtype, device=device)
         empty.untyped_storage().resize_(0)
         # In place, so that optimizers, tied modules and hooks go on holding the same object.
         torch.utils.swap_tensors(param, nn.Parameter(empty, requires_grad=param.requires_grad))
+    for layers in recurrent:
+        layers._init_flat_weights()
     for each in module.modules():
         for name, buffer in each.named_buffers(recurse=False):
             if buffer.is_meta:
-                each.register_buffer(name, torch.empty_like(buffer, device=device), name not in each.state_dict())
+                fresh.append(torch.empty_like(buffer, device=device))
+                each._buffers[name] = fresh[-1]
     return fresh
 
 
@@ -69,55 +75,76 @@ def _device_to_train_on(world: Ranks) -> torch.device:
 
 @torch.no_grad()
 def give_values(
-    module: nn.Module, fresh: list[nn.Parameter], binding: Binding, state_dict: Mapping[str, torch.Tensor] | None
+    module: nn.Module, fresh: list[torch.Tensor], binding: Binding, state_dict: Mapping[str, torch.Tensor] | None
 ) -> None:
-    """Collective: initialises the modules that own ``fresh`` params, one after the other."""
-    waiting = set(fresh)
+    """Collective: initialises the modules that own ``fresh`` tensors, one after the other, in the order in which
+    constructors do: a module behind those that it holds."""
+    without, waiting = set(fresh), set(fresh)
     where = {} if binding.sharded is None else binding.sharded.where
-    with _random_numbers_of_rank_0(binding.mesh.world):
-        for prefix, each in module.named_modules():
-            own = {param for param in each.parameters(recurse=False) if param in waiting}
-            buckets = {where[param]: None for param in own if param in where}
+    with _random_numbers_of_rank_0(binding.mesh.world, binding.device):
+        for prefix, each in _inside_out(module, "", set()):
+            own = [*each.parameters(recurse=False), *each.buffers(recurse=False)]
+            if without.isdisjoint(own):
+                continue
+            buckets = {where[param]: None for param in each.parameters(recurse=False) if param in where}
             for bucket in buckets:
                 binding.gatherer.need(bucket)
-            if own or (state_dict is None and any(True for _ in each.buffers(recurse=False))):
-                _initialise(each, prefix, own, state_dict)
+            _initialise(each, prefix, own, waiting, state_dict)
             for bucket in buckets:
                 binding.gatherer.write_back(bucket)
                 binding.gatherer.done(bucket, drop=True)
-            waiting -= own
+            waiting -= set(own)
     if where:
         binding.gatherer.settle()
     for shard in binding.shards:
-        if shard.master is not None and any(param in fresh for param in shard.bucket.params):
+        if shard.master is not None and any(param in without for param in shard.bucket.params):
             shard.master.copy_(shard.param)
 
 
+def _inside_out(module: nn.Module, prefix: str, seen: set[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    if module not in seen:
+        seen.add(module)
+        for name, child in module.named_children():
+            yield from _inside_out(child, f"{prefix}.{name}" if prefix else name, seen)
+        yield prefix, module
+
+
 def _initialise(
-    module: nn.Module, prefix: str, own: set[nn.Parameter], state_dict: Mapping[str, torch.Tensor] | None
+    module: nn.Module,
+    prefix: str,
+    own: list[torch.Tensor],
+    waiting: set[torch.Tensor],
+    state_dict: Mapping[str, torch.Tensor] | None,
 ) -> None:
     if state_dict is None:
-        reset = getattr(module, "reset_parameters", None)
-        if reset is not None:
-            reset()
+        # What has values keeps them: it is tied to another module's, or was never on the meta device.
+        kept = [(tensor, tensor.clone()) for tensor in own if tensor not in waiting]
+        module.reset_parameters()  # type: ignore[operator]
+        for tensor, value in kept:
+            tensor.copy_(value)
         return
-    for name, param in module.named_parameters(prefix, recurse=False):
-        if param in own:
-            param.copy_(state_dict[name])
-    for name, buffer in module.named_buffers(prefix, recurse=False):
-        if name in state_dict:
-            buffer.copy_(state_dict[name])
+    named = [*module.named_parameters(prefix, recurse=False), *module.named_buffers(prefix, recurse=False)]
+    for name, tensor in named:
+        if tensor in waiting:
+            tensor.copy_(state_dict[name])
 
 
 @contextmanager
-def _random_numbers_of_rank_0(world: Ranks) -> Iterator[None]:
+def _random_numbers_of_rank_0(world: Ranks, device: torch.device) -> Iterator[None]:
     """Every rank draws what rank 0 would have drawn, and then goes on with its own numbers; rank 0 behind them."""
-    before = torch.get_rng_state()
-    state = before.clone()
-    world.broadcast([state], "sharing rank 0's random numbers")
-    torch.set_rng_state(state)
+    generators = [torch.default_generator]
+    if device.type == "cuda":
+        generators.append(
+            torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
+        )
+    before = [generator.get_state() for generator in generators]
+    states = [state.clone() for state in before]
+    world.broadcast(states, "sharing rank 0's random numbers")
+    for generator, state in zip(generators, states, strict=True):
+        generator.set_state(state)
     try:
         yield
     finally:
         if world.rank != 0:
-            torch.set_rng_state(before)
+            for generator, state in zip(generators, before, strict=True):
+                generator.set_state(state)

@@ -34,7 +34,9 @@ class Shard:
     def __init__(self, bucket: Bucket, rank: int, states: Iterable[str], trains: bool = True):
         self.bucket = bucket
         self.pieces: tuple[Piece, ...] = bucket.layout.pieces(rank)
-        self.param = bucket.shard(rank)  # 1D [shard_numel]
+        numel = bucket.layout.shard_numel
+        is_there = bucket.resident_bytes == bucket.nbytes
+        self.param = bucket.shard(rank) if is_there else zeros(numel, bucket.dtype, bucket.device)  # 1D [shard_numel]
         self.format: Format = format_of(bucket.dtype, "a param")
         self.master = None if self.format is FP32 or not trains else self._zeros().copy_(self.param)
         self.states: dict[str, torch.Tensor] = {}

@@ -280,6 +280,8 @@ def test_zeroing() -> None:
 def test_description() -> None:
     """What a part says of itself is what a plain gradient would, but for the dtype of fp16."""
     world = World(3)
+    for part, reference in world.pairs():
+        assert raw(part.local) == raw(flat(reference.grad)[part.start : part.start + part.slot.total.numel()])
     for rank, slots in zip(world.ranks, zip(*world.slots, strict=True), strict=True):
         for param, slot in zip(rank, slots, strict=True):
             part = param.grad
@@ -346,6 +348,8 @@ def test_norms_and_their_dtypes() -> None:
             for wrong in (lambda g: g.norm(1), lambda g: g.norm(2, keepdim=True), lambda g: g.norm(dtype=torch.int)):
                 with raises(StateError, "norm of order", "order 2 and inf", "full_tensor"):
                     wrong(part)
+            with raises(StateError, "new 0-d tensors"):
+                torch.linalg.vector_norm(part, out=torch.zeros(()))
     with raises(StateError, "dim [0]", "over all elements"):
         world.ranks[0][4].grad.norm(2, dim=0)
     world.check()
@@ -560,12 +564,17 @@ def test_writes_past_the_part_are_noticed() -> None:
         with raises(StateError, "written to through .local"):
             part.isfinite()
     for part in grads(alone.ranks[0][3:]):
-        view = part[(0,) * (part.dim() - 1)]
+        view = part[(0,) * (part.dim() - 1)][:1]
         part.zero_()
-        view[:1] = 5
+        view.fill_(5)
         assert part.norm() == 5 and part.sum() == 5
-        view[:1] = math.inf
+        view.fill_(3.4e38)  # Inf if rounded to bf16, which the slot does not do
+        assert torch.isfinite(part).all() and not torch.isinf(part).any() and unscale(part, inverse=1.0) == 0
+        view.fill_(math.inf)
         assert unscale(part) == 1 and not torch.isfinite(part).all()
+    part = World(1).ranks[0][3].grad
+    part.numpy()[:] = 0
+    assert part.norm() == 0
 
 
 STALE_USES: tuple[Callable[[Any], Any], ...] = (

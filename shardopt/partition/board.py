@@ -1,13 +1,15 @@
 """A notice board in each rank's memory, which its neighbours read: how far it has come, and where its buffers lie.
 
 Waiting for a neighbour is then looking at its board (a microsecond), without a message. A board says in which round of
-reduction its rank is, and at which attempt: a rank that left a round after an exception is noticed by all who wait for
-it, and what it fills when it tries again is never added to what others hold of its earlier attempt.
+reduction its rank is, and at which attempt. A rank that gives an attempt up after an exception is at the next one from
+then on: those who wait for it in the earlier attempt notice and give it up too, those who are at the next one already
+wait for it there, and nobody adds what it fills now to what others hold of the attempt before.
 """
 
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import NamedTuple
 
 import numpy as np
@@ -18,7 +20,9 @@ from .collectives import Ranks
 from .neighbours import Neighbours
 
 SLOTS = 64  # addresses that a board can hold; more buffers are never under way at once
-_FILLED, _TAKEN, _ROUND, _ATTEMPT, _LEFT, _FIRST_ADDRESS = range(6)
+# In the order in which a neighbour must read them: memory is copied from lower to higher addresses.
+_AT, _FILLED, _TAKEN, _FIRST_ADDRESS = range(4)
+_ATTEMPTS = 1 << 20  # of one round, at most; round and attempt are one number, so that both change at once
 # A look takes a microsecond, a wait for a rank that computes milliseconds: after some looks the core is left to it.
 _EAGER_LOOKS = 20
 _NAP = 50e-6  # seconds
@@ -27,11 +31,9 @@ _NAP = 50e-6  # seconds
 class Notice(NamedTuple):
     """What a rank's board says."""
 
-    filled: int  # buffers that may be read, in this round
-    taken: int  # buffers of every other rank that it has read, in this round
-    round: int  # rounds that all ranks finished before this one
-    attempt: int  # rounds that this rank has begun
-    left: int  # the last attempt that it gave up
+    at: int  # rounds that all ranks finished before this one, times _ATTEMPTS; attempts at it that were given up
+    filled: int  # buffers that may be read, in this attempt
+    taken: int  # buffers of every other rank that it has read, in this attempt
     addresses: tuple[int, ...]
 
 
@@ -42,18 +44,30 @@ class Board:
         """Collective."""
         self._ranks, self._neighbours, self.pids = ranks, neighbours, pids
         self._own = np.zeros(_FIRST_ADDRESS + SLOTS, dtype=np.int64)
-        self._own[_ROUND] = -1
+        self._own[_AT] = -1
         self._fence = threading.Lock()
         where = ranks.exchange([self._own.ctypes.data], torch.device("cpu"), "exchanging notice boards")
         self._addresses = [address for (address,) in where]
         self._seen = torch.empty(self._own.size, dtype=torch.int64)
-        self._met: dict[int, int] = {}  # attempt at which each rank was first seen in this round
 
     def begin(self, round_number: int) -> None:
-        self._met = {}
+        self._go_to(max(round_number * _ATTEMPTS, int(self._own[_AT])))
+
+    def leave(self, round_number: int) -> None:
+        """Tells the neighbours that this rank gives up its attempt at the round."""
+        self._go_to(max(round_number * _ATTEMPTS, int(self._own[_AT])) + 1)
+
+    def catch_up(self, round_number: int) -> None:
+        """Goes to the attempt that the neighbours are at: they gave one up that this rank perhaps had not begun."""
+        for rank in range(self._ranks.size):
+            with suppress(CommunicationError):  # who is gone is missed when it is waited for
+                at = self._look(rank).at
+                if at // _ATTEMPTS == round_number and at > max(round_number * _ATTEMPTS, int(self._own[_AT])):
+                    self._go_to(at)
+
+    def _go_to(self, at: int) -> None:
         self._own[_FILLED] = self._own[_TAKEN] = 0
-        self._publish(_ATTEMPT, int(self._own[_ATTEMPT]) + 1)
-        self._publish(_ROUND, round_number)
+        self._publish(_AT, at)
 
     def fill(self, position: int, address: int) -> None:
         """The buffer of this position is at ``address`` and may be read until all ranks have taken it."""
@@ -63,10 +77,6 @@ class Board:
     def take(self, position: int) -> None:
         self._publish(_TAKEN, position + 1)
 
-    def leave(self) -> None:
-        """Tells the neighbours that this rank gives up the round."""
-        self._publish(_LEFT, int(self._own[_ATTEMPT]))
-
     def _publish(self, where: int, value: int) -> None:
         # Taking and leaving a lock orders every store before it ahead of the one behind it, on any processor.
         with self._fence:
@@ -75,8 +85,8 @@ class Board:
 
     def _look(self, rank: int) -> Notice:
         self._neighbours.read(self.pids[rank], self._addresses[rank], self._seen)
-        filled, taken, round_number, attempt, left, *addresses = self._seen.tolist()
-        return Notice(filled, taken, round_number, attempt, left, tuple(addresses))
+        at, filled, taken, *addresses = self._seen.tolist()
+        return Notice(at, filled, taken, tuple(addresses))
 
     def ready(self, rank: int, reached: Callable[[Notice], bool], phase: str) -> Notice | None:
         """The rank's notice if it has reached the point; None if it is still on the way.
@@ -88,11 +98,10 @@ class Board:
             notice = self._look(rank)
         except CommunicationError as error:
             raise CommunicationError(f"while {phase}: rank {rank} is gone. {error}") from error
-        own_round = int(self._own[_ROUND])
-        if notice.round < own_round:
+        own = int(self._own[_AT])
+        if notice.at < own:
             return None
-        met = self._met.setdefault(rank, notice.attempt)
-        if notice.round > own_round or notice.attempt != met or notice.left == notice.attempt:
+        if notice.at > own:
             raise CommunicationError(
                 f"while {phase}: rank {rank} gave up this backward, after an error of its own or a step that this rank "
                 "did not take; look at its output. Its gradients would have been mixed with those of another backward, "

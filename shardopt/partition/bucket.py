@@ -21,9 +21,10 @@ class Bucket:
         self,
         params: Sequence[torch.nn.Parameter],
         layout: BucketLayout,
-        fresh: Collection[torch.nn.Parameter] = (),
+        fresh: Collection[torch.Tensor] = (),
+        is_released: bool = False,
     ):
-        """``fresh`` params have no values yet."""
+        """``fresh`` params have no values yet: a bucket of such that will be released is so from the start."""
         self.params = tuple(params)
         self._present = list(range(len(self.params)))  # those that have not left
         self.layout = layout
@@ -37,6 +38,8 @@ class Bucket:
                     view.copy_(param)
                 param.data = view  # only now may the old storage go: one bucket at a time is there twice
         self._shapes = tuple((param.size(), param.stride()) for param in self.params)
+        if is_released and all(param in fresh for param in self.params):
+            self.drop()
 
     @property
     def nbytes(self) -> int:
@@ -105,7 +108,7 @@ class Bucket:
         """Gives every param storage of its own again."""
         with torch.no_grad():
             for index, param in enumerate(self.params):
-                if index in self._present and self.holds(index):
+                if index in self._present and self.holds(index) and self._room.is_there:
                     param.data = param.detach().clone(memory_format=torch.preserve_format)
 
 

@@ -13,11 +13,13 @@ The order is that in which buckets were full in their first round, on rank 0; in
 bucket leaves when all has arrived that ever did on this rank.
 """
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 
+from .board import SLOTS
 from .bucket import flattened, in_storage_order
 from .layout import BucketLayout
 from .mesh import Mesh
@@ -30,6 +32,8 @@ from .transport import Transport, Window
 # Two buckets in any case: one is reduced while the next is filled.
 BYTES_UNDER_WAY = 8 << 20
 BUCKETS_UNDER_WAY = 2
+
+_REDUCERS: "weakref.WeakSet[Reducer]" = weakref.WeakSet()
 
 
 class ReducedBucket:
@@ -108,6 +112,7 @@ class Reducer:
         self._mesh, self._replicas = mesh, replicas
         self._scatter: Scatter = (shards if mesh.shard.size > 1 else replicas).scatter()
         self._across: Scatter | None = replicas.scatter() if mesh.is_hybrid else None
+        self._scatters = [each for each in (self._scatter, self._across) if each is not None]
         self.buckets: list[ReducedBucket] = []
         self.is_open = False
         self._order: list[int] = []
@@ -120,6 +125,7 @@ class Reducer:
         self._completed: list[int] = []
         self._pool: dict[torch.dtype, list[Buffer]] = {}
         self._lent: dict[int, Buffer] = {}  # by id of the memory, while it is reduced (an empty one has no address)
+        _REDUCERS.add(self)
 
     def add(self, bucket: ReducedBucket) -> int:
         """Collective, between rounds: one more bucket. Returns its number."""
@@ -177,7 +183,7 @@ class Reducer:
     def _take_buffer(self, bucket: ReducedBucket) -> Buffer:
         pool = self._pool.setdefault(bucket.dtype, [])
         if not any(buffer.memory.numel() >= bucket.buffer_numel for buffer in pool):
-            self._recycle(self._scatter.settle(BUCKETS_UNDER_WAY - 1))
+            self._recycle(self._scatter.settle(BUCKETS_UNDER_WAY - 1) if self._may_wait else self._scatter.progress())
         for index, buffer in enumerate(pool):
             if buffer.memory.numel() >= bucket.buffer_numel:
                 return pool.pop(index)
@@ -193,8 +199,16 @@ class Reducer:
         memory = buffer.memory[: bucket.buffer_numel]
         self._lent[id(memory)] = buffer
         self._scatter.start(bucket.job(memory, add))
-        while len(self._lent) > BUCKETS_UNDER_WAY and self._bytes_under_way() > BYTES_UNDER_WAY:
+        while self._may_wait and len(self._lent) > BUCKETS_UNDER_WAY and self._bytes_under_way() > BYTES_UNDER_WAY:
             self._recycle(self._scatter.settle(len(self._lent) - 1))
+
+    @property
+    def _may_wait(self) -> bool:
+        """Whether this rank may wait for others in mid-backward.
+
+        Not beside another optimizer's open round: others may have come to its end, and wait there for this rank.
+        """
+        return len(self._lent) > SLOTS // 2 or not any(other.is_open for other in _REDUCERS if other is not self)
 
     def _bytes_under_way(self) -> int:
         return sum(buffer.memory.nbytes for buffer in self._lent.values())
@@ -241,7 +255,7 @@ class Reducer:
         for filling, seen in zip(self._filling, self._seen, strict=True):
             if not self._is_ordered:
                 seen.clear()
-            seen |= filling.arrived
+            seen |= filling.arrived | filling.late.keys()
 
     def has_arrived(self, number: int, index: int) -> bool:
         """Whether this rank had a gradient of the param in this round."""
@@ -295,10 +309,16 @@ class Reducer:
 
     def leave(self) -> None:
         """Gives up an open round after an error on this rank."""
-        self._scatter.leave()
+        for scatter in self._scatters:
+            scatter.leave(self._rounds)
         self._filling = []
         self._lent.clear()
         self.is_open = False
+
+    def catch_up(self) -> None:
+        """Before all ranks begin again, after an error that this rank may not have met."""
+        for scatter in self._scatters:
+            scatter.catch_up(self._rounds)
 
 
 def _fill(buffer: Buffer, offset: int, grad: torch.Tensor, strides: tuple[int, ...]) -> None:

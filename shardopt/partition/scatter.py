@@ -66,8 +66,11 @@ class Scatter(Protocol):
             CommunicationError: a rank died, is late, or left the round.
         """
 
-    def leave(self) -> None:
+    def leave(self, round_number: int) -> None:
         """Gives up the round after an error on this rank; the others are told where that is possible."""
+
+    def catch_up(self, round_number: int) -> None:
+        """Before all ranks begin the round again: follows the others, if they gave it up and this rank did not."""
 
 
 def make_scatter(
@@ -106,7 +109,10 @@ class NoScatter:
     def settle(self, limit: int) -> list[torch.Tensor]:
         return self.progress()
 
-    def leave(self) -> None:
+    def leave(self, round_number: int) -> None:
+        pass
+
+    def catch_up(self, round_number: int) -> None:
         pass
 
 
@@ -137,8 +143,11 @@ class NeighbourScatter:
     def settle(self, limit: int) -> list[torch.Tensor]:
         return self._advance(max(len(self._jobs) - limit, 0), self._board.wait)
 
-    def leave(self) -> None:
-        self._board.leave()
+    def leave(self, round_number: int) -> None:
+        self._board.leave(round_number)
+
+    def catch_up(self, round_number: int) -> None:
+        self._board.catch_up(round_number)
 
     def _advance(self, must: int, look: Callable[..., Any]) -> list[torch.Tensor]:
         """Sums and frees jobs in order; waits for the first ``must``, for the rest looks once."""
@@ -255,8 +264,11 @@ class MessageScatter:
         _sum_into(job.target, iter(slices), job.add)
         return job.buffer
 
-    def leave(self) -> None:
+    def leave(self, round_number: int) -> None:
         pass  # the others meet the deadline
+
+    def catch_up(self, round_number: int) -> None:
+        pass
 
 
 class CollectiveScatter:
@@ -289,7 +301,10 @@ class CollectiveScatter:
             free.append(job.buffer)
         return free
 
-    def leave(self) -> None:
+    def leave(self, round_number: int) -> None:
+        pass
+
+    def catch_up(self, round_number: int) -> None:
         pass
 
 
@@ -320,8 +335,11 @@ class StagedScatter:
             free.append(job.buffer)
         return free
 
-    def leave(self) -> None:
-        self._messages.leave()
+    def leave(self, round_number: int) -> None:
+        self._messages.leave(round_number)
+
+    def catch_up(self, round_number: int) -> None:
+        pass
 
 
 def _reduce_scatter_single() -> Callable[..., Any]:
