@@ -16,8 +16,8 @@ marks: a later write to it in place takes its own node out of the graph, but not
 
 import weakref
 from collections import Counter
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -37,7 +37,6 @@ class Forward:
         self._root = root
         self._hooks: list[Any] = []
         self._buckets: dict[nn.Module, tuple[GatheredBucket, ...]] = {}
-        self._memory: set[int] = set()  # storages of all buckets
         self._running: list[_Call] = []  # in forward, from the outermost
         self._using: Counter[GatheredBucket] = Counter()  # calls that are on their way through backward
         self.backwards = 0  # that have ended
@@ -51,14 +50,13 @@ class Forward:
         self.remove()
         owned = {module: self._owned(module) for module in self._root.modules()}
         self._buckets = {module: buckets for module, buckets in owned.items() if buckets}
-        self._memory = {_storage(each.bucket.flat) for buckets in owned.values() for each in buckets}
         me = weakref.ref(self)
         for module in self._buckets:
             if module is not self._root:  # that one is entered by the handover, which may only then have bound it
-                hook = module.register_forward_pre_hook(_Hook(me, "enter"), prepend=True, with_kwargs=True)
+                hook = module.register_forward_pre_hook(_hook(me, "enter"), prepend=True, with_kwargs=True)
                 self._hooks.append(hook)
             # Also behind an exception: the module's params are then needed no more.
-            self._hooks.append(module.register_forward_hook(_Hook(me, "_leave"), with_kwargs=True, always_call=True))
+            self._hooks.append(module.register_forward_hook(_hook(me, "_leave"), with_kwargs=True, always_call=True))
 
     def _owned(self, module: nn.Module) -> tuple[GatheredBucket, ...]:
         assert self._binding.sharded is not None
@@ -75,12 +73,13 @@ class Forward:
 
     def enter(self, module: nn.Module, arguments: Any, keywords: dict[str, Any]) -> None:
         """A call of the module begins."""
+        if module is self._root and self._buckets and not self._running:
+            self._gatherer.begin_pass()
         buckets = self._buckets.get(module)
         if buckets is None:  # a deep copy of a module has its hooks as well
             return
-        starts: set[Any] = set()
-        if torch.is_grad_enabled():
-            starts = {tensor.grad_fn for tensor in _tensors((arguments, keywords) if keywords else arguments)} - {None}
+        inputs = tensors_within((arguments, keywords) if keywords else arguments, 0) if torch.is_grad_enabled() else ()
+        starts = {tensor.grad_fn for tensor in inputs if tensor.grad_fn is not None}
         self._running.append(_Call(self, module, buckets, starts))
         for bucket in buckets:
             self._gatherer.need(bucket)
@@ -90,11 +89,12 @@ class Forward:
             return None
         call = self._running.pop()
         tensors = tensors_within(output)
-        if torch.is_grad_enabled():
-            call.watch(tensors)
-        if any(_storage(each) in self._memory for each in tensors):
+        if any(bucket.bucket.lends_memory_to(each) for bucket in call.buckets for each in tensors):
             # A param or a view of one: it would be read when the memory is gone.
             output = torch.utils._pytree.tree_map_only(torch.Tensor, torch.clone, output)
+            tensors = tensors_within(output)
+        if torch.is_grad_enabled():
+            call.watch(tensors)
         for bucket in call.buckets:
             self._gatherer.done(bucket)
         return output
@@ -160,41 +160,32 @@ class _Call:
                 forward.end(self.buckets)
 
 
-def _tensors(values: Any) -> Iterable[torch.Tensor]:
+def tensors_within(values: Any, depth: int = 3) -> Iterable[torch.Tensor]:
+    """Also those in objects that pytree does not know (dataclasses, a library's classes of outputs), ``depth`` deep."""
     if isinstance(values, torch.Tensor):  # nearly always, and looking for more takes ten times as long
         return (values,)
     if isinstance(values, tuple) and all(isinstance(each, torch.Tensor) for each in values):
         return values
-    return [leaf for leaf in torch.utils._pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor)]
-
-
-def tensors_within(values: Any, depth: int = 3) -> Iterable[torch.Tensor]:
-    """Also those in objects that pytree does not know: dataclasses, a library's classes for outputs."""
-    if isinstance(values, torch.Tensor):
-        return (values,)
     leaves = torch.utils._pytree.tree_leaves(values)
     found = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     for leaf in leaves if depth else ():
-        if hasattr(leaf, "__dict__") and not isinstance(leaf, torch.Tensor | nn.Module | type):
-            found += tensors_within(list(vars(leaf).values()), depth - 1)
+        if not isinstance(leaf, (torch.Tensor, nn.Module, type)):
+            names = getattr(leaf, "__dict__", getattr(leaf, "__slots__", ()))
+            found += tensors_within([getattr(leaf, name, None) for name in names], depth - 1)
     return found
 
 
-def _storage(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
+def _hook(owner: "weakref.ref[Forward]", method: str) -> Callable[..., Any]:
+    # A weak reference: a module keeps its hooks, and must not keep an optimizer that was dropped.
+    def call(*arguments: Any) -> Any:
+        found = owner()
+        return None if found is None else getattr(found, method)(*arguments)
+
+    return untraced(call)
 
 
-class _Hook:
-    """Calls a method of an object that it does not keep."""
+def untraced(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """A hook of a module, which torch.compile leaves out of its graphs: it talks to other ranks."""
+    import torch._dynamo  # as every optimizer of torch does when it is constructed
 
-    __slots__ = ("_method", "_owner")
-
-    def __init__(self, owner: "weakref.ref[Forward]", method: str):
-        self._owner, self._method = owner, method
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "_Hook":
-        return self
-
-    def __call__(self, *arguments: Any) -> Any:
-        owner = self._owner()
-        return None if owner is None else getattr(owner, self._method)(*arguments)
+    return cast(Callable[..., Any], torch._dynamo.disable(hook))

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from .backward import Backward
 from .binding import Binding
 from .errors import BindingError
-from .forward import Forward, tensors_within
+from .forward import Forward, tensors_within, untraced
 from .partition.collectives import Ranks
 from .partition.placement import Placement, Placements
 from .partition.released import is_sharded
@@ -168,12 +168,12 @@ class Handover:
 
 def _calling(handover: "weakref.ref[Handover]", method: Callable[..., None]) -> Callable[..., None]:
     # A weak reference: a module keeps its hooks, and must not keep an optimizer that was dropped.
-    def hook(module: nn.Module, *arguments: Any) -> None:
+    def call(module: nn.Module, *arguments: Any) -> None:
         found = handover()
         if found is not None and module is found.module:  # a deep copy of the module has its hooks as well
             method(found, module, *arguments)
 
-    return hook
+    return untraced(call)
 
 
 def check_honourable(ddp: DistributedDataParallel) -> None:
@@ -181,6 +181,7 @@ def check_honourable(ddp: DistributedDataParallel) -> None:
     options = {
         "a communication hook": bool(ddp._comm_hooks),
         "mixed_precision": ddp.mixed_precision is not None,
+        "join()": ddp._join_config.enable,
         "delay_all_reduce_named_params": bool(ddp._delay_all_reduce_params),
         "the Python reducer (torch._dynamo.config.optimize_ddp = 'python_reducer')": bool(ddp._use_python_reducer),
     }

@@ -53,13 +53,18 @@ class ShardedParams:
         gatherer, buckets = self.gatherer, self.buckets
         for each in buckets:
             gatherer.need(each)
+        before = [each.bucket.holders for each in buckets]
         try:
             yield
         finally:
-            for each in buckets:
+            for each, holders in zip(buckets, before, strict=True):
                 gatherer.write_back(each)
-                gatherer.done(each, drop=True)
+                if each.bucket.holders > holders:  # state_dict(), say: what it shows is to be saved later
+                    gatherer.leave(each)
+                else:
+                    gatherer.done(each, drop=True)
             gatherer.settle()
+            gatherer.begin_pass()  # each rank may have called what it liked
 
     def give_back(self) -> None:
         """Collective: every param is whole, and nobody reads our slices any more."""

@@ -21,7 +21,7 @@ from .neighbours import Neighbours
 
 SLOTS = 64  # addresses that a board can hold; more buffers are never under way at once
 # In the order in which a neighbour must read them: memory is copied from lower to higher addresses.
-_AT, _FILLED, _TAKEN, _FIRST_ADDRESS = range(4)
+_AT, _MISSED, _FILLED, _TAKEN, _FIRST_ADDRESS = range(5)
 _ATTEMPTS = 1 << 20  # of one round, at most; round and attempt are one number, so that both change at once
 # A look takes a microsecond, a wait for a rank that computes milliseconds: after some looks the core is left to it.
 _EAGER_LOOKS = 20
@@ -32,6 +32,7 @@ class Notice(NamedTuple):
     """What a rank's board says."""
 
     at: int  # rounds that all ranks finished before this one, times _ATTEMPTS; attempts at it that were given up
+    missed: int  # one more than the rank for whose sake it gave the last attempt up; 0: an error of its own
     filled: int  # buffers that may be read, in this attempt
     taken: int  # buffers of every other rank that it has read, in this attempt
     addresses: tuple[int, ...]
@@ -51,6 +52,8 @@ class Board:
         self._seen = torch.empty(self._own.size, dtype=torch.int64)
 
     def begin(self, round_number: int) -> None:
+        self._ranks.check_usable("beginning to reduce gradients")
+        self._own[_MISSED] = 0
         self._go_to(max(round_number * _ATTEMPTS, int(self._own[_AT])))
 
     def leave(self, round_number: int) -> None:
@@ -61,7 +64,7 @@ class Board:
         """Goes to the attempt that the neighbours are at: they gave one up that this rank perhaps had not begun."""
         for rank in range(self._ranks.size):
             with suppress(CommunicationError):  # who is gone is missed when it is waited for
-                at = self._look(rank).at
+                at = self._look(rank, "beginning anew").at
                 if at // _ATTEMPTS == round_number and at > max(round_number * _ATTEMPTS, int(self._own[_AT])):
                     self._go_to(at)
 
@@ -83,10 +86,22 @@ class Board:
             pass
         self._own[where] = value
 
-    def _look(self, rank: int) -> Notice:
-        self._neighbours.read(self.pids[rank], self._addresses[rank], self._seen)
-        at, filled, taken, *addresses = self._seen.tolist()
-        return Notice(at, filled, taken, tuple(addresses))
+    def read(self, rank: int, address: int, into: torch.Tensor, phase: str) -> None:
+        """Fills ``into`` from the rank's memory.
+
+        Raises:
+            CommunicationError: the rank died.
+        """
+        try:
+            self._neighbours.read(self.pids[rank], address, into)
+        except CommunicationError as error:
+            self._own[_MISSED] = rank + 1
+            raise CommunicationError(f"while {phase}: rank {rank} is gone. {error}") from error
+
+    def _look(self, rank: int, phase: str) -> Notice:
+        self.read(rank, self._addresses[rank], self._seen, phase)
+        at, missed, filled, taken, *addresses = self._seen.tolist()
+        return Notice(at, missed, filled, taken, tuple(addresses))
 
     def ready(self, rank: int, reached: Callable[[Notice], bool], phase: str) -> Notice | None:
         """The rank's notice if it has reached the point; None if it is still on the way.
@@ -94,18 +109,17 @@ class Board:
         Raises:
             CommunicationError: it died, or left this round.
         """
-        try:
-            notice = self._look(rank)
-        except CommunicationError as error:
-            raise CommunicationError(f"while {phase}: rank {rank} is gone. {error}") from error
+        notice = self._look(rank, phase)
         own = int(self._own[_AT])
         if notice.at < own:
             return None
         if notice.at > own:
+            self._own[_MISSED] = notice.missed or rank + 1
+            reason = f"as rank {notice.missed - 1} did not come" if notice.missed else "after an error of its own"
             raise CommunicationError(
-                f"while {phase}: rank {rank} gave up this backward, after an error of its own or a step that this rank "
-                "did not take; look at its output. Its gradients would have been mixed with those of another backward, "
-                "so params and states are unchanged: call zero_grad() on every rank and go on together."
+                f"while {phase}: rank {rank} gave up this backward, {reason} or for a step that this rank did not "
+                "take; look at its output. Its gradients would have been mixed with those of another backward, so "
+                "params and states are unchanged: call zero_grad() on every rank and go on together."
             )
         return notice if reached(notice) else None
 
@@ -121,6 +135,7 @@ class Board:
             if looks > _EAGER_LOOKS:
                 time.sleep(_NAP)
                 if time.monotonic() > end:
+                    self._own[_MISSED] = rank + 1
                     raise CommunicationError(
                         f"while {phase}: rank {rank} did not come within {self._ranks.seconds:g} s. It stalled or made "
                         "other calls: every rank must run the same forwards, backwards and steps. Look at its output. "

@@ -75,6 +75,23 @@ class Bucket:
             param.data = param.detach().clone(memory_format=torch.preserve_format)
         self._present.remove(next(index for index in self._present if self.params[index] is param))
 
+    def lends_memory_to(self, tensor: torch.Tensor) -> bool:
+        """Whether it is a param, or a view of one."""
+        return bool(tensor.untyped_storage()._cdata == self.flat.untyped_storage()._cdata)
+
+    @property
+    def holders(self) -> int:
+        """How many tensors lie in the memory."""
+        return int(torch._C._storage_Use_Count(self.flat.untyped_storage()._cdata))
+
+    def leave_memory(self) -> None:
+        """The params, which are here, move to other memory, without their values; other views keep this one."""
+        self._room = Room(self.layout.numel, self.dtype, self.device)
+        self.flat = self._room.tensor
+        with torch.no_grad():
+            for index in self._present:
+                self.params[index].data = self.view(self.flat, index, self.params[index])
+
     @property
     def device(self) -> torch.device:
         return self.flat.device

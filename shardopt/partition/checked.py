@@ -48,8 +48,11 @@ class CheckedScatter:
         free, self._free = self._free, []
         return free
 
-    def leave(self) -> None:
-        self._inner.leave()
+    def leave(self, round_number: int) -> None:
+        self._inner.leave(round_number)
+
+    def catch_up(self, round_number: int) -> None:
+        self._inner.catch_up(round_number)
 
 
 class CheckedWire:

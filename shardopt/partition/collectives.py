@@ -1,6 +1,8 @@
 """How ranks talk: the few collectives that an optimizer needs, chosen by backend, each wait with a deadline."""
 
+import itertools
 import json
+import weakref
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -14,12 +16,16 @@ from ..errors import CommunicationError, DisagreementError
 # A description that ranks exchange to find where they differ; what a peer announces beyond this is not allocated.
 MAX_MESSAGE_BYTES = 256 << 20
 
+# Groups in which an exchange did not finish, and what it was for. A backend may match its messages with later ones.
+_BROKEN: "weakref.WeakKeyDictionary[dist.ProcessGroup, str]" = weakref.WeakKeyDictionary()
+
 
 class Pending(NamedTuple):
     """A collective under way: what it is for, and what to wait for."""
 
     phase: str
     works: tuple[Any, ...]
+    peers: tuple[int, ...] = ()  # of the works, where each is with one rank
 
 
 class Ranks:
@@ -74,23 +80,14 @@ class Ranks:
         other = torch.device("cpu" if device.type != "cpu" else "cuda")
         return other
 
-    def broadcast_each(self, parts: Sequence[torch.Tensor], phase: str) -> Pending:
-        """Starts to send part ``i`` from rank ``i`` to all, into the same part there."""
-        with self._naming(phase):
-            works = [
-                dist.broadcast(part, group_src=owner, group=self.group, async_op=True)
-                for owner, part in enumerate(parts)
-            ]
-        return Pending(phase, tuple(works))
-
     def wait(self, pending: Pending) -> None:
         """Until the collective is done.
 
         Raises:
             CommunicationError: a peer died or is late.
         """
-        with self._naming(pending.phase):
-            for work in pending.works:
+        for work, peer in itertools.zip_longest(pending.works, pending.peers):
+            with self._naming(pending.phase, peer):
                 if self._deadline is None:
                     work.wait()
                 else:
@@ -146,10 +143,14 @@ class Ranks:
     ) -> Pending:
         """Starts to send ``own[i]`` to rank ``i`` and to receive ``others[i]`` from it; messages of other tags wait."""
         peers = [(self.rank + step) % self.size for step in range(1, self.size)]
-        with self._naming(phase):
-            works = [dist.irecv(others[peer], group_src=peer, group=self.group, tag=tag) for peer in peers]
-            works += [dist.isend(own[peer], group_dst=peer, group=self.group, tag=tag) for peer in peers]
-        return Pending(phase, tuple(works))
+        works = []
+        for peer in peers:
+            with self._naming(phase, peer):
+                works.append(dist.irecv(others[peer], group_src=peer, group=self.group, tag=tag))
+        for peer in peers:
+            with self._naming(phase, peer):
+                works.append(dist.isend(own[peer], group_dst=peer, group=self.group, tag=tag))
+        return Pending(phase, tuple(works), (*peers, *peers))
 
     def broadcast(self, tensors: Sequence[torch.Tensor], phase: str, root: int = 0) -> None:
         """The root's values into every rank's tensors, one after the other."""
@@ -178,22 +179,37 @@ class Ranks:
             self.wait(Pending(phase, tuple(works)))
             return parts
 
-    def _naming(self, phase: str) -> "_Naming":
-        return _Naming(phase, self.rank, self.size)
+    def at(self, phase: str) -> str:
+        return f"while {phase}, on rank {self.rank} of {self.size}"
+
+    def check_usable(self, phase: str) -> None:
+        """Raises CommunicationError if an earlier exchange of this group did not finish."""
+        if self.group is not None and self.group in _BROKEN:
+            raise CommunicationError(
+                f"{self.at(phase)}: an earlier exchange in this process group did not finish ({_BROKEN[self.group]}): "
+                "what is sent now could be taken for what should have been sent then. Start the ranks anew from a "
+                "checkpoint, or construct the optimizer with a new process group."
+            )
+
+    def _naming(self, phase: str, peer: int | None = None) -> "_Naming":
+        return _Naming(self, phase if peer is None else f"{phase} (with rank {peer})")
 
 
 class _Naming:
     """Turns what a backend raises into an error that names the phase."""
 
-    def __init__(self, phase: str, rank: int, size: int):
-        self._where = f"while {phase}, on rank {rank} of {size}"
+    def __init__(self, ranks: Ranks, phase: str):
+        self._ranks, self._phase = ranks, phase
 
     def __enter__(self) -> None:
-        return None
+        self._ranks.check_usable(self._phase)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: Any) -> None:
         if isinstance(error, RuntimeError) and not isinstance(error, CommunicationError | DisagreementError):
+            if self._ranks.group is not None:
+                _BROKEN[self._ranks.group] = self._phase
             raise CommunicationError(
-                f"{self._where}: {error}. A peer died, left, or did not make the same call in time (every rank must "
-                "call step(), with or without a closure alike). Look at the other ranks' output for the first error."
+                f"{self._ranks.at(self._phase)}: {error}. A peer died, left, or did not make the same call in time "
+                "(every rank must call step(), with or without a closure alike). Look at the other ranks' output for "
+                "the first error."
             ) from error

@@ -11,7 +11,7 @@ may be dropped, at the latest when another one needs the room::
 On wires that carry shards while this rank computes, the bucket that came next in the last pass is asked for early.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -34,7 +34,7 @@ class GatheredBucket:
 
 @dataclass
 class Trace:
-    """The order in which buckets were needed since the last step, and before it."""
+    """The order in which buckets were needed in this pass, and in the last one before a step: the same on all ranks."""
 
     last: list[GatheredBucket] = field(default_factory=list)
     now: list[GatheredBucket] = field(default_factory=list)
@@ -81,6 +81,13 @@ class Gatherer:
         if self._transport.overlaps:
             self._ask_for_next(each)
 
+    def leave(self, each: GatheredBucket) -> None:
+        """As ``done``, its memory being left to others that keep views of it."""
+        if each.users == 1:
+            each.bucket.leave_memory()
+            each.window = replace(each.window, flat=each.bucket.flat)
+        self.done(each, drop=True)
+
     def done(self, each: GatheredBucket, drop: bool = False) -> None:
         """A user has come to its end. ``drop``: no other one is to be expected soon."""
         each.users -= 1
@@ -90,6 +97,10 @@ class Gatherer:
                 self._drop(each)
             else:
                 each.bucket.hide()  # nobody else may read, and above all not write, what may go at any time
+
+    def begin_pass(self) -> None:
+        """A new forward begins: what follows will be as in the last pass before a step."""
+        self._trace.now.clear()
 
     def _take_room(self, each: GatheredBucket) -> None:
         if each.arriving is not None:

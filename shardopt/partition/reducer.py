@@ -153,7 +153,8 @@ class Reducer:
         self._filling = [_Filling(each) for each in held]
         self._started, self._completed, self.is_open = 0, [], True
         self._lent.clear()
-        self._scatter.begin(self._rounds)
+        for scatter in self._scatters:
+            scatter.begin(self._rounds)
 
     def deliver(self, number: int, index: int, grad: torch.Tensor, strides: tuple[int, ...]) -> None:
         """Takes a copy of the local gradient of param ``index`` of bucket ``number``.
@@ -177,7 +178,8 @@ class Reducer:
             _fill(filling.buffer, bucket.offsets[index], grad, strides)
         filling.arrived.add(index)
         if filling.arrived >= self._seen[number]:
-            self._completed.append(number)
+            if number not in self._completed:  # it may wait for its turn while params come that had never come before
+                self._completed.append(number)
             self._start_completed()
 
     def _take_buffer(self, bucket: ReducedBucket) -> Buffer:
@@ -199,7 +201,7 @@ class Reducer:
         memory = buffer.memory[: bucket.buffer_numel]
         self._lent[id(memory)] = buffer
         self._scatter.start(bucket.job(memory, add))
-        while self._may_wait and len(self._lent) > BUCKETS_UNDER_WAY and self._bytes_under_way() > BYTES_UNDER_WAY:
+        while self._may_wait and self._is_much_under_way():
             self._recycle(self._scatter.settle(len(self._lent) - 1))
 
     @property
@@ -210,8 +212,11 @@ class Reducer:
         """
         return len(self._lent) > SLOTS // 2 or not any(other.is_open for other in _REDUCERS if other is not self)
 
-    def _bytes_under_way(self) -> int:
-        return sum(buffer.memory.nbytes for buffer in self._lent.values())
+    def _is_much_under_way(self) -> bool:
+        if len(self._lent) <= BUCKETS_UNDER_WAY:
+            return False
+        nbytes = sum(buffer.memory.nbytes for buffer in self._lent.values())
+        return nbytes > BYTES_UNDER_WAY or len(self._lent) > SLOTS // 2
 
     def _recycle(self, buffers: Sequence[torch.Tensor]) -> None:
         for memory in buffers:
@@ -283,7 +288,6 @@ class Reducer:
         if self._mesh.replicate.size == 1 or not numbers:
             return
         if self._across is not None:
-            self._across.begin(self._rounds)
             for number, each in zip(numbers, add, strict=True):
                 self._across.start(self.buckets[number].job_across(each))
                 self._across.settle(BUCKETS_UNDER_WAY)
@@ -302,7 +306,7 @@ class Reducer:
             self._order, self._is_ordered = first, True
             for buffers in self._pool.values():  # until the order was known, buckets may have waited for each other
                 del buffers[BUCKETS_UNDER_WAY:]
-            # Once: params have moved and DDP's buckets are gone, and the first round held more gradients than any other.
+            # Once: params have moved, DDP's buckets are gone, and no later round holds as many gradients as the first.
             return_free_pages()
         self._rounds += 1
         self.is_open, self._filling = False, []

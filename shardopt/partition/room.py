@@ -11,8 +11,8 @@ import mmap
 import torch
 
 HUGE_PAGE = 2 << 20
-# From here on memory is mapped on its own. In the allocator's heap, what lives long would lie between gradients that come
-# and go, and keep the holes that they leave from going back to the system.
+# From here on memory is mapped on its own. In the allocator's heap, what lives long would lie between gradients that
+# come and go, and keep the holes that they leave from going back to the system.
 MAPPED_FROM = 128 << 10
 _CAN_ADVISE = hasattr(mmap, "MADV_HUGEPAGE") and hasattr(mmap, "MADV_DONTNEED")
 

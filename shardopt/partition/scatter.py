@@ -74,16 +74,22 @@ class Scatter(Protocol):
 
 
 def make_scatter(
-    ranks: Ranks, device: torch.device, neighbours: Neighbours | None, pids: tuple[int, ...], traffic: Traffic
+    ranks: Ranks,
+    device: torch.device,
+    neighbours: Neighbours | None,
+    pids: tuple[int, ...],
+    traffic: Traffic,
+    number: int,
 ) -> Scatter:
-    """Collective."""
+    """Collective. ``number``: which other mechanisms for these ranks do not have; the same on all of them."""
     if ranks.size == 1:
         return NoScatter()
     if neighbours is not None:
-        return NeighbourScatter(ranks, neighbours, Board(ranks, neighbours, pids), traffic)
+        return NeighbourScatter(ranks, Board(ranks, neighbours, pids), traffic)
     if ranks.has_collectives(device):
         return CollectiveScatter(ranks, traffic)
-    return MessageScatter(ranks, traffic) if device.type == "cpu" else StagedScatter(ranks, traffic)
+    kind = MessageScatter if device.type == "cpu" else StagedScatter
+    return kind(ranks, traffic, number)
 
 
 class NoScatter:
@@ -119,8 +125,8 @@ class NoScatter:
 class NeighbourScatter:
     """Reads this rank's slice out of every other rank's buffer as soon as that is filled."""
 
-    def __init__(self, ranks: Ranks, neighbours: Neighbours, board: Board, traffic: Traffic):
-        self._ranks, self._neighbours, self._board, self._traffic = ranks, neighbours, board, traffic
+    def __init__(self, ranks: Ranks, board: Board, traffic: Traffic):
+        self._ranks, self._board, self._traffic = ranks, board, traffic
         self._others = [(ranks.rank + step) % ranks.size for step in range(1, ranks.size)]
         self._jobs: deque[Job] = deque()  # from the oldest whose buffer may still be read
         self._first = 0  # position of that job
@@ -141,7 +147,18 @@ class NeighbourScatter:
         return self._advance(0, self._board.ready)
 
     def settle(self, limit: int) -> list[torch.Tensor]:
-        return self._advance(max(len(self._jobs) - limit, 0), self._board.wait)
+        free = self._advance(max(len(self._jobs) - limit, 0), self._board.wait)
+        if not limit:
+            self._meet()
+        return free
+
+    def _meet(self) -> None:
+        """Until every rank has come here: what follows goes by messages, of which none can be taken back."""
+        self._board.take(self._first)  # as if there were one more job
+        for rank in self._others:
+            self._board.wait(rank, lambda notice: notice.taken > self._first, PHASE)
+        self._first += 1
+        self._summed = self._first
 
     def leave(self, round_number: int) -> None:
         self._board.leave(round_number)
@@ -191,7 +208,7 @@ class NeighbourScatter:
                     else:
                         into = scratch[: stop - start]
                         at = addresses[rank] + (self._ranks.rank * numel + start) * itemsize
-                        self._neighbours.read(self._board.pids[rank], at, into)
+                        self._board.read(rank, at, into, PHASE)
                         yield into
 
             _sum_into(job.target[start:stop], terms(), job.add)
@@ -221,8 +238,8 @@ def _sum_into(target: torch.Tensor, terms: Iterator[torch.Tensor], add: bool) ->
 class MessageScatter:
     """Slices sent straight to their owners, under way while backward goes on."""
 
-    def __init__(self, ranks: Ranks, traffic: Traffic):
-        self._ranks, self._traffic = ranks, traffic
+    def __init__(self, ranks: Ranks, traffic: Traffic, number: int):
+        self._ranks, self._traffic, self._number = ranks, traffic, number
         self._jobs: deque[tuple[Job, list[torch.Tensor], Pending]] = deque()
         self._round = self._attempt = self._position = 0
 
@@ -243,8 +260,9 @@ class MessageScatter:
         self._jobs.append((job, others, pending))
 
     def _tag(self) -> int:
-        """Says round, attempt and bucket, so that no message is taken for another; repeats after some 10,000 rounds."""
-        return ((self._round % 8192) << 16 | (self._attempt % 8) << 13 | self._position % 8192) + 1
+        """Says who, round, attempt and bucket, so that no message is taken for another; repeats after 1,024 rounds."""
+        who, round_number = self._number % 64, self._round % 1024
+        return (who << 24 | round_number << 14 | self._attempt % 4 << 12 | self._position % 4096) + 1
 
     def progress(self) -> list[torch.Tensor]:
         free = []
@@ -311,8 +329,8 @@ class CollectiveScatter:
 class StagedScatter:
     """CUDA tensors over a group that carries only CPU tensors: several ranks on one GPU, for tests of correctness."""
 
-    def __init__(self, ranks: Ranks, traffic: Traffic):
-        self._messages = MessageScatter(ranks, traffic)
+    def __init__(self, ranks: Ranks, traffic: Traffic, number: int):
+        self._messages = MessageScatter(ranks, traffic, number)
         self._jobs: deque[tuple[Job, Job]] = deque()
 
     def begin(self, round_number: int) -> None:

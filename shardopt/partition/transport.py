@@ -6,7 +6,7 @@ tensors, group            wire
 one rank                  :class:`NoWire`
 NCCL, or any but gloo     :class:`CollectiveWire`: the backend's all-gather, in place
 CPU, ranks of one machine :class:`NeighbourWire`: every rank reads the others' memory
-CPU, gloo                 :class:`MessageWire`: a broadcast by each owner (4x faster than gloo's all-gather)
+CPU, gloo                 :class:`MessageWire`: straight to every rank (4x faster than gloo's all-gather)
 CUDA, gloo                :class:`StagedWire`: the same, through host memory
 ========================  ==============================================================================
 
@@ -14,6 +14,7 @@ A wire moves what is already final (stage 3 gathers params so). A :class:`Gather
 every rank first has to hear that the others' shards are written, and last that nobody reads its own any more.
 """
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -28,6 +29,12 @@ from .neighbours import Neighbours
 from .scatter import Scatter, make_scatter
 from .traffic import Traffic
 
+# Of messages that carry shards: above those that carry gradients.
+_FIRST_TAG = 1 << 30
+_WINDOWS = 1 << 20  # numbers of one transport's windows
+
+_TRANSPORTS: "weakref.WeakKeyDictionary[dist.ProcessGroup, int]" = weakref.WeakKeyDictionary()  # how many there were
+
 
 @dataclass(frozen=True)
 class Window:
@@ -35,6 +42,7 @@ class Window:
 
     flat: torch.Tensor  # 1D [size * shard_numel]
     shard_numel: int
+    number: int  # which other windows do not have; the same on all ranks
     peers: tuple[tuple[int, int], ...] = ()  # by rank: process number, address of its buffer
 
     def shard(self, rank: int) -> torch.Tensor:
@@ -79,6 +87,11 @@ class Transport:
     ):
         self.ranks, self._device, self._debug = ranks, device, debug
         self._neighbours, self._cards = neighbours, cards
+        # Messages of several optimizers in one group must not be taken for one another.
+        self._number = 0 if ranks.group is None else _TRANSPORTS.get(ranks.group, 0)
+        if ranks.group is not None:
+            _TRANSPORTS[ranks.group] = self._number + 1
+        self._opened = self._number % 512 * _WINDOWS
         self.traffic = Traffic()
 
     @staticmethod
@@ -118,12 +131,12 @@ class Transport:
         return self._open(flat, shard.numel(), shard.data_ptr() - self.ranks.rank * nbytes)
 
     def _open(self, flat: torch.Tensor, shard_numel: int, address: int) -> Window:
+        self._opened += 1
         if self._neighbours is None:
-            return Window(flat, shard_numel)
+            return Window(flat, shard_numel, self._opened)
         addresses = self.ranks.exchange([address], flat.device, "exchanging addresses")
-        return Window(
-            flat, shard_numel, tuple((card[0], each) for card, (each,) in zip(self._cards, addresses, strict=True))
-        )
+        peers = tuple((card[0], each) for card, (each,) in zip(self._cards, addresses, strict=True))
+        return Window(flat, shard_numel, self._opened, peers)
 
     def wire(self, phase: str) -> Wire:
         """For shards that are final on every rank."""
@@ -146,7 +159,7 @@ class Transport:
     def scatter(self) -> Scatter:
         """Collective: the mechanism for rounds of reduction."""
         pids = tuple(card[0] for card in self._cards)
-        scatter = make_scatter(self.ranks, self._device, self._neighbours, pids, self.traffic)
+        scatter = make_scatter(self.ranks, self._device, self._neighbours, pids, self.traffic, self._number)
         return checked.CheckedScatter(self.ranks, scatter) if self._debug else scatter
 
 
@@ -211,7 +224,10 @@ class NoWire:
 
 
 class MessageWire:
-    """Broadcasts by each owner, under way while something else is computed."""
+    """Shards sent straight to every rank, under way while something else is computed.
+
+    Messages carry the window: where ranks ask for windows in other orders, none takes one for another.
+    """
 
     reads_memory = on_stream = False
 
@@ -221,9 +237,10 @@ class MessageWire:
 
     def start(self, window: Window) -> None:
         if window.shard_numel:
-            self._pending.append(
-                self._ranks.broadcast_each([window.shard(rank) for rank in range(self._ranks.size)], self._phase)
-            )
+            shards = [window.shard(rank) for rank in range(self._ranks.size)]
+            own = [shards[self._ranks.rank]] * self._ranks.size
+            tag = _FIRST_TAG + window.number
+            self._pending.append(self._ranks.exchange_slices(own, shards, tag, self._phase))
 
     def finish(self) -> None:
         for pending in self._pending:
@@ -283,7 +300,7 @@ class StagedWire:
         self._staged: list[tuple[Window, Window]] = []
 
     def start(self, window: Window) -> None:
-        copy = Window(window.flat.cpu(), window.shard_numel)
+        copy = Window(window.flat.cpu(), window.shard_numel, window.number)
         self._staged.append((window, copy))
         self._messages.start(copy)
 
