@@ -81,7 +81,7 @@ def agree(view: View, ranks: Ranks, device: torch.device, one_copy: Sequence[int
     counted = [rows[rank] for rank in one_copy] or rows[:1]
     return Agreed(
         overflow=any(row[3] for row in rows),
-        nonfinite=sum(row[4] for row in counted),
+        nonfinite=sum(row[4] for row in rows),
         written=any(row[6] for row in rows),
         limbs=tuple(map(sum, zip(*(row[7:] for row in counted), strict=True))),
     )

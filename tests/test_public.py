@@ -20,6 +20,7 @@ EXPORTED = [
     "CommunicationError",
     "DisagreementError",
     "Part",
+    "ReleasedError",
     "RuleError",
     "ShardedASGD",
     "ShardedAdadelta",
@@ -62,7 +63,15 @@ def test_options_are_added_on_purpose() -> None:
         "tuning",
     ]
     assert set(OptionKeywords.__annotations__) == set(Options.__dataclass_fields__)
-    assert list(shardopt.Tuning.__dataclass_fields__) == ["bucket_bytes", "timeout", "neighbours", "nonfinite"]
+    assert list(shardopt.Tuning.__dataclass_fields__) == [
+        "bucket_bytes",
+        "keep_below",
+        "live_bytes",
+        "timeout",
+        "neighbours",
+        "debug",
+        "nonfinite",
+    ]
 
 
 @pytest.mark.parametrize("name", TORCH_CLASSES)
