@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from ranks import Pool
@@ -37,6 +38,9 @@ from shardopt import (
     Tuning,
 )
 from shardopt.gradient import GradientPart
+
+# A minute and more: not part of the default run.
+pytestmark = pytest.mark.slow
 
 SETTINGS = tuple((stage, neighbours) for stage in (1, 2, 3) for neighbours in (True, False))
 SGD = {"lr": 0.125, "momentum": 0.5, "weight_decay": 0.25}
