@@ -42,9 +42,6 @@ from shardopt.partition import reducer as reducer_module
 from shardopt.partition.neighbours import Neighbours
 from shardopt.partition.room import return_free_pages
 
-# A minute and more: not part of the default run.
-pytestmark = pytest.mark.slow
-
 STAGES = (0, 1, 2, 3)
 WORLDS = (1, 2, 3, 4)
 
