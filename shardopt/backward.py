@@ -15,13 +15,14 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from .binding import Binding, Candidate, Entry
 from .errors import BindingError, DisagreementError, ShardoptError
-from .gradient import GradientPart, Norms, Slot
+from .gradient import GradientPart
 from .kernels import reductions
 from .kernels.formats import FP32
 from .kernels.launch import backend_of
 from .kernels.reductions import LIMBS, norms_of_limbs
 from .kernels.tables import Factors, Gradients
 from .shard import Shard
+from .slot import Norms, Slot
 
 # Columns of the table of largest values: bits of the largest magnitude, then facts that hold if they do on any rank.
 _LARGEST, _HELD, _NOT_HELD, _PRESENT, _LATE, _COLUMNS = range(6)
@@ -37,7 +38,6 @@ class Backward:
         self._binding = binding
         self._entries: list[Entry] = []
         self._tables: dict[Shard, tuple[Gradients, np.ndarray[Any, Any]]] = {}
-        self._pending: dict[Entry, torch.Tensor] = {}  # local gradients beside a part, accumulated without a round
         self._hooks: list[Any] = []
         self.is_syncing = False  # whether this forward's backward is a round; said by the forward
         self._lost: str | None = None  # why gradients of an unfinished round are gone
@@ -94,7 +94,9 @@ class Backward:
             if isinstance(entry.param.grad, GradientPart):
                 entry.param.grad = None
             _TAKEN.pop(entry.param, None)
+            entry.slot = None  # it refers to the binding, which would outlive its optimizer in a cycle
         self._hooks, self._entries, self._tables = [], [], {}
+        self.is_syncing = False  # a graph of before may be run backward yet
 
     # -- a round ---------------------------------------------------------------------------------------------------
 
@@ -111,7 +113,7 @@ class Backward:
                 f"the gradients are those of a part of a backward only: {self._lost}. A step would train on them, so "
                 "it was refused. Call zero_grad() on every rank and go on with the next batch."
             )
-        waiting = next((each for each in self._pending if each.slot and each.slot.shows_in(each.param.grad)), None)
+        waiting = next((each for each in self._entries if each.slot is not None and _is_waiting(each, each.slot)), None)
         if waiting is not None:
             raise ShardoptError(
                 f"gradients of {waiting.name} were accumulated under no_sync() and not reduced: a step would leave "
@@ -133,7 +135,9 @@ class Backward:
         if self.is_open:
             self.abandon("zero_grad() was called in the middle of it")
         self._lost = None
-        self._pending.clear()
+        for entry in self._entries:
+            if entry.slot is not None:
+                entry.slot.pending = None
         if self._binding.reducer is not None:
             self._binding.reducer.catch_up()
 
@@ -142,23 +146,32 @@ class Backward:
         reducer = self._binding.reducer
         assert reducer is not None
         held: list[set[int]] = [set() for _ in reducer.buckets]
+        absent: list[set[int]] = [set() for _ in reducer.buckets]
         for entry in self._entries:
             grad, slot = entry.param.grad, entry.slot
-            if slot is None or not slot.shows_in(grad):
-                self._pending.pop(entry, None)
+            if slot is None:
+                continue
+            if not entry.param.requires_grad:
+                absent[entry.shard.number].add(entry.index)
+            if not slot.shows_in(grad):
+                slot.pending = None
                 continue
             held[entry.shard.number].add(entry.index)
             if slot.divisor == 1:  # a user scaled the mean: back to a sum, which the next ones are added to
                 slot.total.mul_(self._binding.mesh.world.size)
         torch.autograd.Variable._execution_engine.queue_callback(self._finish)
-        reducer.begin([frozenset(each) for each in held])
+        reducer.begin(held, absent)
         self._lost = None
 
     def _receive(self, entry: Entry, grad: torch.Tensor) -> None:
         """Autograd adds a gradient to a part."""
-        sooner = self._pending.get(entry)
-        # Not in place: autograd may have handed the same tensor to another param.
-        self._pending[entry] = grad if sooner is None else sooner + grad
+        slot = entry.slot
+        assert slot is not None
+        if slot.pending is not None:
+            slot.pending.add_(grad.detach())
+        else:
+            # Autograd may hand the same tensor to another param. In a round it is read at once, else it must last.
+            slot.pending = grad.detach() if self.is_syncing else grad.detach().clone()
 
     def take(self, entry: Entry) -> None:
         """Autograd has accumulated the gradient of a param."""
@@ -184,10 +197,10 @@ class Backward:
             )
         grad = param.grad
         if slot.shows_in(grad):
-            grad = self._pending.pop(entry)
+            grad, slot.pending = slot.pending, None
         else:
-            assert grad is not None
             param.grad = None
+        assert grad is not None
         if grad.layout is not torch.strided:
             raise ShardoptError(
                 f"the gradient of {entry.name} is sparse ({grad.layout}): only dense ones are reduced. Build the "
@@ -230,7 +243,7 @@ class Backward:
         for number, entry in enumerate(self._entries):
             grad, slot = entry.param.grad, entry.slot
             held[number] = slot is not None and slot.shows_in(grad)
-            if entry in self._pending or (grad is not None and not held[number]):
+            if (slot is not None and slot.pending is not None) or (grad is not None and not held[number]):
                 self._deliver(entry)
         return held
 
@@ -276,6 +289,10 @@ class Backward:
             slot.norms = Norms(two[number], largest[number], counts[number])
             if not held[number]:
                 entry.param.grad = GradientPart(slot, entry.param)
+
+
+def _is_waiting(entry: Entry, slot: Slot) -> bool:
+    return slot.pending is not None and slot.shows_in(entry.param.grad)
 
 
 def _taker(backward: "weakref.ref[Backward]", entry: Entry) -> Callable[[torch.Tensor], None]:

@@ -17,7 +17,6 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from .agreement import View, agree
 from .config import Options
 from .errors import BindingError
-from .gradient import Slot
 from .kernels.formats import format_of
 from .part import Part
 from .partition.bucket import Bucket, dense_strides
@@ -31,6 +30,7 @@ from .partition.transport import Transport
 from .rules import Rule
 from .shard import Shard
 from .sharded_params import ShardedParams
+from .slot import Slot
 from .states import ParamState, check_part
 
 Group = Mapping[str, Any]

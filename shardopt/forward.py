@@ -17,12 +17,14 @@ marks: a later write to it in place takes its own node out of the graph, but not
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
+from torch._compile import _disable_dynamo
 
 from .binding import Binding
+from .errors import ReleasedError
 from .partition.gather import GatheredBucket, Gatherer
 
 # These read the params of their children without calling them.
@@ -40,6 +42,7 @@ class Forward:
         self._running: list[_Call] = []  # in forward, from the outermost
         self._using: Counter[GatheredBucket] = Counter()  # calls that are on their way through backward
         self.backwards = 0  # that have ended
+        self.is_closed = False
 
     @property
     def _gatherer(self) -> Gatherer:
@@ -47,16 +50,16 @@ class Forward:
 
     def attach(self) -> None:
         """Puts hooks on modules whose params were bound since the last call."""
-        self.remove()
+        self._remove()
         owned = {module: self._owned(module) for module in self._root.modules()}
         self._buckets = {module: buckets for module, buckets in owned.items() if buckets}
-        me = weakref.ref(self)
         for module in self._buckets:
             if module is not self._root:  # that one is entered by the handover, which may only then have bound it
-                hook = module.register_forward_pre_hook(_hook(me, "enter"), prepend=True, with_kwargs=True)
+                hook = module.register_forward_pre_hook(ModuleHook(self.enter), prepend=True, with_kwargs=True)
                 self._hooks.append(hook)
             # Also behind an exception: the module's params are then needed no more.
-            self._hooks.append(module.register_forward_hook(_hook(me, "_leave"), with_kwargs=True, always_call=True))
+            leave = ModuleHook(self._leave)
+            self._hooks.append(module.register_forward_hook(leave, with_kwargs=True, always_call=True))
 
     def _owned(self, module: nn.Module) -> tuple[GatheredBucket, ...]:
         assert self._binding.sharded is not None
@@ -64,10 +67,18 @@ class Forward:
         params = module.parameters(recurse=isinstance(module, _READS_CHILDREN))
         return tuple(dict.fromkeys(where[param] for param in params if param in where))
 
-    def remove(self) -> None:
+    def _remove(self) -> None:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
+
+    @property
+    def holds_params(self) -> bool:
+        return bool(self._buckets) and not self.is_closed
+
+    def close(self) -> None:
+        self._remove()
+        self.is_closed = True
 
     # -- forward ---------------------------------------------------------------------------------------------------
 
@@ -147,7 +158,13 @@ class _Call:
     def begin(self, _: Any) -> None:
         """The gradient of an output has arrived; of several outputs, one after the other."""
         forward = self._forward()
-        if forward is not None and not (self._left and self._backward == forward.backwards):
+        if forward is None or forward.is_closed:
+            raise ReleasedError(
+                f"backward reached a {type(self.module).__name__} whose params were released when its graph was made, "
+                "and the optimizer that gathers them was closed or dropped meanwhile: gradients would be computed with "
+                "memory that holds something else. Run the backward before close(), or the forward again."
+            )
+        if not (self._left and self._backward == forward.backwards):
             self._left, self._backward = self._inputs or -1, forward.backwards
             forward.begin(self.buckets)
 
@@ -175,17 +192,28 @@ def tensors_within(values: Any, depth: int = 3) -> Iterable[torch.Tensor]:
     return found
 
 
-def _hook(owner: "weakref.ref[Forward]", method: str) -> Callable[..., Any]:
-    # A weak reference: a module keeps its hooks, and must not keep an optimizer that was dropped.
-    def call(*arguments: Any) -> Any:
-        found = owner()
-        return None if found is None else getattr(found, method)(*arguments)
+class ModuleHook:
+    """A method as the hook of a module, which may outlive it, be copied and be saved: only then nothing is called.
 
-    return untraced(call)
+    torch.compile leaves it out of its graphs: it talks to other ranks.
+    """
+
+    def __init__(self, method: Callable[..., Any]):
+        # A weak reference: a module keeps its hooks, and must not keep an optimizer that was dropped.
+        self._method = weakref.WeakMethod(method)
+
+    @_disable_dynamo
+    def __call__(self, *arguments: Any) -> Any:
+        method = self._method()
+        return None if method is None else method(*arguments)
+
+    def __reduce__(self) -> Any:
+        return _no_hook, ()
 
 
-def untraced(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """A hook of a module, which torch.compile leaves out of its graphs: it talks to other ranks."""
-    import torch._dynamo  # as every optimizer of torch does when it is constructed
+def _no_hook() -> Callable[..., None]:
+    return _do_nothing
 
-    return cast(Callable[..., Any], torch._dynamo.disable(hook))
+
+def _do_nothing(*_: Any) -> None:
+    pass

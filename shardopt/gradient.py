@@ -13,11 +13,9 @@ and reading a norm need no communication and give the same on every rank::
 Where one rank holds everything, whatever only reads is answered as well.
 """
 
-import ctypes
 import itertools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,118 +24,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from .errors import StateError
 from .part import Mask, Part, refusal
+from .slot import Norms, Slot, divide_
 
 aten = torch.ops.aten
-
-
-def fp32(number: float) -> float:
-    """Rounded to the nearest fp32 value, as the kernels that scale do with a factor."""
-    return ctypes.c_float(number).value
-
-
-@dataclass(frozen=True, slots=True)
-class Norms:
-    """What all ranks know of the whole mean gradient of one param.
-
-    Scaling keeps ``largest`` to the bit and ``two`` to the rounding of the scaled elements.
-    """
-
-    two: float  # 2-norm of the finite elements
-    largest: float  # largest magnitude of the finite elements, an fp32 value
-    nonfinite: int  # how many elements are Inf or NaN
-
-    def times(self, factor: float, numel: int) -> "Norms | None":
-        """After all ``numel`` elements were multiplied; None where that took finite ones out of fp32's range."""
-        factor = abs(fp32(factor))
-        if not factor < math.inf:
-            return Norms(0.0, 0.0, numel)
-        return self._scaled(self.two * factor, self.largest * factor)
-
-    def over(self, divisor: float, numel: int) -> "Norms | None":
-        """After all ``numel`` elements were divided; None where that took finite ones out of fp32's range."""
-        divisor = abs(fp32(divisor))
-        if not divisor > 0:
-            return Norms(0.0, 0.0, numel)
-        return self._scaled(self.two / divisor, self.largest / divisor)
-
-    def _scaled(self, two: float, largest: float) -> "Norms | None":
-        # Products and quotients of fp32 values, rounded twice by way of float64, are those rounded once.
-        largest = fp32(largest)
-        if largest == math.inf:
-            return None  # how many there are now is not known
-        return Norms(two if largest else 0.0, largest, self.nonfinite)
-
-
-class Slot:
-    """This rank's slice of one param's reduced gradient. The reducer fills it; it outlives the parts that show it.
-
-    Attributes:
-        total: 1D fp32, sum over ranks and backwards; the same memory for life.
-        start: index of its first element in the param's storage order.
-        receive: takes a full local gradient that autograd adds to the part.
-        gather: collective, makes the whole mean gradient (the param's shape) out of every rank's settled slice; None:
-            this slice is the whole, on every rank that has one.
-        divisor: what ``total`` is still to be divided by; 1 once settled.
-        part: the one that shows this gradient. Any other of this slot is stale.
-    """
-
-    def __init__(
-        self,
-        total: Tensor,
-        start: int,
-        receive: Callable[[Tensor], None],
-        gather: Callable[[Tensor], Tensor] | None = None,
-    ):
-        self.total, self.start, self.receive, self.gather = total, start, receive, gather
-        self.divisor = 1
-        self.part: GradientPart | None = None
-        self._norms: Norms | None = None
-        self._lent: Tensor | None = None
-        self._lent_version = 0
-        self._is_aliased = False
-
-    @property
-    def norms(self) -> Norms | None:
-        """Of the mean. None: nobody knows, after clamping, an overflow or a write to what was lent."""
-        if self._is_aliased or (self._lent is not None and self._lent._version != self._lent_version):
-            return None
-        return self._norms
-
-    @norms.setter
-    def norms(self, norms: Norms | None) -> None:
-        self._norms = norms
-        if self._lent is not None:
-            self._lent_version = self._lent._version
-
-    def settle(self) -> None:
-        """Makes ``total`` the mean: divided once, rounded once, as a kernel that divides on reading does."""
-        if self.divisor != 1:
-            divide_(self.total, self.divisor)
-            self.divisor = 1
-
-    def shows_in(self, grad: Tensor | None) -> bool:
-        """Whether this is a part that shows the slot's gradient, or an alias of it (``.detach()``)."""
-        return isinstance(grad, GradientPart) and grad.slot is self and not grad.is_stale
-
-    def lend(self) -> Tensor:
-        """The mean, for others to read. A write to it is noticed: the norms are then no longer known."""
-        self.settle()
-        if self._lent is None:
-            # ``total`` shares its count of writes with the whole buffer; ``.data`` has a count of its own.
-            self._lent = self.total.data
-            self._lent_version = self._lent._version
-        return self._lent
-
-    def alias(self) -> Tensor:
-        """The mean, for views that may be written unnoticed: norms of this slot are never known again."""
-        self.settle()
-        self._is_aliased = True
-        return self.total
-
-
-def divide_(tensor: Tensor, divisor: float) -> None:
-    """IEEE division. torch's CUDA kernel multiplies by the reciprocal where the divisor lies in host memory."""
-    tensor.div_(divisor if tensor.device.type == "cpu" else torch.full((), divisor, device=tensor.device))
 
 
 class GradientPart(Part):
@@ -196,10 +85,25 @@ class GradientPart(Part):
             )
         return self.slot
 
+    def whole_slot(self) -> Slot:
+        """The slot, if it holds all of this gradient.
+
+        Raises:
+            StateError: it does not.
+        """
+        slot = self.live_slot()
+        if slot.pending is not None:
+            raise StateError(
+                f"{self!r} is not all of the gradient: a later backward under no_sync() added this rank's own to it, "
+                "which is not reduced yet. Scaling or reading the part alone would have missed that. Leave no_sync() "
+                "for the last backward before gradients are used, or call zero_grad()."
+            )
+        return slot
+
     @property
     def local(self) -> Tensor:
         """1D fp32, this rank's slice of the mean, to be read: after a write to it, norms are no longer known."""
-        return self.live_slot().lend()
+        return self.whole_slot().lend()
 
     @property
     def start(self) -> int:  # type: ignore[override]
@@ -207,7 +111,7 @@ class GradientPart(Part):
 
     def full_tensor(self) -> Tensor:
         """The whole mean, on every rank. Every rank must make this call, for the same parts in the same order."""
-        slot = self.live_slot()
+        slot = self.whole_slot()
         if slot.gather is None:
             return self.whole().clone()
         slot.settle()
@@ -269,7 +173,7 @@ def _number(function: Any, operand: Any) -> Any:
 
 
 def _multiply(function: Any, part: GradientPart, other: Any) -> GradientPart:
-    slot, factor = part.live_slot(), _number(function, other)
+    slot, factor = part.whole_slot(), _number(function, other)
     slot.settle()
     slot.total.mul_(factor)
     slot.norms = slot.norms and slot.norms.times(factor, part.whole_numel)
@@ -277,7 +181,7 @@ def _multiply(function: Any, part: GradientPart, other: Any) -> GradientPart:
 
 
 def _divide(function: Any, part: GradientPart, other: Any) -> GradientPart:
-    slot, divisor = part.live_slot(), _number(function, other)
+    slot, divisor = part.whole_slot(), _number(function, other)
     slot.settle()
     divide_(slot.total, divisor)
     slot.norms = slot.norms and slot.norms.over(divisor, part.whole_numel)
@@ -285,19 +189,20 @@ def _divide(function: Any, part: GradientPart, other: Any) -> GradientPart:
 
 
 def _negate(function: Any, part: GradientPart) -> GradientPart:
-    part.live_slot().total.neg_()
+    part.whole_slot().total.neg_()
     return part
 
 
 def _zero(function: Any, part: GradientPart) -> GradientPart:
     slot = part.live_slot()
     slot.total.zero_()
+    slot.pending = None
     slot.norms = Norms(0.0, 0.0, 0)
     return part
 
 
 def _clamp(function: Any, part: GradientPart, *bounds: Any, **named_bounds: Any) -> GradientPart:
-    slot = part.live_slot()
+    slot = part.whole_slot()
     slot.settle()
     function(slot.total, *bounds, **named_bounds)
     slot.norms = None
@@ -322,10 +227,12 @@ def _accumulate(function: Any, part: GradientPart, other: Any, *, alpha: float =
 def _each(name: str) -> Callable[..., None]:
     """The ``_foreach_`` form of a method, for lists in which parts and plain tensors may be mixed."""
 
+    check = GradientPart.live_slot if name == "zero_" else GradientPart.whole_slot
+
     def answer(function: Any, tensors: list[Tensor], *operand: Any) -> None:
         for tensor in tensors:
             if isinstance(tensor, GradientPart):
-                tensor.live_slot()  # before any of them is changed
+                check(tensor)  # before any of them is changed
         of_each = zip(operand[0]) if operand and isinstance(operand[0], list) else itertools.repeat(operand)
         for tensor, each in zip(tensors, of_each, strict=False):
             getattr(tensor, name)(*each)
@@ -336,7 +243,7 @@ def _each(name: str) -> Callable[..., None]:
 def _unscale(function: Any, tensors: list[Tensor], found_inf: Tensor, inverse: Tensor) -> None:
     """``found_inf`` is 1 on every rank if any element on any rank is Inf or NaN."""
     parts = [tensor for tensor in tensors if isinstance(tensor, GradientPart)]
-    counts = [_known(part).nonfinite if part.live_slot().gather else None for part in parts]
+    counts = [_known(part).nonfinite if part.whole_slot().gather else None for part in parts]
     plain = [tensor for tensor in tensors if not isinstance(tensor, GradientPart)]
     if plain:
         function(plain, found_inf, inverse)
@@ -351,7 +258,7 @@ def _unscale(function: Any, tensors: list[Tensor], found_inf: Tensor, inverse: T
 
 
 def _known(part: GradientPart) -> Norms:
-    norms = part.live_slot().norms
+    norms = part.whole_slot().norms
     if norms is None:
         raise StateError(
             f"the norms of {part!r} are not known: since its last backward it was clamped, written to through .local, "
@@ -364,7 +271,7 @@ def _known(part: GradientPart) -> Norms:
 def _norm(
     _: Any, part: GradientPart, ord: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None, **out: Any
 ) -> Any:
-    slot, dtype = part.live_slot(), dtype or torch.float32
+    slot, dtype = part.whole_slot(), dtype or torch.float32
     is_scalar = not keepdim and (not dim or len(set(dim)) == part.dim())
     if ord not in (2, math.inf) or not is_scalar or not dtype.is_floating_point or out:
         if slot.gather is None:
@@ -386,7 +293,7 @@ def _foreach_norm(_: Any, tensors: list[Tensor], ord: Any = 2, dtype: Any = None
 
 
 def _is_finite(function: Any, part: GradientPart) -> Any:
-    slot = part.live_slot()
+    slot = part.whole_slot()
     if slot.gather is None:
         return part.shaped(slot.lend()).isfinite()
     nonfinite = _known(part).nonfinite
@@ -394,7 +301,7 @@ def _is_finite(function: Any, part: GradientPart) -> Any:
 
 
 def _is_inf_or_nan(function: Any, part: GradientPart) -> Any:
-    slot = part.live_slot()
+    slot = part.whole_slot()
     if slot.gather is None:
         return function(part.shaped(slot.lend()))
     if _known(part).nonfinite:
@@ -412,7 +319,7 @@ def _alias(function: Any, part: GradientPart) -> GradientPart:
 
 def _copy(function: Any, part: GradientPart, *, memory_format: Any = None, **keywords: Any) -> Any:
     """A copy of the slice, as a part of its own; of a whole gradient, a plain tensor."""
-    slot = part.live_slot()
+    slot = part.whole_slot()
     if slot.gather is None:
         return NotImplemented
     slot.settle()
@@ -434,7 +341,7 @@ def _of_whole(function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any
     if any(isinstance(leaf, GradientPart) for leaf in tree_leaves(written)):
         raise _unwritable(function)
     for part in tree_leaves((arguments, keywords)):
-        if isinstance(part, Part) and not (isinstance(part, GradientPart) and part.live_slot().gather is None):
+        if isinstance(part, Part) and not (isinstance(part, GradientPart) and part.whole_slot().gather is None):
             raise refusal(function)
 
     def unwrap(part: GradientPart) -> Tensor:
@@ -454,7 +361,7 @@ def _unwritable(function: Any) -> StateError:
 
 def _to_host(function: Any, part: GradientPart, *arguments: Any, **keywords: Any) -> Any:
     """``tolist()`` and ``numpy()``, which torch refuses for any subclass."""
-    if part.live_slot().gather is not None:
+    if part.whole_slot().gather is not None:
         raise refusal(function)
     return function(part.shaped(part.slot.alias()).to(part.dtype), *arguments, **keywords)
 

@@ -4,6 +4,7 @@ A module that is wrapped in DistributedDataParallel loses that one's reducer, an
 DDP does besides (calling the module, broadcasting buffers, ``no_sync()``, ``state_dict()``) goes on.
 """
 
+import warnings
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn, cast
@@ -16,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from .backward import Backward
 from .binding import Binding
 from .errors import BindingError
-from .forward import Forward, tensors_within, untraced
+from .forward import Forward, ModuleHook, tensors_within
 from .partition.collectives import Ranks
 from .partition.placement import Placement, Placements
 from .partition.released import is_sharded
@@ -35,13 +36,13 @@ class Handover:
         self.ddp = module if isinstance(module, DistributedDataParallel) else None
         self.module: nn.Module = module.module if isinstance(module, DistributedDataParallel) else module
         self.pauses = 0  # how many no_sync() contexts of ours are open
+        self._binding: Binding | None = None
         self.backward: Backward | None = None
         self.forward: Forward | None = None
         self._always_syncs, self._before_forward = always_syncs, before_forward
-        me = weakref.ref(self)
         self._hooks = [
-            self.module.register_forward_pre_hook(_calling(me, Handover._enter), prepend=True, with_kwargs=True),
-            self.module.register_forward_hook(_calling(me, Handover._leave)),
+            self.module.register_forward_pre_hook(ModuleHook(self._enter), prepend=True, with_kwargs=True),
+            self.module.register_forward_hook(ModuleHook(self._leave)),
         ]
 
     def check_covers(self, optimizer: torch.optim.Optimizer) -> None:
@@ -85,7 +86,7 @@ class Handover:
 
     def begin(self, binding: Binding) -> None:
         """Whatever is bound from now on is taken over."""
-        self.backward = Backward(binding)
+        self._binding, self.backward = binding, Backward(binding)
         if Placements.of_stage(binding.options.stage).param is Placement.SHARD:
             self.forward = Forward(binding, self.module)
             self.backward.on_end = self.forward.backward_ended
@@ -96,6 +97,11 @@ class Handover:
         self.backward.attach()
         if self.forward is not None:
             self.forward.attach()
+
+    def describe(self) -> dict[str, Any]:
+        """What ranks must have in common before values are shared; JSON-able."""
+        named = (*self.module.named_parameters(), *self.module.named_buffers())
+        return {name: [list(tensor.shape), str(tensor.dtype)] for name, tensor in named if not is_sharded(tensor)}
 
     def share_values(self, ranks: Ranks) -> None:
         """Collective: rank 0's params and buffers for all, as DDP does when it wraps a module."""
@@ -110,6 +116,8 @@ class Handover:
                 self.ddp = active
 
     def _enter(self, module: nn.Module, arguments: Any, keywords: dict[str, Any]) -> None:
+        if module is not self.module:  # a shallow copy shares hooks
+            return
         self._prepare()
         if self.forward is not None:
             self.forward.enter(module, arguments, keywords)
@@ -133,11 +141,15 @@ class Handover:
         backward = self.backward
         if backward is None or not backward.is_syncing or torch._C._current_graph_task_id() != -1:
             return
+        if module is not self.module:
+            return
         me = weakref.ref(backward)
 
         def open_round(_: Any) -> None:
             found = me()
-            if found is not None and found.is_syncing and not found.is_open:
+            # In torch.autograd.grad() nothing is accumulated; in backward(inputs=...) perhaps later.
+            accumulates = torch.autograd.Variable._execution_engine.is_checkpoint_valid()
+            if found is not None and found.is_syncing and not found.is_open and accumulates:
                 found.open()
 
         for tensor in tensors_within(output):
@@ -151,6 +163,17 @@ class Handover:
             self.ddp.reducer = cast(Any, RetiredReducer())
             self.ddp.logger = RetiredLogger()  # it holds the old one
 
+    def dropped(self) -> None:
+        """As ``close``, without the optimizer, which was dropped."""
+        if self.forward is not None and self.forward.holds_params:
+            warnings.warn(
+                "a stage 3 optimizer was dropped without close(): this rank holds a slice of the module's params only, "
+                "and the rest is gone. Call close() on every rank while the optimizer lives.",
+                ResourceWarning,
+                stacklevel=2,
+            )
+        self.close()
+
     def close(self) -> None:
         """Gives the module back; DDP reduces its gradients again."""
         for hook in self._hooks:
@@ -159,21 +182,13 @@ class Handover:
         if self.backward is not None:
             self.backward.detach()
         if self.forward is not None:
-            self.forward.remove()
+            self.forward.close()
+        if self._binding is not None:
+            self._binding.on_adopt = lambda: None  # it refers to this, and would outlive its optimizer in a cycle
         if self.ddp is not None and isinstance(self.ddp.reducer, RetiredReducer):
             params, expect_sparse = self.ddp._build_params_for_reducer()
             names = self.ddp._build_debug_param_to_name_mapping(params)
             self.ddp._ddp_init_helper(params, expect_sparse, names, self.ddp.static_graph)
-
-
-def _calling(handover: "weakref.ref[Handover]", method: Callable[..., None]) -> Callable[..., None]:
-    # A weak reference: a module keeps its hooks, and must not keep an optimizer that was dropped.
-    def call(module: nn.Module, *arguments: Any) -> None:
-        found = handover()
-        if found is not None and module is found.module:  # a deep copy of the module has its hooks as well
-            method(found, module, *arguments)
-
-    return untraced(call)
 
 
 def check_honourable(ddp: DistributedDataParallel) -> None:

@@ -3,7 +3,7 @@
 import copy
 import dataclasses
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any, NoReturn, TypeVar, Unpack
@@ -13,8 +13,9 @@ import torch
 # torch.compiler.disable would import all of Dynamo here; this, which torch.optim uses too, waits for the first call.
 from torch._compile import _disable_dynamo
 
+from .agreement import View, agree
 from .bind import bind
-from .binding import Binding, named_params
+from .binding import Binding, Candidate, named_params
 from .config import OptionKeywords, Options
 from .errors import ShardoptError, StateError
 from .gradient import GradientPart
@@ -101,7 +102,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         handover.check_covers(self)
         self._handover = handover
         _SHARING.setdefault(handover.module, weakref.WeakSet()).add(self)
-        weakref.finalize(self, Handover.close, handover).atexit = False
+        weakref.finalize(self, Handover.dropped, handover).atexit = False
 
     @torch.no_grad()
     def bind(self, state_dict: Mapping[str, torch.Tensor] | None = None) -> None:
@@ -128,14 +129,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         candidates = binding.unbound(self.param_groups)
         if not candidates and (binding.entries or not binding.frozen(handover.module)):
             return
-        handover.check_covers(self)
-        handover.check_covered(_SHARING[handover.module])
-        assert handover.backward is not None
-        handover.backward.check_free(candidates)
-        numbers = [plain_numbers(group) for group in self.param_groups]
-        check_numbers(numbers, self.defaults)
+        numbers = self._check_together(handover, candidates, state_dict)
         if meta_params(handover.module):
-            check_materialisable(handover.module, state_dict)
             binding.fresh = set(give_devices(handover.module, binding.mesh.world))
             candidates = binding.unbound(self.param_groups)
         elif not binding.entries:
@@ -150,6 +145,28 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if binding.fresh:
             give_values(handover.module, list(binding.fresh), binding, state_dict)
             binding.fresh = set()
+
+    def _check_together(
+        self, handover: Handover, candidates: Sequence[Candidate], state_dict: Mapping[str, torch.Tensor] | None
+    ) -> list[dict[str, Any]]:
+        """Collective: what can be wrong on one rank alone is raised on all, before any of them waits for values."""
+        problem: Exception | None = None
+        numbers: list[dict[str, Any]] = []
+        try:
+            handover.check_covers(self)
+            handover.check_covered(_SHARING[handover.module])
+            assert handover.backward is not None
+            handover.backward.check_free(candidates)
+            numbers = [plain_numbers(group) for group in self.param_groups]
+            check_numbers(numbers, self.defaults)
+            if meta_params(handover.module):
+                check_materialisable(handover.module, state_dict)
+        except Exception as error:
+            problem = error
+        view = {"module": handover.describe()}
+        device = next((param.device for _, param, _ in candidates if not param.is_meta), torch.device("cpu"))
+        agree(View(view, lambda: view, problem), self._bound().mesh.world, device)
+        return numbers
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -13,7 +13,7 @@ from .partition.gather import GatheredBucket, Gatherer
 from .partition.layout import Piece
 from .partition.reducer import ReducedBucket
 from .partition.room import zeros
-from .partition.transport import Window
+from .partition.wire import Window
 
 
 class Slice(NamedTuple):

@@ -16,7 +16,7 @@ import torch
 
 from .binding import Binding, Entry, Group
 from .errors import BindingError, ShardoptError
-from .gradient import GradientPart, Slot
+from .gradient import GradientPart
 from .kernels.formats import format_of
 from .kernels.launch import backend_of
 from .kernels.reductions import LIMBS
@@ -24,6 +24,7 @@ from .kernels.spec import StepSpec
 from .kernels.tables import BLOCK, Factors, Gradients
 from .rules import Variant
 from .shard import Shard
+from .slot import Slot
 
 
 class Scaling(NamedTuple):
@@ -147,7 +148,7 @@ def _find_ready(binding: Binding, groups: Sequence[Group]) -> list[Ready]:
 
 def _ready(binding: Binding, entry: Entry, number: int, grad: torch.Tensor) -> Ready:
     if isinstance(grad, GradientPart) and grad.slot is entry.slot:
-        slot = grad.live_slot()
+        slot = grad.whole_slot()
         return Ready(entry, number, slot.total, slot.start, slot)
     if entry.slot is not None and binding.mesh.world.size > 1:
         raise ShardoptError(

@@ -19,7 +19,8 @@ from shardopt.kernels.launch import Native
 from shardopt.kernels.tables import Factors
 from shardopt.partition import scatter
 from shardopt.partition.reducer import ReducedBucket, Reducer
-from shardopt.partition.transport import NoWire, Transport
+from shardopt.partition.transport import Transport
+from shardopt.partition.wire import NoWire
 
 SECOND_MOMENTS = {"exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum", "exp_inf"}
 STEP = Native.step

@@ -28,6 +28,22 @@ _EAGER_LOOKS = 20
 _NAP = 50e-6  # seconds
 
 
+class Nap:
+    """Between two looks."""
+
+    def __init__(self, seconds: float):
+        """``seconds``: how long to go on looking."""
+        self._looks, self._end = 0, time.monotonic() + seconds
+
+    def take(self) -> bool:
+        """Whether to look again."""
+        self._looks += 1
+        if self._looks <= _EAGER_LOOKS:
+            return True
+        time.sleep(_NAP)
+        return time.monotonic() < self._end
+
+
 class Notice(NamedTuple):
     """What a rank's board says."""
 
@@ -81,9 +97,11 @@ class Board:
         self._publish(_TAKEN, position + 1)
 
     def _publish(self, where: int, value: int) -> None:
-        # Taking and leaving a lock orders every store before it ahead of the one behind it, on any processor.
-        with self._fence:
-            pass
+        # No store from before may become visible after this one. Leaving a lock keeps what is before it from moving
+        # behind, taking one keeps what is behind it from moving before: one is left, then taken, on any processor.
+        for _ in range(2):
+            with self._fence:
+                pass
         self._own[where] = value
 
     def read(self, rank: int, address: int, into: torch.Tensor, phase: str) -> None:
@@ -129,16 +147,13 @@ class Board:
         Raises:
             CommunicationError: as ``ready``, or it is late.
         """
-        looks, end = 0, time.monotonic() + self._ranks.seconds
+        nap = Nap(self._ranks.seconds)
         while (notice := self.ready(rank, reached, phase)) is None:
-            looks += 1
-            if looks > _EAGER_LOOKS:
-                time.sleep(_NAP)
-                if time.monotonic() > end:
-                    self._own[_MISSED] = rank + 1
-                    raise CommunicationError(
-                        f"while {phase}: rank {rank} did not come within {self._ranks.seconds:g} s. It stalled or made "
-                        "other calls: every rank must run the same forwards, backwards and steps. Look at its output. "
-                        "Params and states are unchanged: call zero_grad() on every rank and go on together."
-                    )
+            if not nap.take():
+                self._own[_MISSED] = rank + 1
+                raise CommunicationError(
+                    f"while {phase}: rank {rank} did not come within {self._ranks.seconds:g} s. It stalled or made "
+                    "other calls: every rank must run the same forwards, backwards and steps. Look at its output. "
+                    "Params and states are unchanged: call zero_grad() on every rank and go on together."
+                )
         return notice

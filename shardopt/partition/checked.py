@@ -4,16 +4,12 @@
 backend or the machine: a buffer that was used too early, or too late.
 """
 
-from typing import TYPE_CHECKING
-
 import torch
 
 from ..errors import CommunicationError
 from .collectives import Ranks
 from .scatter import Job, Scatter
-
-if TYPE_CHECKING:
-    from .transport import Window, Wire
+from .wire import Window, Wire
 
 
 class CheckedScatter:
@@ -38,15 +34,18 @@ class CheckedScatter:
             total += Job(buffer, job.target, job.add).slice_of(self._ranks.rank)
         expected += total
         self._inner.start(job)
-        self._free += self._inner.settle(0)
+        self._free += self._inner.finish()
         _compare(job.target, expected, "a reduction of gradients")
 
     def progress(self) -> list[torch.Tensor]:
-        return self.settle(0)
-
-    def settle(self, limit: int) -> list[torch.Tensor]:
         free, self._free = self._free, []
         return free
+
+    def settle(self, limit: int, patience: float) -> list[torch.Tensor]:
+        return self.progress()
+
+    def finish(self) -> list[torch.Tensor]:
+        return self.progress()
 
     def leave(self, round_number: int) -> None:
         self._inner.leave(round_number)
@@ -58,11 +57,11 @@ class CheckedScatter:
 class CheckedWire:
     """Finishes each window before the next one starts."""
 
-    def __init__(self, ranks: Ranks, inner: "Wire"):
+    def __init__(self, ranks: Ranks, inner: Wire):
         self._ranks, self._inner = ranks, inner
         self.reads_memory, self.on_stream = inner.reads_memory, inner.on_stream
 
-    def start(self, window: "Window") -> None:
+    def start(self, window: Window) -> None:
         expected = window.flat.clone()
         for rank in range(self._ranks.size):
             shard = expected[rank * window.shard_numel : (rank + 1) * window.shard_numel]

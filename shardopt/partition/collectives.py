@@ -101,7 +101,14 @@ class Ranks:
             mine = torch.tensor([len(row), *row], dtype=torch.int64, device=self._device_of_messages(device))
             rows = [torch.empty_like(mine) for _ in range(self.size)]
             self.wait(Pending(phase, (dist.all_gather(rows, mine, group=self.group, async_op=True),)))
-            return [[int(value) for value in other.tolist()[1:]] for other in rows]
+            found = [other.tolist() for other in rows]
+        lengths = [length for length, *_ in found]
+        if any(length != len(row) for length in lengths):
+            raise DisagreementError(
+                f"{self.at(phase)}: the ranks sent rows of {lengths} numbers, so they are not at the same call. Every "
+                "rank must run the same forwards, backwards and steps."
+            )
+        return [values for _, *values in found]
 
     def exchange_json(self, value: Any, device: torch.device, phase: str) -> list[Any]:
         """Every rank's JSON-able value, by rank. Bytes only: nothing that a peer sends is unpickled."""

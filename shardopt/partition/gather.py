@@ -16,7 +16,8 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from .bucket import Bucket
-from .transport import Transport, Window, Wire
+from .transport import Transport
+from .wire import Window, Wire
 
 
 @dataclass(eq=False)

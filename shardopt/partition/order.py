@@ -8,8 +8,10 @@ has an order of its own, and what one stream left is joined by the next one that
 * ``join``: the current stream waits for all marks of others. A mark of the same stream needs no waiting.
 
 A collective starts behind the stream that is current when it is called and, waited for, ends ahead of the stream that
-is current then. So ``join`` before it and ``mark`` after the wait order it among the rest. The buffer's memory stays
-alive because its owner keeps it in the pool: none of it is ever given to another purpose while a stream may use it.
+is current then. So ``join`` before it and ``mark`` after the wait order it among the rest. A pool keeps its buffers'
+memory. What is not pooled (a gradient that was as good as a buffer, a collective's result) goes back to torch's
+allocator, which knows only the stream that it was made on: ``last_used`` names the one that the wait ordered behind the
+collective.
 """
 
 from typing import Any, Protocol
@@ -60,3 +62,9 @@ class Buffer:
     def __init__(self, memory: torch.Tensor, is_pooled: bool):
         self.memory, self.is_pooled = memory, is_pooled  # 1D
         self.order: Order = StreamOrder(memory.device) if memory.device.type == "cuda" else HostOrder()
+
+
+def last_used(memory: torch.Tensor) -> None:
+    """No other use of the memory, once it is given back, comes before what the current stream has been given to do."""
+    if memory.device.type == "cuda":
+        memory.record_stream(torch.cuda.current_stream(memory.device))

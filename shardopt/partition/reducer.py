@@ -15,23 +15,28 @@ bucket leaves when all has arrived that ever did on this rank.
 
 import weakref
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
 import torch
 
-from .board import SLOTS
 from .bucket import flattened, in_storage_order
 from .layout import BucketLayout
 from .mesh import Mesh
-from .order import Buffer
+from .order import Buffer, last_used
 from .room import return_free_pages, zeros
 from .scatter import Job, Scatter
-from .transport import Transport, Window
+from .transport import Transport
+from .wire import Window
 
 # What may be under way at once: enough that a rank need not wait for another one's every bucket, little beside a model.
 # Two buckets in any case: one is reduced while the next is filled.
 BYTES_UNDER_WAY = 8 << 20
 BUCKETS_UNDER_WAY = 2
+# Seconds that a rank waits in mid-backward for memory that other ranks read. They come sooner, unless one of them waits
+# for this one meanwhile, in a collective of the model's own. Then more memory is taken than was meant to, which is
+# better than to wait for each other.
+PATIENCE = 2.0
 
 _REDUCERS: "weakref.WeakSet[Reducer]" = weakref.WeakSet()
 
@@ -93,7 +98,8 @@ class ReducedBucket:
 class _Filling:
     """A bucket in this round."""
 
-    held: frozenset[int]  # params to whose sum of earlier rounds this one is added
+    held: AbstractSet[int]  # params to whose sum of earlier rounds this one is added
+    awaited: AbstractSet[int]  # params whose gradients the bucket waits for
     buffer: Buffer | None = None
     arrived: set[int] = field(default_factory=set)
     started: bool = False
@@ -125,6 +131,7 @@ class Reducer:
         self._completed: list[int] = []
         self._pool: dict[torch.dtype, list[Buffer]] = {}
         self._lent: dict[int, Buffer] = {}  # by id of the memory, while it is reduced (an empty one has no address)
+        self._patience, self._was_patient = PATIENCE, True
         _REDUCERS.add(self)
 
     def add(self, bucket: ReducedBucket) -> int:
@@ -144,13 +151,18 @@ class Reducer:
 
     # -- a round ---------------------------------------------------------------------------------------------------
 
-    def begin(self, held: Sequence[frozenset[int]]) -> None:
+    def begin(self, held: Sequence[AbstractSet[int]], absent: Sequence[AbstractSet[int]]) -> None:
         """Starts a round, and forgets what an unfinished one left.
 
         Args:
             held: by bucket, the params to whose sum of earlier rounds this one is to be added.
+            absent: by bucket, params that get no gradient any more: they were frozen.
         """
-        self._filling = [_Filling(each) for each in held]
+        self._filling = [
+            _Filling(sums, seen - frozen) for sums, seen, frozen in zip(held, self._seen, absent, strict=True)
+        ]
+        # Halved with every round that ran out of it: a program in which ranks wait for each other does so every time.
+        self._patience, self._was_patient = PATIENCE if self._was_patient else self._patience / 2, True
         self._started, self._completed, self.is_open = 0, [], True
         self._lent.clear()
         for scatter in self._scatters:
@@ -177,7 +189,7 @@ class Reducer:
                 filling.buffer = self._take_buffer(bucket)
             _fill(filling.buffer, bucket.offsets[index], grad, strides)
         filling.arrived.add(index)
-        if filling.arrived >= self._seen[number]:
+        if filling.arrived >= filling.awaited:
             if number not in self._completed:  # it may wait for its turn while params come that had never come before
                 self._completed.append(number)
             self._start_completed()
@@ -185,7 +197,7 @@ class Reducer:
     def _take_buffer(self, bucket: ReducedBucket) -> Buffer:
         pool = self._pool.setdefault(bucket.dtype, [])
         if not any(buffer.memory.numel() >= bucket.buffer_numel for buffer in pool):
-            self._recycle(self._scatter.settle(BUCKETS_UNDER_WAY - 1) if self._may_wait else self._scatter.progress())
+            self._settle(BUCKETS_UNDER_WAY - 1)
         for index, buffer in enumerate(pool):
             if buffer.memory.numel() >= bucket.buffer_numel:
                 return pool.pop(index)
@@ -202,21 +214,24 @@ class Reducer:
         self._lent[id(memory)] = buffer
         self._scatter.start(bucket.job(memory, add))
         while self._may_wait and self._is_much_under_way():
-            self._recycle(self._scatter.settle(len(self._lent) - 1))
+            self._settle(len(self._lent) - 1)
+
+    def _settle(self, limit: int) -> None:
+        """In mid-backward: until at most ``limit`` reductions are under way, or patience ends."""
+        if self._may_wait:
+            self._recycle(self._scatter.settle(limit, self._patience))
+            self._was_patient = len(self._lent) <= limit
+        else:
+            self._recycle(self._scatter.progress())
 
     @property
     def _may_wait(self) -> bool:
-        """Whether this rank may wait for others in mid-backward.
-
-        Not beside another optimizer's open round: others may have come to its end, and wait there for this rank.
-        """
-        return len(self._lent) > SLOTS // 2 or not any(other.is_open for other in _REDUCERS if other is not self)
+        # Not beside another optimizer's open round: others may have come to its end, and wait there for this rank.
+        return self._was_patient and not any(other.is_open for other in _REDUCERS if other is not self)
 
     def _is_much_under_way(self) -> bool:
-        if len(self._lent) <= BUCKETS_UNDER_WAY:
-            return False
         nbytes = sum(buffer.memory.nbytes for buffer in self._lent.values())
-        return nbytes > BYTES_UNDER_WAY or len(self._lent) > SLOTS // 2
+        return len(self._lent) > BUCKETS_UNDER_WAY and nbytes > BYTES_UNDER_WAY
 
     def _recycle(self, buffers: Sequence[torch.Tensor]) -> None:
         for memory in buffers:
@@ -224,11 +239,13 @@ class Reducer:
             buffer.order.mark()  # the reduction is behind the current stream now
             if buffer.is_pooled:
                 self._pool.setdefault(memory.dtype, []).append(buffer)
+            else:
+                last_used(buffer.memory)
 
     def _start_completed(self) -> None:
         while self._started < len(self._order):
             number = self._order[self._started]
-            if not self._filling[number].arrived >= self._seen[number]:
+            if not self._filling[number].arrived >= self._filling[number].awaited:
                 break
             self._start(number)
         self._recycle(self._scatter.progress())
@@ -255,7 +272,7 @@ class Reducer:
         """
         while self._started < len(self._order):
             self._start(self._order[self._started])
-        self._recycle(self._scatter.settle(0))
+        self._recycle(self._scatter.finish())
         self._sum_across(range(len(self.buckets)), [bool(filling.held) for filling in self._filling])
         for filling, seen in zip(self._filling, self._seen, strict=True):
             if not self._is_ordered:
@@ -281,7 +298,7 @@ class Reducer:
                 _fill(buffer, bucket.offsets[index], grad, strides)
             filling.late = {}
             self._send(number, buffer, add=True)
-        self._recycle(self._scatter.settle(0))
+        self._recycle(self._scatter.finish())
         self._sum_across(numbers, [True] * len(numbers))
 
     def _sum_across(self, numbers: Sequence[int], add: Sequence[bool]) -> None:
@@ -290,8 +307,8 @@ class Reducer:
         if self._across is not None:
             for number, each in zip(numbers, add, strict=True):
                 self._across.start(self.buckets[number].job_across(each))
-                self._across.settle(BUCKETS_UNDER_WAY)
-            self._across.settle(0)
+                self._across.settle(BUCKETS_UNDER_WAY, PATIENCE)
+            self._across.finish()
         gather = self._replicas.gather("spreading sums of gradients")
         for number in numbers:
             gather.start(self._windows[number])

@@ -24,7 +24,7 @@ def stand_in(param: torch.nn.Parameter, read: Read, write: Write) -> None:
     _STANDINS[param] = read, write
 
 
-def is_sharded(param: torch.nn.Parameter) -> bool:
+def is_sharded(param: torch.Tensor) -> bool:
     """Whether some optimizer keeps ``param`` in slices, be it gathered at this moment or not."""
     return param in _STANDINS
 

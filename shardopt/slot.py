@@ -1,0 +1,126 @@
+"""A slot: this rank's slice of one param's reduced gradient, and the few numbers that every rank knows of the whole."""
+
+import ctypes
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from .gradient import GradientPart
+
+
+def fp32(number: float) -> float:
+    """Rounded to the nearest fp32 value, as the kernels that scale do with a factor."""
+    return ctypes.c_float(number).value
+
+
+@dataclass(frozen=True, slots=True)
+class Norms:
+    """What all ranks know of the whole mean gradient of one param.
+
+    Scaling keeps ``largest`` to the bit and ``two`` to the rounding of the scaled elements.
+    """
+
+    two: float  # 2-norm of the finite elements
+    largest: float  # largest magnitude of the finite elements, an fp32 value
+    nonfinite: int  # how many elements are Inf or NaN
+
+    def times(self, factor: float, numel: int) -> "Norms | None":
+        """After all ``numel`` elements were multiplied; None where that took finite ones out of fp32's range."""
+        factor = abs(fp32(factor))
+        if not factor < math.inf:
+            return Norms(0.0, 0.0, numel)
+        return self._scaled(self.two * factor, self.largest * factor)
+
+    def over(self, divisor: float, numel: int) -> "Norms | None":
+        """After all ``numel`` elements were divided; None where that took finite ones out of fp32's range."""
+        divisor = abs(fp32(divisor))
+        if not divisor > 0:
+            return Norms(0.0, 0.0, numel)
+        return self._scaled(self.two / divisor, self.largest / divisor)
+
+    def _scaled(self, two: float, largest: float) -> "Norms | None":
+        # Products and quotients of fp32 values, rounded twice by way of float64, are those rounded once.
+        largest = fp32(largest)
+        if largest == math.inf:
+            return None  # how many there are now is not known
+        return Norms(two if largest else 0.0, largest, self.nonfinite)
+
+
+class Slot:
+    """This rank's slice of one param's reduced gradient. The reducer fills it; it outlives the parts that show it.
+
+    Attributes:
+        total: 1D fp32, sum over ranks and backwards; the same memory for life.
+        start: index of its first element in the param's storage order.
+        receive: takes a full local gradient that autograd adds to the part.
+        gather: collective, makes the whole mean gradient (the param's shape) out of every rank's settled slice; None:
+            this slice is the whole, on every rank that has one.
+        divisor: what ``total`` is still to be divided by; 1 once settled.
+        part: the one that shows this gradient. Any other of this slot is stale.
+        pending: this rank's own gradient (the param's shape), which autograd added to the part in a backward that was
+            not reduced; the next one that is takes it along.
+    """
+
+    def __init__(
+        self,
+        total: Tensor,
+        start: int,
+        receive: Callable[[Tensor], None],
+        gather: Callable[[Tensor], Tensor] | None = None,
+    ):
+        self.total, self.start, self.receive, self.gather = total, start, receive, gather
+        self.divisor = 1
+        self.part: GradientPart | None = None
+        self.pending: Tensor | None = None
+        self._norms: Norms | None = None
+        self._lent: Tensor | None = None
+        self._lent_version = 0
+        self._is_aliased = False
+
+    @property
+    def norms(self) -> Norms | None:
+        """Of the mean. None: nobody knows, after clamping, an overflow or a write to what was lent."""
+        if self._is_aliased or (self._lent is not None and self._lent._version != self._lent_version):
+            return None
+        return self._norms
+
+    @norms.setter
+    def norms(self, norms: Norms | None) -> None:
+        self._norms = norms
+        if self._lent is not None:
+            self._lent_version = self._lent._version
+
+    def settle(self) -> None:
+        """Makes ``total`` the mean: divided once, rounded once, as a kernel that divides on reading does."""
+        if self.divisor != 1:
+            divide_(self.total, self.divisor)
+            self.divisor = 1
+
+    def shows_in(self, grad: Tensor | None) -> bool:
+        """Whether this is a part that shows the slot's gradient, or an alias of it (``.detach()``)."""
+        return getattr(grad, "slot", None) is self and not cast("GradientPart", grad).is_stale
+
+    def lend(self) -> Tensor:
+        """The mean, for others to read. A write to it is noticed: the norms are then no longer known."""
+        self.settle()
+        if self._lent is None:
+            # ``total`` shares its count of writes with the whole buffer; ``.data`` has a count of its own.
+            self._lent = self.total.data
+            self._lent_version = self._lent._version
+        return self._lent
+
+    def alias(self) -> Tensor:
+        """The mean, for views that may be written unnoticed: norms of this slot are never known again."""
+        self.settle()
+        self._is_aliased = True
+        return self.total
+
+
+def divide_(tensor: Tensor, divisor: float) -> None:
+    """IEEE division. torch's CUDA kernel multiplies by the reciprocal where the divisor lies in host memory."""
+    tensor.div_(divisor if tensor.device.type == "cpu" else torch.full((), divisor, device=tensor.device))
