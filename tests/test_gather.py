@@ -12,7 +12,6 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from modules import (
@@ -56,9 +55,6 @@ from torch.optim import SGD
 from training import raises, raw
 
 from shardopt import ShardedAdamW, ShardedOptimizer, ShardedSGD, ShardoptError
-
-# A minute and more: not part of the default run.
-pytestmark = pytest.mark.slow
 
 # -- the grid ----------------------------------------------------------------------------------------------------------
 

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from ranks import Pool
@@ -38,9 +37,6 @@ from shardopt import (
     Tuning,
 )
 from shardopt.gradient import GradientPart
-
-# A minute and more: not part of the default run.
-pytestmark = pytest.mark.slow
 
 SETTINGS = tuple((stage, neighbours) for stage in (1, 2, 3) for neighbours in (True, False))
 SGD = {"lr": 0.125, "momentum": 0.5, "weight_decay": 0.25}

@@ -5,7 +5,6 @@ from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
-import pytest
 import torch
 import torch.distributed as dist
 from modules import KEPT, RATES, Block, W, plain, poisoned, small, train_step
@@ -17,9 +16,6 @@ from training import raises, raw
 from shardopt import BindingError, ShardedSGD
 from shardopt.partition.bucket import Bucket
 from shardopt.partition.gather import GatheredBucket
-
-# A minute and more: not part of the default run.
-pytestmark = pytest.mark.slow
 
 
 class Table(nn.Module):

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from modules import (
@@ -35,9 +34,6 @@ from torch.nn import functional as F
 from training import raises, raw
 
 from shardopt import Part, ReleasedError, ShardedAdamW, ShardedOptimizer, StateError
-
-# A minute and more: not part of the default run.
-pytestmark = pytest.mark.slow
 
 # -- outside of modules ------------------------------------------------------------------------------------------------
 REFUSED: dict[str, Callable[[Any, Tensor], Any]] = {

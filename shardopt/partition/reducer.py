@@ -131,7 +131,8 @@ class Reducer:
         self._completed: list[int] = []
         self._pool: dict[torch.dtype, list[Buffer]] = {}
         self._lent: dict[int, Buffer] = {}  # by id of the memory, while it is reduced (an empty one has no address)
-        self._patience, self._was_patient = PATIENCE, True
+        self._most_patience = min(PATIENCE, mesh.world.seconds / 2)  # whoever is not coming is waited for in the end
+        self._patience, self._was_patient = self._most_patience, True
         _REDUCERS.add(self)
 
     def add(self, bucket: ReducedBucket) -> int:
@@ -162,7 +163,8 @@ class Reducer:
             _Filling(sums, seen - frozen) for sums, seen, frozen in zip(held, self._seen, absent, strict=True)
         ]
         # Halved with every round that ran out of it: a program in which ranks wait for each other does so every time.
-        self._patience, self._was_patient = PATIENCE if self._was_patient else self._patience / 2, True
+        self._patience = self._most_patience if self._was_patient else self._patience / 2
+        self._was_patient = True
         self._started, self._completed, self.is_open = 0, [], True
         self._lent.clear()
         for scatter in self._scatters:
