@@ -1,8 +1,8 @@
 """Threads that run native kernels over ranges of blocks.
 
-Kernels run only on these threads, never on the caller's: another library may have set the caller's flush-to-zero mode
-(``torch.set_flush_denormal``, code built with ``-ffast-math``), and then bits would depend on which thread took which
-block. Subnormals are kept here, as on the GPU.
+Another library may have set the caller's thread to flush subnormals to zero (``torch.set_flush_denormal``, code built
+with ``-ffast-math``), and then bits would depend on which thread took which block. They are kept here, as on the GPU:
+the threads are our own, and the caller's is used only for what is short, after a look at its mode.
 """
 
 import itertools
@@ -11,12 +11,15 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 
+import numpy as np
 import torch
 
 # A thread takes a range of blocks at a time: short enough that one that was held up is helped by the others, long
 # enough that starting (a few microseconds in the interpreter) does not show beside rules that move little.
 RANGES_PER_THREAD = 8
 BLOCKS_PER_RANGE = 1024  # at least: 1 MiB of fp32 a stream
+
+_SUBNORMAL = np.float32(2.0**-149)
 
 _lock = threading.Lock()
 _pools: dict[int, ThreadPoolExecutor] = {}
@@ -26,6 +29,9 @@ os.register_at_fork(after_in_child=_pools.clear)
 
 def run_over_blocks(kernel: Callable[[int, int], None], num_blocks: int) -> None:
     """Calls ``kernel(first, last)`` until ``[0, num_blocks)`` is covered, on as many threads as torch would use."""
+    if num_blocks <= BLOCKS_PER_RANGE and _SUBNORMAL * np.float32(1) > 0:
+        kernel(0, num_blocks)  # another thread would take longer to wake than this takes to run
+        return
     num_threads = torch.get_num_threads()
     length = max(BLOCKS_PER_RANGE, -(-num_blocks // (RANGES_PER_THREAD * num_threads)))
     ranges = itertools.count(0, length)  # its next() is atomic under the GIL
