@@ -4,7 +4,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from ranks import Pool
+from torch import Tensor, nn
 from torch.nn import Parameter
+from training import raw
 
 import shardopt
 from shardopt.twins import compare
@@ -64,3 +68,51 @@ def test_a_step_waits_for_nothing_but_its_decision() -> None:
         param.grad = None
         torch.full_like(param, float("nan"))
     assert torch.equal(param, torch.full_like(param, -5.0))
+
+
+class Link(nn.Module):
+    """Adds the sum of its weight times integers, which are its gradient: the same on every device."""
+
+    def __init__(self, numel: int):
+        super().__init__()
+        self.weight = Parameter(torch.linspace(-1, 1, numel))
+
+    def forward(self, x: Tensor, salt: int) -> Tensor:
+        generator = torch.Generator().manual_seed(salt)
+        factors = torch.randint(-8, 9, self.weight.shape, generator=generator).float()
+        return x + (self.weight * factors.to(x.device)).sum()
+
+
+class Chain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.links = nn.ModuleList(Link(numel) for numel in (300, 1, 2000, 257, 70_000))
+
+    def forward(self, x: Tensor, salt: int) -> Tensor:
+        for number, link in enumerate(self.links):
+            x = link(x, 100 * salt + number)
+        return x
+
+
+def trains(stage: int, device: str) -> list[bytes]:
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    model = Chain().to(device)
+    tuning = shardopt.Tuning(bucket_bytes=4000, keep_below=500, live_bytes=0)
+    optimizer = shardopt.ShardedAdamW(model, lr=0.01, stage=stage, max_grad_norm=100.0, tuning=tuning)
+    for step in range(6):
+        optimizer.zero_grad()
+        for turn in range(1 + step % 2):
+            model(torch.zeros((), device=device), 10 * step + 3 * rank + turn).backward()
+        optimizer.step()
+    assert optimizer.grad_norm is not None and optimizer.grad_norm > 100.0
+    with optimizer.unsharded():
+        return [raw(param.detach().cpu()) for param in model.parameters()]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_stages(ranks: Pool, stage: int) -> None:
+    """One rank, and two that share the GPU: sums are ours, so they have the bits of the CPU's."""
+    for world in (1, 2):
+        on_cpu, on_cuda = (ranks.run(trains, stage, device, world=world) for device in ("cpu", "cuda"))
+        assert on_cuda == on_cpu
+        assert all(each == on_cpu[0] for each in on_cpu)
