@@ -75,7 +75,8 @@ def train_table(trained: dict[str, Any]) -> list[str]:
 
 def numbers() -> str:
     kernels, cold = newest("kernels"), newest("cold-start")["results"]["seconds"]
-    fp32, bf16 = newest("train-fp32"), newest("train-bf16")
+    fp32, bf16, four = newest("train-fp32"), newest("train-bf16"), newest("train-fp32-4-ranks")
+    hooks, plan = newest("hooks")["results"], newest("plan")
     over = fp32["results"]["shardopt-1 over zero"]
     machine = kernels["machine"]
     first, second = cold["first step"]["median"], cold["second step"]["median"]
@@ -101,6 +102,16 @@ def numbers() -> str:
             "fp32 params have masters:",
             "",
             *train_table(bf16),
+            "",
+            "Stage 3 on 4 ranks of the same machine, fp32:",
+            "",
+            *train_table(four),
+            "",
+            f"Host time that forward, backward and step of two linears of width 16 take beyond the plain model's: "
+            f"{1e6 * hooks['added seconds']['shardopt stage 3']['median']:.0f} us at stage 3, "
+            f"{1e6 * hooks['added seconds']['FSDP2, torch fused AdamW']['median']:.0f} us with FSDP2. Laying out "
+            f"{plan['results']['params'] / 1e12:.2f}T params over {plan['settings']['ranks']:,} ranks on the meta "
+            f"device takes {plan['results']['seconds']:.2f} s and {plan['results']['bytes'] / 2**20:.0f} MiB.",
             "",
             f"`import shardopt` takes {cold['import shardopt']['median']:.2f} s beyond torch, the first step "
             f"{first:.1f} s (compilation), the second {1e3 * second:.1f} ms.",
