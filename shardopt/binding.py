@@ -5,9 +5,11 @@ step. Params that appear later (``add_param_group``, unfreezing) are bound then,
 bound never changes its place.
 """
 
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import groupby, pairwise
 from typing import Any, NamedTuple
 
@@ -16,7 +18,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .agreement import View, agree
 from .config import Options
-from .errors import BindingError
+from .errors import BindingError, StateError
 from .kernels.formats import format_of
 from .part import Part
 from .partition.bucket import Bucket, dense_strides
@@ -26,6 +28,7 @@ from .partition.mesh import Mesh
 from .partition.placement import Placement, Placements
 from .partition.reducer import ReducedBucket, Reducer
 from .partition.released import is_sharded
+from .partition.serve import Showing
 from .partition.transport import Transport
 from .rules import Rule
 from .shard import Shard
@@ -104,7 +107,10 @@ class Binding:
         self.wires: Wires | None = None  # chosen at the first binding, by all ranks together
         self.reducer: Reducer | None = None  # where the module was handed over
         self.sharded: ShardedParams | None = None  # at stage 3
+        self.showing: Showing | None = None  # to ranks that read states alone
         self.rounds = 0  # steps that all ranks agreed on
+        self.settled = 0  # of these, the ones that this rank has come to the end of
+        self.written: torch.cuda.Event | None = None  # behind the last of them
         self.broken: str | None = None  # why params and states of the ranks may belong to different steps
 
     # -- binding ---------------------------------------------------------------------------------------------------
@@ -249,7 +255,11 @@ class Binding:
             if self.options.module is not None:
                 self.reducer = Reducer(self.mesh, shards, replicas)
             if Placements.of_stage(self.options.stage).param is Placement.SHARD:
-                self.sharded = ShardedParams(Gatherer(shards, self.options.tuning.live_bytes), self.gather_slices)
+                self.sharded = ShardedParams(
+                    Gatherer(shards, self.options.tuning.live_bytes), self.gather_slices, self.fetcher
+                )
+            if self.mesh.shard.size > 1:
+                self.showing = Showing.begin(self.mesh.shard, self)
         return self.wires
 
     @property
@@ -264,6 +274,8 @@ class Binding:
 
     def release(self) -> None:
         """Gives every param storage of its own and forgets the states."""
+        if self.showing is not None:
+            self.showing.close()
         if self.sharded is not None:
             self.sharded.give_back()
         for shard in self.shards:
@@ -299,7 +311,8 @@ class Binding:
         def gather(_: torch.Tensor) -> torch.Tensor:
             return shard.as_param(self._gather(shard, name), index).clone()
 
-        return Part(shard.read(name, index), shard.slice_of(index).start, entry.param, gather)
+        where, fetch = shard.slice_of(index), self.fetcher(shard, index, name)
+        return Part(shard.read(name, index), where.start, entry.param, gather, fetch=fetch)
 
     def _gather(self, shard: Shard, name: str) -> torch.Tensor:
         """Collective: state ``name`` (or "master") of every rank's shard, 1D, as long as the bucket."""
@@ -316,6 +329,72 @@ class Binding:
         gather.finish()
         transport.traffic.states += gather.received
         return flat
+
+    # -- one rank alone --------------------------------------------------------------------------------------------
+
+    def retire(self) -> None:
+        """The optimizer is gone. What the other ranks may still read stays for as long as they may."""
+        if self.showing is not None:
+            self.showing.retire()
+
+    def fetcher(self, shard: Shard, index: int, name: str) -> Callable[[], torch.Tensor] | None:
+        """What makes the whole state ``name`` (or "param") of a param as it is now, without the other ranks' help."""
+        return None if self.showing is None else partial(self._fetch, shard, index, name, self.settled)
+
+    def _fetch(self, shard: Shard, index: int, name: str, step: int) -> torch.Tensor:
+        if self.showing is None or self.settled != step:
+            raise StateError(
+                f"{name} of a param of shape {tuple(shard.bucket.params[index].shape)} was looked at behind step "
+                f"{step} and is read behind step {self.settled}: it lies in shards, which have moved on. Take "
+                "state_dict() again, and save it before the next step."
+            )
+        layout, number = shard.bucket.layout, self._shown.index(shard)
+        own = self._slice(shard, name)
+        flat = torch.empty(layout.numels[index], dtype=own.dtype)
+        for rank in range(self.mesh.shard.size):
+            for piece in layout.pieces(rank):
+                if piece.param == index:
+                    target = flat[piece.start : piece.start + piece.numel]
+                    if rank == self.mesh.shard.rank:
+                        target.copy_(own[piece.shard_start : piece.shard_end])
+                    else:
+                        self.showing.read(rank, step, number, name, piece.shard_start, target)
+        return flat.as_strided(shard.bucket.params[index].size(), shard.strides(index))
+
+    def slice_at(self, step: int, shard: int, name: str) -> torch.Tensor:
+        """For another rank, in a thread of its own; see :class:`shardopt.partition.serve.Readable`."""
+        end = time.monotonic() + self.mesh.world.seconds
+        while self.settled < step and self.broken is None:
+            if time.monotonic() > end:
+                raise StateError(f"this rank has not come to the end of step {step}.")
+            time.sleep(0.001)
+        if self.broken is not None or self.settled > step:
+            raise StateError(f"this rank is behind step {self.settled} ({self.broken or 'without error'}), not {step}.")
+        own = self._slice(self._shown[shard], name)
+        if own.device.type == "cpu":
+            return own
+        # On a stream of its own behind the step's kernels. It allocates nothing on the device, where a collective may
+        # be waiting for the rank that asks.
+        with torch.cuda.stream(torch.cuda.Stream(own.device)):
+            if self.written is not None:
+                self.written.wait()
+            return own.cpu()
+
+    @property
+    def _shown(self) -> list[Shard]:
+        """What ranks may ask each other for; in the same order on all of them."""
+        return [*self.shards, *(self.sharded.frozen if self.sharded is not None else ())]
+
+    @staticmethod
+    def _slice(shard: Shard, name: str) -> torch.Tensor:
+        return shard.param if name == "param" else shard.whole(name)
+
+    def settle(self) -> None:
+        """This rank has come to the end of a step."""
+        if self.device.type == "cuda":
+            self.written = torch.cuda.Event()
+            self.written.record()
+        self.settled = self.rounds
 
     def consolidate(self, to: int, groups: Sequence[Group]) -> dict[torch.nn.Parameter, ParamState] | None:
         """Collective: every bound param's state as whole tensors in host memory, on the rank ``to``; None elsewhere."""

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from .errors import StateError
-from .part import Mask, Part, refusal
+from .part import Mask, Part, refusal, writes_to
 from .slot import Norms, Slot, divide_
 
 aten = torch.ops.aten
@@ -335,10 +335,7 @@ def _of_whole(function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any
 
     What it computes has the part's dtype. A view is of the slot's own memory, so fp32, that no write to it be lost.
     """
-    schema = function._schema.arguments
-    named = dict(zip((each.name for each in schema), arguments, strict=False)) | keywords
-    written = [named.get(each.name) for each in schema if each.alias_info is not None and each.alias_info.is_write]
-    if any(isinstance(leaf, GradientPart) for leaf in tree_leaves(written)):
+    if writes_to(GradientPart, function, arguments, keywords):
         raise _unwritable(function)
     for part in tree_leaves((arguments, keywords)):
         if isinstance(part, Part) and not (isinstance(part, GradientPart) and part.whole_slot().gather is None):

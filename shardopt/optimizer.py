@@ -280,6 +280,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             sharded = Placements.of_stage(self.options.stage).state is Placement.SHARD
             mesh = Mesh.of(group, sharded, self.options.tuning.deadline)
             self._binding = Binding(self.rule, self.options, mesh, self._loaded)
+            self._retire = weakref.finalize(self, Binding.retire, self._binding)
+            self._retire.atexit = False  # at the interpreter's end all are asked
             if self._handover is not None:
                 self._handover.begin(self._binding)
         return self._binding
@@ -317,9 +319,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._take_over(self.param_groups, {})
 
     def state_dict(self) -> dict[str, Any]:
-        """In torch's format: ``{"state": {index: {...}}, "param_groups": [...]}``. Local: no other rank is needed.
+        """In torch's format: ``{"state": {index: {...}}, "param_groups": [...]}``. No other rank need call it.
 
-        At several ranks its tensors are parts, which refuse to be saved, unless ``consolidate_state_dict`` was called.
+        At several ranks its tensors are parts: saved, they are whole, plain tensors, for which the other ranks are
+        asked while they wait or compute. Save before the next step.
         """
         self._check_open()
         for hook in self._optimizer_state_dict_pre_hooks.values():
@@ -352,6 +355,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Collective: gathers every state on rank ``to``, in host memory; ``state_dict()`` there is then plain tensors.
 
+        Faster than one rank's asking for them, and for those who want plain tensors in memory.
         It holds until the next step. A dict saved from it loads into the torch class, and here at any number of ranks.
         """
         self._check_open()
@@ -456,6 +460,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if self._handover is not None:
             self._handover.close()
         if self._binding is not None:
+            self._retire.detach()
             with torch.no_grad():
                 self._binding.release()
         self._binding, self._loaded, self._consolidated, self._closed = None, {}, None, True

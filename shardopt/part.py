@@ -1,14 +1,16 @@
 """A part: a tensor with a param's full shape outside and this rank's slice inside.
 
 The states in ``state_dict()`` are parts wherever more than one rank holds them. A part answers what its slice or its
-description can answer; everything else it refuses by name. ``full_tensor()`` gathers, with every rank's help.
+description can answer. What reads the rest, saving it above all, asks the other ranks for theirs, which answer without
+noticing; what would write is refused by name. ``full_tensor()`` gathers faster, with every rank's help.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Self
 
 import torch
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from .errors import StateError
 
@@ -32,6 +34,7 @@ class Part(torch.Tensor):
     start: int
     _local: torch.Tensor
     _gather: Callable[[torch.Tensor], torch.Tensor] | None
+    _fetch: Callable[[], torch.Tensor] | None
 
     @staticmethod
     def __new__(
@@ -41,13 +44,15 @@ class Part(torch.Tensor):
         like: torch.Tensor,
         gather: Callable[[torch.Tensor], torch.Tensor] | None = None,
         dtype: torch.dtype | None = None,
+        fetch: Callable[[], torch.Tensor] | None = None,
     ) -> Self:
         """A part shaped as ``like`` (size and strides), outside of ``local``'s dtype where none is given.
 
-        ``gather`` turns every rank's slice into the whole.
+        ``gather`` turns every rank's slice into the whole, with the help of all; ``fetch`` asks the other ranks for
+        theirs, and gives the whole in host memory.
         """
         part = cls._wrapper(like, dtype or local.dtype, local.device)
-        part.start, part._local, part._gather = start, local, gather
+        part.start, part._local, part._gather, part._fetch = start, local, gather, fetch
         return part
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
@@ -82,6 +87,9 @@ class Part(torch.Tensor):
         return Part(self.local.clone(), self.start, self, dtype=self.dtype)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
+        """Saves the whole, as a plain tensor."""
+        if self._fetch is not None:
+            return self._fetch().__reduce_ex__(protocol)
         raise StateError(
             f"{self!r} holds this rank's slice only, and a file of it would silently lack the rest. Call "
             "optimizer.consolidate_state_dict(to=0) on every rank first; then optimizer.state_dict() on rank 0 is "
@@ -101,14 +109,43 @@ class Part(torch.Tensor):
     @classmethod
     def _answer(cls, function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         if function not in _ELEMENTWISE:
-            raise refusal(function)
+            return _of_whole(function, arguments, keywords)
         part = next(argument for argument in arguments if isinstance(argument, Part))
         local = tree_map_only(Part, lambda each: each.local, (arguments, keywords))
         local[1].pop("memory_format", None)  # the slice is 1D
         # A copy or a cast is a value of its own, which the ranks' live slices no longer make up.
         live = function in (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
         dtype = local[1].get("dtype") or part.dtype
-        return Part(function(*local[0], **local[1]), part.start, part, part._gather if live else None, dtype)
+        fetch = part._fetch
+        if fetch is not None and not live:
+            fetch = partial(_fetch_as, fetch, dtype)
+        return Part(function(*local[0], **local[1]), part.start, part, part._gather if live else None, dtype, fetch)
+
+
+def _fetch_as(fetch: Callable[[], torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    return fetch().to(dtype)
+
+
+def _of_whole(function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+    """Whatever only reads, of what the other ranks are asked for. Its result has the part's device."""
+    parts = [leaf for leaf in tree_leaves((arguments, keywords)) if isinstance(leaf, Part)]
+    if writes_to(Part, function, arguments, keywords) or any(part._fetch is None for part in parts):
+        raise refusal(function)
+
+    def whole(part: Part) -> torch.Tensor:
+        assert part._fetch is not None
+        return part._fetch().to(part.device)
+
+    arguments, keywords = tree_map_only(Part, whole, (arguments, keywords))
+    return function(*arguments, **keywords)
+
+
+def writes_to(kind: type, function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> bool:
+    """Whether the function would change an argument of this kind."""
+    schema = function._schema.arguments
+    named = dict(zip((each.name for each in schema), arguments, strict=False)) | keywords
+    written = [named.get(each.name) for each in schema if each.alias_info is not None and each.alias_info.is_write]
+    return any(isinstance(leaf, kind) for leaf in tree_leaves(written))
 
 
 def refusal(function: Any) -> StateError:

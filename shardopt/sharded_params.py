@@ -15,16 +15,17 @@ from .partition.released import Read, Write, forget, stand_in
 from .shard import Shard
 
 GatherSlices = Callable[[Shard, torch.Tensor, str], torch.Tensor]
+Fetcher = Callable[[Shard, int, str], Callable[[], torch.Tensor] | None]
 
 
 class ShardedParams:
     """The table from sharded params to their buckets."""
 
-    def __init__(self, gatherer: Gatherer, gather_slices: GatherSlices):
+    def __init__(self, gatherer: Gatherer, gather_slices: GatherSlices, fetcher: Fetcher):
         self.gatherer = gatherer
         self.where: dict[torch.nn.Parameter, GatheredBucket] = {}
         self.frozen: list[Shard] = []  # of params that are not trained
-        self._gather_slices = gather_slices
+        self._gather_slices, self._fetcher = gather_slices, fetcher
 
     @property
     def buckets(self) -> list[GatheredBucket]:
@@ -85,7 +86,8 @@ class ShardedParams:
             return shard.as_param(self._gather_slices(shard, shard.param, "params"), index).clone()
 
         def read() -> torch.Tensor:
-            return Part(shard.param[where.local], where.start, param, gather)
+            fetch = self._fetcher(shard, index, "param")
+            return Part(shard.param[where.local], where.start, param, gather, fetch=fetch)
 
         def write(whole: torch.Tensor) -> None:
             values = flattened(shard.ordered(index, whole.detach().to(shard.param).expand(param.size())))

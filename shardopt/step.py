@@ -94,6 +94,7 @@ def run_step(binding: Binding, call: Call) -> Outcome:
     # 3. decide
     norm = _norm(binding, agreed, seen, call.scaling)
     if agreed.overflow or _is_skipped(binding, agreed, seen.launches, call.scaling):
+        binding.settle()
         return Outcome(updated=False, grad_norm=norm)
     clip = 1.0
     if norm is not None and binding.options.max_grad_norm is not None:
@@ -112,6 +113,7 @@ def run_step(binding: Binding, call: Call) -> Outcome:
     torch.autograd.graph.increment_version([each.entry.param for each in seen.ready])
     for entry in (*seen.written, *(each.entry for each in seen.ready)):
         entry.version = entry.param._version
+    binding.settle()
     return Outcome(updated=True, grad_norm=norm)
 
 

@@ -1,0 +1,348 @@
+"""A rank's slices, read by other ranks without its help: what makes ``state_dict()`` whole on one rank alone.
+
+A script that saves on rank 0 only makes no call on the others, which may be computing, waiting for rank 0 in the next
+step, or at their end. So every process has a thread that answers::
+
+    rank 0   step k   state_dict() . ask . ask . save      step k+1
+    rank 1   step k   forward  backward  (waits for rank 0) step k+1
+             thread        . answer . answer .
+
+A sharded step needs every rank, so what is read while one rank reads is of one step; a rank that has not come to its
+end yet lets the asking one wait. Only bytes travel, over a socket in a directory of the user's own where all ranks are
+on one machine, else over TCP; both sides prove that they know a random key that the ranks shared.
+
+A rank that is done (its optimizer was collected, or its interpreter ends) says farewell to the others, and goes on
+answering until all of them did: rank 0 may be saving yet.
+"""
+
+import atexit
+import hmac
+import json
+import os
+import secrets
+import socket
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from multiprocessing import connection
+from typing import Any, Protocol, cast
+
+import torch
+
+from ..errors import CommunicationError, ShardoptError, StateError
+from .collectives import Ranks
+
+MAX_REQUEST = 4096  # bytes; a longer one is not ours
+CHUNK = 64 << 20  # bytes of one answer
+HANDSHAKE = 10.0  # seconds that a peer has to prove who it is
+# Seconds that a process goes on answering at its end, for ranks that did not say farewell.
+LINGER = 120.0
+
+_OK, _ERROR = b"\0", b"\1"
+
+
+class Readable(Protocol):
+    """What a rank shows of one optimizer."""
+
+    def slice_at(self, step: int, shard: int, name: str) -> torch.Tensor:
+        """1D, in host memory: this rank's slice of one state, as it is behind ``step``.
+
+        Raises:
+            ShardoptError: it is no longer, or will not be.
+        """
+
+
+@dataclass(eq=False)
+class Shelf:
+    """One optimizer's slices on this rank.
+
+    Attributes:
+        token: names the optimizer on every rank.
+        key: what all of its ranks know, and nobody else.
+    """
+
+    token: str
+    key: bytes
+    readable: Readable | None
+    is_retired: threading.Event = field(default_factory=threading.Event)
+
+
+class Server:
+    """The threads of this process that answer, for all of its optimizers."""
+
+    def __init__(self, family: str):
+        """``family``: AF_UNIX where all ranks share a file system and a kernel, else AF_INET."""
+        address = (own_address(), 0) if family == "AF_INET" else None
+        self._listener = connection.Listener(address, family)
+        self.address = self._listener.address
+        self._shelves: dict[str, Shelf] = {}
+        threading.Thread(target=self._accept, name="shardopt-serve", daemon=True).start()
+
+    def show(self, shelf: Shelf) -> None:
+        self._shelves[shelf.token] = shelf
+
+    def hide(self, shelf: Shelf) -> None:
+        self._shelves.pop(shelf.token, None)
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                peer = self._listener.accept()
+            except OSError:  # a peer that was gone before it was answered
+                time.sleep(0.01)
+                continue
+            threading.Thread(target=self._answer, args=(peer,), name="shardopt-answer", daemon=True).start()
+
+    def _answer(self, peer: "connection.Connection[Any, Any]") -> None:
+        with peer, suppress(OSError, EOFError, ValueError, KeyError):
+            shelf = self._greet(peer)
+            while shelf is not None:
+                request = json.loads(peer.recv_bytes(MAX_REQUEST))
+                if "farewell" in request:
+                    shelf.is_retired.wait()
+                    peer.send_bytes(_OK)
+                    return
+                _send(peer, shelf, request)
+
+    def _greet(self, peer: "connection.Connection[Any, Any]") -> Shelf | None:
+        """The shelf that the peer asks for, once both have shown that they know its key."""
+        if not peer.poll(HANDSHAKE):
+            return None
+        greeting = json.loads(peer.recv_bytes(MAX_REQUEST))
+        shelf = self._shelves.get(str(greeting["token"]))
+        if shelf is None:
+            return None
+        challenge = secrets.token_hex(32)
+        proof = _proof(shelf.key, greeting["challenge"], "server")
+        peer.send_bytes(json.dumps({"proof": proof, "challenge": challenge}).encode())
+        if not peer.poll(HANDSHAKE):
+            return None
+        answer = json.loads(peer.recv_bytes(MAX_REQUEST))["proof"]
+        return shelf if hmac.compare_digest(str(answer), _proof(shelf.key, challenge, "client")) else None
+
+
+def _send(peer: "connection.Connection[Any, Any]", shelf: Shelf, request: dict[str, Any]) -> None:
+    try:
+        if shelf.readable is None:
+            raise StateError("that rank has closed its optimizer, and its slices are gone. Save before close().")
+        whole = shelf.readable.slice_at(int(request["step"]), int(request["shard"]), str(request["name"]))
+        found = whole[int(request["start"]) : int(request["stop"])].contiguous()
+    except ShardoptError as error:
+        peer.send_bytes(_ERROR + str(error).encode())
+        return
+    peer.send_bytes(_OK)
+    peer.send_bytes(_bytes_of(found))
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    return memoryview(cast(Any, tensor.view(torch.uint8).numpy()))
+
+
+class Peers:
+    """The other ranks' servers, as one optimizer knows them."""
+
+    def __init__(self, shelf: Shelf, addresses: Sequence[Any], rank: int, seconds: float):
+        """``addresses`` by rank, this one's too; ``seconds``: the longest that one answer may take."""
+        self._shelf, self._addresses, self._rank, self._seconds = shelf, addresses, rank, seconds
+        self._open: dict[int, connection.Connection[Any, Any]] = {}
+        self._lock = threading.Lock()  # a connection carries one question at a time
+
+    def read(self, rank: int, step: int, shard: int, name: str, start: int, into: torch.Tensor) -> None:
+        """Fills ``into`` (1D, host memory) with elements of the rank's slice from ``start`` on.
+
+        Raises:
+            CommunicationError: the rank is gone or does not answer.
+            StateError: it no longer has what is asked for.
+        """
+        chunk = max(CHUNK // into.element_size(), 1)
+        with self._lock:
+            for first in range(0, into.numel(), chunk):
+                part = into[first : first + chunk]
+                span = {"start": start + first, "stop": start + first + part.numel()}
+                self._read(rank, {"step": step, "shard": shard, "name": name, **span}, part)
+
+    def _read(self, rank: int, request: dict[str, Any], into: torch.Tensor) -> None:
+        phase = f"reading {request['name']} from rank {rank}"
+        try:
+            if rank not in self._open:
+                self._open[rank] = _connect(self._addresses[rank], self._shelf)
+            peer = self._open[rank]
+            peer.send_bytes(json.dumps(request).encode())
+            self._await(peer)
+            status = peer.recv_bytes(1 << 16)
+            if status[:1] == _ERROR:
+                raise StateError(f"while {phase}: {status[1:].decode(errors='replace')}")
+            self._await(peer)
+            count = peer.recv_bytes_into(_bytes_of(into))
+            if count != into.nbytes:
+                raise OSError(f"{count} bytes came instead of {into.nbytes}")
+        except (OSError, EOFError, ValueError, KeyError) as error:
+            broken = self._open.pop(rank, None)
+            if broken is not None:
+                broken.close()
+            raise CommunicationError(
+                f"while {phase}: {error or 'it hung up'}. It died, was closed, or did not answer within "
+                f"{self._seconds:g} s. Look at its output; consolidate_state_dict() on every rank reads by another way."
+            ) from error
+
+    def _await(self, peer: "connection.Connection[Any, Any]") -> None:
+        if not peer.poll(self._seconds):
+            raise TimeoutError("no answer")
+
+    def farewell(self) -> None:
+        """Tells every other rank that this one will not ask any more; returns when they told the same, or are gone."""
+        waiting = []
+        for rank, address in enumerate(self._addresses):
+            with suppress(OSError, EOFError, ValueError, KeyError):
+                if rank != self._rank:
+                    peer = _connect(address, self._shelf)
+                    peer.send_bytes(json.dumps({"farewell": self._rank}).encode())
+                    waiting.append(peer)
+        while waiting:
+            for ready in connection.wait(waiting):  # an answer, or the end of who should have given it
+                assert isinstance(ready, connection.Connection)
+                waiting.remove(ready)
+                ready.close()
+
+    def close(self) -> None:
+        with self._lock:
+            for peer in self._open.values():
+                peer.close()
+            self._open.clear()
+
+
+def _connect(address: Any, shelf: Shelf) -> "connection.Connection[Any, Any]":
+    peer = connection.Client(tuple(address) if isinstance(address, list) else address)
+    try:
+        challenge = secrets.token_hex(32)
+        peer.send_bytes(json.dumps({"token": shelf.token, "challenge": challenge}).encode())
+        if not peer.poll(HANDSHAKE):
+            raise TimeoutError("no greeting")
+        answer = json.loads(peer.recv_bytes(MAX_REQUEST))
+        if not hmac.compare_digest(str(answer["proof"]), _proof(shelf.key, challenge, "server")):
+            raise OSError("somebody else answers at its address")
+        peer.send_bytes(json.dumps({"proof": _proof(shelf.key, answer["challenge"], "client")}).encode())
+    except BaseException:
+        peer.close()
+        raise
+    return peer
+
+
+def _proof(key: bytes, challenge: Any, side: str) -> str:
+    # The side is part of it, so that nobody can have one side answer what the other one asked.
+    return hmac.new(key, f"{side}:{challenge}".encode(), "sha256").hexdigest()
+
+
+# -- where this process is ---------------------------------------------------------------------------------------------
+
+
+def own_machine() -> str:
+    """Equal in processes that can reach each other by a path: one kernel, one view of its files."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return f"{file.read().strip()} {os.readlink('/proc/self/ns/mnt')}"
+    except OSError:
+        return socket.gethostname()
+
+
+def own_address() -> str:
+    """The address by which the machine that ranks meet at is reached from here."""
+    master = os.environ.get("MASTER_ADDR", "")
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((master or socket.gethostname(), 9))  # sends nothing
+        return str(probe.getsockname()[0])
+    return "127.0.0.1"
+
+
+# -- one process -------------------------------------------------------------------------------------------------------
+
+
+class Showing:
+    """One optimizer's slices, shown to the other ranks and seen of them."""
+
+    def __init__(self, server: Server, shelf: Shelf, peers: Peers):
+        self._server, self._shelf, self._peers = server, shelf, peers
+        self._leaving: threading.Thread | None = None
+        server.show(shelf)
+        _SHOWINGS.add(self)
+
+    @staticmethod
+    def begin(ranks: Ranks, readable: Readable) -> "Showing | None":
+        """Collective. None where some rank can open no socket: nothing can then be read by one rank alone."""
+        cpu = torch.device("cpu")
+        # Every rank makes a key; rank 0's is taken.
+        card = [own_machine(), secrets.token_hex(16), secrets.token_hex(32)]
+        cards = ranks.exchange_json(card, cpu, "sharing a key for state_dict()")
+        family = "AF_UNIX" if all(machine == cards[0][0] for machine, _, _ in cards) else "AF_INET"
+        _, token, key = cards[0]
+        shelf = Shelf(token, bytes.fromhex(key), readable)
+        own: Server | None = None
+        with suppress(OSError):
+            own = server(family)
+        address = None if own is None else own.address
+        addresses = ranks.exchange_json(address, cpu, "exchanging addresses for state_dict()")
+        if own is None or None in addresses:
+            return None
+        return Showing(own, shelf, Peers(shelf, addresses, ranks.rank, ranks.seconds))
+
+    def read(self, rank: int, step: int, shard: int, name: str, start: int, into: torch.Tensor) -> None:
+        """See :meth:`Peers.read`."""
+        self._peers.read(rank, step, shard, name, start, into)
+
+    def close(self) -> None:
+        """Nothing is shown any more."""
+        self._shelf.readable = None
+        self.retire()
+
+    def retire(self) -> None:
+        """Nobody here will ask any more. What is shown stays until no other rank will."""
+        if self._leaving is None:
+            self._peers.close()
+            self._shelf.is_retired.set()
+            self._leaving = threading.Thread(target=self._leave, name="shardopt-farewell", daemon=True)
+            self._leaving.start()
+
+    def _leave(self) -> None:
+        self._peers.farewell()
+        self._server.hide(self._shelf)
+        self._shelf.readable = None
+        _SHOWINGS.discard(self)
+
+    def linger(self, end: float) -> None:
+        """At the interpreter's end: waits until no other rank will ask any more, or until ``end``."""
+        self.retire()
+        assert self._leaving is not None
+        self._leaving.join(max(end - time.monotonic(), 0))
+
+
+_LOCK = threading.Lock()
+_SERVERS: dict[str, Server] = {}
+_SHOWINGS: set[Showing] = set()  # kept: they outlive their optimizers
+
+
+def server(family: str) -> Server:
+    """This process's, started when it is first asked for."""
+    with _LOCK:
+        if family not in _SERVERS:
+            _SERVERS[family] = Server(family)
+        return _SERVERS[family]
+
+
+def _forget() -> None:
+    _SERVERS.clear()
+    _SHOWINGS.clear()
+
+
+def _linger() -> None:
+    # Not behind an error: the other ranks are to hear of it soon, from whoever watches this process.
+    end = time.monotonic() + (0.0 if hasattr(sys, "last_value") else LINGER)
+    for showing in list(_SHOWINGS):
+        showing.linger(end)
+
+
+# A forked child (a DataLoader worker) has the tables but not the threads, and shows nothing.
+os.register_at_fork(after_in_child=_forget)
+atexit.register(_linger)
