@@ -17,7 +17,7 @@ from shardopt import step as step_module
 from shardopt import survey as survey_module
 from shardopt.kernels.launch import Native
 from shardopt.kernels.tables import Factors
-from shardopt.partition import scatter
+from shardopt.partition import message_scatter, neighbour_scatter, scatter
 from shardopt.partition.reducer import ReducedBucket, Reducer
 from shardopt.partition.transport import Transport
 from shardopt.partition.wire import NoWire
@@ -26,7 +26,7 @@ SECOND_MOMENTS = {"exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum", "exp_inf"
 STEP = Native.step
 NUMBERS = step_module.plain_numbers
 SCALARS = survey_module._scalars
-SUM_INTO = scatter._sum_into
+SUM_INTO = scatter.sum_into
 DELIVER = Reducer.deliver
 JOB = ReducedBucket.job
 NO_SYNC = ShardedOptimizer.no_sync
@@ -121,6 +121,21 @@ def forgetful_no_sync(self: ShardedOptimizer) -> Iterator[None]:
             param.grad = None
 
 
+class SummingBy:
+    """Another sum in place of ours, whichever way gradients travel."""
+
+    def __init__(self, cheat: Any):
+        self._patches = [patch.object(each, "sum_into", cheat) for each in (message_scatter, neighbour_scatter)]
+
+    def __enter__(self) -> None:
+        for each in self._patches:
+            each.start()
+
+    def __exit__(self, *_: Any) -> None:
+        for each in self._patches:
+            each.stop()
+
+
 _PREVIOUS: dict[torch.dtype, Any] = {}
 
 
@@ -149,9 +164,9 @@ CHEATS: dict[str, Any] = {
 # These need the module handed over, several backwards before a step, and two ranks or more.
 REDUCING_CHEATS: dict[str, Any] = {
     "gradients not divided": patch.object(survey_module, "_divisor", not_divided),
-    "one shard's gradient not reduced": patch.object(scatter, "_sum_into", last_rank_is_alone),
-    "later backwards dropped": patch.object(scatter, "_sum_into", later_backwards_dropped),
-    "earlier backwards overwritten": patch.object(scatter, "_sum_into", earlier_backwards_overwritten),
+    "one shard's gradient not reduced": SummingBy(last_rank_is_alone),
+    "later backwards dropped": SummingBy(later_backwards_dropped),
+    "earlier backwards overwritten": SummingBy(earlier_backwards_overwritten),
     "later backwards dropped on one rank": patch.object(Reducer, "deliver", last_rank_leaves_later_ones_out),
     "no_sync() forgets": patch.object(ShardedOptimizer, "no_sync", forgetful_no_sync),
     "another bucket added": patch.object(ReducedBucket, "job", adds_another_bucket),

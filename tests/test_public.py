@@ -1,6 +1,7 @@
 """The public face, frozen: names, arguments, defaults, the README's code, the command line."""
 
 import inspect
+import os
 import re
 import subprocess
 import sys
@@ -130,7 +131,8 @@ def test_the_code_of_the_readme_runs(number: int, tmp_path: Path) -> None:
     )
     script = tmp_path / "block.py"
     script.write_text(names + BLOCKS[number])
-    subprocess.run([sys.executable, "-W", "error", script], check=True, cwd=ROOT, timeout=120)
+    paths = {**os.environ, "PYTHONPATH": str(ROOT)}
+    subprocess.run([sys.executable, "-W", "error", script], check=True, cwd=tmp_path, env=paths, timeout=120)
 
 
 def test_the_excerpt_of_adamw_in_the_readme_is_the_rule(tmp_path: Path) -> None:
