@@ -17,6 +17,7 @@ ROOT = Path(__file__).parent.parent
 
 EXPORTED = [
     "BindingError",
+    "CheckpointError",
     "CommunicationError",
     "DisagreementError",
     "Part",
@@ -39,7 +40,9 @@ EXPORTED = [
     "StateError",
     "Tuning",
     "UnsupportedVersionError",
+    "load_checkpoint",
     "rule",
+    "save_checkpoint",
 ]
 TORCH_CLASSES = [
     name.removeprefix("Sharded")

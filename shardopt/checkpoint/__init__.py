@@ -8,8 +8,7 @@
             manifest.json                    every tensor by name: shape, dtype, and where each range of it lies
             rank-00000.safetensors           what rank 0 held: ranges of params, masters, states
             rank-00001.safetensors
-            rank-00000.json                  what this rank wrote, from which the manifest was made
-            owner-<token>                    says that shardopt made this directory, and may remove it
+                owner-<token>                    says that shardopt made this directory, and may remove it
         saving-<token>/                      one that is being written, or was left by a crash
 
 The files are independent of the mesh: a *tensor* is cut into *ranges* of elements, in the storage order of the param,

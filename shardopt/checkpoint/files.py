@@ -16,6 +16,14 @@ def make_directory(path: Path) -> None:
     os.mkdir(path, 0o700)
 
 
+def make_directories(path: Path) -> None:
+    """It and those above it that are missing, durable."""
+    if not is_directory(path.parent) and path.parent != path:
+        make_directories(path.parent)
+    make_directory(path)
+    sync_directory(path.parent)
+
+
 def create(path: Path) -> int:
     """A new file, open for writing.
 

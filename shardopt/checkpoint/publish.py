@@ -25,6 +25,7 @@ PUBLISHED = re.compile(r"(?P<sequence>\d{6,})-step(?P<step>\d+)-" + TOKEN)
 _LEFTOVER = re.compile(r"(saving|removing)-" + TOKEN)
 _POINTER = re.compile(r"latest-" + TOKEN)
 _OURS = re.compile(r"rank-\d{5}\.(safetensors|json|json-new|failed|failed-new)|manifest\.json|owner-[0-9a-f]{16}")
+_PART = re.compile(r"rank-\d{5}\.json")
 _MOST_OF_A_POINTER = 256
 
 
@@ -53,8 +54,7 @@ class Site:
 def begin(root: Path, step: int) -> tuple[Site, int]:
     """Rank 0: collects what crashes left, and makes the directory to write in; its lock is closed at the end."""
     if not files.is_directory(root):
-        root.mkdir(mode=0o700, parents=True, exist_ok=True)
-        files.sync_directory(root.parent)
+        files.make_directories(root)
     collect(root)
     site = Site(root, 1 + max(map(sequence_of, published(root)), default=0), step, secrets.token_hex(8))
     files.make_directory(site.saving)
@@ -69,6 +69,9 @@ def begin(root: Path, step: int) -> tuple[Site, int]:
 def publish(site: Site, manifest: bytes) -> None:
     """Rank 0: all ranks' files are durable. From the return of this on, so is the checkpoint."""
     files.write_file(site.saving / MANIFEST, manifest)
+    for name in files.names(site.saving):
+        if _PART.fullmatch(name):  # all of it is in the manifest
+            files.remove(site.saving / name)
     files.sync_directory(site.saving)
     files.rename(site.saving, site.published)
     files.sync_directory(site.root)

@@ -14,7 +14,7 @@ from ..optimizer import ShardedOptimizer
 from . import files, publish
 from .background import Background, Saving
 from .meeting import Desk, Meeting, Problem
-from .model import Model, as_list, device_of, world_of
+from .model import Model, as_list, device_of, unwrapped, world_of
 from .plan_save import SavePlan, plan_save
 from .publish import Site
 from .write import Run, as_checkpoint_error
@@ -56,7 +56,7 @@ def save_checkpoint(
         CheckpointError: on every rank; no checkpoint was published, those before it are whole.
     """
     optimizers = as_list(optimizer)
-    background = _BACKGROUNDS.setdefault(module, Background())
+    background = _BACKGROUNDS.setdefault(unwrapped(module), Background())
     background.settle()
     meeting = Meeting(world_of(optimizers), device_of(module))
     plan: SavePlan | None = None
