@@ -192,7 +192,7 @@ def simulate(root: Path, model: Any, count: int, patch: pytest.MonkeyPatch, lazy
                 for name, function in plain.items():
                     unwatched.setattr(files, name, function)
                 disk.crash(crashed, draw)
-                check_recovery(crashed, {old.name: 1, disk_new(disk): 2})
+                check_recovery(crashed, {old.name, *names_of(disk)})
 
     plain = {name: getattr(files, name) for name in _CHANGING}
     disk.after_each = crash
@@ -205,16 +205,15 @@ def simulate(root: Path, model: Any, count: int, patch: pytest.MonkeyPatch, lazy
     return crashes
 
 
-def disk_new(disk: Disk) -> str:
-    """The name under which the checkpoint that is being written was, or will be, published."""
-    names = [name for name, _ in disk.nodes[0].entries if PUBLISHED.fullmatch(name)]
-    return names[-1]
+def names_of(disk: Disk) -> list[str]:
+    """Checkpoints that were published so far."""
+    return [name for name, node in disk.nodes[0].entries if PUBLISHED.fullmatch(name) and node is not None]
 
 
-def check_recovery(root: Path, steps: dict[str, int]) -> None:
+def check_recovery(root: Path, whole: set[str]) -> None:
     """A reader finds one of these whole; the next save begins by removing what is left of the other."""
     found = find(root)
-    assert found.name in steps and not verify(found), f"{found.name}: {verify(found)[:1]}"
+    assert found.name in whole and not verify(found), f"{found.name}: {verify(found)[:1]}"
     site, lock = publish.begin(root, 7)
     files.close(lock)
     left = [

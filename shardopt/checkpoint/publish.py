@@ -59,10 +59,14 @@ def begin(root: Path, step: int) -> tuple[Site, int]:
     site = Site(root, 1 + max(map(sequence_of, published(root)), default=0), step, secrets.token_hex(8))
     files.make_directory(site.saving)
     lock = files.create(site.owner)
-    files.hold(lock)
-    files.sync(lock)
-    files.sync_directory(site.saving)
-    files.sync_directory(root)
+    try:
+        files.hold(lock)
+        files.sync(lock)
+        files.sync_directory(site.saving)
+        files.sync_directory(root)
+    except BaseException:
+        files.close(lock)  # held for longer, it would say that somebody still writes
+        raise
     return site, lock
 
 
