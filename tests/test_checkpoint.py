@@ -1,15 +1,23 @@
 """Checkpoints: every bit back at any number of ranks, stage and bucket size; whatever does not fit is named."""
 
+import ast
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from checkpoints import build, facts, save, train
+import torch.distributed as dist
+from checkpoints import build, draws, facts, save, train
 from ranks import Pool
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+from training import Net, digest, loss_of, raises
 
 import shardopt
+from shardopt import CheckpointError
 
 STAGES = (0, 1, 2, 3)
 
@@ -69,3 +77,135 @@ def test_two_then_three_ranks_then_one_and_every_pair_of_stages(ranks: Pool, tmp
 def same_on_all(found: Sequence[dict[str, str]], expected: dict[str, str]) -> bool:
     """Rank 0 knows all, the others know the values of the module."""
     return found[0] == expected and all(each.items() <= expected.items() for each in found)
+
+
+def hybrid(root: Path, stage: int) -> Any:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model, optimizer = build(stage, group=mesh)
+    train(model, optimizer, range(2))
+    path = save(root, model, optimizer)
+    sizes = [each.stat().st_size for each in sorted(path.glob("*.safetensors"))]
+    return facts(model, optimizer), sizes
+
+
+def loaded_alone(root: Path, **options: Any) -> dict[str, str]:
+    model, optimizer = build(1, seed=4, **options)
+    shardopt.load_checkpoint(root, model, optimizer)
+    return facts(model, optimizer)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_ranks_that_hold_copies_share_the_writing(ranks: Pool, tmp_path: Path, stage: int) -> None:
+    expected, sizes = ranks.run(hybrid, tmp_path, stage, world=4)[0]
+    assert max(sizes) < 0.5 * sum(sizes)
+    assert ranks.run(loaded_alone, tmp_path, world=1) == [expected]
+
+
+def test_another_storage_order_is_the_same_tensor(ranks: Pool, tmp_path: Path) -> None:
+    """A transposed param, and its states, loaded into one that is not; the numbers are the same, their order is not."""
+    ranks.run(hybrid, tmp_path, 2, world=4)
+    assert ranks.run(loaded_alone, tmp_path, world=1) == ranks.run(loaded_in_order, tmp_path, world=2)[:1]
+
+
+def loaded_in_order(root: Path) -> dict[str, str]:
+    model, optimizer = build(3, seed=4, transposed=False)
+    shardopt.load_checkpoint(root, model, optimizer)
+    return facts(model, optimizer)
+
+
+# -- everything else that a script has ---------------------------------------------------------------------------------
+
+
+def a_whole_script(root: Path, is_resumed: bool) -> Any:
+    """DDP, two optimizers that know nothing of the module, a scheduler, dropout, a step that goes on from a file."""
+    torch.manual_seed(dist.get_rank())
+    model = DistributedDataParallel(nn.Sequential(Net(), nn.Dropout(0.3)))
+    params = list(model.parameters())
+    optimizers = [shardopt.ShardedAdamW(params[:5], lr=0.1), shardopt.ShardedLion(params[5:], lr=0.01)]
+    schedulers = [torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.3) for optimizer in optimizers]
+    draws()
+    found: list[Any] = []
+    first = 0
+    if is_resumed:
+        extra = shardopt.load_checkpoint(root, model, optimizers)
+        for scheduler, state in zip(schedulers, extra["schedulers"], strict=True):
+            scheduler.load_state_dict(state)
+        first = extra.step
+    for step in range(first, 6):
+        if step == 3 and not is_resumed:
+            states = [scheduler.state_dict() for scheduler in schedulers]
+            save(root, model, optimizers, extra={"schedulers": states})
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        loss = loss_of(model, step)
+        loss.backward()
+        for each in (*optimizers, *schedulers):
+            each.step()
+        if step >= 3:
+            found.append((loss.item(), draws(), [digest(optimizer) for optimizer in optimizers]))
+    return found
+
+
+def test_a_script_goes_on_as_if_it_had_not_stopped(ranks: Pool, tmp_path: Path) -> None:
+    whole = ranks.run(a_whole_script, tmp_path, False, world=2)
+    assert whole[0][0][1] != whole[1][0][1], "ranks draw other random numbers"
+    assert ranks.run(a_whole_script, tmp_path, True, world=2) == whole
+
+
+def frozen_and_unfrozen(root: Path) -> None:
+    """States of params that nothing trains at the moment, and what a model has before its first step."""
+    model, optimizer = build(1)
+    save(root / "new", model, optimizer)
+    train(model, optimizer, range(2))
+    model.cells[5].weight.requires_grad_(False)
+    expected = facts(model, optimizer)
+    save(root / "frozen", model, optimizer)
+    other, fresh = build(1, seed=3)
+    other.cells[5].weight.requires_grad_(False)
+    shardopt.load_checkpoint(root / "frozen", other, fresh)
+    save(root / "again", other, fresh)
+    for each in (other, model):
+        each.cells[5].weight.requires_grad_(True)
+    train(other, fresh, range(2, 3))
+    train(model, optimizer, range(2, 3))
+    assert facts(other, fresh) == facts(model, optimizer)
+    shardopt.load_checkpoint(root / "again", model, optimizer)
+    assert facts(model, optimizer) == expected
+    shardopt.load_checkpoint(root / "new", model, optimizer)
+    train(model, optimizer, range(3))
+    new, newer = build(1)
+    train(new, newer, range(3))
+    assert facts(model, optimizer) == facts(new, newer)
+
+
+def test_params_that_are_frozen_and_models_that_are_new(ranks: Pool, tmp_path: Path) -> None:
+    ranks.run(frozen_and_unfrozen, tmp_path, world=2)
+
+
+def inside_unsharded(root: Path) -> None:
+    model, optimizer = build(3)
+    train(model, optimizer, range(1))
+    for call in (lambda: save(root, model, optimizer), lambda: shardopt.load_checkpoint(root, model, optimizer)):
+        with optimizer.unsharded(), raises(CheckpointError, "outside of"):
+            call()
+        save(root, model, optimizer)
+    with raises(CheckpointError, "by an optimizer that was not given"):
+        save(root, model, None)
+    optimizer.close()
+
+
+def test_half_written_params_are_not_saved(ranks: Pool, tmp_path: Path) -> None:
+    ranks.run(inside_unsharded, tmp_path, world=2)
+
+
+def test_nothing_in_the_package_runs_code_that_it_reads() -> None:
+    """No pickle, and no call that unpickles: files and messages are tensors and JSON."""
+    modules = {"pickle", "dill", "cloudpickle", "shelve", "marshal", "joblib"}
+    calls = re.compile(r"(torch|np|numpy)\.load|eval|.*(broadcast|gather|scatter|send|recv)_object.*")
+    for path in sorted(Path(shardopt.__file__).parent.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name.split(".")[0] for alias in getattr(node, "names", ()) if isinstance(alias, ast.alias)]
+            names += [(node.module or "").split(".")[0]] if isinstance(node, ast.ImportFrom) else []
+            assert not modules & set(names), f"{path}: {names}"
+            called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+            assert not calls.fullmatch(called), f"{path}:{getattr(node, 'lineno', 0)}: {called}"

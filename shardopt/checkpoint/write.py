@@ -49,7 +49,7 @@ class Run:
         except BaseException as error:
             with suppress(OSError):
                 files.remove(self._path)  # a full disk has room again, for the next line too
-            with suppress(OSError):
+            with suppress(Exception):  # the first error is the one to tell
                 self._desk.failed(error)
             if isinstance(error, Exception):
                 raise as_checkpoint_error(error, self._path) from error
