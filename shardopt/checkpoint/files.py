@@ -155,10 +155,13 @@ def read_file(path: Path, most: int) -> bytes:
         close(file)
 
 
-def forget_pages(file: int) -> None:
-    """What is read next comes from the disk, where the system allows to ask for that."""
+def forget_pages(file: int, start: int = 0, nbytes: int = 0) -> None:
+    """What is read next comes from the disk, where the system allows to ask for that; from ``start`` on, or all.
+
+    Of what was just written, Linux begins to write out the pages, and goes on with that while we do something else.
+    """
     if hasattr(os, "posix_fadvise"):
-        os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.posix_fadvise(file, start, nbytes, os.POSIX_FADV_DONTNEED)
 
 
 # -- locks -------------------------------------------------------------------------------------------------------------

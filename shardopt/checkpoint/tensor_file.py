@@ -21,6 +21,8 @@ MAX_HEADER_BYTES = 100_000_000  # what the safetensors library accepts
 
 # From here on the checksum is taken beside the write: it would cost a quarter of the speed of a fast disk.
 SMALL = 256 << 10
+# The disk begins with so many bytes while more are coming: what is left to do at the sync is little.
+BEGIN_BYTES = 16 << 20
 
 
 def header(tensors: Sequence[tuple[str, torch.dtype, Sequence[int]]], metadata: Mapping[str, str]) -> bytes:
@@ -46,7 +48,7 @@ class Writer:
 
     def __init__(self, path: Path, head: bytes):
         self._path, self._head = path, head
-        self.nbytes = 0
+        self.nbytes = self._begun = 0  # written, and handed to the disk
         self._helper = ThreadPoolExecutor(1, "shardopt-checksum")
         self._file = files.create(path)
         self._write(memoryview(head))
@@ -54,6 +56,9 @@ class Writer:
     def _write(self, data: memoryview) -> None:
         files.write(self._file, data)
         self.nbytes += data.nbytes
+        if self.nbytes - self._begun >= BEGIN_BYTES:
+            files.forget_pages(self._file, self._begun, self.nbytes - self._begun)
+            self._begun = self.nbytes
 
     def add(self, chunks: Iterable[torch.Tensor]) -> tuple[int, tuple[int, ...]]:
         """Appends one range, given as chunks (1D, on the host, ``CHUNK_BYTES`` each but the last).
