@@ -2,7 +2,7 @@
 
 import ast
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from training import Net, digest, loss_of, raises
 
 import shardopt
 from shardopt import CheckpointError
+from shardopt.checkpoint.manifest import CHUNK_BYTES
 
 STAGES = (0, 1, 2, 3)
 
@@ -180,6 +181,78 @@ def frozen_and_unfrozen(root: Path) -> None:
 
 def test_params_that_are_frozen_and_models_that_are_new(ranks: Pool, tmp_path: Path) -> None:
     ranks.run(frozen_and_unfrozen, tmp_path, world=2)
+
+
+class Plain(nn.Module):
+    """Of modules that know how to initialise themselves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(30, 40), nn.BatchNorm1d(40), nn.Linear(40, 5))
+
+    def forward(self, step: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(step)
+        return self.layers(torch.randn(8, 30, generator=generator)).square().sum()
+
+
+def on_meta(root: Path) -> None:
+    """A model without memory is loaded as well as one that has some."""
+    torch.manual_seed(1)
+    tuning = shardopt.Tuning(keep_below=100, bucket_bytes=3000, live_bytes=0)
+    model = Plain()
+    optimizer = shardopt.ShardedAdamW(model, stage=3, tuning=tuning)
+    for step in range(4):
+        if step == 2:
+            save(root, model, optimizer)
+        optimizer.zero_grad()
+        model(step).backward()
+        optimizer.step()
+    with torch.device("meta"):
+        other = Plain()
+    fresh = shardopt.ShardedAdamW(other, stage=3, tuning=tuning)
+    shardopt.load_checkpoint(root, other, fresh)
+    for step in range(2, 4):
+        fresh.zero_grad()
+        other(step).backward()
+        fresh.step()
+    assert facts(other, fresh) == facts(model, optimizer)
+
+
+def test_a_model_on_the_meta_device(ranks: Pool, tmp_path: Path) -> None:
+    ranks.run(on_meta, tmp_path, world=2)
+
+
+def peak(action: Callable[[], object]) -> int:
+    """Bytes of memory that were in use above those before."""
+
+    def read(name: str) -> int:
+        return 1024 * int(re.search(rf"{name}:\s*(\d+) kB", Path("/proc/self/status").read_text())[1])  # type: ignore[index]
+
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is now
+    before = read("VmRSS")
+    action()
+    return read("VmHWM") - before
+
+
+def memory_needed(root: Path) -> list[int]:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(8)))
+    optimizer = shardopt.ShardedAdamW(model.parameters())
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    save(root, model, optimizer, keep=1)  # what is loaded and compiled at first
+    shardopt.load_checkpoint(root, model, optimizer)
+    return [
+        peak(lambda: save(root, model, optimizer, keep=1)),
+        peak(lambda: shardopt.load_checkpoint(root, model, optimizer)),
+    ]
+
+
+def test_memory_is_that_of_four_chunks(ranks: Pool, tmp_path: Path) -> None:
+    """Of 96 MiB that are saved; DDP would say the ranks' gradients are equal, and here they are."""
+    for needed in (*ranks.run(memory_needed, tmp_path / "1", world=1), *ranks.run(memory_needed, tmp_path, world=2)):
+        assert max(needed) <= 4 * CHUNK_BYTES, needed
 
 
 def inside_unsharded(root: Path) -> None:

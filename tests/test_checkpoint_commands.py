@@ -77,6 +77,14 @@ def test_exports_and_files_are_read_by_torch_and_safetensors(
     assert any("cells.4.weight" in line and "exp_avg_sq" in line and "[24, 24]" in line for line in table.splitlines())
 
 
+@pytest.mark.parametrize("command", ["inspect", "verify", "export"])
+def test_each_command_tells_what_it_does(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main([command, "--help"])
+    told = capsys.readouterr().out
+    assert "DIR" in told and len(told) > 300
+
+
 def test_verify_names_what_is_damaged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model, optimizer = build(1)
     train(model, optimizer, range(1))

@@ -64,6 +64,8 @@ def save_checkpoint(
     try:
         if keep is not None and keep < 1:
             raise ValueError(f"keep={keep}: at least the new checkpoint stays; None keeps all.")
+        if step is not None and step < 0:
+            raise ValueError(f"step={step}: it is part of the checkpoint's name, and a count.")
         plan = plan_save(Model(module, optimizers), extra or {}, step)
     except Exception as error:
         problem = error
