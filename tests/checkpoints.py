@@ -56,13 +56,19 @@ class Whole(nn.Module):
 
 
 def build(
-    stage: int, seed: int = 0, kind: str = "AdamW", bucket_bytes: int = 3000, group: Any = None, **options: Any
+    stage: int,
+    seed: int = 0,
+    kind: str = "AdamW",
+    bucket_bytes: int = 3000,
+    live_bytes: int = 0,
+    group: Any = None,
+    **options: Any,
 ) -> Any:
     """The model, and an optimizer with two groups."""
     model = Whole(seed, **options)
     params = [param for param in model.parameters() if param.requires_grad]
     groups = [{"params": params[:4], "lr": 0.01}, {"params": params[4:], "weight_decay": 0.1}]
-    tuning = Tuning(bucket_bytes=bucket_bytes, keep_below=200, live_bytes=0, timeout=20.0)
+    tuning = Tuning(bucket_bytes=bucket_bytes, keep_below=200, live_bytes=live_bytes, timeout=20.0)
     common: dict[str, Any] = {"module": model, "stage": stage, "tuning": tuning, "process_group": group}
     if kind == "AdamW":
         return model, ShardedAdamW(groups, lr=0.003, amsgrad=True, **common)

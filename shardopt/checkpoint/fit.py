@@ -1,6 +1,6 @@
 """What of a checkpoint belongs where in a model, by name; and all that does not fit. Integers and names only."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,6 +49,8 @@ class _Fitting:
         self.buffers = {key.name: tensor for key, tensor in manifest.of("buffers")}
         self.canonical = {alias: name for name, about in manifest.params.items() for alias in (name, *about["aliases"])}
 
+        self.flags = dict(self._flags())  # which states a rule keeps depends on them (amsgrad, momentum)
+
     def run(self) -> Fit:
         taken: dict[str, str] = {}
         for name, home in self.model.homes.items():
@@ -69,6 +71,13 @@ class _Fitting:
             self._groups(taken)
         return self.found
 
+    def _flags(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
+        for optimizer in self.manifest.optimizers:
+            for group in optimizer["groups"]:
+                decoded = values.decode(group["values"], lambda _: torch.ones(()))
+                for name in group["params"]:
+                    yield name, decoded
+
     def _note(self, mismatch: str) -> None:
         self.found.mismatches.append(mismatch)
 
@@ -83,7 +92,7 @@ class _Fitting:
     def _check_ties(self, taken: Mapping[str, str]) -> None:
         for name, home in self.model.homes.items():
             apart = {self.canonical[each] for each in (name, *home.aliases) if each in self.canonical}
-            for saved in sorted(apart - set(taken)):
+            for saved in sorted(apart - taken.keys()):
                 self._note(f"param {name!r} is tied to {saved!r} here and not in the checkpoint")
 
     # -- params and their states -----------------------------------------------------------------------------------
@@ -112,20 +121,13 @@ class _Fitting:
             self._note(f"the states of {name!r} are those of {theirs!r}, here it is updated by {rule.name!r}")
             return False
         kinds = [kind for kind in self.kinds[saved] if kind not in ("param", "master")]
-        flags = self._saved_group(saved, about["optimizer"])
-        needed = rule.variant(flags).states if about["has_state"] else ()
+        needed = rule.variant(self.flags[saved]).states if about["has_state"] else ()
         wrong = [kind for kind in self.kinds[saved] if self.kinds[saved][kind].shape != tuple(home.param.shape)]
         lacking = [key for key in rule.carried if about["has_state"] and key not in about["carried"]]
         if set(kinds) != set(needed) or wrong or lacking:
             self._note(f"{name!r} needs the states {list(needed)} and {list(rule.carried)}, found {kinds}")
             return False
         return True
-
-    def _saved_group(self, saved: str, optimizer: int) -> Mapping[str, Any]:
-        groups = self.manifest.optimizers[optimizer]["groups"]
-        group = next(group for group in groups if saved in group["params"])
-        decoded: Mapping[str, Any] = values.decode(group["values"], lambda _: torch.zeros(()))
-        return decoded
 
     # -- buffers and groups ----------------------------------------------------------------------------------------
 

@@ -52,7 +52,7 @@ class Run:
             with suppress(Exception):  # the first error is the one to tell
                 self._desk.failed(error)
             if isinstance(error, Exception):
-                raise as_checkpoint_error(error, self._path) from error
+                raise as_checkpoint_error(error, self._path, self.site.published) from error
             raise
         finally:
             if self._lock is not None:
@@ -132,12 +132,16 @@ def _shape_in_file(piece: Piece) -> tuple[int, ...]:
     return tensor.shape if whole else (piece.numel,)
 
 
-def as_checkpoint_error(error: BaseException, path: Path) -> CheckpointError:
+def as_checkpoint_error(error: Exception, path: Path, published: Path | None = None) -> CheckpointError:
+    """What the system said, with what it means for the checkpoints; ``published``: the new one, where it is there."""
     if isinstance(error, CheckpointError):
         return error
+    outcome = "No checkpoint was published, those before it are whole"
+    if published is not None and files.is_directory(published):
+        outcome = f"{published} is whole all the same, only `latest` or the removal of older ones is not done"
     converted = CheckpointError(
-        f"{path}: {type(error).__name__}: {error}. No checkpoint was published, those before it are whole. Free space, "
-        "or save to another directory, and call save_checkpoint() again."
+        f"{path}: {type(error).__name__}: {error}. {outcome}. Free space, or save to another directory, and call "
+        "save_checkpoint() again."
     )
     converted.__cause__ = error
     return converted
