@@ -15,6 +15,6 @@ The files are independent of the mesh: a *tensor* is cut into *ranges* of elemen
 and each range lies in one piece in one file. Checksums are per chunk of a range, so who needs a part of a range reads,
 and proves, that part only.
 
-Imports point down: ``save``, ``load`` -> ``plan_save``, ``plan_load`` -> ``model`` -> ``reader``, ``publish`` ->
-``manifest`` -> ``files``.
+Imports point down: ``save``, ``load`` -> ``background``, ``write`` -> ``plan_save``, ``plan_load``, ``fit`` ->
+``model``; all of these -> ``reader``, ``meeting`` -> ``publish``, ``manifest`` -> ``files``, where all I/O is.
 """

@@ -2,8 +2,10 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any, cast
 
 from ..errors import CheckpointError
+from . import values
 from .manifest import NAME_OF_DTYPE, Key, Manifest, Tensor
 from .publish import find
 from .reader import Checkpoint, chunks_of
@@ -26,8 +28,9 @@ def describe(directory: Path) -> Iterator[str]:
     for number, optimizer in enumerate(manifest.optimizers):
         yield f"optimizer {number}: {optimizer['rule']}"
         for index, group in enumerate(optimizer["groups"]):
-            values = ", ".join(f"{key}={value}" for key, value in group["values"].items() if value is not None)
-            yield f"  group {index}: {len(group['params'])} param(s), {values}"
+            decoded = values.decode(group["values"], lambda name: cast(Any, f"tensor {name}"))
+            told = ", ".join(f"{key}={value}" for key, value in decoded.items() if value is not None)
+            yield f"  group {index}: {len(group['params'])} param(s), {told}"
     if info["extra"]:
         yield f"extra: {', '.join(info['extra'])}"
     yield ""
