@@ -214,6 +214,8 @@ def check_recovery(root: Path, whole: set[str]) -> None:
     """A reader finds one of these whole; the next save begins by removing what is left of the other."""
     found = find(root)
     assert found.name in whole and not verify(found), f"{found.name}: {verify(found)[:1]}"
+    damaged = [path.name for path in publish.published(root) if verify(path)]
+    assert not damaged, f"published, and not whole: {damaged}"
     site, lock = publish.begin(root, 7)
     files.close(lock)
     left = [
