@@ -156,7 +156,7 @@ def test_manifests_that_nobody_can_have_written(tmp_path: Path) -> None:
     ]
     for number, change in enumerate(changes):
         (path / "manifest.json").write_bytes(changed(change))
-        with raises(CheckpointError):
+        with raises(CheckpointError, "overlap" if change is changes[-1] else ""):
             shardopt.load_checkpoint(path, *small(1))
         assert verify(path), number
     (path / "manifest.json").write_bytes(changed(lambda c: None))
