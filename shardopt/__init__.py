@@ -5,9 +5,12 @@
 Triton and Numba load on first use: importing this needs neither, and no GPU.
 """
 
+from .checkpoint.load import load_checkpoint
+from .checkpoint.save import save_checkpoint
 from .config import Tuning
 from .errors import (
     BindingError,
+    CheckpointError,
     CommunicationError,
     DisagreementError,
     ReleasedError,
@@ -38,6 +41,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "BindingError",
+    "CheckpointError",
     "CommunicationError",
     "DisagreementError",
     "Part",
@@ -60,5 +64,7 @@ __all__ = [
     "StateError",
     "Tuning",
     "UnsupportedVersionError",
+    "load_checkpoint",
     "rule",
+    "save_checkpoint",
 ]

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 import shardopt
+from shardopt.checkpoint.commands import add_commands, run
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -29,8 +30,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     twins.add_argument("--steps", type=int, default=3, help="default: %(default)s")
     twins.add_argument("--seed", type=int, default=0, help="default: %(default)s")
-    options = parser.parse_args(arguments)
-    return _twins(options.optimizer, options.dtype, options.steps, options.seed)
+    twins.set_defaults(run=lambda options: _twins(options.optimizer, options.dtype, options.steps, options.seed))
+    add_commands(commands)
+    return run(parser.parse_args(arguments))
 
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

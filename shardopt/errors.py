@@ -9,6 +9,7 @@
      +-- CommunicationError       a peer that died, stalled or left: names the phase of the step
      +-- ReleasedError            a sharded param was read outside of its module: names unsharded()
      +-- StateError               a state dict that does not fit, or a part that cannot be saved as it is
+     +-- CheckpointError          a checkpoint that is damaged, does not fit, or could not be saved
      +-- UnsupportedVersionError  a missing or untested Triton, Numba or torch
 
 Mistakes that ``torch.optim`` itself reports keep torch's type and message. Every message says what was found,
@@ -42,6 +43,10 @@ class ReleasedError(ShardoptError):
 
 class StateError(ShardoptError):
     """A state dict does not fit this optimizer, or a part cannot answer what it was asked."""
+
+
+class CheckpointError(ShardoptError):
+    """A checkpoint is damaged, belongs to another model, or could not be saved."""
 
 
 class UnsupportedVersionError(ShardoptError):

@@ -145,6 +145,14 @@ class Shard:
         master, param = self.master[where], self.param[where]
         master.copy_(torch.where(master.to(param.dtype) == param, master, param.float()))
 
+    def read_chunk(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Elements ``[start, stop)`` of this shard's "param", "master" or state ``name``, 1D, not a copy."""
+        return (self.param if name == "param" else self.whole(name))[start:stop]
+
+    def write_chunk(self, name: str, start: int, values: torch.Tensor) -> None:
+        """Sets them from 1D ``values``."""
+        self.read_chunk(name, start, start + values.numel()).copy_(values)
+
     def whole(self, name: str) -> torch.Tensor:
         """The state ``name`` (or "master") of the whole shard, 1D."""
         if name != "master":

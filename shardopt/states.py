@@ -14,6 +14,11 @@ from .rules import Rule
 _FP32_COUNTS_TO = 1 << 24
 
 
+def count_as_torch(step: int) -> torch.Tensor:
+    """A step count as ``torch.optim`` keeps it: 0-d, in fp32, which would round a larger count than it can hold."""
+    return torch.tensor(step, dtype=torch.float32 if step <= _FP32_COUNTS_TO else torch.float64)
+
+
 @dataclass
 class ParamState:
     """Step count, carried scalars, and tensors with the param's full shape (or parts of such).
@@ -32,9 +37,7 @@ class ParamState:
         """In the form of ``torch.optim``'s state dicts."""
         counters: dict[str, Any] = {}
         if rule.counts_steps:
-            # torch keeps fp32, which would round a larger count.
-            dtype = torch.float32 if self.step <= _FP32_COUNTS_TO else torch.float64
-            counters["step"] = torch.tensor(self.step, dtype=dtype)
+            counters["step"] = count_as_torch(self.step)
         carried = {name: torch.tensor(value, dtype=torch.float64) for name, value in self.carried.items()}
         return {**counters, **carried, **self.tensors}
 

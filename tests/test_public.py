@@ -18,6 +18,7 @@ ROOT = Path(__file__).parent.parent
 
 EXPORTED = [
     "BindingError",
+    "CheckpointError",
     "CommunicationError",
     "DisagreementError",
     "Part",
@@ -40,7 +41,9 @@ EXPORTED = [
     "StateError",
     "Tuning",
     "UnsupportedVersionError",
+    "load_checkpoint",
     "rule",
+    "save_checkpoint",
 ]
 TORCH_CLASSES = [
     name.removeprefix("Sharded")

@@ -1,0 +1,20 @@
+"""Checkpoints that load at any number of ranks, any stage and any bucket size, and that no crash can spoil.
+
+::
+
+    runs/                                    what save_checkpoint(directory, ...) is given
+        latest                               the name of the newest checkpoint, replaced atomically
+        000007-step120-<token>/              a published checkpoint: a reader sees all of it, or nothing
+            manifest.json                    every tensor by name: shape, dtype, and where each range of it lies
+            rank-00000.safetensors           what rank 0 held: ranges of params, masters, states
+            rank-00001.safetensors
+                owner-<token>                    says that shardopt made this directory, and may remove it
+        saving-<token>/                      one that is being written, or was left by a crash
+
+The files are independent of the mesh: a *tensor* is cut into *ranges* of elements, in the storage order of the param,
+and each range lies in one piece in one file. Checksums are per chunk of a range, so who needs a part of a range reads,
+and proves, that part only.
+
+Imports point down: ``save``, ``load`` -> ``background``, ``write`` -> ``plan_save``, ``plan_load``, ``fit`` ->
+``model``; all of these -> ``reader``, ``meeting`` -> ``publish``, ``manifest`` -> ``files``, where all I/O is.
+"""

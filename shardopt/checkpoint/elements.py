@@ -1,0 +1,77 @@
+"""Elements of one tensor, a chunk at a time, wherever they lie."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from ..partition.bucket import dense_strides, flattened, in_storage_order
+from ..shard import Shard
+from .manifest import CHUNK_BYTES
+
+
+class Elements(Protocol):
+    """A row of elements that can be read and written in pieces; chunks are 1D and of the row's dtype."""
+
+    def read(self, start: int, stop: int) -> torch.Tensor: ...
+
+    def write(self, start: int, values: torch.Tensor) -> None: ...
+
+
+@dataclass(frozen=True)
+class Flat:
+    """All of a 1D tensor."""
+
+    tensor: torch.Tensor
+
+    def read(self, start: int, stop: int) -> torch.Tensor:
+        return self.tensor[start:stop]
+
+    def write(self, start: int, values: torch.Tensor) -> None:
+        self.tensor[start : start + values.numel()].copy_(values)
+
+
+@dataclass(frozen=True)
+class InShard:
+    """What of ``name`` ("param", "master" or a state) lies in a shard from element ``offset`` of it on."""
+
+    shard: Shard
+    name: str
+    offset: int
+
+    def read(self, start: int, stop: int) -> torch.Tensor:
+        return self.shard.read_chunk(self.name, self.offset + start, self.offset + stop)
+
+    def write(self, start: int, values: torch.Tensor) -> None:
+        self.shard.write_chunk(self.name, self.offset + start, values)
+
+
+def flat_of(tensor: torch.Tensor) -> torch.Tensor:
+    """1D, in storage order; a view wherever the elements fill their memory without gaps."""
+    return flattened(in_storage_order(tensor.detach(), strides_of(tensor)))
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    return same_order(tensor.shape, tensor.stride(), strides_of(tensor))
+
+
+def strides_of(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Those in which its elements are numbered: its own where it is dense, else those of a contiguous copy."""
+    if any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+        return torch.empty(tensor.shape, device="meta").stride()
+    return dense_strides(tensor)
+
+
+def same_order(shape: tuple[int, ...], one: tuple[int, ...], other: tuple[int, ...]) -> bool:
+    """Whether strides number the elements alike; that of a dimension of one element says nothing."""
+    if 0 in shape:
+        return True
+    return all(size == 1 or a == b for size, a, b in zip(shape, one, other, strict=True))
+
+
+def chunks_of(read: Callable[[int, int], torch.Tensor], numel: int, dtype: torch.dtype) -> Iterator[torch.Tensor]:
+    """The elements as chunks on the host, 1D and contiguous, ``CHUNK_BYTES`` each but the last."""
+    step = CHUNK_BYTES // dtype.itemsize
+    for start in range(0, numel, step):
+        yield read(start, min(start + step, numel)).detach().cpu()

@@ -1,0 +1,149 @@
+"""A checkpoint in the form that others read: one file, streamed, a chunk at a time.
+
+``safetensors``: the weights by name, in full precision (the fp32 master where there is one), and the buffers.
+``torch``: the state dict of one optimizer, as ``torch.optim`` saves and loads it with ``weights_only=True``.
+"""
+
+import secrets
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..errors import CheckpointError
+from ..states import count_as_torch
+from . import files, values
+from .elements import same_order
+from .manifest import Key, Manifest, Tensor
+from .plan_load import carried_of
+from .reader import Checkpoint, chunks_of
+from .tensor_file import Writer, bytes_of, header
+
+Advance = Callable[[int], None]
+
+
+def export_weights(checkpoint: Checkpoint, target: Path, advance: Advance) -> None:
+    """One safetensors file; tied params once, under their first name."""
+    manifest = checkpoint.manifest
+    keys = [_weight(manifest, name) for name in manifest.params] + [key for key, _ in manifest.of("buffers")]
+    keys.sort(key=lambda key: -manifest.tensors[key].dtype.itemsize)
+    described = [(key.name, manifest.tensors[key].dtype, manifest.tensors[key].shape) for key in keys]
+    with _new(target) as made:
+        writer = Writer(made, header(described, {"format": "pt"}))
+        try:
+            for key in keys:
+                writer.add(_chunks(checkpoint, key, advance))
+            writer.finish()
+        finally:
+            writer.close()
+
+
+def _weight(manifest: Manifest, name: str) -> Key:
+    master = Key("params", name, "master")
+    return master if master in manifest.tensors else Key("params", name, "param")
+
+
+def _chunks(checkpoint: Checkpoint, key: Key, advance: Advance) -> Iterator[torch.Tensor]:
+    """Elements as a contiguous tensor has them; what was saved in another order passes through memory whole."""
+    tensor = checkpoint.manifest.tensors[key]
+    if same_order(tensor.shape, tensor.strides, _contiguous(tensor)):
+        for chunk in chunks_of(key, tensor):
+            yield checkpoint.read(chunk)
+            advance(chunk.nbytes)
+        return
+    flat = checkpoint.whole(key).contiguous().reshape(-1)
+    for piece in flat.split((1 << 20) // tensor.dtype.itemsize):
+        yield piece
+        advance(piece.numel() * tensor.dtype.itemsize)
+
+
+def _contiguous(tensor: Tensor) -> tuple[int, ...]:
+    return torch.empty(tensor.shape, device="meta").stride()
+
+
+def export_states(checkpoint: Checkpoint, target: Path, number: int, advance: Advance) -> None:
+    """The state dict of optimizer ``number``, with the keys that torch gives params: their place in the groups."""
+    manifest = checkpoint.manifest
+    if not 0 <= number < len(manifest.optimizers):
+        raise CheckpointError(f"there is no optimizer {number}: the checkpoint holds {len(manifest.optimizers)}.")
+    state_dict, contents = _state_dict(checkpoint, number)
+    with _new(target) as made:
+        # The file with holes where elements will be: torch writes its own format, and reads no tensor for it.
+        with torch.serialization.skip_data():
+            torch.save(state_dict, made)
+        offsets = _offsets(made)
+        with open(made, "r+b") as file:
+            for storage, content in enumerate(contents):
+                file.seek(offsets[storage])
+                if isinstance(content, torch.Tensor):
+                    file.write(bytes_of(content.reshape(-1)))
+                    continue
+                for chunk in _chunks(checkpoint, content, advance):
+                    file.write(bytes_of(chunk))
+            file.flush()
+            files.sync(file.fileno())
+
+
+def _state_dict(checkpoint: Checkpoint, number: int) -> tuple[dict[str, Any], list[Key | torch.Tensor]]:
+    """The dict, its large tensors untouched memory; and the contents of its tensors in the order of their writing."""
+    manifest, optimizer = checkpoint.manifest, checkpoint.manifest.optimizers[number]
+    contents: list[Key | torch.Tensor] = []
+
+    def placed(tensor: torch.Tensor, content: Key | None = None) -> torch.Tensor:
+        contents.append(tensor if content is None else content)
+        return tensor
+
+    kinds: dict[str, list[Key]] = {}
+    for key, _ in manifest.of("params"):
+        kinds.setdefault(key.name, []).append(key)
+    names = [name for group in optimizer["groups"] for name in group["params"]]
+    states: dict[int, dict[str, Any]] = {}
+    for index, name in enumerate(names):
+        about = manifest.params[name]
+        if not about["has_state"]:
+            continue
+        state = states[index] = {}
+        if optimizer["counts_steps"]:
+            state["step"] = placed(count_as_torch(about["step"]))
+        for scalar, value in carried_of(about).items():
+            state[scalar] = placed(torch.tensor(value, dtype=torch.float64))
+        for key in kinds[name]:
+            if key.kind != "param":
+                tensor = manifest.tensors[key]
+                state[key.kind] = placed(torch.empty(tensor.shape, dtype=tensor.dtype), key)
+    groups, index = [], 0
+    for group in optimizer["groups"]:
+        given = values.decode(group["values"], lambda name: placed(checkpoint.whole(Key("extra", name, "value"))))
+        groups.append({**given, "params": list(range(index, index + len(group["params"])))})
+        index += len(group["params"])
+    return {"state": states, "param_groups": groups}, contents
+
+
+def _offsets(path: Path) -> dict[int, int]:
+    """Where the bytes of each storage begin in a file of torch's, which is a zip file that compresses nothing."""
+    found = {}
+    with zipfile.ZipFile(path) as archive, open(path, "rb") as file:
+        for entry in archive.infolist():
+            folder, _, number = entry.filename.rpartition("/")
+            if folder.endswith("/data"):
+                file.seek(entry.header_offset + 26)
+                lengths = file.read(4)
+                name_bytes, extra_bytes = (int.from_bytes(lengths[at : at + 2], "little") for at in (0, 2))
+                found[int(number)] = entry.header_offset + 30 + name_bytes + extra_bytes
+    return found
+
+
+@contextmanager
+def _new(target: Path) -> Iterator[Path]:
+    """A file beside ``target`` that takes its place once it is whole."""
+    made = target.with_name(f"{target.name}.part-{secrets.token_hex(4)}")
+    try:
+        yield made
+        files.rename(made, target)
+    except BaseException:
+        with suppress(OSError):
+            files.remove(made)
+        raise

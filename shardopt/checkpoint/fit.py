@@ -1,0 +1,164 @@
+"""What of a checkpoint belongs where in a model, by name; and all that does not fit. Integers and names only."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from . import values
+from .manifest import Manifest, Tensor
+from .model import Home, Model
+
+_LISTED = 8  # mismatches that an error names
+
+
+@dataclass
+class Fit:
+    """
+    Attributes:
+        params: name of a param in the model -> its name in the checkpoint.
+        states: likewise, where its optimizer's states fit too.
+        buffers: names.
+        groups: (optimizer, group) -> that of the checkpoint.
+        mismatches: what was left out, in words.
+    """
+
+    params: dict[str, str] = field(default_factory=dict)
+    states: dict[str, str] = field(default_factory=dict)
+    buffers: list[str] = field(default_factory=list)
+    groups: dict[tuple[int, int], Mapping[str, Any]] = field(default_factory=dict)
+    mismatches: list[str] = field(default_factory=list)
+
+    def describe(self) -> str:
+        more = len(self.mismatches) - _LISTED
+        return "; ".join(self.mismatches[:_LISTED]) + (f"; and {more} more" if more > 0 else "")
+
+
+def fit(manifest: Manifest, model: Model) -> Fit:
+    """Compares them. Changes nothing."""
+    return _Fitting(manifest, model).run()
+
+
+class _Fitting:
+    def __init__(self, manifest: Manifest, model: Model):
+        self.manifest, self.model, self.found = manifest, model, Fit()
+        self.kinds: dict[str, dict[str, Tensor]] = {}
+        for key, tensor in manifest.of("params"):
+            self.kinds.setdefault(key.name, {})[key.kind] = tensor
+        self.buffers = {key.name: tensor for key, tensor in manifest.of("buffers")}
+        self.canonical = {alias: name for name, about in manifest.params.items() for alias in (name, *about["aliases"])}
+
+        self.flags = dict(self._flags())  # which states a rule keeps depends on them (amsgrad, momentum)
+
+    def run(self) -> Fit:
+        taken: dict[str, str] = {}
+        for name, home in self.model.homes.items():
+            saved = next((self.canonical[each] for each in (name, *home.aliases) if each in self.canonical), None)
+            if saved is None:
+                self._note(f"param {name!r} {_shape(home.param)} is missing in the checkpoint{self._renamed(home)}")
+            elif saved in taken:
+                self._note(f"params {taken[saved]!r} and {name!r} are two here and one tied param in the checkpoint")
+            else:
+                taken[saved] = name
+                self._param(home, saved)
+        for saved, kinds in self.kinds.items():
+            if saved not in taken:
+                self._note(f"the checkpoint's param {saved!r} {list(kinds['param'].shape)} is not in the model")
+        self._check_ties(taken)
+        self._buffers()
+        if self.model.optimizers:
+            self._groups(taken)
+        return self.found
+
+    def _flags(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
+        for optimizer in self.manifest.optimizers:
+            for group in optimizer["groups"]:
+                decoded = values.decode(group["values"], lambda _: torch.ones(()))
+                for name in group["params"]:
+                    yield name, decoded
+
+    def _note(self, mismatch: str) -> None:
+        self.found.mismatches.append(mismatch)
+
+    def _renamed(self, home: Home) -> str:
+        alike = [
+            name
+            for name, kinds in self.kinds.items()
+            if name not in self.model.homes and kinds["param"].shape == tuple(home.param.shape)
+        ]
+        return f" (renamed from {alike[0]!r}?)" if len(alike) == 1 else ""
+
+    def _check_ties(self, taken: Mapping[str, str]) -> None:
+        for name, home in self.model.homes.items():
+            apart = {self.canonical[each] for each in (name, *home.aliases) if each in self.canonical}
+            for saved in sorted(apart - taken.keys()):
+                self._note(f"param {name!r} is tied to {saved!r} here and not in the checkpoint")
+
+    # -- params and their states -----------------------------------------------------------------------------------
+
+    def _param(self, home: Home, saved: str) -> None:
+        tensor = self.kinds[saved]["param"]
+        if tensor.shape != tuple(home.param.shape):
+            self._note(f"param {home.name!r} has shape {_shape(home.param)}, in the checkpoint {list(tensor.shape)}")
+        elif tensor.dtype is not home.param.dtype:
+            self._note(f"param {home.name!r} is of {home.param.dtype}, in the checkpoint of {tensor.dtype}")
+        else:
+            self.found.params[home.name] = saved
+            if self.model.optimizers and self._states_fit(home, saved):
+                self.found.states[home.name] = saved
+
+    def _states_fit(self, home: Home, saved: str) -> bool:
+        about, name = self.manifest.params[saved], home.name
+        if about["optimizer"] is None or home.optimizer is None:
+            if about["optimizer"] != home.optimizer:
+                where = "in the checkpoint" if about["optimizer"] is None else "here"
+                self._note(f"param {name!r} is in no optimizer {where}")
+            return False
+        rule = self.model.optimizers[home.optimizer].rule
+        theirs = self.manifest.optimizers[about["optimizer"]]["rule"]
+        if theirs != rule.name:
+            self._note(f"the states of {name!r} are those of {theirs!r}, here it is updated by {rule.name!r}")
+            return False
+        kinds = [kind for kind in self.kinds[saved] if kind not in ("param", "master")]
+        needed = rule.variant(self.flags[saved]).states if about["has_state"] else ()
+        wrong = [kind for kind in self.kinds[saved] if self.kinds[saved][kind].shape != tuple(home.param.shape)]
+        lacking = [key for key in rule.carried if about["has_state"] and key not in about["carried"]]
+        if set(kinds) != set(needed) or wrong or lacking:
+            self._note(f"{name!r} needs the states {list(needed)} and {list(rule.carried)}, found {kinds}")
+            return False
+        return True
+
+    # -- buffers and groups ----------------------------------------------------------------------------------------
+
+    def _buffers(self) -> None:
+        for name, buffer in self.model.buffers.items():
+            saved = self.buffers.get(name)
+            if saved is None:
+                self._note(f"buffer {name!r} is missing in the checkpoint")
+            elif saved.shape != tuple(buffer.shape) or saved.dtype is not buffer.dtype:
+                theirs = f"{list(saved.shape)} of {saved.dtype}"
+                self._note(f"buffer {name!r} is {_shape(buffer)} of {buffer.dtype}, in the checkpoint {theirs}")
+            else:
+                self.found.buffers.append(name)
+        for name in self.buffers:
+            if name not in self.model.buffers:
+                self._note(f"the checkpoint's buffer {name!r} is not in the model")
+
+    def _groups(self, taken: Mapping[str, str]) -> None:
+        saved = self.manifest.optimizers
+        if len(saved) != len(self.model.optimizers):
+            self._note(f"{len(self.model.optimizers)} optimizers were given, the checkpoint holds {len(saved)}")
+        for number, (theirs, optimizer) in enumerate(zip(saved, self.model.optimizers, strict=False)):
+            own = self.model.names_in(optimizer)
+            if len(own) != len(theirs["groups"]):
+                self._note(f"optimizer {number} has {len(own)} param groups, in the checkpoint {len(theirs['groups'])}")
+            for index, (names, group) in enumerate(zip(own, theirs["groups"], strict=False)):
+                if {taken.get(name) for name in group["params"]} == set(names):
+                    self.found.groups[number, index] = group["values"]
+                else:
+                    self._note(f"group {index} of optimizer {number} holds other params in the checkpoint")
+
+
+def _shape(tensor: torch.Tensor) -> list[int]:
+    return list(tensor.shape)

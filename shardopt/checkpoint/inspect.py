@@ -1,0 +1,103 @@
+"""A checkpoint for human eyes: what it holds, and whether each byte of it is as it was written."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from ..errors import CheckpointError
+from . import values
+from .manifest import NAME_OF_DTYPE, Key, Manifest, Tensor
+from .publish import find
+from .reader import Checkpoint, chunks_of
+
+Advance = Callable[[int], None]  # told how many bytes were done
+
+
+def describe(directory: Path) -> Iterator[str]:
+    """Lines: what was saved, by whom, and a table of all tensors."""
+    path = find(directory)
+    with Checkpoint(path) as checkpoint:
+        manifest = checkpoint.manifest
+    info = manifest.info
+    total = sum(file.nbytes for file in manifest.files.values())
+    yield f"{path}"
+    yield (
+        f"step {info['step']}, written by {info['world']} rank(s) with shardopt {info['shardopt']}, "
+        f"torch {info['torch']}: {len(manifest.files)} file(s), {size(total)}"
+    )
+    for number, optimizer in enumerate(manifest.optimizers):
+        yield f"optimizer {number}: {optimizer['rule']}"
+        for index, group in enumerate(optimizer["groups"]):
+            decoded = values.decode(group["values"], lambda name: cast(Any, f"tensor {name}"))
+            told = ", ".join(f"{key}={value}" for key, value in decoded.items() if value is not None)
+            yield f"  group {index}: {len(group['params'])} param(s), {told}"
+    if info["extra"]:
+        yield f"extra: {', '.join(info['extra'])}"
+    yield ""
+    yield from _table(("name", "kind", "shape", "dtype", "step", "size", "ranges"), _rows(manifest))
+
+
+def _rows(manifest: Manifest) -> Iterator[tuple[str, ...]]:
+    for section in ("params", "buffers", "extra", "rng"):
+        for key, tensor in sorted(manifest.of(section)):
+            yield _row(manifest, key, tensor)
+
+
+def _row(manifest: Manifest, key: Key, tensor: Tensor) -> tuple[str, ...]:
+    name, kind = (key.name, key.kind) if key.section == "params" else (key.name, key.section)
+    if key.section == "rng":
+        name, kind = f"rank {key.name}", f"rng {key.kind}"
+    about = manifest.params[key.name] if key.section == "params" else None
+    step = str(about["step"]) if about is not None and about["has_state"] else ""
+    held = ", ".join(f"{each.file[5:10].lstrip('0') or '0'}[{each.start}:{each.stop}]" for each in tensor.ranges[:3])
+    more = f" +{len(tensor.ranges) - 3}" if len(tensor.ranges) > 3 else ""
+    nbytes = tensor.numel * tensor.dtype.itemsize
+    return name, kind, str(list(tensor.shape)), NAME_OF_DTYPE[tensor.dtype], step, size(nbytes), held + more
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
+    lines = [head, *rows]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
+    for number, line in enumerate(lines):
+        yield "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        if number == 0:
+            yield "  ".join("-" * width for width in widths)
+
+
+def verify(path: Path, advance: Advance = lambda nbytes: None) -> list[str]:
+    """Reads every byte of one checkpoint; what is wrong, in words."""
+    try:
+        checkpoint = Checkpoint(path)
+    except CheckpointError as error:
+        return [str(error)]
+    problems = []
+    with checkpoint:
+        damaged = set()
+        for name in checkpoint.manifest.files:
+            try:
+                checkpoint.check_file(name)
+            except CheckpointError as error:
+                damaged.add(name)
+                problems.append(str(error))
+        for key, tensor in checkpoint.manifest.tensors.items():
+            for chunk in chunks_of(key, tensor):
+                try:
+                    if chunk.file not in damaged:
+                        checkpoint.read(chunk)
+                except CheckpointError as error:
+                    problems.append(str(error))
+                advance(chunk.nbytes)
+    return problems
+
+
+def data_bytes(manifest: Manifest) -> int:
+    return sum(tensor.numel * tensor.dtype.itemsize for tensor in manifest.tensors.values())
+
+
+def size(nbytes: float) -> str:
+    """Bytes in words."""
+    for unit in ("B", "KiB", "MiB"):
+        if nbytes < 1024:
+            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:.2f} GiB"

@@ -1,0 +1,143 @@
+"""How ranks learn of each other: by messages while all of them stand in the same call, by files while they write.
+
+A checkpoint that is written in the background cannot use the process group, in which training goes on. So every rank
+leaves a small file when it is done or has failed, and whoever waits looks for those; no file growing for as long as one
+wait may take means that a rank is gone.
+"""
+
+import hashlib
+import json
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..agreement import first_difference
+from ..errors import CheckpointError
+from ..partition.collectives import Ranks
+from . import files
+from .publish import Site
+
+_MOST_OF_A_PART = 1 << 30
+_SHORTEST, _LONGEST = 0.001, 0.25  # seconds between two looks
+
+Problem = Exception | None
+
+
+class Meeting:
+    """Of all ranks, inside of one call."""
+
+    def __init__(self, world: Ranks, device: torch.device):
+        self.world, self._device = world, device
+
+    def share(self, problem: Problem, phase: str) -> None:
+        """Collective: goes on if no rank has a problem.
+
+        Raises:
+            Exception: this rank's own problem.
+            CheckpointError: another rank's.
+        """
+        rows = self.world.exchange([int(problem is not None)], self._device, phase)
+        if not any(flag for (flag,) in rows):
+            return
+        own = None if problem is None else f"{type(problem).__name__}: {problem}"
+        told = self.world.exchange_json(own, self._device, phase)
+        if problem is not None:
+            raise problem
+        rank, text = next((rank, text) for rank, text in enumerate(told) if text is not None)
+        raise CheckpointError(f"while {phase}, rank {rank} failed, so all ranks stop here. It says: {text}")
+
+    def compare(self, describe: Callable[[], Any], phase: str) -> None:
+        """Collective: raises CheckpointError with the first difference if ranks do not describe the same."""
+        own = describe()
+        digest = hashlib.sha256(json.dumps(own).encode()).digest()
+        row = [int.from_bytes(digest[at : at + 8], "little", signed=True) for at in (0, 8)]
+        rows = self.world.exchange(row, self._device, phase)
+        if all(each == rows[0] for each in rows):
+            return
+        told = self.world.exchange_json(own, self._device, phase)
+        for rank, other in enumerate(told):
+            difference = first_difference(told[0], other)
+            if difference is not None:
+                where, ours, theirs = difference
+                raise CheckpointError(
+                    f"while {phase}, ranks differ in {where}: {ours!r} on rank 0, {theirs!r} on rank {rank}. Their "
+                    "ranges would belong to different checkpoints, so nothing was done. Make the same call with the "
+                    "same model and optimizers on every rank."
+                )
+
+    def from_rank_0(self, value: Any, phase: str) -> Any:
+        """Collective: rank 0's JSON-able value."""
+        return self.world.exchange_json(value if self.world.rank == 0 else None, self._device, phase)[0]
+
+
+class Desk:
+    """Where ranks leave word about one checkpoint: files beside those that they write."""
+
+    def __init__(self, site: Site, rank: int, size: int, seconds: float):
+        self._site, self._rank, self._size, self._seconds = site, rank, size, seconds
+
+    def done(self, part: dict[str, Any]) -> None:
+        """This rank's file is durable; ``part`` says what is in it."""
+        self._leave("json", json.dumps(part).encode())
+
+    def failed(self, problem: BaseException) -> None:
+        self._leave("failed", f"{type(problem).__name__}: {problem}".encode())
+
+    def _leave(self, suffix: str, data: bytes) -> None:
+        path = self._site.saving / f"rank-{self._rank:05d}.{suffix}"
+        new = path.with_name(f"{path.name}-new")
+        files.write_file(new, data)
+        files.rename(new, path)  # who finds it finds all of it
+        files.sync_directory(self._site.saving)
+
+    def parts(self) -> list[dict[str, Any]]:
+        """Rank 0: what every rank has left, once all have."""
+        wanted = [f"rank-{rank:05d}.json" for rank in range(self._size)]
+        self._wait(lambda names: all(name in names for name in wanted), "writing its file")
+        return [json.loads(files.read_file(self._site.saving / name, _MOST_OF_A_PART)) for name in wanted]
+
+    def published(self) -> None:
+        """Until rank 0 has published the checkpoint."""
+        self._wait(lambda _: files.is_directory(self._site.published), "publishing the checkpoint")
+
+    def _wait(self, is_there: Callable[[dict[str, int]], bool], what: str) -> None:
+        last, since, pause = None, time.monotonic(), _SHORTEST
+        while True:
+            # In this order: the directory is renamed in between, perhaps.
+            there = self._look()
+            if is_there(there):
+                return
+            self._raise_failure(there)
+            if there != last:
+                last, since = there, time.monotonic()
+            if time.monotonic() - since > self._seconds:
+                raise CheckpointError(
+                    f"a rank has not come to the end of {what} and nothing has grown in {self._site.saving} for "
+                    f"{self._seconds:.0f} s: it died, or it sees another file system. The checkpoint was given up; the "
+                    "last one is whole."
+                )
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST)
+
+    def _look(self) -> dict[str, int]:
+        """Names and sizes of what there is; empty once the directory is published or gone."""
+        try:
+            return files.sizes(self._site.saving)
+        except FileNotFoundError:
+            return {}
+
+    def _raise_failure(self, there: dict[str, int]) -> None:
+        for name in there:
+            if name.endswith(".failed"):
+                text = files.read_file(self._site.saving / name, _MOST_OF_A_PART).decode(errors="replace")
+                raise CheckpointError(
+                    f"rank {int(name[5:10])} failed while saving: there is no new checkpoint, the last one is whole. "
+                    f"It says: {text}"
+                )
+        if not there and not files.is_directory(self._site.published):
+            raise CheckpointError(
+                f"{self._site.saving} is gone and nothing was published: rank 0 gave the checkpoint up, or others "
+                "removed it. The last one is whole."
+            )

@@ -1,0 +1,179 @@
+"""What there is to save or to fill, by name: params with their optimizer and shard, and buffers."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ..binding import Binding, Entry
+from ..errors import CheckpointError
+from ..optimizer import ShardedOptimizer
+from ..partition.collectives import Ranks
+from ..partition.released import is_sharded
+from ..shard import Shard
+
+# What torch puts between a module and its name when it compiles or wraps it: not a part of the model.
+_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
+
+
+@dataclass(frozen=True)
+class Home:
+    """Where one param lives."""
+
+    name: str
+    aliases: tuple[str, ...]  # its other names, where it is tied
+    param: nn.Parameter
+    optimizer: int | None  # index of the one that it is given to
+    binding: Binding | None  # that keeps it in a shard
+    shard: Shard | None
+    index: int = 0  # in the shard's bucket
+    entry: Entry | None = None  # where it is trained
+
+
+@dataclass
+class Model:
+    """A module and its optimizers, as checkpoints see them."""
+
+    module: nn.Module
+    optimizers: Sequence[ShardedOptimizer]
+    homes: dict[str, Home] = field(init=False)
+    buffers: dict[str, torch.Tensor] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.module = unwrapped(self.module)
+        self.homes = {home.name: home for home in self._find_homes()}
+        self.buffers = dict(_persistent_buffers(self.module))
+
+    def _find_homes(self) -> Iterator[Home]:
+        names: dict[nn.Parameter, list[str]] = {}
+        for name, param in self.module.named_parameters(remove_duplicate=False):
+            names.setdefault(param, []).append(plain_name(name))
+        owner = {
+            param: number
+            for number, optimizer in enumerate(self.optimizers)
+            for group in optimizer.param_groups
+            for param in group["params"]
+        }
+        for param, number in owner.items():
+            if param not in names:
+                raise CheckpointError(
+                    f"a param of shape {tuple(param.shape)} of optimizer {number} is not in the module: checkpoints go "
+                    "by the module's names, so it would be lost. Give the module that holds all params."
+                )
+        sharded = {id(param): place for place in self._shards() for param in place[1].bucket.params}
+        for param, (name, *aliases) in names.items():
+            owned_by = owner.get(param)
+            binding: Binding | None = None
+            shard: Shard | None = None
+            at = 0
+            found = self.optimizers[owned_by]._binding if owned_by is not None else None
+            entry = found.entries.get(param) if found is not None else None
+            if entry is not None:
+                binding, shard, at = found, entry.shard, entry.index
+            elif id(param) in sharded:
+                binding, shard = sharded[id(param)]
+                at = next(index for index, each in enumerate(shard.bucket.params) if each is param)
+            elif is_sharded(param):
+                raise CheckpointError(
+                    f"{name!r} lies in slices, by an optimizer that was not given: its values are not here. Give all "
+                    "optimizers that work on the module."
+                )
+            yield Home(name, tuple(aliases), param, owned_by, binding, shard, at, entry)
+
+    def _shards(self) -> Iterator[tuple[Binding, Shard]]:
+        """Those of frozen params that are sharded."""
+        for optimizer in self.optimizers:
+            binding = optimizer._binding
+            if binding is not None and binding.sharded is not None:
+                for shard in binding.sharded.frozen:
+                    yield binding, shard
+
+    def names_in(self, optimizer: ShardedOptimizer) -> list[list[str]]:
+        """Names of the params of each group."""
+        name_of = {home.param: name for name, home in self.homes.items()}
+        return [[name_of[param] for param in group["params"]] for group in optimizer.param_groups]
+
+    @property
+    def world(self) -> Ranks:
+        return world_of(self.optimizers)
+
+    @property
+    def device(self) -> torch.device:
+        return device_of(self.module)
+
+    def check_whole(self) -> None:
+        """Raises CheckpointError while params and states may not belong together."""
+        for optimizer in self.optimizers:
+            binding = optimizer._binding
+            if binding is not None and binding.broken is not None:
+                raise CheckpointError(
+                    f"a step failed half-way ({binding.broken}): params and states of the ranks may belong to "
+                    "different steps. Nothing was saved; start anew from the last checkpoint."
+                )
+            sharded = None if binding is None else binding.sharded
+            if sharded is not None and any(each.users for each in sharded.buckets):
+                raise CheckpointError(
+                    "params are gathered at this moment, and what was written to them is not yet in the shards: "
+                    "call this outside of `with optimizer.unsharded():` and of the module's own forward."
+                )
+
+
+def as_list(optimizer: ShardedOptimizer | Sequence[ShardedOptimizer] | None) -> list[ShardedOptimizer]:
+    """The optimizers that a caller gave: one, several or none."""
+    found = (
+        [] if optimizer is None else [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+    )
+    for each in found:
+        if not isinstance(each, ShardedOptimizer):
+            raise TypeError(
+                f"a checkpoint holds the states of shardopt's optimizers, found a {type(each).__name__}: use the "
+                "Sharded class of that name, or save its state_dict()'s tensors as extra."
+            )
+        each._check_open()
+    return found
+
+
+def world_of(optimizers: Sequence[ShardedOptimizer]) -> Ranks:
+    """All ranks that make a checkpoint together."""
+    worlds = [optimizer._bound().mesh.world for optimizer in optimizers]
+    if not worlds:
+        return Ranks(None, None)
+    if any((world.size, world.rank) != (worlds[0].size, worlds[0].rank) for world in worlds):
+        raise CheckpointError(
+            "the optimizers work on different process groups: not every rank would know what to write. Save each with "
+            "its own module and directory."
+        )
+    return worlds[0]
+
+
+def device_of(module: nn.Module) -> torch.device:
+    """On which its ranks talk."""
+    return next((param.device for param in module.parameters()), torch.device("cpu"))
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """The user's own module, without what DDP and torch.compile put around it."""
+    while True:
+        if isinstance(module, DistributedDataParallel):
+            module = module.module
+        elif "_orig_mod" in module._modules:
+            module = module._orig_mod  # type: ignore[assignment]
+        else:
+            return module
+
+
+def plain_name(name: str) -> str:
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
+def _persistent_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    seen = set()
+    for prefix, each in module.named_modules():
+        for name, buffer in each.named_buffers(recurse=False):
+            if name not in each._non_persistent_buffers_set and buffer not in seen:
+                seen.add(buffer)
+                yield plain_name(f"{prefix}.{name}" if prefix else name), buffer

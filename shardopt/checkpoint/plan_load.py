@@ -1,0 +1,163 @@
+"""Which elements of a checkpoint this rank reads and where they go: decided first, then followed."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ..errors import CheckpointError
+from ..partition.bucket import flattened
+from ..states import ParamState
+from .elements import Elements, Flat, InShard, flat_of, is_dense, same_order, strides_of
+from .fit import Fit
+from .manifest import Key, Manifest, Tensor
+from .model import Home, Model
+from .reader import Checkpoint, Chunk, chunks_of
+
+Deliver = Callable[[torch.Tensor], None]  # takes a whole tensor with the shape of the one that was saved
+
+
+@dataclass(frozen=True)
+class Target:
+    """Elements ``[start, stop)`` of a saved tensor go to ``elements``, from ``offset`` on."""
+
+    key: Key
+    tensor: Tensor
+    start: int
+    stop: int
+    elements: Elements
+    offset: int
+
+    def chunks(self) -> Iterator[Chunk]:
+        return chunks_of(self.key, self.tensor, self.start, self.stop)
+
+    def fill(self, checkpoint: Checkpoint) -> None:
+        for chunk in self.chunks():
+            first, last = max(chunk.start, self.start), min(chunk.stop, self.stop)
+            values = checkpoint.read(chunk)[first - chunk.start : last - chunk.start]
+            self.elements.write(self.offset + first - self.start, values)
+
+
+@dataclass(frozen=True)
+class Detour:
+    """A tensor that lies in another storage order here, or in no flat memory: read whole on the host, and handed on."""
+
+    key: Key
+    tensor: Tensor
+    deliver: Deliver
+
+    def chunks(self) -> Iterator[Chunk]:
+        return chunks_of(self.key, self.tensor)
+
+    def fill(self, checkpoint: Checkpoint) -> None:
+        self.deliver(checkpoint.whole(self.key))
+
+
+@dataclass
+class LoadPlan:
+    """One rank's part in loading.
+
+    Attributes:
+        targets: in the order in which they are filled.
+        waiting: states for params that no optimizer has bound: whole, on the host.
+    """
+
+    targets: list[Target | Detour] = field(default_factory=list)
+    waiting: dict[torch.nn.Parameter, ParamState] = field(default_factory=dict)
+
+
+def plan_load(manifest: Manifest, model: Model, fit: Fit) -> LoadPlan:
+    """The plan for what fits. Allocates states that are not there yet; changes no value.
+
+    Raises:
+        CheckpointError: there is no memory to load into.
+    """
+    return _Planner(manifest, model).plan(fit)
+
+
+class _Planner:
+    def __init__(self, manifest: Manifest, model: Model):
+        self.manifest, self.model, self.made = manifest, model, LoadPlan()
+        self.kinds: dict[str, list[str]] = {}
+        for key, _ in manifest.of("params"):
+            self.kinds.setdefault(key.name, []).append(key.kind)
+
+    def plan(self, fit: Fit) -> LoadPlan:
+        for name, saved in fit.params.items():
+            home = self.model.homes[name]
+            if home.param.is_meta:
+                raise CheckpointError(
+                    f"{name!r} is on the meta device and has no memory to load into: give its optimizer too, which "
+                    "makes some, or call module.to_empty(device=...) first."
+                )
+            self._param(home, Key("params", saved, "param"))
+            if name in fit.states:
+                self._states(home, saved)
+        for name in fit.buffers:
+            self._plain(Key("buffers", name, "value"), self.model.buffers[name])
+        return self.made
+
+    def _param(self, home: Home, key: Key) -> None:
+        shard = home.shard
+        if shard is None or shard.gathered is None:
+            self._plain(key, home.param)
+        else:
+            self._slice(home, key)
+
+    def _states(self, home: Home, saved: str) -> None:
+        kinds = [kind for kind in self.kinds[saved] if kind != "param"]
+        if home.entry is not None and home.shard is not None:
+            home.shard.ensure_states(kind for kind in kinds if kind != "master")
+            for kind in kinds:
+                if kind != "master" or home.shard.master is not None:
+                    self._slice(home, Key("params", saved, kind))
+        elif self.manifest.params[saved]["has_state"]:
+            about = self.manifest.params[saved]
+            state = ParamState(about["step"], carried_of(about))
+            self.made.waiting[home.param] = state
+            for kind in kinds:
+                self._wait_for(state, Key("params", saved, kind))
+
+    def _wait_for(self, state: ParamState, key: Key) -> None:
+        def deliver(whole: torch.Tensor) -> None:
+            state.tensors[key.kind] = whole
+
+        self.made.targets.append(Detour(key, self.manifest.tensors[key], deliver))
+
+    def _slice(self, home: Home, key: Key) -> None:
+        """What of the tensor lies in this rank's shard."""
+        shard, tensor = home.shard, self.manifest.tensors[key]
+        assert shard is not None
+        where = shard.slice_of(home.index)
+        numel = where.local.stop - where.local.start
+        elements = InShard(shard, key.kind, where.local.start)
+        if same_order(tensor.shape, tensor.strides, shard.strides(home.index)):
+            self.made.targets.append(Target(key, tensor, where.start, where.start + numel, elements, 0))
+            return
+
+        def deliver(whole: torch.Tensor) -> None:
+            ordered = flattened(shard.ordered(home.index, whole))
+            elements.write(0, ordered[where.start : where.start + numel])
+
+        self.made.targets.append(Detour(key, tensor, deliver))
+
+    def _plain(self, key: Key, to: torch.Tensor) -> None:
+        """All of it, into a tensor that is whole on this rank."""
+        tensor = self.manifest.tensors[key]
+        if is_dense(to) and same_order(tensor.shape, tensor.strides, strides_of(to)):
+            self.made.targets.append(Target(key, tensor, 0, tensor.numel, Flat(flat_of(to)), 0))
+        else:
+            self.made.targets.append(Detour(key, tensor, _copier(to)))
+
+
+def _copier(to: torch.Tensor) -> Deliver:
+    def deliver(whole: torch.Tensor) -> None:
+        to.detach().copy_(whole)
+
+    return deliver
+
+
+def carried_of(about: Mapping[str, Any]) -> dict[str, float]:
+    """Scalars that a rule hands on from step to step, to the bit."""
+    return {name: float.fromhex(value) for name, value in about["carried"].items()}

@@ -1,0 +1,227 @@
+"""What a checkpoint will hold and which ranges of it this rank writes: decided first, then followed."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import CheckpointError
+from ..part import Part
+from ..partition.layout import BLOCK
+from ..partition.mesh import Mesh
+from ..states import ParamState
+from . import rng, values
+from .elements import Elements, Flat, InShard, chunks_of, flat_of, strides_of
+from .manifest import NAME_OF_DTYPE, Key, Tensor, Tensors
+from .model import Home, Model
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One range that this rank writes: elements ``[start, stop)`` of a tensor, found from ``offset`` on."""
+
+    key: Key
+    tensor: Tensor  # without ranges
+    start: int
+    stop: int
+    elements: Elements
+    offset: int = 0
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.tensor.dtype.itemsize
+
+    @property
+    def label(self) -> str:
+        """Its name in the rank's file."""
+        return f"{self.key.section}/{self.key.name}/{self.key.kind}[{self.start}:{self.stop}]"
+
+    def read(self, start: int, stop: int) -> torch.Tensor:
+        """Some of its elements, counted from its own start, 1D."""
+        return self.elements.read(self.offset + start, self.offset + stop)
+
+    def chunks(self) -> Iterator[torch.Tensor]:
+        return chunks_of(self.read, self.numel, self.tensor.dtype)
+
+
+@dataclass(frozen=True)
+class SavePlan:
+    """One rank's part in a checkpoint.
+
+    Attributes:
+        pieces: what this rank writes; the widest dtypes first, so that all are aligned in the file.
+        tensors: all that all ranks write, without ranges; those of this rank alone (random numbers) left out.
+        shared: JSON that must be the same on all ranks: params, optimizers, step.
+        own: JSON of rank 0 alone: what the user gave.
+    """
+
+    pieces: tuple[Piece, ...]
+    tensors: Tensors
+    shared: Mapping[str, Any]
+    own: Mapping[str, Any]
+
+    @property
+    def step(self) -> int:
+        return int(self.shared["step"])
+
+    def skeleton(self) -> dict[str, Any]:
+        """What ranks compare before anything is written."""
+        described = {
+            str(key): [list(tensor.shape), list(tensor.strides), NAME_OF_DTYPE[tensor.dtype]]
+            for key, tensor in self.tensors.items()
+            if key.section != "extra"
+        }
+        return {**self.shared, "tensors": described}
+
+
+def plan_save(model: Model, extra: Mapping[str, Any], step: int | None) -> SavePlan:
+    """The plan for the values of this moment. Local, reads no element.
+
+    Raises:
+        CheckpointError: something cannot be saved; nothing was written.
+    """
+    model.check_whole()
+    return _Planner(model).plan(extra, step)
+
+
+class _Planner:
+    def __init__(self, model: Model):
+        self.model, self.world = model, model.world
+        self.pieces: list[Piece] = []
+        self.tensors: Tensors = {}
+
+    def plan(self, extra: Mapping[str, Any], step: int | None) -> SavePlan:
+        model = self.model
+        group_of = {
+            param: group
+            for optimizer in model.optimizers
+            for group in optimizer.param_groups
+            for param in group["params"]
+        }
+        params = {name: self._param(home, group_of.get(home.param, {})) for name, home in model.homes.items()}
+        for name, buffer in model.buffers.items():
+            # Ranks may hold others (running statistics): DDP too lets those of rank 0 count.
+            self._whole(Key("buffers", name, "value"), buffer, on_rank_0=True)
+        optimizers = [self._optimizer(number) for number in range(len(model.optimizers))]
+        if step is None:
+            step = max((each["step"] for each in params.values()), default=0)
+        own = {
+            "extra": values.encode(dict(extra), self._keep, "extra"),
+            "module_extra": values.encode(dict(_extra_states(model.module)), self._keep, "get_extra_state()"),
+        }
+        for kind, state in rng.states(model.device).items():
+            key = Key("rng", str(self.world.rank), kind)
+            self._add(key, _described(key, state), 0, state.numel(), Flat(state), 0)
+        ordered = sorted(self.pieces, key=lambda piece: -piece.tensor.dtype.itemsize)
+        return SavePlan(tuple(ordered), self.tensors, {"step": step, "params": params, "optimizers": optimizers}, own)
+
+    def _optimizer(self, number: int) -> dict[str, Any]:
+        optimizer = self.model.optimizers[number]
+        groups = []
+        names = self.model.names_in(optimizer)
+        for index, (group, its_names) in enumerate(zip(optimizer.param_groups, names, strict=True)):
+            given = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+            where = f"group {index} of optimizer {number}"
+            groups.append({"params": its_names, "values": values.encode(given, self._keep, where)})
+        return {"rule": optimizer.rule.name, "counts_steps": optimizer.rule.counts_steps, "groups": groups}
+
+    # -- params ----------------------------------------------------------------------------------------------------
+
+    def _param(self, home: Home, group: Mapping[str, Any]) -> dict[str, Any]:
+        if home.param.is_meta:
+            raise CheckpointError(
+                f"{home.name!r} is on the meta device and has no values: there is nothing to save. Call bind() first."
+            )
+        state = ParamState()
+        has_state = False
+        if home.entry is not None and home.shard is not None:
+            state = ParamState(home.entry.step, home.entry.carried)
+            has_state = home.entry.has_state
+        elif home.optimizer is not None:
+            loaded = self.model.optimizers[home.optimizer]._loaded.get(home.param)
+            if loaded is not None:
+                state, has_state = loaded, True
+        if home.shard is None:
+            self._whole(Key("params", home.name, "param"), home.param)
+        else:
+            self._sharded(home, "param", home.param.dtype)
+            if home.entry is not None and home.optimizer is not None:
+                names = self.model.optimizers[home.optimizer].rule.variant(group).states if has_state else ()
+                for kind in (*home.shard.masters, *(name for name in names if name in home.shard.states)):
+                    self._sharded(home, kind, torch.float32)
+        for kind, tensor in state.tensors.items():
+            if isinstance(tensor, Part):
+                raise CheckpointError(
+                    f"{kind} of {home.name!r} was loaded as a part and is not bound yet: the rest of it is not here. "
+                    "Take a step first, or save before loading."
+                )
+            self._whole(Key("params", home.name, kind), tensor)
+        return {
+            "aliases": list(home.aliases),
+            "optimizer": home.optimizer,
+            "step": state.step,
+            "carried": {name: float(value).hex() for name, value in state.carried.items()},
+            "has_state": has_state,
+        }
+
+    def _sharded(self, home: Home, kind: str, dtype: torch.dtype) -> None:
+        shard, binding = home.shard, home.binding
+        assert shard is not None and binding is not None
+        key = Key("params", home.name, kind)
+        tensor = Tensor(tuple(home.param.shape), shard.strides(home.index), dtype, ())
+        where = shard.slice_of(home.index)
+        numel = where.local.stop - where.local.start
+        first, last = _own_cut(numel, binding.mesh)
+        self._add(key, tensor, where.start + first, where.start + last, InShard(shard, kind, where.local.start), first)
+
+    def _whole(self, key: Key, tensor: torch.Tensor, on_rank_0: bool = False) -> None:
+        """A tensor that every rank has: each writes a part of it, or rank 0 writes it."""
+        described = _described(key, tensor)
+        first, last = cut(tensor.numel(), self.world.size, self.world.rank)
+        if on_rank_0:
+            first, last = (0, tensor.numel()) if self.world.rank == 0 else (0, 0)
+        self._add(key, described, first, last, Flat(flat_of(tensor)), first)
+
+    def _add(self, key: Key, tensor: Tensor, start: int, stop: int, elements: Elements, offset: int) -> None:
+        if key.section != "rng":
+            self.tensors[key] = tensor
+        if start < stop:
+            self.pieces.append(Piece(key, tensor, start, stop, elements, offset))
+
+    def _keep(self, tensor: torch.Tensor) -> str:
+        name = str(sum(key.section == "extra" for key in self.tensors))
+        self._whole(Key("extra", name, "value"), tensor.detach().clone(), on_rank_0=True)
+        return name
+
+
+def cut(numel: int, parts: int, index: int) -> tuple[int, int]:
+    """Where the part of ``index`` begins and ends when elements are shared out evenly, in whole blocks."""
+    blocks = (numel + BLOCK - 1) // BLOCK
+    step = (blocks + parts - 1) // parts * BLOCK
+    return min(index * step, numel), min((index + 1) * step, numel)
+
+
+def _own_cut(numel: int, mesh: Mesh) -> tuple[int, int]:
+    """Ranks that hold copies of one slice write a part of it each."""
+    return cut(numel, mesh.replicate.size, mesh.replicate.rank)
+
+
+def _described(key: Key, tensor: torch.Tensor) -> Tensor:
+    if tensor.dtype not in NAME_OF_DTYPE or tensor.layout is not torch.strided or isinstance(tensor, Part):
+        raise CheckpointError(
+            f"{key} is a {type(tensor).__name__} of {tensor.dtype} and layout {tensor.layout}, which the file format "
+            "cannot hold: nothing was saved. Convert it to a dense tensor of a common dtype first."
+        )
+    return Tensor(tuple(tensor.shape), strides_of(tensor), tensor.dtype, ())
+
+
+def _extra_states(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    for name, each in module.named_modules():
+        if type(each).get_extra_state is not nn.Module.get_extra_state:
+            yield name, each.get_extra_state()

@@ -1,0 +1,182 @@
+"""Directories of checkpoints: made under a name that nobody reads, published by one rename, removed in the same way.
+
+What is in which order durable decides what a crash leaves:
+
+1. ``saving-<token>/owner-<token>``: from here on the directory is known as ours;
+2. the ranks' files, then the manifest: content first, then names;
+3. the rename to ``<sequence>-step<step>-<token>``: the checkpoint exists, whole, for whoever lists the directory;
+4. ``latest``, by a rename too: it names a checkpoint that exists;
+5. old ones, once the new one was verified: renamed to ``removing-<token>`` before their first file goes.
+
+Leftovers are ``saving-`` and ``removing-`` directories whose owner's lock is free, because its process ended.
+"""
+
+import re
+import secrets
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..errors import CheckpointError
+from . import files
+
+MANIFEST, LATEST = "manifest.json", "latest"
+TOKEN = r"(?P<token>[0-9a-f]{16})"
+PUBLISHED = re.compile(r"(?P<sequence>\d{6,})-step(?P<step>\d+)-" + TOKEN)
+_LEFTOVER = re.compile(r"(saving|removing)-" + TOKEN)
+_POINTER = re.compile(r"latest-" + TOKEN)
+_OURS = re.compile(r"rank-\d{5}\.(safetensors|json|json-new|failed|failed-new)|manifest\.json|owner-[0-9a-f]{16}")
+_PART = re.compile(r"rank-\d{5}\.json")
+_MOST_OF_A_POINTER = 256
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where one checkpoint is being written, and where it will be published. The same on all ranks."""
+
+    root: Path
+    sequence: int
+    step: int
+    token: str
+
+    @property
+    def saving(self) -> Path:
+        return self.root / f"saving-{self.token}"
+
+    @property
+    def published(self) -> Path:
+        return self.root / f"{self.sequence:06d}-step{self.step}-{self.token}"
+
+    @property
+    def owner(self) -> Path:
+        return self.saving / f"owner-{self.token}"
+
+
+def begin(root: Path, step: int) -> tuple[Site, int]:
+    """Rank 0: collects what crashes left, and makes the directory to write in; its lock is closed at the end."""
+    if not files.is_directory(root):
+        files.make_directories(root)
+    collect(root)
+    site = Site(root, 1 + max(map(sequence_of, published(root)), default=0), step, secrets.token_hex(8))
+    files.make_directory(site.saving)
+    lock = files.create(site.owner)
+    try:
+        files.hold(lock)
+        files.sync(lock)
+        files.sync_directory(site.saving)
+        files.sync_directory(root)
+    except BaseException:
+        files.close(lock)  # held for longer, it would say that somebody still writes
+        raise
+    return site, lock
+
+
+def publish(site: Site, manifest: bytes) -> None:
+    """Rank 0: all ranks' files are durable. From the return of this on, so is the checkpoint."""
+    files.write_file(site.saving / MANIFEST, manifest)
+    for name in files.names(site.saving):
+        if _PART.fullmatch(name):  # all of it is in the manifest
+            files.remove(site.saving / name)
+    files.sync_directory(site.saving)
+    files.rename(site.saving, site.published)
+    files.sync_directory(site.root)
+    pointer = site.root / f"{LATEST}-{site.token}"
+    files.write_file(pointer, f"{site.published.name}\n".encode())
+    files.rename(pointer, site.root / LATEST)
+    files.sync_directory(site.root)
+
+
+def published(root: Path) -> list[Path]:
+    """Checkpoints in this directory, the oldest first."""
+    found = [root / name for name in files.names(root) if PUBLISHED.fullmatch(name)]
+    return sorted(filter(files.is_directory, found), key=lambda path: (sequence_of(path), path.name))
+
+
+def sequence_of(path: Path) -> int:
+    match = PUBLISHED.fullmatch(path.name)
+    assert match is not None
+    return int(match["sequence"])
+
+
+def find(directory: Path) -> Path:
+    """The checkpoint that a user means by a directory: itself, or the one that ``latest`` names, or else the newest.
+
+    Raises:
+        CheckpointError: there is none, or ``latest`` names one that is not there.
+    """
+    if files.is_file(directory / MANIFEST):
+        return directory
+    if not files.is_directory(directory):
+        raise CheckpointError(
+            f"{directory} is no directory: there is no checkpoint to load. Give the directory that save_checkpoint() "
+            "was given, on a file system that every rank sees."
+        )
+    there = published(directory)
+    if not files.is_file(directory / LATEST):
+        if there:  # the process ended between the publication of the very first one and its pointer
+            return there[-1]
+        raise CheckpointError(
+            f"{directory} holds no checkpoint (no {LATEST!r}, no {MANIFEST!r}): give the directory that "
+            "save_checkpoint() was given, or start without one."
+        )
+    name = files.read_file(directory / LATEST, _MOST_OF_A_POINTER)
+    target = next((path for path in there if f"{path.name}\n".encode() == name), None)
+    if target is None:
+        raise CheckpointError(
+            f"{directory / LATEST} names {name[:80]!r}, which is not there: it was changed, or others removed the "
+            f"checkpoint. Load one of these by its own path: {[path.name for path in there]}."
+        )
+    return target
+
+
+# -- removing ----------------------------------------------------------------------------------------------------------
+
+
+def rotate(root: Path, keep: int, newest: Path) -> None:
+    """Rank 0: removes all but the ``keep`` newest checkpoints; ``newest``, just verified, stays in any case."""
+    older = [path for path in published(root) if path != newest]
+    for path in older[: len(older) - (keep - 1)] if keep > 1 else older:
+        match = PUBLISHED.fullmatch(path.name)
+        assert match is not None
+        if not _is_ours(path, match["token"]):
+            continue
+        leaving = root / f"removing-{match['token']}"
+        files.rename(path, leaving)
+        files.sync_directory(root)
+        _empty(leaving, match["token"])
+
+
+def collect(root: Path) -> None:
+    """Removes what crashes left in ``root``. What bears no token of ours, or is being written by a process, stays."""
+    for name in files.names(root):
+        path, directory, pointer = root / name, _LEFTOVER.fullmatch(name), _POINTER.fullmatch(name)
+        if pointer is not None and files.is_file(path):
+            files.remove(path)
+        elif directory is not None and files.is_directory(path):
+            token = directory["token"]
+            if not files.names(path):  # it ended before the owner was there, or behind its removal
+                files.remove_directory(path)
+            elif _is_ours(path, token) and not files.is_held(path / f"owner-{token}"):
+                _empty(path, token)
+
+
+def _is_ours(path: Path, token: str) -> bool:
+    return files.is_file(path / f"owner-{token}")
+
+
+def _empty(path: Path, token: str) -> None:
+    """Removes the files that we make and, if nothing else is there, the directory; the owner's sign goes last."""
+    sign = f"owner-{token}"
+    there = files.names(path)
+    for name in there:
+        if _OURS.fullmatch(name) and name != sign and files.is_file(path / name):
+            files.remove(path / name)
+    if all(_OURS.fullmatch(name) for name in there):
+        files.sync_directory(path)
+        files.remove(path / sign)
+        files.remove_directory(path)
+
+
+def abandon(site: Site) -> None:
+    """Rank 0: the checkpoint will not be; its directory is removed, or left to be collected."""
+    if files.is_directory(site.saving) and _is_ours(site.saving, site.token):
+        _empty(site.saving, site.token)

@@ -1,0 +1,157 @@
+"""A published checkpoint, read a proven chunk at a time."""
+
+import hashlib
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from ..errors import CheckpointError
+from . import files
+from .manifest import CHUNK_BYTES, MAX_BYTES, Key, Manifest, Range, Tensor
+from .publish import MANIFEST, published
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Elements ``[start, stop)`` of a tensor that are read and proven together."""
+
+    key: Key
+    dtype: torch.dtype
+    file: str
+    start: int
+    stop: int
+    offset: int
+    checksum: int
+
+    @property
+    def nbytes(self) -> int:
+        return (self.stop - self.start) * self.dtype.itemsize
+
+
+def chunks_of_range(key: Key, tensor: Tensor, each: Range, start: int, stop: int) -> Iterator[Chunk]:
+    """The chunks of a range that hold some of the elements ``[start, stop)``."""
+    step = CHUNK_BYTES // tensor.dtype.itemsize
+    first, last = max(start, each.start) - each.start, min(stop, each.stop) - each.start
+    if first >= last:
+        return
+    for index in range(first // step, -(-last // step)):
+        begin = each.start + index * step
+        end = min(begin + step, each.stop)
+        offset = each.offset + index * CHUNK_BYTES
+        yield Chunk(key, tensor.dtype, each.file, begin, end, offset, each.checksums[index])
+
+
+def chunks_of(key: Key, tensor: Tensor, start: int = 0, stop: int | None = None) -> Iterator[Chunk]:
+    """In the order of the elements, all that hold some of ``[start, stop)``."""
+    stop = tensor.numel if stop is None else stop
+    for each in sorted(tensor.ranges, key=lambda each: each.start):
+        yield from chunks_of_range(key, tensor, each, start, stop)
+
+
+class Checkpoint:
+    """Open files of one checkpoint. One reader at a time: the buffer that chunks are read into is shared."""
+
+    def __init__(self, path: Path):
+        """
+        Raises:
+            CheckpointError: the manifest is missing, or not as it was written.
+        """
+        self.path = path
+        data = files.read_file(path / MANIFEST, MAX_BYTES)
+        self.digest = hashlib.sha256(data).hexdigest()
+        self.manifest = Manifest.from_bytes(data, str(path / MANIFEST))
+        self._open: dict[str, int] = {}
+        self._buffer = torch.empty(CHUNK_BYTES, dtype=torch.uint8)
+        self._bytes = memoryview(cast(Any, self._buffer.numpy()))
+
+    def __enter__(self) -> "Checkpoint":
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        for file in self._open.values():
+            files.close(file)
+        self._open = {}
+
+    def read(self, chunk: Chunk) -> torch.Tensor:
+        """Its elements, 1D on the host, until the next call.
+
+        Raises:
+            CheckpointError: they are not those that were saved.
+        """
+        buffer = self._bytes[: chunk.nbytes]
+        if files.read_into(self._file(chunk.file), buffer, chunk.offset) < chunk.nbytes:
+            raise self._damaged(chunk, "the file ends before it")
+        if zlib.crc32(buffer) != chunk.checksum:
+            raise self._damaged(chunk, "its bytes do not match their checksum")
+        return self._buffer[: chunk.nbytes].view(chunk.dtype)
+
+    def whole(self, key: Key) -> torch.Tensor:
+        """A new tensor on the host: for small ones."""
+        tensor = self.manifest.tensors[key]
+        flat = torch.empty(tensor.numel, dtype=tensor.dtype)
+        for chunk in chunks_of(key, tensor):
+            flat[chunk.start : chunk.stop] = self.read(chunk)
+        return flat.as_strided(tensor.shape, tensor.strides)
+
+    def check_file(self, name: str) -> None:
+        """Raises CheckpointError unless a file is the one that belongs here; its elements are not read."""
+        self._file(name)
+
+    def _file(self, name: str) -> int:
+        if name not in self._open:
+            file = files.open_file(self.path / name)
+            try:
+                self._check_header(name, file)
+            except BaseException:
+                files.close(file)
+                raise
+            self._open[name] = file
+        return self._open[name]
+
+    def _check_header(self, name: str, file: int) -> None:
+        expected, nbytes = self.manifest.files[name], files.size(file)
+        if nbytes != expected.nbytes:
+            raise CheckpointError(
+                f"{self.path / name} has {nbytes} bytes, {expected.nbytes} were written: it was truncated or replaced, "
+                f"so it was not read. It holds {self._content(name)}. {self._advice()}"
+            )
+        head = bytearray(expected.header_bytes)
+        files.read_into(file, memoryview(head), 0)
+        if hashlib.sha256(head).hexdigest() != expected.header_sha256:
+            raise CheckpointError(
+                f"the header of {self.path / name} is not the one that was written: the file was damaged, or it is "
+                f"that of another rank or checkpoint. It should hold {self._content(name)}. {self._advice()}"
+            )
+
+    def _content(self, name: str) -> str:
+        held = [
+            f"{key} [{each.start}:{each.stop}]"
+            for key, tensor in self.manifest.tensors.items()
+            for each in tensor.ranges
+            if each.file == name
+        ]
+        return ", ".join(held[:3]) + (f" and {len(held) - 3} more ranges" if len(held) > 3 else "")
+
+    def _damaged(self, chunk: Chunk, what: str) -> CheckpointError:
+        return CheckpointError(
+            f"{self.path / chunk.file}, bytes {chunk.offset} to {chunk.offset + chunk.nbytes}, elements "
+            f"[{chunk.start}:{chunk.stop}] of {chunk.key}: {what}. Training would go on from other values than were "
+            f"saved. {self._advice()}"
+        )
+
+    def _advice(self) -> str:
+        others = [path.name for path in _siblings(self.path)]
+        return (
+            f"Load another checkpoint ({', '.join(others)})." if others else "There is no other checkpoint beside it."
+        )
+
+
+def _siblings(path: Path) -> list[Path]:
+    try:
+        return [each for each in published(path.parent) if each.name != path.name][-3:]
+    except OSError:
+        return []

@@ -1,0 +1,126 @@
+"""Saving: a plan, then every rank writes its own ranges, then rank 0 publishes what all have written."""
+
+import weakref
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from ..errors import CheckpointError, ShardoptError
+from ..optimizer import ShardedOptimizer
+from . import files, publish
+from .background import Background, Saving
+from .meeting import Desk, Meeting, Problem
+from .model import Model, as_list, device_of, unwrapped, world_of
+from .plan_save import SavePlan, plan_save
+from .publish import Site
+from .write import Run, as_checkpoint_error
+
+_BACKGROUNDS: weakref.WeakKeyDictionary[nn.Module, Background] = weakref.WeakKeyDictionary()
+
+
+def save_checkpoint(
+    directory: str | Path,
+    module: nn.Module,
+    optimizer: ShardedOptimizer | Sequence[ShardedOptimizer] | None = None,
+    *,
+    extra: Mapping[str, Any] | None = None,
+    step: int | None = None,
+    keep: int | None = None,
+    asynchronous: bool = False,
+) -> Saving:
+    """Saves params, buffers, optimizer states, param groups and random numbers as a new checkpoint. Collective.
+
+    Each rank writes what it holds; nothing is gathered. The checkpoint loads at any number of ranks and any stage. It
+    is there whole or not at all, whenever the machine stops.
+
+    Args:
+        directory: of all checkpoints of this training, on a file system that all ranks see. It is made if missing.
+        module: whose names the checkpoint goes by; plain, DDP or compiled. Buffers that are not persistent are left
+            out, as in ``module.state_dict()``.
+        optimizer: one or several, or None for the module alone.
+        extra: what else is to be found again: tensors, numbers, strings, None, lists, tuples, dicts with string keys
+            (a scheduler's or scaler's ``state_dict()``, say). That of rank 0 is saved.
+        step: for the checkpoint's name; None: the most steps that a param has taken.
+        keep: remove all but this many of the newest checkpoints once this one was read back and proven. None: none.
+        asynchronous: return as soon as the values of now are copied to host memory, and write in the background.
+
+    Returns:
+        A handle: ``wait()`` gives the checkpoint's path, or raises what went wrong. Unless ``asynchronous``, all is
+        done by then.
+
+    Raises:
+        CheckpointError: on every rank; no checkpoint was published, those before it are whole.
+    """
+    optimizers = as_list(optimizer)
+    background = _BACKGROUNDS.setdefault(unwrapped(module), Background())
+    background.settle()
+    meeting = Meeting(world_of(optimizers), device_of(module))
+    plan: SavePlan | None = None
+    problem: Problem = None
+    try:
+        if keep is not None and keep < 1:
+            raise ValueError(f"keep={keep}: at least the new checkpoint stays; None keeps all.")
+        if step is not None and step < 0:
+            raise ValueError(f"step={step}: it is part of the checkpoint's name, and a count.")
+        plan = plan_save(Model(module, optimizers), extra or {}, step)
+    except Exception as error:
+        problem = error
+    meeting.share(problem, "planning a checkpoint")
+    assert plan is not None
+    skeleton = {**plan.skeleton(), "keep": keep, "asynchronous": asynchronous}
+    meeting.compare(lambda: skeleton, "planning a checkpoint")
+    site, lock = _begin(Path(directory), plan.step, meeting)
+    world = meeting.world
+    desk = Desk(site, world.rank, world.size, world.seconds)
+    if asynchronous:
+        try:
+            plan = replace(plan, pieces=tuple(background.staging.copy(plan.pieces)))
+        except Exception as error:
+            problem = error
+        _share_or_abandon(meeting, problem, site, lock, "copying what is to be saved")
+        return background.start(Run(site, lock, plan, desk, keep, world.rank, world.size))
+    try:
+        Run(site, lock, plan, desk, keep, world.rank, world.size).run()
+    except Exception as error:
+        problem = error
+    _share_or_abandon(meeting, problem, site, None, "saving a checkpoint")
+    return Saving(site.published)
+
+
+def _begin(root: Path, step: int, meeting: Meeting) -> tuple[Site, int | None]:
+    """Collective: the directory to write in, made by rank 0 and seen by all."""
+    phase = "making the checkpoint's directory"
+    problem: Problem = None
+    lock: int | None = None
+    told: list[Any] = []
+    if meeting.world.rank == 0:
+        try:
+            site, lock = publish.begin(root, step)
+            told = [site.sequence, site.step, site.token]
+        except Exception as error:
+            problem = as_checkpoint_error(error, root)
+    meeting.share(problem, phase)
+    site = Site(root, *meeting.from_rank_0(told, phase))
+    if not files.is_file(site.owner):
+        problem = CheckpointError(
+            f"rank 0 made {site.saving}, which is not there on rank {meeting.world.rank}: each machine would keep "
+            "ranges of its own. Give a directory on a file system that all ranks see."
+        )
+    _share_or_abandon(meeting, problem, site, lock, phase)
+    return site, lock
+
+
+def _share_or_abandon(meeting: Meeting, problem: Problem, site: Site, lock: int | None, phase: str) -> None:
+    try:
+        meeting.share(problem, phase)
+    except BaseException:
+        if lock is not None:
+            files.close(lock)
+        if meeting.world.rank == 0:
+            with suppress(OSError, ShardoptError):  # what is left is collected by the next save
+                publish.abandon(site)
+        raise

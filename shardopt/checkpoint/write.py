@@ -1,0 +1,147 @@
+"""What one rank does for one checkpoint once the plan stands: it writes its ranges; rank 0 publishes what all wrote."""
+
+import hashlib
+import zlib
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..errors import CheckpointError
+from . import files, publish
+from .manifest import File, Key, Manifest, Range, Tensor, Tensors, tensors_from_json, tensors_to_json
+from .meeting import Desk
+from .plan_save import Piece, SavePlan
+from .publish import Site
+from .reader import chunks_of_range
+from .tensor_file import Writer, header
+
+
+class Run:
+    """What one rank does for one checkpoint once the plan stands. Talks to other ranks through files only."""
+
+    def __init__(
+        self, site: Site, lock: int | None, plan: SavePlan, desk: Desk, keep: int | None, rank: int, size: int
+    ):
+        self.site, self._lock, self._plan, self._desk = site, lock, plan, desk
+        self._keep, self._rank, self._size = keep, rank, size
+        self._path = site.saving / f"rank-{rank:05d}.safetensors"
+
+    def run(self) -> None:
+        """
+        Raises:
+            CheckpointError: on this rank or another one.
+        """
+        try:
+            part = self._write()
+            if self._keep is not None:
+                self._read_back(part)
+            self._desk.done(part)
+            if self._rank == 0:
+                publish.publish(self.site, self._manifest(self._desk.parts()).to_bytes())
+                if self._keep is not None:
+                    publish.rotate(self.site.root, self._keep, self.site.published)
+            else:
+                self._desk.published()
+        except BaseException as error:
+            with suppress(OSError):
+                files.remove(self._path)  # a full disk has room again, for the next line too
+            with suppress(Exception):  # the first error is the one to tell
+                self._desk.failed(error)
+            if isinstance(error, Exception):
+                raise as_checkpoint_error(error, self._path, self.site.published) from error
+            raise
+        finally:
+            if self._lock is not None:
+                files.close(self._lock)
+
+    def _write(self) -> dict[str, Any]:
+        """Streams this rank's file; what is in it, for the manifest."""
+        pieces = self._plan.pieces
+        described = [(piece.label, piece.tensor.dtype, _shape_in_file(piece)) for piece in pieces]
+        identity = {"format": "shardopt checkpoint", "token": self.site.token, "rank": str(self._rank)}
+        writer = Writer(self._path, header(described, identity))
+        tensors: Tensors = {}
+        try:
+            for piece in pieces:
+                offset, sums = writer.add(piece.chunks())
+                placed = Range(piece.start, piece.stop, self._path.name, offset, sums)
+                tensors[piece.key] = replace(piece.tensor, ranges=(placed,))
+            file = writer.finish()
+        finally:
+            writer.close()
+        return {
+            "name": self._path.name,
+            "file": [file.nbytes, file.header_bytes, file.header_sha256],
+            "tensors": tensors_to_json(tensors),
+        }
+
+    def _read_back(self, part: Mapping[str, Any]) -> None:
+        """Raises CheckpointError unless the disk gives back what was written."""
+        file = files.open_file(self._path)
+        try:
+            files.forget_pages(file)
+            nbytes, header_bytes, sha = part["file"]
+            head = bytearray(header_bytes)
+            files.read_into(file, memoryview(head), 0)
+            whole = files.size(file) == nbytes and hashlib.sha256(head).hexdigest() == sha
+            for key, tensor in tensors_from_json(part["tensors"]).items():
+                for chunk in chunks_of_range(key, tensor, tensor.ranges[0], 0, tensor.numel):
+                    buffer = memoryview(bytearray(chunk.nbytes))
+                    files.read_into(file, buffer, chunk.offset)
+                    whole = whole and zlib.crc32(buffer) == chunk.checksum
+        finally:
+            files.close(file)
+        if not whole:
+            raise CheckpointError(
+                f"{self._path} was written and reads back otherwise: the disk or memory is faulty. Older checkpoints "
+                "were kept. Save to another disk."
+            )
+
+    def _manifest(self, parts: Sequence[Mapping[str, Any]]) -> Manifest:
+        """Rank 0: what all ranks wrote, proven to be all there is to write."""
+        import shardopt
+
+        tensors: dict[Key, Tensor] = dict(self._plan.tensors)
+        for part in parts:
+            for key, tensor in tensors_from_json(part["tensors"]).items():
+                before = tensors.get(key, replace(tensor, ranges=()))
+                tensors[key] = replace(before, ranges=(*before.ranges, *tensor.ranges))
+        info = {
+            "token": self.site.token,
+            "sequence": self.site.sequence,
+            "step": self.site.step,
+            "world": self._size,
+            "shardopt": shardopt.__version__,
+            "torch": str(torch.__version__),
+            **self._plan.own,
+        }
+        written = {part["name"]: File(*part["file"]) for part in parts}
+        shared = self._plan.shared
+        return Manifest(info, shared["params"], shared["optimizers"], written, tensors)
+
+
+def _shape_in_file(piece: Piece) -> tuple[int, ...]:
+    """That of the tensor where all of it is here and lies as others expect it, else 1D."""
+    tensor = piece.tensor
+    contiguous = torch.empty(tensor.shape, device="meta").stride()
+    whole = piece.numel == tensor.numel and tuple(tensor.strides) == tuple(contiguous)
+    return tensor.shape if whole else (piece.numel,)
+
+
+def as_checkpoint_error(error: Exception, path: Path, published: Path | None = None) -> CheckpointError:
+    """What the system said, with what it means for the checkpoints; ``published``: the new one, where it is there."""
+    if isinstance(error, CheckpointError):
+        return error
+    outcome = "No checkpoint was published, those before it are whole"
+    if published is not None and files.is_directory(published):
+        outcome = f"{published} is whole all the same, only `latest` or the removal of older ones is not done"
+    converted = CheckpointError(
+        f"{path}: {type(error).__name__}: {error}. {outcome}. Free space, or save to another directory, and call "
+        "save_checkpoint() again."
+    )
+    converted.__cause__ = error
+    return converted
