@@ -5,11 +5,12 @@
 Triton and Numba load on first use: importing this needs neither, and no GPU.
 """
 
-from .config import Tuning
+from .config import Offload, Tuning
 from .errors import (
     BindingError,
     CommunicationError,
     DisagreementError,
+    OffloadError,
     ReleasedError,
     RuleError,
     ShardoptError,
@@ -40,6 +41,8 @@ __all__ = [
     "BindingError",
     "CommunicationError",
     "DisagreementError",
+    "Offload",
+    "OffloadError",
     "Part",
     "ReleasedError",
     "RuleError",

@@ -7,7 +7,7 @@ bound never changes its place.
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby, pairwise
@@ -18,8 +18,9 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .agreement import View, agree
 from .config import Options
-from .errors import BindingError, StateError
+from .errors import BindingError, OffloadError, StateError
 from .kernels.formats import format_of
+from .offload.store import Store
 from .part import Part
 from .partition.bucket import Bucket, dense_strides
 from .partition.gather import Gatherer
@@ -35,6 +36,7 @@ from .shard import Shard
 from .sharded_params import ShardedParams
 from .slot import Slot
 from .states import ParamState, check_part
+from .tiers import check_offload, in_memory, make_store
 
 Group = Mapping[str, Any]
 Candidate = tuple[str, torch.nn.Parameter, Group]  # name for messages, param, its group
@@ -58,10 +60,8 @@ class Entry:
         self.step, self.carried, self.has_state = state.step, dict(state.carried), True
 
     def forget(self) -> None:
-        """Back to before the param's first step, as torch does with params that a loaded dict has no state for."""
+        """Back to before the param's first step; its states are zeroed with its shard's."""
         self.step, self.carried, self.has_state = 0, {}, False
-        for name in self.shard.states:
-            self.shard.read(name, self.index).zero_()
 
     def check(self) -> None:
         """Raises BindingError if the param is not where it was put."""
@@ -99,6 +99,7 @@ class Binding:
         self.rule = rule
         self.options = options
         self.mesh = mesh
+        self._store: Store | None = None  # opened at the first binding: until then nothing rests anywhere
         self.shards: list[Shard] = []
         self.entries: dict[torch.nn.Parameter, Entry] = {}  # by identity: that is how tensors hash
         self.fresh: set[torch.Tensor] = set()  # params and buffers that were on the meta device and have no values yet
@@ -129,6 +130,7 @@ class Binding:
     def check_bindable(self, candidates: Sequence[Candidate], groups: Sequence[Group]) -> None:
         """Raises BindingError for params that no bucket can hold. Changes nothing."""
         device = self.device if self.shards else candidates[0][1].device
+        check_offload(self.options, device)
         seen: dict[torch.nn.Parameter, str] = {}
         for name, param, _ in candidates:
             if param in seen:
@@ -184,10 +186,17 @@ class Binding:
         """Moves the params into a bucket, allocates masters and states, takes what was loaded. On this rank alone."""
         params = [param for _, param, _ in planned.members]
         bucket = Bucket(params, planned.layout, self.fresh, planned.is_released)
-        shard = Shard(bucket, self.mesh.shard.rank, planned.states)
-        for index, param in enumerate(params):
-            if param in self.loaded:
-                self._write_tensors(shard, index, self.loaded[param])
+        shard: Shard | None = None
+        try:
+            shard = Shard(bucket, self.mesh.shard.rank, planned.states, self.store)
+            for index, param in enumerate(params):
+                if param in self.loaded:
+                    self._write_tensors(shard, index, self.loaded[param])
+        except BaseException:
+            if shard is not None:
+                shard.home.release()
+            bucket.release()
+            raise
         return shard
 
     def adopt(self, plan: Sequence[PlannedBucket], shards: Sequence[Shard]) -> None:
@@ -239,7 +248,8 @@ class Binding:
             for indices in split_into_buckets(sizes, self._bucket_bytes(kind[0].device)):
                 members = [kind[index] for index in indices]
                 layout = BucketLayout(tuple(param.numel() for param in members), self.mesh.shard.size)
-                shard = Shard(Bucket(members, layout, self.fresh), self.mesh.shard.rank, (), trains=False)
+                bucket = Bucket(members, layout, self.fresh)
+                shard = Shard(bucket, self.mesh.shard.rank, (), in_memory("device"), trains=False)
                 self.sharded.frozen.append(shard)
                 self.sharded.take(shard)
         self.on_adopt()
@@ -272,6 +282,17 @@ class Binding:
         """Of all bound params; the CPU before there are any."""
         return self.shards[0].param.device if self.shards else torch.device("cpu")
 
+    @property
+    def store(self) -> Store:
+        """Where masters and states rest.
+
+        Raises:
+            OffloadError: it was not opened yet, and cannot be.
+        """
+        if self._store is None:
+            self._store = make_store(self.options)
+        return self._store
+
     def release(self) -> None:
         """Gives every param storage of its own and forgets the states."""
         if self.showing is not None:
@@ -280,19 +301,26 @@ class Binding:
             self.sharded.give_back()
         for shard in self.shards:
             shard.bucket.release()
+        if self._store is not None:
+            self._store.close()
+        self._store = None
         self.shards, self.entries, self.reducer, self.sharded = [], {}, None, None
 
     # -- weights written by others ---------------------------------------------------------------------------------
 
     def follow_written_params(self) -> None:
         """Masters follow params whose version moved: weights were loaded, clamped or averaged in place."""
-        for entry in self.entries.values():
-            if entry.param._version != entry.version:
-                entry.shard.refresh_master(entry.index)
+        self._refresh(entry for entry in self.entries.values() if entry.param._version != entry.version)
 
     def refresh_masters(self) -> None:
-        for entry in self.entries.values():
-            entry.shard.refresh_master(entry.index)
+        self._refresh(self.entries.values())
+
+    def _refresh(self, entries: Iterable[Entry]) -> None:
+        written: dict[Shard, list[int]] = defaultdict(list)
+        for entry in entries:
+            written[entry.shard].append(entry.index)
+        for shard, indices in written.items():
+            shard.refresh_masters(indices)
 
     # -- states outside of shards ----------------------------------------------------------------------------------
 
@@ -315,8 +343,23 @@ class Binding:
         return Part(shard.read(name, index), where.start, entry.param, gather, fetch=fetch)
 
     def _gather(self, shard: Shard, name: str) -> torch.Tensor:
-        """Collective: state ``name`` (or "master") of every rank's shard, 1D, as long as the bucket."""
-        return self.gather_slices(shard, shard.whole(name), name)
+        """Collective: state ``name`` (or "master") of every rank's shard, 1D, as long as the bucket.
+
+        Raises:
+            OffloadError: a rank could not read its own; on all of them.
+        """
+        return self.gather_slices(shard, self._read_together(shard, name), name)
+
+    def _read_together(self, shard: Shard, name: str) -> torch.Tensor:
+        """Collective: the whole of a state of this rank's shard, if every rank could read its own."""
+        own, problem = torch.empty(0), None
+        try:
+            own = shard.whole(name)
+        except OffloadError as error:
+            problem = error
+        if not self.store.is_final:
+            agree(View("read", dict, problem), self.mesh.shard, self.device)
+        return own
 
     def gather_slices(self, shard: Shard, own: torch.Tensor, name: str) -> torch.Tensor:
         """Collective: what every rank holds as ``own`` for its slice of one bucket, 1D, as long as the bucket."""
@@ -413,7 +456,8 @@ class Binding:
         # One state of one bucket at a time, so that the other ranks' slices never lie here all at once.
         for shard, its_names in zip(self.shards, names, strict=True):
             for name in its_names:
-                parts = self.mesh.shard.collect(shard.whole(name), coordinate, f"consolidating {name}")
+                own = self._read_together(shard, name)
+                parts = self.mesh.shard.collect(own, coordinate, f"consolidating {name}")
                 whole = None if parts is None else torch.cat([part.cpu() for part in parts])
                 for entry in members[shard]:
                     if whole is not None and name in states[entry.param].tensors:
@@ -434,13 +478,28 @@ class Binding:
                 check_part(tensor, where.start, where.local.stop - where.local.start, f"{name} of {entry.name}")
 
     def load(self, loaded: Mapping[torch.nn.Parameter, ParamState]) -> None:
-        """Takes this rank's slices of checked states; params that have none go back to before their first step."""
-        for shard in self.shards:
-            shard.renew()
+        """Takes this rank's slices of checked states; params that have none go back to before their first step.
+
+        Raises:
+            OffloadError: they cannot be kept; nothing changed.
+        """
+        if not self.shards:
+            return
+        self.store.begin()
+        try:
+            for shard in self.shards:
+                shard.renew()
+            for param, entry in self.entries.items():
+                if param in loaded:
+                    self._write_tensors(entry.shard, entry.index, loaded[param])
+            self.store.flush()
+        except BaseException:
+            self.store.roll_back()
+            raise
+        self.store.commit()
         for param, entry in self.entries.items():
             entry.forget()
             if param in loaded:
-                self._write_tensors(entry.shard, entry.index, loaded[param])
                 entry.take_counters(loaded[param])
                 # At the next step: the model's weights, which the master must round to, may be loaded after its states.
                 entry.version = None
@@ -449,7 +508,7 @@ class Binding:
     def _write_tensors(shard: Shard, index: int, state: ParamState) -> None:
         shard.ensure_states(name for name in state.tensors if name != "master")
         for name, tensor in state.tensors.items():
-            if name == "master" and shard.master is None:
+            if name == "master" and not shard.masters:
                 continue
             if isinstance(tensor, Part):
                 shard.write(name, index, tensor.start, tensor.local)
