@@ -8,6 +8,7 @@ bound never changes its place.
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby, pairwise
@@ -319,8 +320,22 @@ class Binding:
         written: dict[Shard, list[int]] = defaultdict(list)
         for entry in entries:
             written[entry.shard].append(entry.index)
-        for shard, indices in written.items():
-            shard.refresh_masters(indices)
+        if written:
+            with self._all_or_nothing():
+                for shard, indices in written.items():
+                    shard.refresh_masters(indices)
+
+    @contextmanager
+    def _all_or_nothing(self) -> Iterator[None]:
+        """What is written to the store inside holds if all of it could be written."""
+        try:
+            self.store.begin()
+            yield
+            self.store.flush()
+        except BaseException:
+            self.store.roll_back()
+            raise
+        self.store.commit()
 
     # -- states outside of shards ----------------------------------------------------------------------------------
 
@@ -485,18 +500,12 @@ class Binding:
         """
         if not self.shards:
             return
-        self.store.begin()
-        try:
+        with self._all_or_nothing():
             for shard in self.shards:
                 shard.renew()
             for param, entry in self.entries.items():
                 if param in loaded:
                     self._write_tensors(entry.shard, entry.index, loaded[param])
-            self.store.flush()
-        except BaseException:
-            self.store.roll_back()
-            raise
-        self.store.commit()
         for param, entry in self.entries.items():
             entry.forget()
             if param in loaded:

@@ -56,11 +56,14 @@ class OwnedFile:
         except BaseException:
             os.close(held)
             raise
-        self._close = weakref.finalize(self, _remove, held, folder, self.path.name, os.getpid())
+        self._remove = weakref.finalize(self, _remove, held, folder, self.path.name, os.getpid())
         try:
             self.file = AlignedFile.create(folder, _FILE, str(self.path / _FILE))
-            # Closed before its name is removed: finalizers that were registered last run first.
-            weakref.finalize(self, AlignedFile.close, self.file)
+        except BaseException:
+            self._remove()
+            raise
+        self._close_file = weakref.finalize(self, AlignedFile.close, self.file)
+        try:
             fcntl.flock(self.file.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self._write_header()
         except BaseException:
@@ -75,8 +78,8 @@ class OwnedFile:
         self.file.write(page.memory, 0)
 
     def close(self) -> None:
-        self._close()
-        self.file.close()
+        self._remove()
+        self._close_file()
 
 
 def _open_root(root: Path) -> int:
