@@ -24,6 +24,7 @@ from .kernels.formats import format_of
 from .offload.store import Store
 from .part import Part
 from .partition.bucket import Bucket, dense_strides
+from .partition.collectives import Ranks
 from .partition.gather import Gatherer
 from .partition.layout import BucketLayout, split_into_buckets
 from .partition.mesh import Mesh
@@ -341,10 +342,13 @@ class Binding:
 
     def read(self, entry: Entry, group: Group) -> ParamState:
         """The state of one param: views of the shard where one rank holds everything, else parts."""
-        shard = entry.shard
-        names = [name for name in self.rule.variant(group).states if name in shard.states]
-        tensors = {name: self._read_tensor(entry, name) for name in (*names, *shard.masters)}
+        tensors = {name: self._read_tensor(entry, name) for name in self._names(entry, group)}
         return ParamState(entry.step, dict(entry.carried), tensors)
+
+    def _names(self, entry: Entry, group: Group) -> list[str]:
+        """Of the tensors in the param's state, in torch's order."""
+        shard = entry.shard
+        return [*(name for name in self.rule.variant(group).states if name in shard.states), *shard.masters]
 
     def _read_tensor(self, entry: Entry, name: str) -> torch.Tensor:
         shard, index = entry.shard, entry.index
@@ -363,17 +367,17 @@ class Binding:
         Raises:
             OffloadError: a rank could not read its own; on all of them.
         """
-        return self.gather_slices(shard, self._read_together(shard, name), name)
+        return self.gather_slices(shard, self._read_together(shard, name, self.mesh.shard), name)
 
-    def _read_together(self, shard: Shard, name: str) -> torch.Tensor:
-        """Collective: the whole of a state of this rank's shard, if every rank could read its own."""
+    def _read_together(self, shard: Shard, name: str, ranks: Ranks) -> torch.Tensor:
+        """Collective: the whole of a state of this rank's shard, if each of the ranks could read its own."""
         own, problem = torch.empty(0), None
         try:
             own = shard.whole(name)
         except OffloadError as error:
             problem = error
         if not self.store.is_final:
-            agree(View("read", dict, problem), self.mesh.shard, self.device)
+            agree(View("read", dict, problem), ranks, self.device)
         return own
 
     def gather_slices(self, shard: Shard, own: torch.Tensor, name: str) -> torch.Tensor:
@@ -456,11 +460,12 @@ class Binding:
 
     def consolidate(self, to: int, groups: Sequence[Group]) -> dict[torch.nn.Parameter, ParamState] | None:
         """Collective: every bound param's state as whole tensors in host memory, on the rank ``to``; None elsewhere."""
-        states = {
-            param: self.read(self.entries[param], group)
-            for _, param, group in named_params(groups)
-            if param in self.entries
-        }
+        states: dict[torch.nn.Parameter, ParamState] = {}
+        for _, param, group in named_params(groups):
+            entry = self.entries.get(param)
+            if entry is not None:
+                nothing = dict.fromkeys(self._names(entry, group), torch.empty(0))  # which is replaced below
+                states[param] = ParamState(entry.step, dict(entry.carried), nothing)
         members: dict[Shard, list[Entry]] = defaultdict(list)
         for param in states:
             members[self.entries[param].shard].append(self.entries[param])
@@ -471,7 +476,7 @@ class Binding:
         # One state of one bucket at a time, so that the other ranks' slices never lie here all at once.
         for shard, its_names in zip(self.shards, names, strict=True):
             for name in its_names:
-                own = self._read_together(shard, name)
+                own = self._read_together(shard, name, self.mesh.world)
                 parts = self.mesh.shard.collect(own, coordinate, f"consolidating {name}")
                 whole = None if parts is None else torch.cat([part.cpu() for part in parts])
                 for entry in members[shard]:
@@ -500,9 +505,12 @@ class Binding:
         """
         if not self.shards:
             return
+        keeps = {
+            e.shard for param, e in self.entries.items() if "master" not in loaded.get(param, ParamState()).tensors
+        }
         with self._all_or_nothing():
             for shard in self.shards:
-                shard.renew()
+                shard.renew(keeps_masters=shard in keeps)
             for param, entry in self.entries.items():
                 if param in loaded:
                     self._write_tensors(entry.shard, entry.index, loaded[param])

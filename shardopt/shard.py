@@ -75,9 +75,9 @@ class Shard:
         """Makes the states, of zeros, that are not there yet."""
         self.home.ensure(names)
 
-    def renew(self) -> None:
-        """Zeroes all states; a state dict that was taken before keeps what it showed."""
-        self.home.renew(zeroed=self.states)
+    def renew(self, keeps_masters: bool) -> None:
+        """Zeroes all states, and masters unless they are kept; a state dict taken before keeps what it showed."""
+        self.home.renew(zeroed=self.states if keeps_masters else self.home.names)
 
     def chunks(self, states: Iterable[str], pieces: Iterable[Piece]) -> list[Chunk]:
         """What an update of these pieces, with these states, takes through the store."""

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 import torch.distributed as dist
 from ranks import Pool
@@ -22,6 +23,7 @@ from torch.nn import Parameter
 from training import raw
 
 from shardopt import OffloadError, ShardedAdamW, Tuning
+from shardopt.kernels.launch import Native
 from shardopt.offload import file_io
 from shardopt.offload.file_io import System
 
@@ -220,7 +222,7 @@ def test_every_call_fails_once(tmp_path: Path) -> None:
 
 
 def test_every_call_fails_once_on_one_of_two_ranks(ranks: Pool, tmp_path: Path) -> None:
-    for found in ranks.run(sweep, str(tmp_path), 5, world=2):
+    for found in ranks.run(sweep, str(tmp_path), 2, world=2):
         check(found)
     assert not os.listdir(tmp_path)
 
@@ -230,3 +232,106 @@ def check(found: dict[str, tuple[int, int]]) -> None:
         kind, fault = name.split()
         assert calls >= (2 if kind in ("read", "write") else 1), found
         assert failures == (0 if fault in HARMLESS else calls), (name, found)
+
+
+# -- what happens to the file behind our back --------------------------------------------------------------------------
+
+
+def states_file(root: Path) -> Path:
+    (folder,) = root.iterdir()
+    return folder / "states"
+
+
+def half_way(root: Path) -> Training:
+    training = Training(root)
+    for act in training.acts[:3]:  # two steps and a save
+        act()
+    return training
+
+
+def test_a_flipped_bit_is_noticed_wherever_it_lies(tmp_path: Path) -> None:
+    training = half_way(tmp_path)
+    before = training.bits()
+    noticed = []
+    with open(states_file(tmp_path), "r+b", buffering=0) as file:
+        pages = os.fstat(file.fileno()).st_size // file_io.PAGE
+        for page in range(1, pages):
+            place = page * file_io.PAGE + 37 * page % file_io.PAGE
+            (octet,) = os.pread(file.fileno(), 1, place)
+            os.pwrite(file.fileno(), bytes([octet ^ 1 << page % 8]), place)
+            try:
+                assert training.bits() == before  # it was in the copy that does not hold
+            except OffloadError as error:
+                assert "not those that were written" in str(error)
+                noticed.append(page)
+            os.pwrite(file.fileno(), bytes([octet]), place)
+    assert len(noticed) == (pages - 1) // 2
+
+
+def test_a_file_that_was_cut_off_is_told_and_a_checkpoint_mends_it(tmp_path: Path) -> None:
+    expected = undisturbed()
+    training = half_way(tmp_path)
+    weights = [raw(param) for param in training.params]
+    os.truncate(states_file(tmp_path), file_io.PAGE)
+    for _ in range(2):
+        with pytest.raises(OffloadError, match=r"cut it off.*load_state_dict"):
+            training.step(2)
+        assert [raw(param) for param in training.params] == weights
+    training.load()
+    for act in training.acts[3:]:
+        act()
+    assert training.bits() == expected[-1]
+
+
+def test_a_file_that_vanishes_or_is_replaced_is_still_ours(tmp_path: Path) -> None:
+    expected = undisturbed()
+    training = half_way(tmp_path)
+    file = states_file(tmp_path)
+    file.unlink()
+    file.write_text("somebody else's")
+    for act in training.acts[3:]:
+        act()
+    assert training.bits() == expected[-1]
+    training.optimizer.close()
+    assert file.read_text() == "somebody else's"
+
+
+def test_an_interrupted_step_has_not_happened(tmp_path: Path) -> None:
+    training, launches = half_way(tmp_path), 0
+    before = training.bits()
+
+    def interrupt(self: Native, *arguments: Any) -> None:
+        nonlocal launches
+        launches += 1
+        if launches == 3:
+            raise KeyboardInterrupt
+        step(self, *arguments)
+
+    step = Native.step
+    with patch.object(Native, "step", interrupt), pytest.raises(KeyboardInterrupt):
+        training.step(2)
+    assert launches == 3 and training.bits() == before
+
+
+def test_a_disk_that_does_not_answer_is_given_up_in_time(tmp_path: Path) -> None:
+    expected = undisturbed()
+    training = half_way(tmp_path)
+    store: Any = training.optimizer._binding.store  # type: ignore[union-attr]
+    store._pipeline._deadline = 0.05
+    before, gate = training.bits(), threading.Event()
+
+    class Stalled(System):
+        def write(self, fd: int, buffer: memoryview, offset: int) -> int:
+            gate.wait(20)
+            return super().write(fd, buffer, offset)
+
+    with system(Stalled()):
+        for _ in range(2):
+            with pytest.raises(OffloadError, match="does not answer"):
+                training.step(2)
+            assert training.bits() == before
+    store._pipeline._deadline = 20
+    gate.set()
+    for act in training.acts[3:]:
+        act()
+    assert training.bits() == expected[-1]

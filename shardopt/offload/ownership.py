@@ -20,7 +20,7 @@ import stat
 import weakref
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..errors import OffloadError
 from .file_io import PAGE, AlignedFile, Buffer
@@ -29,6 +29,15 @@ _FILE = "states"
 _FOLDER = re.compile(r"shardopt-[0-9a-f]{32}")
 _MAGIC = b"shardopt states 1\n"
 _FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+class _Place(NamedTuple):
+    """Where a file of ours lies: open descriptors, so that names may be moved meanwhile."""
+
+    held: int  # the user's directory
+    folder: int  # ours in it
+    name: str  # of ours
+    pid: int  # that made it
 
 
 class OwnedFile:
@@ -45,26 +54,20 @@ class OwnedFile:
         try:
             _reclaim(held)
             self.path = root / f"shardopt-{secrets.token_hex(16)}"
-            try:
-                os.mkdir(self.path.name, 0o700, dir_fd=held)
-                folder = os.open(self.path.name, _FOLDER_FLAGS, dir_fd=held)
-            except OSError as error:
-                raise OffloadError(
-                    f"no folder for states can be made in {root}: {error.strerror}. Give offload= a directory that "
-                    "this user may write to."
-                ) from error
+            folder = _make_folder(held, self.path)
         except BaseException:
             os.close(held)
             raise
-        self._remove = weakref.finalize(self, _remove, held, folder, self.path.name, os.getpid())
+        place = _Place(held, folder, self.path.name, os.getpid())
         try:
             self.file = AlignedFile.create(folder, _FILE, str(self.path / _FILE))
         except BaseException:
-            self._remove()
+            _remove(place, None)
             raise
-        self._close_file = weakref.finalize(self, AlignedFile.close, self.file)
+        self.close = weakref.finalize(self, _remove, place, self.file)
         try:
-            fcntl.flock(self.file.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            with suppress(OSError):  # some file systems have no locks; then the process number has to do
+                fcntl.flock(self.file.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self._write_header()
         except BaseException:
             self.close()
@@ -76,10 +79,6 @@ class OwnedFile:
         text = _MAGIC + json.dumps(owner).encode()
         page.memory[: len(text)] = text
         self.file.write(page.memory, 0)
-
-    def close(self) -> None:
-        self._remove()
-        self._close_file()
 
 
 def _open_root(root: Path) -> int:
@@ -104,20 +103,36 @@ def _open_root(root: Path) -> int:
     return held
 
 
-def _remove(held: int, folder: int, name: str, pid: int) -> None:
-    """What we made, unless it was replaced; a forked child, which has the same table of objects, leaves it alone."""
-    if os.getpid() == pid and _is_same(held, folder, name):
-        with suppress(OSError):
-            os.unlink(_FILE, dir_fd=folder)
-        with suppress(OSError):  # somebody put a file of his own into it
-            os.rmdir(name, dir_fd=held)
-    os.close(folder)
-    os.close(held)
-
-
-def _is_same(held: int, folder: int, name: str) -> bool:
+def _make_folder(held: int, path: Path) -> int:
+    """An open descriptor of a new folder."""
     try:
-        return os.path.samestat(os.stat(name, dir_fd=held, follow_symlinks=False), os.fstat(folder))
+        os.mkdir(path.name, 0o700, dir_fd=held)
+        return os.open(path.name, _FOLDER_FLAGS, dir_fd=held)
+    except OSError as error:
+        raise OffloadError(
+            f"no folder for states can be made in {path.parent}: {error.strerror}. Give offload= a directory that this "
+            "user may write to, and look at the number of open files (ulimit -n)."
+        ) from error
+
+
+def _remove(place: _Place, file: AlignedFile | None) -> None:
+    """What we made, unless it was replaced; a forked child, which has the same table of objects, leaves it alone."""
+    if os.getpid() == place.pid:
+        if file is not None and _is_same(place.folder, _FILE, file.fd):
+            with suppress(OSError):
+                os.unlink(_FILE, dir_fd=place.folder)
+        if _is_same(place.held, place.name, place.folder):
+            with suppress(OSError):  # somebody put a file of his own into it
+                os.rmdir(place.name, dir_fd=place.held)
+    if file is not None:
+        file.close()
+    os.close(place.folder)
+    os.close(place.held)
+
+
+def _is_same(folder: int, name: str, fd: int) -> bool:
+    try:
+        return os.path.samestat(os.stat(name, dir_fd=folder, follow_symlinks=False), os.fstat(fd))
     except OSError:
         return False
 
@@ -144,10 +159,11 @@ def _reclaim_folder(held: int, folder: int, name: str) -> None:
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1 or not _is_private(status):
             return
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # an error where the owner lives
         owner = _owner(os.pread(fd, PAGE, 0))
+        # Whoever wrote this page held the lock: one that is being made is not tried, which would get in its way.
         if owner.get("token") != name or _is_alive(owner):
             return
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # an error where the owner, or a child of it, lives
         os.unlink(_FILE, dir_fd=folder)
         os.rmdir(name, dir_fd=held)
     finally:
@@ -170,7 +186,7 @@ def _owner(page: bytes) -> dict[str, Any]:
 
 
 def _is_alive(owner: dict[str, Any]) -> bool:
-    """Where file systems do not lock. A process of an earlier boot, or whose number another one has now, is gone."""
+    """By its number, for file systems without locks: no process of an earlier boot, no other one that has it now."""
     pid = owner.get("pid")
     return isinstance(pid, int) and owner.get("boot") == _boot() and owner.get("start") == _start_of(pid) is not None
 
