@@ -5,8 +5,9 @@
 
 * The disk step: `optimizer.step()` of AdamW on one bf16 param, with fp32 master and states in a file, as bytes read and
   written over time. Beside it, in turn with it, a loop that does nothing but move the same bytes in a file of the same
-  size: direct I/O, sequential, each transfer as long as one of the step's, reading one half and writing the other, at
-  every number of requests in flight. The one that moved most in this run is the 100 %.
+  size: direct I/O, sequential, each transfer as long as one of the step's, at every number of requests in flight,
+  reading one half and writing the other in turn ("mixed") or first all of this and then all of that ("apart"). The one
+  that moved most in this run is the 100 %.
 * The training step: stage 2 in bf16 on 2 ranks (bench/train.py's model and engines), states in memory and on the disk
   of the system's temporary directory, and DeepSpeed where it is installed.
 """
@@ -31,7 +32,8 @@ from shardopt.offload.ownership import OwnedFile
 
 MI = 1 << 20
 BYTES_AN_ELEMENT = 12  # master and two states, read and written once each
-DEPTHS = (1, 2, 4, 8, 16)  # requests in flight
+DEPTHS = (1, 4, 8, 16)  # requests in flight
+PATTERNS = ("mixed", "apart")
 
 
 class Plain:
@@ -53,16 +55,18 @@ class Plain:
     def _read(self, index: int, slot: int) -> None:
         self._file.read(self._buffers[slot], PAGE + index * self._transfer)
 
-    def seconds(self, depth: int, turn: int) -> float:
-        """To read one half and write the other, alternating as the step does."""
+    def seconds(self, pattern: str, depth: int, turn: int) -> float:
+        """To read one half and write the other."""
         source, target = (0, self._count) if turn % 2 else (self._count, 0)
+        reads = [(self._read, source + index) for index in range(self._count)]
+        writes = [(self._write, target + index) for index in range(self._count)]
+        pairs = zip(reads, writes, strict=True)
+        calls = [*reads, *writes] if pattern == "apart" else [call for pair in pairs for call in pair]
+        ordered = iter(calls)  # its next() is atomic under the GIL
 
         def move(slot: int) -> None:
-            for index in range(slot, 2 * self._count, depth):
-                if index % 2:
-                    self._write(target + index // 2, slot)
-                else:
-                    self._read(source + index // 2, slot)
+            for call, index in ordered:
+                call(index, slot)
 
         with ThreadPoolExecutor(depth) as pool:
             start = time.perf_counter()
@@ -83,11 +87,12 @@ def measure_disk(args: argparse.Namespace) -> dict[str, Any]:
         optimizer.step()  # the second one writes to blocks that were never written as well
     plain = Plain(args.directory, BYTES_AN_ELEMENT * numel, args.chunk * MI)
     steps: list[float] = []
-    plains: dict[int, list[float]] = {depth: [] for depth in DEPTHS}
+    ways = [(pattern, depth) for pattern in PATTERNS for depth in DEPTHS]
+    plains: dict[tuple[str, int], list[float]] = {way: [] for way in ways}
     for turn in tqdm(range(args.rounds), desc="disk", unit="round", disable=None):
-        for depth in DEPTHS:
-            plains[depth].append(plain.seconds(depth, turn))
-            if depth == DEPTHS[len(DEPTHS) // 2]:
+        for number, way in enumerate(ways):
+            plains[way].append(plain.seconds(*way, turn))
+            if number == len(ways) // 2:
                 start = time.perf_counter()
                 optimizer.step()
                 steps.append(time.perf_counter() - start)
@@ -96,13 +101,16 @@ def measure_disk(args: argparse.Namespace) -> dict[str, Any]:
     plain.close()
     optimizer.close()
     moved = 2 * BYTES_AN_ELEMENT * numel / 1e9
-    best = min(DEPTHS, key=lambda depth: median_of(plains[depth]).median)
+    best = min(ways, key=lambda way: median_of(plains[way]).median)
     return {
         "elements": numel,
         "direct": plain.is_direct,
         "step GB/s": median_of([moved / each for each in steps]),
-        "plain GB/s": {depth: median_of([moved / each for each in seconds]) for depth, seconds in plains.items()},
-        "best depth": best,
+        "plain GB/s": {
+            f"{pattern}, {depth} in flight": median_of([moved / each for each in seconds])
+            for (pattern, depth), seconds in plains.items()
+        },
+        "best": f"{best[0]}, {best[1]} in flight",
         "of plain": ratios(plains[best], steps),
         "step s": median_of(steps),
         "step in memory s": in_memory,
@@ -178,7 +186,7 @@ def main() -> None:
     where = describe_machine(device)["device"]
     rows = [
         ["step, states on disk", str(disk["step GB/s"]), str(disk["of plain"])],
-        *([f"plain direct I/O, {depth} in flight", str(rate), ""] for depth, rate in disk["plain GB/s"].items()),
+        *([f"plain direct I/O, {way}", str(rate), ""] for way, rate in disk["plain GB/s"].items()),
     ]
     title = f"{where}; AdamW of {args.elements}M bf16 params, {args.chunk} MiB a transfer"
     show(title, ("what", "GB/s read and written", "of the best"), rows)
