@@ -110,6 +110,7 @@ def run_step(binding: Binding, call: Call) -> Outcome:
         binding.broken = f"{type(error).__name__}: {error}"
         raise
     if undone is not None:
+        binding.settle()
         raise undone
     # 6. commit
     for each in seen.ready:
