@@ -79,12 +79,14 @@ class Shard:
         """Zeroes all states, and masters unless they are kept; a state dict taken before keeps what it showed."""
         self.home.renew(zeroed=self.states if keeps_masters else self.home.names)
 
-    def chunks(self, states: Iterable[str], pieces: Iterable[Piece]) -> list[Chunk]:
+    def chunks(self, states: Iterable[str], pieces: Sequence[Piece]) -> list[Chunk]:
         """What an update of these pieces, with these states, takes through the store."""
-        names, pieces = (*self.masters, *states), tuple(pieces)
+        names, bounds = (*self.masters, *states), self.home.chunks()
+        if len(bounds) == 1:
+            return [Chunk(self.home, 0, self.param.numel(), names, self.param)] if pieces else []
         return [
             Chunk(self.home, start, stop, names, self.param[start:stop])
-            for start, stop in self.home.chunks()
+            for start, stop in bounds
             if any(piece.shard_start < stop and start < piece.shard_end for piece in pieces)
         ]
 

@@ -123,35 +123,35 @@ class ResidentHome:
     def __init__(self, numel: int, make_zeros: Callable[[], torch.Tensor]):
         self._chunks = ((0, numel),)
         self._make_zeros = make_zeros
-        self._streams: dict[str, torch.Tensor] = {}
+        self.streams: dict[str, torch.Tensor] = {}
 
     @property
     def names(self) -> tuple[str, ...]:
-        return tuple(self._streams)
+        return tuple(self.streams)
 
     @property
     def nbytes(self) -> dict[str, int]:
-        return {name: stream.nbytes for name, stream in self._streams.items()}
+        return {name: stream.nbytes for name, stream in self.streams.items()}
 
     def ensure(self, names: Iterable[str]) -> None:
-        fresh = {name: self._make_zeros() for name in names if name not in self._streams}
-        self._streams.update(fresh)
+        fresh = {name: self._make_zeros() for name in names if name not in self.streams}
+        self.streams.update(fresh)
 
     def chunks(self) -> Sequence[tuple[int, int]]:
         return self._chunks
 
     def read(self, name: str, start: int, stop: int) -> torch.Tensor:
-        return self._streams[name][start:stop]
+        return self.streams[name][start:stop]
 
     def write(self, name: str, start: int, values: torch.Tensor) -> None:
-        self._streams[name][start : start + values.numel()].copy_(values)
+        self.streams[name][start : start + values.numel()].copy_(values)
 
     def renew(self, zeroed: Collection[str]) -> None:
-        for name, stream in self._streams.items():
-            self._streams[name] = self._make_zeros() if name in zeroed else self._make_zeros().copy_(stream)
+        for name, stream in self.streams.items():
+            self.streams[name] = self._make_zeros() if name in zeroed else self._make_zeros().copy_(stream)
 
     def release(self) -> None:
-        self._streams = {}
+        self.streams = {}
 
 
 class ResidentStore:
@@ -171,7 +171,9 @@ class ResidentStore:
         pass
 
     def fetch(self, chunk: Chunk) -> Sequence[torch.Tensor]:
-        return [chunk.home.read(name, chunk.start, chunk.stop) for name in chunk.names]
+        home = chunk.home
+        assert isinstance(home, ResidentHome)  # of which every chunk is the whole
+        return [home.streams[name] for name in chunk.names]
 
     def write_back(self, chunk: Chunk) -> None:
         pass
