@@ -1,6 +1,7 @@
 """Where states rest changes no bit: every rule, every stage, every call that reads or sets states."""
 
 import copy
+import io
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from cases import CASES, Case, Keywords, Zoo, fill_gradients
 from ranks import Pool
 from test_stages import ADAMW, SGD, Recipe, Setting, train
@@ -16,7 +18,9 @@ from torch.nn import Parameter
 from training import raw
 
 import shardopt
-from shardopt import Offload, ShardedAdamW, ShardedOptimizer, ShardedSGD, Tuning
+from shardopt import BindingError, Offload, ShardedAdamW, ShardedOptimizer, ShardedSGD, Tuning
+from shardopt.config import Options
+from shardopt.tiers import check_offload
 
 CHUNK = 4096  # bytes: 1,024 elements, so that the longest params have several chunks and the short ones share one
 
@@ -168,6 +172,13 @@ def test_what_is_not_offered_is_refused(tmp_path: Path) -> None:
         optimizer.step()
 
 
+def test_states_of_params_on_a_gpu_are_refused(tmp_path: Path) -> None:
+    for offload in ("cpu", tmp_path):
+        with pytest.raises(BindingError, match="on a CPU"):
+            check_offload(Options(offload=offload), torch.device("cuda", 0))
+    check_offload(Options(), torch.device("cuda", 0))
+
+
 # -- several ranks -----------------------------------------------------------------------------------------------------
 
 
@@ -211,3 +222,26 @@ def test_every_stage_leaves_the_same_bits(stage: int, ranks: Pool, tmp_path: Pat
             assert all(raw(one) == raw(other) for one, other in zip(mine, theirs, strict=True)), (offload, neighbours)
     # Nothing was closed; at stage 3 a sharded module keeps its optimizer until it is.
     assert stage == 3 or not os.listdir(tmp_path)
+
+
+def saved_on_rank_0(offload: str | None) -> list[bytes]:
+    """What one rank saves alone, while the others wait."""
+    params, optimizer = make(ShardedAdamW, offload, torch.bfloat16)
+    advance(params, optimizer, range(3))
+    found: list[bytes] = []
+    if dist.get_rank() == 0:
+        file = io.BytesIO()
+        torch.save(optimizer.state_dict(), file)
+        file.seek(0)
+        state = torch.load(file, weights_only=True)["state"]
+        found = [raw(value) for index in sorted(state) for value in state[index].values()]
+    dist.barrier()
+    optimizer.close()
+    return found
+
+
+def test_one_rank_saves_alone_what_rests_on_every_ranks_disk(ranks: Pool, tmp_path: Path) -> None:
+    expected, _ = ranks.run(saved_on_rank_0, None, world=2)
+    found, _ = ranks.run(saved_on_rank_0, str(tmp_path), world=2)
+    assert found == expected and len(found) > 20
+    assert not os.listdir(tmp_path)
