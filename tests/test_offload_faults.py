@@ -27,7 +27,7 @@ from shardopt.kernels.launch import Native
 from shardopt.offload import file_io
 from shardopt.offload.file_io import System
 
-CHUNK = 4096
+CHUNK = 8192  # two pages, so that a transfer can be cut short
 
 
 class Faulty(System):
@@ -112,7 +112,7 @@ class Training:
     """Steps, weights that were written, a save and a load."""
 
     def __init__(self, root: Path, offload: bool = True):
-        self.params = [Parameter(torch.linspace(-1, 1, n).to(torch.bfloat16)) for n in (700, 1100, 1)]
+        self.params = [Parameter(torch.linspace(-1, 1, n).to(torch.bfloat16)) for n in (700, 2300, 1)]
         self.optimizer = ShardedAdamW(
             self.params,
             lr=1e-2,
@@ -330,6 +330,8 @@ def test_a_disk_that_does_not_answer_is_given_up_in_time(tmp_path: Path) -> None
             with pytest.raises(OffloadError, match="does not answer"):
                 training.step(2)
             assert training.bits() == before
+        with pytest.raises(OffloadError, match="does not answer"):
+            store.close()  # its descriptor could become another file's under the transfer
     store._pipeline._deadline = 20
     gate.set()
     for act in training.acts[3:]:

@@ -116,7 +116,7 @@ class DiskStore:
         self.chunk_bytes = padded(max(chunk_bytes, PAGE))
         self._owned = OwnedFile(root)
         self._file = self._owned.file
-        self.segments = Segments(self._file, self.chunk_bytes)
+        self.segments = Segments(self._owned, self.chunk_bytes)
         self._pipeline = Pipeline(deadline)
         self._turns: dict[Chunk, Turn] = {}
         self._fetched: list[Chunk] = []  # whose params may have been updated

@@ -160,7 +160,11 @@ class Pipeline:
                 )
 
     def close(self) -> None:
-        with self._changed:
-            self._is_abandoned = True
-            self._waiting.clear()
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        """Nothing runs any more when it returns: a descriptor that is closed then may become another file's.
+
+        Raises:
+            OffloadError: a transfer does not end; nothing was closed.
+        """
+        self.abandon()
+        self.settle()
+        self._pool.shutdown(wait=False)

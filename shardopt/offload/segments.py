@@ -17,7 +17,8 @@ from typing import NamedTuple
 
 from ..errors import OffloadError
 from .checksum import checksum
-from .file_io import PAGE, AlignedFile, Buffer, Part
+from .file_io import PAGE, Buffer, Part
+from .ownership import OwnedFile
 from .pipeline import Move
 
 
@@ -45,9 +46,10 @@ Table = dict[Segment, Held | None]  # None, as what is not in it: zeros that wer
 class Segments:
     """Reads and writes segments of one file."""
 
-    def __init__(self, file: AlignedFile, largest: int):
+    def __init__(self, owned: OwnedFile, largest: int):
         """``largest`` bytes of a segment."""
-        self._file, self._largest = file, largest
+        self._owned = owned  # not closed while a transfer that nobody waits for any more still runs
+        self._file, self._largest = owned.file, largest
         self._held: Table = {}
         self._pending: Table | None = None  # what was written since begin()
         self._end = PAGE  # of what is reserved
