@@ -5,7 +5,7 @@ of these steps is one-to-one, so a change confined to one word (any number of fl
 any other one (a sector that was never written, an older one, two that changed places, zeros) with all but 1 in 2**64.
 It is no authentication: who can write to the file can make it fit.
 
-On one core of the machine that it was written on: 15 GB/s, where CRC-32 of zlib makes 1 to 3.
+On one core of the machine that it was written on, 4 MiB at a time: 14 GB/s, where CRC-32 of zlib makes 4.
 """
 
 import functools
