@@ -198,6 +198,17 @@ def make_handed_over(stage: int, wrapped: bool) -> Make:
     return make
 
 
+def make_offloaded(stage: int, offload: str) -> Make:
+    """``offload``: "cpu", or "disk" for the system's temporary directory."""
+
+    def make(model: GPT, settings: Settings) -> Engine:
+        where = tempfile.gettempdir() if offload == "disk" else offload
+        optimizer = shardopt.ShardedAdamW(_ddp(model), lr=LR, stage=stage, offload=where)
+        return Engine(optimizer.options.module, optimizer.step, optimizer.zero_grad, memory=optimizer.memory)
+
+    return make
+
+
 def make_deepspeed(stage: int) -> Make:
     def make(model: GPT, settings: Settings) -> Engine:
         import deepspeed
@@ -242,6 +253,8 @@ ENGINES = {
     "module-0": Offer("shardopt stage 0, DDP module handed over", make_handed_over(0, wrapped=True), stage=0),
     "module-1": Offer("shardopt stage 1, DDP module handed over", make_handed_over(1, wrapped=True), stage=1),
     "module-2": Offer("shardopt stage 2, DDP module handed over", make_handed_over(2, wrapped=True), stage=2),
+    "module-2-cpu": Offer("the same, states offloaded to host memory", make_offloaded(2, "cpu"), stage=2),
+    "module-2-disk": Offer("the same, states offloaded to disk", make_offloaded(2, "disk"), stage=2),
     "module-3": Offer("shardopt stage 3, plain module handed over", make_handed_over(3, wrapped=False), stage=3),
 }
 

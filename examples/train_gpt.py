@@ -46,6 +46,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--stage", type=int, choices=(0, 1, 2, 3), default=2, help="of shardopt: what is sharded over the ranks"
     )
+    parser.add_argument("--offload", default=None, help='of shardopt: "cpu" or a directory, where states rest')
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="of the params")
     parser.add_argument("--lr", type=float, default=4e-3, help="peak learning rate")
     parser.add_argument("--steps", type=int, default=800, help="length of the schedule")
@@ -209,7 +210,13 @@ def make_optimizer(args: argparse.Namespace, model: nn.Module) -> torch.optim.Op
         opt = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95), weight_decay=0.1)
     else:
         opt = shardopt.ShardedAdamW(
-            groups, lr=args.lr, betas=(0.9, 0.95), weight_decay=0.1, module=model, stage=args.stage
+            groups,
+            lr=args.lr,
+            betas=(0.9, 0.95),
+            weight_decay=0.1,
+            module=model,
+            stage=args.stage,
+            offload=args.offload,
         )
     return opt
 
@@ -320,7 +327,7 @@ def sample(opt: torch.optim.Optimizer, model: GPT, ranks: Ranks) -> str:
 
 
 def memory(opt: torch.optim.Optimizer, ddp: nn.Module) -> dict[str, tuple[int, int]]:
-    """Return kind -> bytes on this rank: (of this run, of DDP + torch.optim.AdamW)."""
+    """Return kind -> bytes on this rank: (of this run, of DDP + torch.optim.AdamW); what is on a disk in rows apart."""
     params = list(ddp.parameters())
     held = sum(p.nbytes for p in params)
     # Two states in the param's own dtype, and a step count of 4 bytes for each param.
@@ -328,7 +335,11 @@ def memory(opt: torch.optim.Optimizer, ddp: nn.Module) -> dict[str, tuple[int, i
     if isinstance(opt, torch.optim.AdamW):
         ours = torchs | {"state": sum(tensor.nbytes for state in opt.state.values() for tensor in state.values())}
     else:
-        ours = {kind: sum(tiers.values()) for kind, tiers in opt.memory().items()}
+        ours = {}
+        for kind, tiers in opt.memory().items():
+            ours[kind] = sum(count for tier, count in tiers.items() if tier != "disk")
+            if "disk" in tiers:
+                ours[f"({kind}, on disk)"] = tiers["disk"]
     # DDP reduces copies of the gradients; a module that was handed over has none.
     buckets = held if isinstance(ddp, DistributedDataParallel) else 0
     left = buckets if isinstance(opt, torch.optim.AdamW) else 0
@@ -347,7 +358,8 @@ def memory_table(run: dict) -> Table:
     for kind, pair in run["memory"].items():
         add_row(kind, pair)
     table.add_section()
-    add_row("total", map(sum, zip(*run["memory"].values(), strict=True)))
+    in_memory = [pair for kind, pair in run["memory"].items() if not kind.endswith("on disk)")]
+    add_row("total in memory", map(sum, zip(*in_memory, strict=True)))
     if run["options"]["dtype"] == "bf16":
         table.caption = "torch.optim.AdamW keeps no fp32 master of a bf16 param, and its states in bf16"
     return table

@@ -7,12 +7,13 @@ Triton and Numba load on first use: importing this needs neither, and no GPU.
 
 from .checkpoint.load import load_checkpoint
 from .checkpoint.save import save_checkpoint
-from .config import Tuning
+from .config import Offload, Tuning
 from .errors import (
     BindingError,
     CheckpointError,
     CommunicationError,
     DisagreementError,
+    OffloadError,
     ReleasedError,
     RuleError,
     ShardoptError,
@@ -44,6 +45,8 @@ __all__ = [
     "CheckpointError",
     "CommunicationError",
     "DisagreementError",
+    "Offload",
+    "OffloadError",
     "Part",
     "ReleasedError",
     "RuleError",

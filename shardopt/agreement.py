@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from .errors import DisagreementError, ShardoptError
+from .errors import DisagreementError, OffloadError, ShardoptError
 from .kernels.reductions import LIMBS
 from .partition.collectives import Ranks
 
@@ -105,14 +105,14 @@ def _compare_witnesses(bits: Sequence[int]) -> None:
 
 
 def _raise_problem(view: View, ranks: Ranks, device: torch.device) -> None:
-    own = None if view.problem is None else f"{type(view.problem).__name__}: {view.problem}"
+    own = None if view.problem is None else [type(view.problem).__name__, str(view.problem)]
     problems = ranks.exchange_json(own, device, "reporting a problem")
     if view.problem is not None:
         raise view.problem
-    rank, problem = next((rank, problem) for rank, problem in enumerate(problems) if problem is not None)
-    raise DisagreementError(
-        f"rank {rank} cannot take this step, so no rank does and nothing changed. It says: {problem}"
-    )
+    rank, (kind, text) = next((rank, problem) for rank, problem in enumerate(problems) if problem is not None)
+    # What can be mended and tried again is of one type on all ranks, so that all can catch it.
+    error = OffloadError if kind == OffloadError.__name__ else DisagreementError
+    raise error(f"rank {rank} cannot take this step, so no rank does and nothing changed. It says: {kind}: {text}")
 
 
 def _raise_difference(view: View, ranks: Ranks, device: torch.device) -> None:

@@ -7,6 +7,7 @@ import torch
 
 from .agreement import View, agree
 from .binding import Binding, Candidate, Group, named_params
+from .tiers import tier_of
 
 
 def bind(
@@ -50,7 +51,8 @@ def bind(
         agree(View("bound", dict, problem), world, device)
         binding.adopt(plan, shards)
     except BaseException:
-        for shard in shards:
+        for shard in reversed(shards):
+            shard.home.release()
             shard.bucket.release()
         raise
 
@@ -69,6 +71,7 @@ def _description(
             "rule": binding.rule.name,
             "stage": options.stage,
             "module": options.module is not None,
+            "offload": tier_of(options),
             "reduce_dtype": str(options.reduce_dtype),
             "shards": binding.mesh.shard.size,
             "replicas": binding.mesh.replicate.size,

@@ -5,11 +5,10 @@ step. Params that appear later (``add_param_group``, unfreezing) are bound then,
 bound never changes its place.
 """
 
-import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import groupby, pairwise
 from typing import Any, NamedTuple
 
@@ -18,23 +17,26 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .agreement import View, agree
 from .config import Options
-from .errors import BindingError, StateError
+from .errors import BindingError, OffloadError
+from .exhibit import Exhibit
 from .kernels.formats import format_of
+from .offload.store import Store
 from .part import Part
 from .partition.bucket import Bucket, dense_strides
+from .partition.collectives import Ranks
 from .partition.gather import Gatherer
 from .partition.layout import BucketLayout, split_into_buckets
 from .partition.mesh import Mesh
 from .partition.placement import Placement, Placements
 from .partition.reducer import ReducedBucket, Reducer
 from .partition.released import is_sharded
-from .partition.serve import Showing
 from .partition.transport import Transport
 from .rules import Rule
 from .shard import Shard
 from .sharded_params import ShardedParams
 from .slot import Slot
 from .states import ParamState, check_part
+from .tiers import check_offload, in_memory, make_store
 
 Group = Mapping[str, Any]
 Candidate = tuple[str, torch.nn.Parameter, Group]  # name for messages, param, its group
@@ -58,10 +60,8 @@ class Entry:
         self.step, self.carried, self.has_state = state.step, dict(state.carried), True
 
     def forget(self) -> None:
-        """Back to before the param's first step, as torch does with params that a loaded dict has no state for."""
+        """Back to before the param's first step; its states are zeroed with its shard's."""
         self.step, self.carried, self.has_state = 0, {}, False
-        for name in self.shard.states:
-            self.shard.read(name, self.index).zero_()
 
     def check(self) -> None:
         """Raises BindingError if the param is not where it was put."""
@@ -99,6 +99,7 @@ class Binding:
         self.rule = rule
         self.options = options
         self.mesh = mesh
+        self._store: Store | None = None  # opened at the first binding: until then nothing rests anywhere
         self.shards: list[Shard] = []
         self.entries: dict[torch.nn.Parameter, Entry] = {}  # by identity: that is how tensors hash
         self.fresh: set[torch.Tensor] = set()  # params and buffers that were on the meta device and have no values yet
@@ -107,10 +108,8 @@ class Binding:
         self.wires: Wires | None = None  # chosen at the first binding, by all ranks together
         self.reducer: Reducer | None = None  # where the module was handed over
         self.sharded: ShardedParams | None = None  # at stage 3
-        self.showing: Showing | None = None  # to ranks that read states alone
+        self.exhibit: Exhibit | None = None  # for ranks that read states alone
         self.rounds = 0  # steps that all ranks agreed on
-        self.settled = 0  # of these, the ones that this rank has come to the end of
-        self.written: torch.cuda.Event | None = None  # behind the last of them
         self.broken: str | None = None  # why params and states of the ranks may belong to different steps
 
     # -- binding ---------------------------------------------------------------------------------------------------
@@ -129,6 +128,7 @@ class Binding:
     def check_bindable(self, candidates: Sequence[Candidate], groups: Sequence[Group]) -> None:
         """Raises BindingError for params that no bucket can hold. Changes nothing."""
         device = self.device if self.shards else candidates[0][1].device
+        check_offload(self.options, device)
         seen: dict[torch.nn.Parameter, str] = {}
         for name, param, _ in candidates:
             if param in seen:
@@ -184,10 +184,17 @@ class Binding:
         """Moves the params into a bucket, allocates masters and states, takes what was loaded. On this rank alone."""
         params = [param for _, param, _ in planned.members]
         bucket = Bucket(params, planned.layout, self.fresh, planned.is_released)
-        shard = Shard(bucket, self.mesh.shard.rank, planned.states)
-        for index, param in enumerate(params):
-            if param in self.loaded:
-                self._write_tensors(shard, index, self.loaded[param])
+        shard: Shard | None = None
+        try:
+            shard = Shard(bucket, self.mesh.shard.rank, planned.states, self.store)
+            for index, param in enumerate(params):
+                if param in self.loaded:
+                    self._write_tensors(shard, index, self.loaded[param])
+        except BaseException:
+            if shard is not None:
+                shard.home.release()
+            bucket.release()
+            raise
         return shard
 
     def adopt(self, plan: Sequence[PlannedBucket], shards: Sequence[Shard]) -> None:
@@ -239,7 +246,8 @@ class Binding:
             for indices in split_into_buckets(sizes, self._bucket_bytes(kind[0].device)):
                 members = [kind[index] for index in indices]
                 layout = BucketLayout(tuple(param.numel() for param in members), self.mesh.shard.size)
-                shard = Shard(Bucket(members, layout, self.fresh), self.mesh.shard.rank, (), trains=False)
+                bucket = Bucket(members, layout, self.fresh)
+                shard = Shard(bucket, self.mesh.shard.rank, (), in_memory("device"), trains=False)
                 self.sharded.frozen.append(shard)
                 self.sharded.take(shard)
         self.on_adopt()
@@ -259,7 +267,7 @@ class Binding:
                     Gatherer(shards, self.options.tuning.live_bytes), self.gather_slices, self.fetcher
                 )
             if self.mesh.shard.size > 1:
-                self.showing = Showing.begin(self.mesh.shard, self)
+                self.exhibit = Exhibit(self)
         return self.wires
 
     @property
@@ -272,36 +280,72 @@ class Binding:
         """Of all bound params; the CPU before there are any."""
         return self.shards[0].param.device if self.shards else torch.device("cpu")
 
+    @property
+    def store(self) -> Store:
+        """Where masters and states rest.
+
+        Raises:
+            OffloadError: it was not opened yet, and cannot be.
+        """
+        if self._store is None:
+            self._store = make_store(self.options)
+        return self._store
+
     def release(self) -> None:
         """Gives every param storage of its own and forgets the states."""
-        if self.showing is not None:
-            self.showing.close()
+        if self.exhibit is not None:
+            self.exhibit.close()
+            self.exhibit = None
         if self.sharded is not None:
             self.sharded.give_back()
         for shard in self.shards:
             shard.bucket.release()
+        if self._store is not None:
+            self._store.close()
+        self._store = None
         self.shards, self.entries, self.reducer, self.sharded = [], {}, None, None
 
     # -- weights written by others ---------------------------------------------------------------------------------
 
     def follow_written_params(self) -> None:
         """Masters follow params whose version moved: weights were loaded, clamped or averaged in place."""
-        for entry in self.entries.values():
-            if entry.param._version != entry.version:
-                entry.shard.refresh_master(entry.index)
+        self._refresh(entry for entry in self.entries.values() if entry.param._version != entry.version)
 
     def refresh_masters(self) -> None:
-        for entry in self.entries.values():
-            entry.shard.refresh_master(entry.index)
+        self._refresh(self.entries.values())
+
+    def _refresh(self, entries: Iterable[Entry]) -> None:
+        written: dict[Shard, list[int]] = defaultdict(list)
+        for entry in entries:
+            written[entry.shard].append(entry.index)
+        if written:
+            with self.all_or_nothing():
+                for shard, indices in written.items():
+                    shard.refresh_masters(indices)
+
+    @contextmanager
+    def all_or_nothing(self) -> Iterator[None]:
+        """What is written to the store inside holds if all of it could be written."""
+        try:
+            self.store.begin()
+            yield
+            self.store.flush()
+        except BaseException:
+            self.store.roll_back()
+            raise
+        self.store.commit()
 
     # -- states outside of shards ----------------------------------------------------------------------------------
 
     def read(self, entry: Entry, group: Group) -> ParamState:
         """The state of one param: views of the shard where one rank holds everything, else parts."""
-        shard = entry.shard
-        names = [name for name in self.rule.variant(group).states if name in shard.states]
-        tensors = {name: self._read_tensor(entry, name) for name in (*names, *shard.masters)}
+        tensors = {name: self._read_tensor(entry, name) for name in self._names(entry, group)}
         return ParamState(entry.step, dict(entry.carried), tensors)
+
+    def _names(self, entry: Entry, group: Group) -> list[str]:
+        """Of the tensors in the param's state, in torch's order."""
+        shard = entry.shard
+        return [*(name for name in self.rule.variant(group).states if name in shard.states), *shard.masters]
 
     def _read_tensor(self, entry: Entry, name: str) -> torch.Tensor:
         shard, index = entry.shard, entry.index
@@ -314,9 +358,39 @@ class Binding:
         where, fetch = shard.slice_of(index), self.fetcher(shard, index, name)
         return Part(shard.read(name, index), where.start, entry.param, gather, fetch=fetch)
 
+    def fetcher(self, shard: Shard, index: int, name: str) -> Callable[[], torch.Tensor] | None:
+        """See :meth:`Exhibit.fetcher`; None where nothing can be asked for."""
+        return None if self.exhibit is None else self.exhibit.fetcher(shard, index, name)
+
+    def settle(self) -> None:
+        """This rank has come to the end of a step."""
+        if self.exhibit is not None:
+            self.exhibit.settle()
+
+    def retire(self) -> None:
+        """The optimizer is gone; other ranks may still read."""
+        if self.exhibit is not None:
+            self.exhibit.retire()
+            self.exhibit = None  # which refers to this
+
     def _gather(self, shard: Shard, name: str) -> torch.Tensor:
-        """Collective: state ``name`` (or "master") of every rank's shard, 1D, as long as the bucket."""
-        return self.gather_slices(shard, shard.whole(name), name)
+        """Collective: state ``name`` (or "master") of every rank's shard, 1D, as long as the bucket.
+
+        Raises:
+            OffloadError: a rank could not read its own; on all of them.
+        """
+        return self.gather_slices(shard, self._read_together(shard, name, self.mesh.shard), name)
+
+    def _read_together(self, shard: Shard, name: str, ranks: Ranks) -> torch.Tensor:
+        """Collective: the whole of a state of this rank's shard, if each of the ranks could read its own."""
+        own, problem = torch.empty(0), None
+        try:
+            own = shard.whole(name)
+        except OffloadError as error:
+            problem = error
+        if not self.store.is_final:
+            agree(View("read", dict, problem), ranks, self.device)
+        return own
 
     def gather_slices(self, shard: Shard, own: torch.Tensor, name: str) -> torch.Tensor:
         """Collective: what every rank holds as ``own`` for its slice of one bucket, 1D, as long as the bucket."""
@@ -330,79 +404,14 @@ class Binding:
         transport.traffic.states += gather.received
         return flat
 
-    # -- one rank alone --------------------------------------------------------------------------------------------
-
-    def retire(self) -> None:
-        """The optimizer is gone. What the other ranks may still read stays for as long as they may."""
-        if self.showing is not None:
-            self.showing.retire()
-
-    def fetcher(self, shard: Shard, index: int, name: str) -> Callable[[], torch.Tensor] | None:
-        """What makes the whole state ``name`` (or "param") of a param as it is now, without the other ranks' help."""
-        return None if self.showing is None else partial(self._fetch, shard, index, name, self.settled)
-
-    def _fetch(self, shard: Shard, index: int, name: str, step: int) -> torch.Tensor:
-        if self.showing is None or self.settled != step:
-            raise StateError(
-                f"{name} of a param of shape {tuple(shard.bucket.params[index].shape)} was looked at behind step "
-                f"{step} and is read behind step {self.settled}: it lies in shards, which have moved on. Take "
-                "state_dict() again, and save it before the next step."
-            )
-        layout, number = shard.bucket.layout, self._shown.index(shard)
-        own = self._slice(shard, name)
-        flat = torch.empty(layout.numels[index], dtype=own.dtype)
-        for rank in range(self.mesh.shard.size):
-            for piece in layout.pieces(rank):
-                if piece.param == index:
-                    target = flat[piece.start : piece.start + piece.numel]
-                    if rank == self.mesh.shard.rank:
-                        target.copy_(own[piece.shard_start : piece.shard_end])
-                    else:
-                        self.showing.read(rank, step, number, name, piece.shard_start, target)
-        return flat.as_strided(shard.bucket.params[index].size(), shard.strides(index))
-
-    def slice_at(self, step: int, shard: int, name: str) -> torch.Tensor:
-        """For another rank, in a thread of its own; see :class:`shardopt.partition.serve.Readable`."""
-        end = time.monotonic() + self.mesh.world.seconds
-        while self.settled < step and self.broken is None:
-            if time.monotonic() > end:
-                raise StateError(f"this rank has not come to the end of step {step}.")
-            time.sleep(0.001)
-        if self.broken is not None or self.settled > step:
-            raise StateError(f"this rank is behind step {self.settled} ({self.broken or 'without error'}), not {step}.")
-        own = self._slice(self._shown[shard], name)
-        if own.device.type == "cpu":
-            return own
-        # On a stream of its own behind the step's kernels. It allocates nothing on the device, where a collective may
-        # be waiting for the rank that asks.
-        with torch.cuda.stream(torch.cuda.Stream(own.device)):
-            if self.written is not None:
-                self.written.wait()
-            return own.cpu()
-
-    @property
-    def _shown(self) -> list[Shard]:
-        """What ranks may ask each other for; in the same order on all of them."""
-        return [*self.shards, *(self.sharded.frozen if self.sharded is not None else ())]
-
-    @staticmethod
-    def _slice(shard: Shard, name: str) -> torch.Tensor:
-        return shard.param if name == "param" else shard.whole(name)
-
-    def settle(self) -> None:
-        """This rank has come to the end of a step."""
-        if self.device.type == "cuda":
-            self.written = torch.cuda.Event()
-            self.written.record()
-        self.settled = self.rounds
-
     def consolidate(self, to: int, groups: Sequence[Group]) -> dict[torch.nn.Parameter, ParamState] | None:
         """Collective: every bound param's state as whole tensors in host memory, on the rank ``to``; None elsewhere."""
-        states = {
-            param: self.read(self.entries[param], group)
-            for _, param, group in named_params(groups)
-            if param in self.entries
-        }
+        states: dict[torch.nn.Parameter, ParamState] = {}
+        for _, param, group in named_params(groups):
+            entry = self.entries.get(param)
+            if entry is not None:
+                nothing = dict.fromkeys(self._names(entry, group), torch.empty(0))  # which is replaced below
+                states[param] = ParamState(entry.step, dict(entry.carried), nothing)
         members: dict[Shard, list[Entry]] = defaultdict(list)
         for param in states:
             members[self.entries[param].shard].append(self.entries[param])
@@ -413,7 +422,8 @@ class Binding:
         # One state of one bucket at a time, so that the other ranks' slices never lie here all at once.
         for shard, its_names in zip(self.shards, names, strict=True):
             for name in its_names:
-                parts = self.mesh.shard.collect(shard.whole(name), coordinate, f"consolidating {name}")
+                own = self._read_together(shard, name, self.mesh.world)
+                parts = self.mesh.shard.collect(own, coordinate, f"consolidating {name}")
                 whole = None if parts is None else torch.cat([part.cpu() for part in parts])
                 for entry in members[shard]:
                     if whole is not None and name in states[entry.param].tensors:
@@ -434,13 +444,25 @@ class Binding:
                 check_part(tensor, where.start, where.local.stop - where.local.start, f"{name} of {entry.name}")
 
     def load(self, loaded: Mapping[torch.nn.Parameter, ParamState]) -> None:
-        """Takes this rank's slices of checked states; params that have none go back to before their first step."""
-        for shard in self.shards:
-            shard.renew()
+        """Takes this rank's slices of checked states; params that have none go back to before their first step.
+
+        Raises:
+            OffloadError: they cannot be kept; nothing changed.
+        """
+        if not self.shards:
+            return
+        keeps = {
+            e.shard for param, e in self.entries.items() if "master" not in loaded.get(param, ParamState()).tensors
+        }
+        with self.all_or_nothing():
+            for shard in self.shards:
+                shard.renew(keeps_masters=shard in keeps)
+            for param, entry in self.entries.items():
+                if param in loaded:
+                    self._write_tensors(entry.shard, entry.index, loaded[param])
         for param, entry in self.entries.items():
             entry.forget()
             if param in loaded:
-                self._write_tensors(entry.shard, entry.index, loaded[param])
                 entry.take_counters(loaded[param])
                 # At the next step: the model's weights, which the master must round to, may be loaded after its states.
                 entry.version = None
@@ -449,7 +471,7 @@ class Binding:
     def _write_tensors(shard: Shard, index: int, state: ParamState) -> None:
         shard.ensure_states(name for name in state.tensors if name != "master")
         for name, tensor in state.tensors.items():
-            if name == "master" and shard.master is None:
+            if name == "master" and not shard.masters:
                 continue
             if isinstance(tensor, Part):
                 shard.write(name, index, tensor.start, tensor.local)

@@ -1,7 +1,9 @@
 """What the user may say, validated when it is said, frozen afterwards."""
 
+import os
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Literal, TypedDict
 
 import torch
@@ -9,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["OptionKeywords", "Options", "Tuning"]
+__all__ = ["Offload", "OptionKeywords", "Options", "Tuning"]
 
 MIB = 1 << 20
 
@@ -29,6 +31,8 @@ class Tuning:
         live_bytes: stage 3: most bytes of gathered params that stay on a rank while no module needs them.
         neighbours: let CPU ranks of one machine read each other's params out of memory, where the system allows it,
             instead of sending them through sockets.
+        chunk_bytes: of one state that is read from a disk, updated and written at a time; 6 chunks of all states are
+            in memory.
         debug: reduce and gather one buffer at a time, and compare each with a second, plain reduction or gathering:
             slow, and an error wherever a buffer was used too early or too late.
         nonfinite: what a step does when a gradient holds an Inf or a NaN: ``"skip"`` it on all ranks together with a
@@ -41,6 +45,7 @@ class Tuning:
     live_bytes: int = 8 * MIB
     timeout: float | None = None
     neighbours: bool = True
+    chunk_bytes: int = 4 * MIB
     debug: bool = False
     nonfinite: Literal["skip", "raise", "propagate"] = "skip"
 
@@ -49,6 +54,8 @@ class Tuning:
             raise ValueError(f"Tuning.bucket_bytes must be at least 1, found {self.bucket_bytes!r}.")
         if self.live_bytes < 0:
             raise ValueError(f"Tuning.live_bytes must not be negative, found {self.live_bytes!r}.")
+        if self.chunk_bytes < 1:
+            raise ValueError(f"Tuning.chunk_bytes must be at least 1, found {self.chunk_bytes!r}.")
         if self.timeout is not None and not self.timeout > 0:
             raise ValueError(f"Tuning.timeout is in seconds and must be above 0, found {self.timeout!r}.")
         if self.nonfinite not in ("skip", "raise", "propagate"):
@@ -73,7 +80,58 @@ class OptionKeywords(TypedDict, total=False):
     process_group: dist.ProcessGroup | DeviceMesh | None
     max_grad_norm: float | None
     reduce_dtype: torch.dtype | None
+    offload: "str | os.PathLike[str] | Offload | None"
     tuning: Tuning
+
+
+@dataclass(frozen=True)
+class Offload:
+    """What rests where between steps. Nothing of it changes a bit of the result.
+
+    ``"cpu"`` is host memory, anything else a directory: each rank makes a file of its own in it, which takes two copies
+    of its masters and states and goes with the optimizer. What is not offered yet is refused.
+
+    Attributes:
+        states: masters and states: ``"cpu"`` or a directory.
+        gradients: sums of gradients, at stage 2 and 3: None, on the device.
+        params: this rank's slices, at stage 3: None, on the device.
+        step: where the update runs: ``"cpu"``, or ``"auto"``: the only place that there is so far.
+        fraction: of the states that is offloaded: 1.0.
+        pin_memory: whether host memory is registered with the GPU, where there is one.
+    """
+
+    states: str | os.PathLike[str] = "cpu"
+    gradients: Literal["cpu"] | None = None
+    params: str | os.PathLike[str] | None = None
+    step: Literal["auto", "cpu", "gpu"] = "auto"
+    fraction: float = 1.0
+    pin_memory: bool = True
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.states, str | os.PathLike) or not os.fspath(self.states):
+            raise TypeError(f"Offload.states takes 'cpu' or a directory, found {self.states!r}.")
+        if self.step not in ("auto", "cpu", "gpu"):
+            raise ValueError(f"Offload.step must be 'auto', 'cpu' or 'gpu', found {self.step!r}.")
+        if not 0 < self.fraction <= 1:
+            raise ValueError(f"Offload.fraction must be above 0 and at most 1, found {self.fraction!r}.")
+        lacking = {
+            "gradients": self.gradients is not None,
+            "params": self.params is not None,
+            "step": self.step == "gpu",
+            "fraction": self.fraction != 1,
+        }
+        found = [name for name, is_asked in lacking.items() if is_asked]
+        if found:
+            raise NotImplementedError(
+                f"Offload({', '.join(f'{name}={getattr(self, name)!r}' for name in found)}) is not there yet, and "
+                "would silently do nothing: masters and states can be offloaded as a whole, and are updated by the "
+                f"CPU. Leave {' and '.join(found)} away."
+            )
+
+    @property
+    def directory(self) -> Path | None:
+        """Where files are made; None in memory."""
+        return None if self.states == "cpu" else Path(self.states)
 
 
 @dataclass(frozen=True)
@@ -91,6 +149,8 @@ class Options:
         max_grad_norm: clip gradients to this global 2-norm inside the step.
         reduce_dtype: in which gradients travel; they are summed in fp32 in any case (by NCCL: in this dtype). None:
             the gradient's own.
+        offload: where masters and states rest between steps: ``"cpu"``, a directory, or an :class:`Offload`. None:
+            on the device.
         tuning: the rare knobs.
     """
 
@@ -99,6 +159,7 @@ class Options:
     process_group: dist.ProcessGroup | DeviceMesh | None = None
     max_grad_norm: float | None = None
     reduce_dtype: torch.dtype | None = None
+    offload: str | os.PathLike[str] | Offload | None = None
     tuning: Tuning = Tuning()
 
     def __post_init__(self) -> None:
@@ -137,5 +198,13 @@ class Options:
                 "reduce_dtype was given without the module: shardopt does not reduce gradients then, so it would have "
                 "no effect. Hand the module over, or use a communication hook of DDP."
             )
+        if not isinstance(self.offload, str | os.PathLike | Offload | None):
+            raise TypeError(f"offload takes 'cpu', a directory or a shardopt.Offload, found {self.offload!r}.")
+        self.rests  # noqa: B018  an empty path is refused now
         if not isinstance(self.tuning, Tuning):
             raise TypeError(f"tuning takes a shardopt.Tuning, found {type(self.tuning).__name__}.")
+
+    @property
+    def rests(self) -> Offload | None:
+        """What ``offload`` says, in its long form; None: everything on the device."""
+        return self.offload if self.offload is None or isinstance(self.offload, Offload) else Offload(self.offload)

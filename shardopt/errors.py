@@ -8,6 +8,7 @@
      +-- DisagreementError        ranks that do not hold, or do not do, the same thing
      +-- CommunicationError       a peer that died, stalled or left: names the phase of the step
      +-- ReleasedError            a sharded param was read outside of its module: names unsharded()
+     +-- OffloadError             states that cannot be kept on, or fetched from, where they rest
      +-- StateError               a state dict that does not fit, or a part that cannot be saved as it is
      +-- CheckpointError          a checkpoint that is damaged, does not fit, or could not be saved
      +-- UnsupportedVersionError  a missing or untested Triton, Numba or torch
@@ -39,6 +40,10 @@ class CommunicationError(ShardoptError):
 
 class ReleasedError(ShardoptError):
     """The values of a param lie on other ranks at this moment."""
+
+
+class OffloadError(ShardoptError):
+    """States cannot be kept on, or fetched from, where they rest; params and states are as before, on every rank."""
 
 
 class StateError(ShardoptError):

@@ -97,8 +97,8 @@ def give_values(
     if where:
         binding.gatherer.settle()
     for shard in binding.shards:
-        if shard.master is not None and any(param in without for param in shard.bucket.params):
-            shard.master.copy_(shard.param)
+        if any(param in without for param in shard.bucket.params):
+            shard.restart_masters()
 
 
 def _inside_out(module: nn.Module, prefix: str, seen: set[nn.Module]) -> Iterator[tuple[str, nn.Module]]:

@@ -27,6 +27,7 @@ from .rules import Rule
 from .states import ParamState
 from .step import Call, run_step
 from .survey import Scaling, check_numbers, plain_numbers
+from .tiers import tier_of
 
 Optimizer = TypeVar("Optimizer", bound="ShardedOptimizer")
 Closure = Callable[[], Any]
@@ -418,16 +419,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return saved
 
     def _take_over(self, groups: list[dict[str, Any]], loaded: dict[torch.nn.Parameter, ParamState]) -> None:
-        self.param_groups = groups
-        self._consolidated = None
         entries = self._binding.entries if self._binding is not None else {}
         # Copied: the caller may go on training with the tensors that it saved.
         waiting = {param: state.copy() for param, state in loaded.items() if param not in entries}
-        self._loaded.clear()
-        self._loaded.update(waiting)
         if self._binding is not None:
             with torch.no_grad():
                 self._binding.load(loaded)
+        self._loaded.clear()
+        self._loaded.update(waiting)
+        self.param_groups = groups
+        self._consolidated = None
 
     # -- copies and ends -------------------------------------------------------------------------------------------
 
@@ -468,7 +469,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     # -- reports ---------------------------------------------------------------------------------------------------
 
     def memory(self) -> dict[str, dict[str, int]]:
-        """Bytes on this rank by kind (param, gradient, master, state, buffer) and tier (device)."""
+        """Bytes on this rank by kind (param, gradient, master, state, buffer) and tier (device, host, disk)."""
         shards = self._binding.shards if self._binding is not None else []
         sharded = self._binding.sharded if self._binding is not None else None
         frozen = sharded.frozen if sharded is not None else []
@@ -483,11 +484,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 *(param for param in params if param not in bound and (sharded is None or param not in sharded.where)),
             ),
             "gradient": (*own, *(each for bucket in (reducer.buckets if reducer else ()) for each in bucket.sums)),
-            "master": (shard.master for shard in shards if shard.master is not None),
-            "state": (state for shard in shards for state in shard.states.values()),
             "buffer": (*(shard.row_of_block for shard in shards), *(reducer.buffers if reducer else ())),
         }
-        return {kind: {"device": sum(map(_nbytes, tensors))} for kind, tensors in kinds.items()}
+        memory = {kind: {"device": sum(map(_nbytes, tensors))} for kind, tensors in kinds.items()}
+        homes = [shard.home.nbytes for shard in shards]
+        masters = sum(home.get("master", 0) for home in homes)
+        rest = {"master": masters, "state": sum(sum(home.values()) for home in homes) - masters}
+        memory.update({kind: {tier_of(self.options): nbytes} for kind, nbytes in rest.items()})
+        if shards and self._binding is not None and self._binding.store.buffer_bytes:
+            memory["buffer"]["host"] = self._binding.store.buffer_bytes
+        return memory
 
     def __repr__(self) -> str:
         options = f"stage={self.options.stage}"

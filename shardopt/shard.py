@@ -7,7 +7,8 @@ import numpy as np
 import torch
 
 from .kernels.formats import FP32, Format, format_of
-from .kernels.tables import BLOCK, Gradients, Streams
+from .kernels.tables import BLOCK, Gradients
+from .offload.store import Chunk, Store
 from .partition.bucket import Bucket, dense_strides, flattened, in_storage_order
 from .partition.gather import GatheredBucket, Gatherer
 from .partition.layout import Piece
@@ -31,16 +32,25 @@ class Shard:
     number: int  # of the bucket, in the reducer
     gathered: GatheredBucket | None = None  # where params are sharded
 
-    def __init__(self, bucket: Bucket, rank: int, states: Iterable[str], trains: bool = True):
+    def __init__(self, bucket: Bucket, rank: int, states: Iterable[str], store: Store, trains: bool = True):
+        """
+        Raises:
+            OffloadError: the store has no room for masters and states.
+        """
         self.bucket = bucket
         self.pieces: tuple[Piece, ...] = bucket.layout.pieces(rank)
         numel = bucket.layout.shard_numel
         is_there = bucket.resident_bytes == bucket.nbytes
         self.param = bucket.shard(rank) if is_there else zeros(numel, bucket.dtype, bucket.device)  # 1D [shard_numel]
         self.format: Format = format_of(bucket.dtype, "a param")
-        self.master = None if self.format is FP32 or not trains else self._zeros().copy_(self.param)
-        self.states: dict[str, torch.Tensor] = {}
-        self.ensure_states(states)
+        self.masters = ("master",) if self.format is not FP32 and trains else ()
+        self.home = store.home(numel, bucket.dtype, bucket.device)  # of masters and states
+        try:
+            self.home.ensure((*self.masters, *states))
+            self.restart_masters()
+        except BaseException:
+            self.home.release()
+            raise
         self._piece_of_param = {piece.param: piece for piece in self.pieces}
         self._strides = [dense_strides(param) for param in bucket.params]
         self._no_row = len(self.pieces)  # the row of blocks that hold no param; its end stays 0
@@ -53,30 +63,32 @@ class Shard:
         return torch.from_numpy(rows).to(self.param.device)
 
     @property
-    def masters(self) -> tuple[str, ...]:
-        """("master",) where the params are of low precision."""
-        return () if self.master is None else ("master",)
+    def states(self) -> tuple[str, ...]:
+        """Names of the states that there are; masters are none."""
+        return tuple(name for name in self.home.names if name not in self.masters)
 
     @property
     def num_rows(self) -> int:
         return len(self.pieces) + 1
 
     def ensure_states(self, names: Iterable[str]) -> None:
-        """Allocates, zeroed, the states that are not there yet."""
-        for name in names:
-            if name not in self.states:
-                self.states[name] = self._zeros()
+        """Makes the states, of zeros, that are not there yet."""
+        self.home.ensure(names)
 
-    def _zeros(self) -> torch.Tensor:
-        return zeros(self.param.numel(), torch.float32, self.param.device)
+    def renew(self, keeps_masters: bool) -> None:
+        """Zeroes all states, and masters unless they are kept; a state dict taken before keeps what it showed."""
+        self.home.renew(zeroed=self.states if keeps_masters else self.home.names)
 
-    def renew(self) -> None:
-        """Copies masters and states, so that a state dict taken before keeps what it showed when they are loaded."""
-        self.states = {name: self._zeros().copy_(state) for name, state in self.states.items()}
-        self.master = None if self.master is None else self._zeros().copy_(self.master)
-
-    def streams(self, states: Sequence[str]) -> Streams:
-        return Streams(self.param, self.master, tuple(self.states[name] for name in states))
+    def chunks(self, states: Iterable[str], pieces: Sequence[Piece]) -> list[Chunk]:
+        """What an update of these pieces, with these states, takes through the store."""
+        names, bounds = (*self.masters, *states), self.home.chunks()
+        if len(bounds) == 1:
+            return [Chunk(self.home, 0, self.param.numel(), names, self.param)] if pieces else []
+        return [
+            Chunk(self.home, start, stop, names, self.param[start:stop])
+            for start, stop in bounds
+            if any(piece.shard_start < stop and start < piece.shard_end for piece in pieces)
+        ]
 
     def reduce_into(self, reduced: ReducedBucket, number: int) -> None:
         """Gradients of this shard will be found in ``reduced.total``, where bucket ``number`` is summed."""
@@ -119,14 +131,18 @@ class Shard:
         return Slice(piece.start, slice(piece.shard_start, piece.shard_end))
 
     def read(self, name: str, index: int) -> torch.Tensor:
-        """This shard's elements of state ``name`` (or "master") of the bucket's param ``index``, 1D, not a copy."""
-        return self.whole(name)[self.slice_of(index).local]
+        """This shard's elements of state ``name`` (or "master") of the bucket's param ``index``, 1D.
+
+        Not a copy where states lie in memory.
+        """
+        where = self.slice_of(index).local
+        return self.home.read(name, where.start, where.stop)
 
     def write(self, name: str, index: int, start: int, values: torch.Tensor) -> None:
         """Sets them from ``values``: 1D, the param's elements from ``start`` on, in storage order, at least ours."""
         where = self.slice_of(index)
         numel = where.local.stop - where.local.start
-        self.whole(name)[where.local].copy_(values[where.start - start : where.start - start + numel])
+        self.home.write(name, where.local.start, values[where.start - start : where.start - start + numel])
 
     def write_whole(self, name: str, index: int, tensor: torch.Tensor) -> None:
         """Sets them from a tensor with the param's full shape."""
@@ -137,25 +153,44 @@ class Shard:
         """A view of a whole bucket-like buffer with the shape of the bucket's param ``index``."""
         return self.bucket.view(flat, index, self.bucket.params[index])
 
-    def refresh_master(self, index: int) -> None:
-        """Makes the master follow a param that was written: elements that still are the master rounded keep it."""
-        if self.master is None:
-            return
-        where = self.slice_of(index).local
-        master, param = self.master[where], self.param[where]
-        master.copy_(torch.where(master.to(param.dtype) == param, master, param.float()))
+    def refresh_masters(self, indices: Iterable[int]) -> None:
+        """Makes masters follow these params, which were written: elements that are the master rounded keep it."""
+        slices = [self.slice_of(index).local for index in indices]
+        for name in self.masters:
+            for start, stop in self.home.chunks():
+                inside = [slice(max(each.start, start), min(each.stop, stop)) for each in slices]
+                inside = [each for each in inside if each.start < each.stop]
+                if inside:
+                    self._refresh(name, start, stop, inside)
+
+    def _refresh(self, name: str, start: int, stop: int, slices: Sequence[slice]) -> None:
+        masters = self.home.read(name, start, stop)
+        for each in slices:
+            master, param = masters[each.start - start : each.stop - start], self.param[each]
+            is_followed = master.to(param.dtype) == param
+            if not is_followed.all():
+                self.home.write(name, each.start, torch.where(is_followed, master, param.float()))
+
+    def restart_masters(self) -> None:
+        """Makes them what the params are."""
+        for name in self.masters:
+            for start, stop in self.home.chunks():
+                self.home.write(name, start, self.param[start:stop].float())
 
     def read_chunk(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Elements ``[start, stop)`` of this shard's "param", "master" or state ``name``, 1D, not a copy."""
-        return (self.param if name == "param" else self.whole(name))[start:stop]
+        """Elements ``[start, stop)`` of this shard's "param", "master" or state ``name``, 1D.
+
+        Not a copy where they lie in memory.
+        """
+        return self.param[start:stop] if name == "param" else self.home.read(name, start, stop)
 
     def write_chunk(self, name: str, start: int, values: torch.Tensor) -> None:
         """Sets them from 1D ``values``."""
-        self.read_chunk(name, start, start + values.numel()).copy_(values)
+        if name == "param":
+            self.param[start : start + values.numel()].copy_(values)
+        else:
+            self.home.write(name, start, values)
 
     def whole(self, name: str) -> torch.Tensor:
-        """The state ``name`` (or "master") of the whole shard, 1D."""
-        if name != "master":
-            return self.states[name]
-        assert self.master is not None
-        return self.master
+        """The state ``name`` (or "master") of the whole shard, 1D; not a copy where states lie in memory."""
+        return self.home.read(name, 0, self.param.numel())

@@ -3,7 +3,8 @@
 1. survey: every param still in place, weights that were loaded followed, gradients usable, kernels compiled;
 2. agree: one small message: same call on all ranks, overflow, norm;
 3. decide: skip on all ranks, or the factors that every gradient is multiplied by;
-4. update: one launch for each shard;
+4. update: chunk by chunk through the store; in memory one launch for each shard. What does not lie in memory is agreed
+   on once more: kept on all ranks, or as before on all;
 5. gather: the updated shards travel to the other ranks;
 6. commit: step counts, and versions, so that autograd sees that the params were written.
 
@@ -12,9 +13,10 @@ Nothing is changed before phase 4: whatever is wrong on any rank is raised on al
 
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -24,7 +26,9 @@ from .binding import Binding, Candidate, Group
 from .errors import CommunicationError, ShardoptError
 from .kernels.launch import backend_of
 from .kernels.reductions import sum_of_squares
-from .kernels.tables import Factors
+from .kernels.tables import Factors, Streams
+from .offload.store import Chunk, Store
+from .partition.transport import Gather
 from .shard import Shard
 from .survey import Launch, Scaling, Survey, check_numbers, plain_numbers, survey
 
@@ -101,10 +105,13 @@ def run_step(binding: Binding, call: Call) -> Outcome:
         clip = min(1.0, binding.options.max_grad_norm / (norm + _CLIP_EPS))
     # 4. update, 5. gather
     try:
-        _update(binding, seen, 1.0 / call.scaling.scale, clip)
+        undone = _update(binding, seen, 1.0 / call.scaling.scale, clip)
     except BaseException as error:
         binding.broken = f"{type(error).__name__}: {error}"
         raise
+    if undone is not None:
+        binding.settle()
+        raise undone
     # 6. commit
     for each in seen.ready:
         each.entry.step += 1
@@ -196,25 +203,96 @@ def _where_nonfinite(launches: Sequence[Launch], unscale: float) -> str:
 # -- 4. update, 5. gather ----------------------------------------------------------------------------------------------
 
 
-def _update(binding: Binding, seen: Survey, unscale: float, clip: float) -> None:
-    """Launches every update of this rank and gathers the buckets that any rank updated."""
+class Work(NamedTuple):
+    """What there is to do for one shard."""
+
+    shard: Shard
+    states: Iterable[str]  # that it needs, the same on all ranks
+    launches: list[Launch]
+
+    def chunks(self) -> list[Chunk]:
+        """In which it is done; none where this rank holds nothing of what is updated."""
+        self.shard.ensure_states(self.states)
+        names = dict.fromkeys(name for launch in self.launches for name in launch.spec.variant.states)
+        return self.shard.chunks(names, [self.shard.pieces[row] for launch in self.launches for row in launch.ready])
+
+
+def _works(binding: Binding, seen: Survey) -> list[Work]:
+    launches: dict[Shard, list[Launch]] = defaultdict(list)
+    for launch in seen.launches:
+        launches[launch.shard].append(launch)
+    # Backward order reversed: the first layers' params, which the next forward needs first, arrive first.
+    return [Work(shard, seen.states[shard], launches[shard]) for shard in reversed(binding.shards)]
+
+
+def _update(binding: Binding, seen: Survey, unscale: float, clip: float) -> Exception | None:
+    """Launches every update of this rank and gathers the buckets that any rank updated.
+
+    Returns:
+        Why nothing was updated after all, on any rank. An error is raised where that is no longer certain.
+    """
     if binding.wires is None:  # nothing is bound: every param is frozen
-        return
-    updated = {each.entry.shard for each in seen.ready}
-    gather = binding.wires.shards.gather("gathering updated params")
+        return None
     if binding.sharded is not None:
         binding.gatherer.drop_all()  # they travel when they are needed; what is here will be out of date
+    updated = {each.entry.shard for each in seen.ready}
+    if binding.store.is_final:
+        _update_and_gather(binding, seen, updated, unscale, clip)
+        return None
+    return _update_then_gather(binding, seen, updated, unscale, clip)
+
+
+def _update_and_gather(binding: Binding, seen: Survey, updated: set[Shard], unscale: float, clip: float) -> None:
+    """Every shard travels as soon as it is updated."""
+    assert binding.wires is not None
+    gather = binding.wires.shards.gather("gathering updated params")
     problem: Exception | None = None
-    # Backward order reversed: the first layers' params, which the next forward needs first, arrive first.
-    for shard in reversed(binding.shards):
+    for work in _works(binding, seen):
         try:
-            shard.ensure_states(seen.states[shard])
+            chunks = work.chunks()
             if problem is None:
-                _launch_all(shard, seen.launches, unscale, clip)
+                _run(binding.store, [(chunk, work) for chunk in chunks], unscale, clip)
         except Exception as error:  # the other ranks wait for this one's shards: they are told when these have met
             problem = error
+        if work.shard in updated and work.shard.gathered is None:
+            gather.start(work.shard.window)
+    _finish(binding, gather, problem)
+
+
+def _update_then_gather(
+    binding: Binding, seen: Survey, updated: set[Shard], unscale: float, clip: float
+) -> Exception | None:
+    """Shards travel once every rank's store has said that it can keep what was updated; else all is put back."""
+    assert binding.wires is not None
+    store = binding.store
+    problem: Exception | None = None
+    try:
+        try:
+            store.begin()
+            _run(store, [(chunk, work) for work in _works(binding, seen) for chunk in work.chunks()], unscale, clip)
+        except Exception as error:
+            problem = error
+        try:
+            agree(View("stored", dict, problem), binding.mesh.world, binding.device)
+        except CommunicationError:
+            raise
+        except Exception as error:
+            store.roll_back()
+            return error
+    except BaseException:
+        store.roll_back()
+        raise
+    store.commit()
+    gather = binding.wires.shards.gather("gathering updated params")
+    for shard in reversed(binding.shards):
         if shard in updated and shard.gathered is None:
             gather.start(shard.window)
+    _finish(binding, gather, None)
+    return None
+
+
+def _finish(binding: Binding, gather: Gather, problem: Exception | None) -> None:
+    assert binding.wires is not None
     try:
         gather.finish(failed=problem is not None)
     except CommunicationError as error:
@@ -226,11 +304,22 @@ def _update(binding: Binding, seen: Survey, unscale: float, clip: float) -> None
         raise problem
 
 
-def _launch_all(shard: Shard, launches: Sequence[Launch], unscale: float, clip: float) -> None:
-    backend = backend_of(shard.param.device)
-    for launch in launches:
-        if launch.shard is shard:
-            streams = shard.streams(launch.spec.variant.states)
-            factors = Factors(launch.divisor, unscale, clip).folded()
-            assert factors is not None  # the survey settled all others
-            backend.step(launch.spec, streams, launch.gradients, launch.scalars, factors)
+def _run(store: Store, ordered: Sequence[tuple[Chunk, Work]], unscale: float, clip: float) -> None:
+    """Brings each chunk in, updates it, takes it back."""
+    store.prefetch([chunk for chunk, _ in ordered])
+    for chunk, work in ordered:
+        streams = dict(zip(chunk.names, store.fetch(chunk), strict=True))
+        for launch in work.launches:
+            _launch(launch, chunk, streams, Factors(launch.divisor, unscale, clip))
+        store.write_back(chunk)
+    store.flush()
+
+
+def _launch(launch: Launch, chunk: Chunk, streams: Mapping[str, torch.Tensor], factors: Factors) -> None:
+    states = tuple(streams[name] for name in launch.spec.variant.states)
+    gradients = launch.gradients.part(chunk.start, chunk.stop, launch.spec.grad.itemsize)
+    folded = factors.folded()
+    assert folded is not None  # the survey settled all others
+    masters = streams.get("master") if launch.spec.has_master else None
+    backend = backend_of(chunk.param.device)
+    backend.step(launch.spec, Streams(chunk.param, masters, states), gradients, launch.scalars, folded)

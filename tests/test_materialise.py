@@ -119,7 +119,7 @@ def materialised(stage: int, dtype: torch.dtype, neighbours: bool) -> None:
             for name, value in found.items():
                 assert value.dtype == expected[name].dtype and raw(value) == raw(expected[name]), name
         assert model.table.unsaved.eq(0.5).all()
-        masters = [(shard.master, shard.param) for shard in opt._binding.shards if shard.master is not None]
+        masters = [(shard.whole("master"), shard.param) for shard in opt._binding.shards if shard.masters]
         assert bool(masters) == (dtype is not torch.float32)
         assert all(torch.equal(master, param.float()) for master, param in masters)
         if dtype is torch.float32:

@@ -121,7 +121,7 @@ def closed_and_strange() -> int:
     assert server._listener._listener._family == "AF_UNIX"  # type: ignore[attr-defined]
     folder = os.stat(os.path.dirname(server.address))
     assert folder.st_uid == os.getuid() and folder.st_mode & 0o077 == 0
-    showing = opt._binding.showing
+    showing = opt._binding.exhibit._showing
     for greeting in (b"not json", json.dumps({"token": "x", "challenge": "y"}).encode(), b"{" * 5000):
         with connection.Client(server.address) as stranger:
             stranger.send_bytes(greeting)

@@ -21,6 +21,8 @@ EXPORTED = [
     "CheckpointError",
     "CommunicationError",
     "DisagreementError",
+    "Offload",
+    "OffloadError",
     "Part",
     "ReleasedError",
     "RuleError",
@@ -64,6 +66,7 @@ def test_options_are_added_on_purpose() -> None:
         "process_group",
         "max_grad_norm",
         "reduce_dtype",
+        "offload",
         "tuning",
     ]
     assert set(OptionKeywords.__annotations__) == set(Options.__dataclass_fields__)
@@ -73,6 +76,7 @@ def test_options_are_added_on_purpose() -> None:
         "live_bytes",
         "timeout",
         "neighbours",
+        "chunk_bytes",
         "debug",
         "nonfinite",
     ]
@@ -97,6 +101,8 @@ def test_arguments_and_groups_are_torchs(name: str) -> None:
         ({"stge": 1}, TypeError, "unexpected keyword argument 'stge'.*module, stage, process_group"),
         ({"stage": 4}, ValueError, "stage must be 0"),
         ({"max_grad_norm": -1.0}, ValueError, "max_grad_norm must be above 0"),
+        ({"offload": 1}, TypeError, "offload takes 'cpu', a directory"),
+        ({"offload": ""}, TypeError, "'cpu' or a directory"),
         ({"tuning": {"timeout": 3}}, TypeError, "shardopt.Tuning"),
         ({"capturable": True}, shardopt.ShardoptError, "capturable=True.*captured graph"),
         ({"differentiable": True}, shardopt.ShardoptError, "differentiable=True.*autograd"),
@@ -114,7 +120,9 @@ def test_flags_of_a_group_are_refused(flag: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "keywords", [{"bucket_bytes": 0}, {"timeout": 0}, {"timeout": -1.0}, {"nonfinite": "ignore"}], ids=str
+    "keywords",
+    [{"bucket_bytes": 0}, {"timeout": 0}, {"timeout": -1.0}, {"nonfinite": "ignore"}, {"chunk_bytes": 0}],
+    ids=str,
 )
 def test_wrong_tuning_is_refused(keywords: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(keywords))):

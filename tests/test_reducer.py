@@ -484,7 +484,8 @@ def held(opt: ShardedOptimizer) -> list[bytes]:
     shards = opt._binding.shards
     whole = [param for shard in shards if shard.gathered is None for param in shard.bucket.params]
     return [
-        raw(each) for each in (*whole, *(each for shard in shards for each in (shard.param, *shard.states.values())))
+        raw(each)
+        for each in (*whole, *(each for shard in shards for each in (shard.param, *map(shard.whole, shard.states))))
     ]
 
 

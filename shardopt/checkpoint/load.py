@@ -1,6 +1,7 @@
 """Loading: find out what fits, prove every byte that is needed, and only then change anything."""
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -182,11 +183,14 @@ class Loading:
         """
         problem: Problem = None
         try:
-            for optimizer in optimizers:
-                _before_writing(optimizer)
-            for target in self._plan.targets:
-                target.fill(self._checkpoint)
-            self._commit(model, fitting, optimizers)
+            with ExitStack() as stores:
+                for optimizer in optimizers:
+                    _before_writing(optimizer)
+                    if optimizer._bound().shards:
+                        stores.enter_context(optimizer._bound().all_or_nothing())
+                for target in self._plan.targets:
+                    target.fill(self._checkpoint)
+                self._commit(model, fitting, optimizers)
         except Exception as error:
             problem = error
         try:
@@ -209,7 +213,7 @@ class Loading:
             if about["has_state"]:
                 home.entry.step, home.entry.carried, home.entry.has_state = about["step"], carried_of(about), True
             else:
-                home.entry.forget()
+                _forget(home)
         for number, optimizer in enumerate(optimizers):
             optimizer._consolidated = None
             optimizer._loaded.clear()
@@ -227,9 +231,18 @@ class Loading:
 def _renew_master(home: Home) -> None:
     """From the param: the checkpoint has none, and the low bits of the one that is here belong to other weights."""
     shard = home.shard
-    if shard is not None and shard.master is not None:
+    if shard is not None and shard.masters:
         where = shard.slice_of(home.index).local
         shard.write_chunk("master", where.start, shard.read_chunk("param", where.start, where.stop).float())
+
+
+def _forget(home: Home) -> None:
+    """Back to before the param's first step."""
+    assert home.entry is not None and home.shard is not None
+    home.entry.forget()
+    where = home.shard.slice_of(home.index).local
+    for name in home.shard.states:
+        home.shard.write_chunk(name, where.start, torch.zeros(where.stop - where.start))
 
 
 def _before_writing(optimizer: ShardedOptimizer) -> None:

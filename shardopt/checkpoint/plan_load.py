@@ -110,7 +110,7 @@ class _Planner:
         if home.entry is not None and home.shard is not None:
             home.shard.ensure_states(kind for kind in kinds if kind != "master")
             for kind in kinds:
-                if kind != "master" or home.shard.master is not None:
+                if kind != "master" or home.shard.masters:
                     self._slice(home, Key("params", saved, kind))
         elif self.manifest.params[saved]["has_state"]:
             about = self.manifest.params[saved]

@@ -40,6 +40,18 @@ class Gradients:
     def num_rows(self) -> int:
         return self.rows.shape[0]
 
+    def part(self, start: int, stop: int, itemsize: int) -> "Gradients":
+        """For elements [start, stop) of the shard alone, as if these were all: ``start`` is on a block.
+
+        Bits are those of the whole: nothing in a kernel depends on where a block lies.
+        """
+        if start == 0 and stop >= self.num_blocks * BLOCK:
+            return self
+        moved = torch.tensor([[start * itemsize, -start]], dtype=torch.int64, device=self.rows.device)
+        row_of_block = self.row_of_block[start // BLOCK : -(-stop // BLOCK)]
+        # An end before the part, as that of a skipped param, is no element.
+        return Gradients(row_of_block, self.rows + moved, self.aligned)
+
 
 class Factors(NamedTuple):
     """What the gradient that a rule sees is scaled by: ``widen(grad) / divisor * unscale * clip``.

@@ -47,8 +47,8 @@ _OK, _ERROR = b"\0", b"\1"
 class Readable(Protocol):
     """What a rank shows of one optimizer."""
 
-    def slice_at(self, step: int, shard: int, name: str) -> torch.Tensor:
-        """1D, in host memory: this rank's slice of one state, as it is behind ``step``.
+    def slice_at(self, step: int, shard: int, name: str, start: int, stop: int) -> torch.Tensor:
+        """1D, in host memory: elements of this rank's slice of one state, as they are behind ``step``.
 
         Raises:
             ShardoptError: it is no longer, or will not be.
@@ -128,8 +128,8 @@ def _send(peer: "connection.Connection[Any, Any]", shelf: Shelf, request: dict[s
     try:
         if shelf.readable is None:
             raise StateError("that rank has closed its optimizer, and its slices are gone. Save before close().")
-        whole = shelf.readable.slice_at(int(request["step"]), int(request["shard"]), str(request["name"]))
-        found = whole[int(request["start"]) : int(request["stop"])].contiguous()
+        numbers = (int(request[key]) for key in ("start", "stop"))
+        found = shelf.readable.slice_at(int(request["step"]), int(request["shard"]), str(request["name"]), *numbers)
     except ShardoptError as error:
         peer.send_bytes(_ERROR + str(error).encode())
         return

@@ -1,0 +1,220 @@
+"""States on a disk: how near a step comes to what the disk can do, and what offloading costs a whole training step.
+
+    python bench/offload.py --directory /nvme              256M elements: a file of 6 GiB
+    python bench/offload.py --elements 64                  on a small disk
+
+* The disk step: `optimizer.step()` of AdamW on one bf16 param, with fp32 master and states in a file, as bytes read and
+  written over time. Beside it, in turn with it, a loop that does nothing but move the same bytes in a file of the same
+  size: direct I/O, sequential, each transfer as long as one of the step's, at every number of requests in flight,
+  reading one half and writing the other in turn ("mixed") or first all of this and then all of that ("apart"). The one
+  that moved most in this run is the 100 %.
+* The training step: stage 2 in bf16 on 2 ranks (bench/train.py's model and engines), states in memory and on the disk
+  of the system's temporary directory, and DeepSpeed where it is installed.
+"""
+
+import argparse
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+import train
+from common import Median, describe_machine, median_of, parser_of, ratios, show, write_result
+from torch.nn import Parameter
+from tqdm import tqdm
+
+from shardopt import ShardedAdamW, Tuning
+from shardopt.offload.file_io import PAGE, Buffer
+from shardopt.offload.ownership import OwnedFile
+
+MI = 1 << 20
+BYTES_AN_ELEMENT = 12  # master and two states, read and written once each
+DEPTHS = (1, 4, 8, 16)  # requests in flight
+PATTERNS = ("mixed", "apart")
+
+
+class Plain:
+    """Sequential direct transfers in a file as large as the step's, and nothing else."""
+
+    def __init__(self, directory: Path, nbytes: int, transfer: int):
+        self._transfer, self._count = transfer, nbytes // transfer
+        self._owned = OwnedFile(directory)
+        self._file = self._owned.file
+        self._file.reserve(PAGE, 2 * nbytes)
+        self._buffers = [Buffer(transfer).parts([transfer])[0].memory for _ in range(max(DEPTHS))]
+        self.is_direct = self._file.is_direct
+        with ThreadPoolExecutor(8) as pool:  # blocks that were never written read faster than any disk
+            list(pool.map(lambda index: self._write(index, 0), range(2 * self._count)))
+
+    def _write(self, index: int, slot: int) -> None:
+        self._file.write(self._buffers[slot], PAGE + index * self._transfer)
+
+    def _read(self, index: int, slot: int) -> None:
+        self._file.read(self._buffers[slot], PAGE + index * self._transfer)
+
+    def seconds(self, pattern: str, depth: int, turn: int) -> float:
+        """To read one half and write the other."""
+        source, target = (0, self._count) if turn % 2 else (self._count, 0)
+        reads = [(self._read, source + index) for index in range(self._count)]
+        writes = [(self._write, target + index) for index in range(self._count)]
+        pairs = zip(reads, writes, strict=True)
+        calls = [*reads, *writes] if pattern == "apart" else [call for pair in pairs for call in pair]
+        ordered = iter(calls)  # its next() is atomic under the GIL
+
+        def move(slot: int) -> None:
+            for call, index in ordered:
+                call(index, slot)
+
+        with ThreadPoolExecutor(depth) as pool:
+            start = time.perf_counter()
+            list(pool.map(move, range(depth)))
+            return time.perf_counter() - start
+
+    def close(self) -> None:
+        self._owned.close()
+
+
+def measure_disk(args: argparse.Namespace) -> dict[str, Any]:
+    numel = args.elements * MI
+    param = Parameter(torch.zeros(numel, dtype=torch.bfloat16))
+    param.grad = torch.ones_like(param)
+    tuning = Tuning(chunk_bytes=args.chunk * MI, nonfinite="propagate")
+    optimizer = ShardedAdamW([param], lr=1e-3, offload=args.directory, tuning=tuning)
+    for _ in range(2):
+        optimizer.step()  # the second one writes to blocks that were never written as well
+    plain = Plain(args.directory, BYTES_AN_ELEMENT * numel, args.chunk * MI)
+    steps: list[float] = []
+    ways = [(pattern, depth) for pattern in PATTERNS for depth in DEPTHS]
+    plains: dict[tuple[str, int], list[float]] = {way: [] for way in ways}
+    for turn in tqdm(range(args.rounds), desc="disk", unit="round", disable=None):
+        for number, way in enumerate(ways):
+            plains[way].append(plain.seconds(*way, turn))
+            if number == len(ways) // 2:
+                start = time.perf_counter()
+                optimizer.step()
+                steps.append(time.perf_counter() - start)
+    memory = optimizer.memory()
+    in_memory = in_memory_step(numel, args.rounds)
+    plain.close()
+    optimizer.close()
+    moved = 2 * BYTES_AN_ELEMENT * numel / 1e9
+    best = min(ways, key=lambda way: median_of(plains[way]).median)
+    return {
+        "elements": numel,
+        "direct": plain.is_direct,
+        "step GB/s": median_of([moved / each for each in steps]),
+        "plain GB/s": {
+            f"{pattern}, {depth} in flight": median_of([moved / each for each in seconds])
+            for (pattern, depth), seconds in plains.items()
+        },
+        "best": f"{best[0]}, {best[1]} in flight",
+        "of plain": ratios(plains[best], steps),
+        "step s": median_of(steps),
+        "step in memory s": in_memory,
+        "buffers MB": memory["buffer"]["host"] / 1e6,
+        "chunk of all states MB": 3 * args.chunk * MI / 1e6,
+        "low-precision shard MB": 2 * numel / 1e6,
+    }
+
+
+def in_memory_step(numel: int, rounds: int) -> Median:
+    param = Parameter(torch.zeros(numel, dtype=torch.bfloat16))
+    param.grad = torch.ones_like(param)
+    optimizer = ShardedAdamW([param], lr=1e-3, tuning=Tuning(nonfinite="propagate"))
+    seconds = []
+    for _ in range(rounds + 1):
+        start = time.perf_counter()
+        optimizer.step()
+        seconds.append(time.perf_counter() - start)
+    return median_of(seconds[1:])
+
+
+def measure_training(args: argparse.Namespace) -> dict[str, Any]:
+    command = ["train", "--dtype", "bf16", "--rounds", str(args.rounds), "--engines", *args.engines]
+    sys.argv = command
+    options = train.parse_args()
+    settings = train.settings_of(options)
+    with torch.device("meta"):
+        numel = sum(param.numel() for param in settings.model().parameters())
+    teams, failed = train.run_rounds(options, settings)
+    by_name = {team.name: team for team in teams}
+    base = by_name["module-2"]
+    return {
+        "params": numel,
+        "engines": {
+            name: {
+                "title": train.ENGINES[name].title,
+                "step s": median_of(team.seconds("step")),
+                "optimizer s": median_of(team.seconds("update")),
+                "step x in memory": ratios(team.seconds("step"), base.seconds("step")),
+                "peak bytes a param": train.largest(team.reports, "peak", numel),
+                "last loss": team.reports[0]["losses"][-1],
+            }
+            for name, team in by_name.items()
+        },
+        "not run": {name: reason.splitlines()[-1] for name, reason in failed.items()},
+    }
+
+
+def parse_args() -> argparse.Namespace:
+    parser = parser_of(__doc__ or "")
+    parser.add_argument("--elements", type=int, default=256, help="of the disk step, in units of 2**20")
+    parser.add_argument("--directory", type=Path, default=Path(tempfile.gettempdir()), help="where the files are made")
+    parser.add_argument("--chunk", type=int, default=4, help="MiB of one state in a chunk: of one transfer")
+    parser.add_argument("--rounds", type=int, default=9, help="turns of each")
+    parser.add_argument(
+        "--engines", nargs="*", default=["module-2", "module-2-cpu", "module-2-disk"], help="of the training step"
+    )
+    args = parser.parse_args()
+    if args.quick:
+        args.rounds, args.elements = min(args.rounds, 3), min(args.elements, 16)
+    for name in ("elements", "chunk", "rounds"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name} must be at least 1")
+    if args.engines and "module-2" not in args.engines:
+        args.engines = ["module-2", *args.engines]  # the 1.0
+    return args
+
+
+def main() -> None:
+    args = parse_args()
+    device = torch.device("cpu")
+    disk = measure_disk(args)
+    where = describe_machine(device)["device"]
+    rows = [
+        ["step, states on disk", str(disk["step GB/s"]), str(disk["of plain"])],
+        *([f"plain direct I/O, {way}", str(rate), ""] for way, rate in disk["plain GB/s"].items()),
+    ]
+    title = f"{where}; AdamW of {args.elements}M bf16 params, {args.chunk} MiB a transfer"
+    show(title, ("what", "GB/s read and written", "of the best"), rows)
+    print(
+        f"step {disk['step s']} s, in memory {disk['step in memory s']} s; buffers {disk['buffers MB']:.0f} MB: "
+        f"6 chunks of {disk['chunk of all states MB']:.0f} MB and a low-precision shard of "
+        f"{disk['low-precision shard MB']:.0f}"
+    )
+    results = {"disk": disk}
+    if args.engines:
+        results["training"] = trained = measure_training(args)
+        show(
+            f"a training step of {trained['params'] / 1e6:.1f}M params, stage 2, bf16, 2 ranks",
+            ("engine", "step ms", "x in memory", "optimizer ms", "peak B/param", "loss"),
+            [
+                [
+                    each["title"],
+                    f"{1e3 * each['step s'].median:.4g}",
+                    str(each["step x in memory"]),
+                    f"{1e3 * each['optimizer s'].median:.3g}",
+                    f"{each['peak bytes a param'] or 0:.1f}",
+                    f"{each['last loss']:.4f}",
+                ]
+                for each in trained["engines"].values()
+            ],
+        )
+    write_result("offload", args, device, results)
+
+
+if __name__ == "__main__":
+    main()

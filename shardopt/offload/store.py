@@ -1,0 +1,198 @@
+"""The store: where masters and states rest between steps, and how a chunk of them comes to compute and goes back.
+
+A step calls four verbs, and never asks where anything lies::
+
+    prefetch([a, b, c])          what this step will fetch, in this order
+    fetch(a)                     the streams of chunk a, in memory, to be updated in place
+    write_back(a)                they were
+    flush()                      nothing is under way any more
+
+In memory a chunk is a whole shard, ``fetch`` answers with views and the other verbs do nothing. From elsewhere chunks
+are read ahead of the update and written behind it, between ``begin`` and a vote of the ranks: ``commit`` on all of
+them, or ``roll_back`` on all of them.
+
+A home is what a store keeps of one shard: named streams ("master", "exp_avg"), fp32, each as long as the shard.
+"""
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+
+class Home(Protocol):
+    """The streams of one shard. Bounds are elements of the shard."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the streams that there are."""
+
+    @property
+    def nbytes(self) -> dict[str, int]:
+        """Of each stream."""
+
+    def ensure(self, names: Iterable[str]) -> None:
+        """Makes the streams that are not there yet, of zeros: all of them or none.
+
+        Raises:
+            OffloadError: there is no room for them.
+        """
+
+    def chunks(self) -> Sequence[tuple[int, int]]:
+        """The (start, stop) that this home is fetched and best read by; multiples of a block, but for the end."""
+
+    def read(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """1D [stop - start] fp32: a view where the stream lies in memory, else a copy.
+
+        Raises:
+            OffloadError: what was kept cannot be read, or is not what was written.
+        """
+
+    def write(self, name: str, start: int, values: torch.Tensor) -> None:
+        """Sets elements from ``start`` on; outside of ``begin`` and ``commit`` all of them or none.
+
+        Raises:
+            OffloadError: it cannot be written.
+        """
+
+    def renew(self, zeroed: Collection[str]) -> None:
+        """Zeroes these streams; tensors that were read before, of any stream, keep what they showed."""
+
+    def release(self) -> None:
+        """Gives the room back; the home is not used any more."""
+
+
+@dataclass(frozen=True, eq=False)
+class Chunk:
+    """What is updated at a time."""
+
+    home: Home
+    start: int  # in the shard
+    stop: int
+    names: tuple[str, ...]  # of the streams that the update needs
+    param: torch.Tensor  # 1D [stop - start]: the shard's params, which the update writes as well
+
+
+class Store(Protocol):
+    """Keeps the homes of one optimizer on this rank.
+
+    Attributes:
+        tier: "device", "host" or "disk".
+        is_final: what is written back cannot be taken back, so that no vote is taken.
+    """
+
+    tier: str
+    is_final: bool
+
+    def home(self, numel: int, dtype: torch.dtype, device: torch.device) -> Home:
+        """For a shard of ``numel`` params of this dtype; it has no streams yet."""
+
+    def prefetch(self, chunks: Sequence[Chunk]) -> None: ...
+
+    def fetch(self, chunk: Chunk) -> Sequence[torch.Tensor]:
+        """The chunk's streams in the order of its names, each 1D [stop - start] fp32, until it is written back."""
+
+    def write_back(self, chunk: Chunk) -> None: ...
+
+    def flush(self) -> None: ...
+
+    def begin(self) -> None:
+        """What is written from here on belongs together; without it each ``Home.write`` stands alone."""
+
+    def commit(self) -> None:
+        """It holds from now on. Cannot fail."""
+
+    def roll_back(self) -> None:
+        """It has not happened, and neither have the updates of params of fetched chunks; nothing in memory."""
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Of host memory that the store itself takes."""
+
+    def close(self) -> None:
+        """Nothing of it is left."""
+
+
+# -- in memory ---------------------------------------------------------------------------------------------------------
+
+
+class ResidentHome:
+    """Streams as tensors."""
+
+    def __init__(self, numel: int, make_zeros: Callable[[], torch.Tensor]):
+        self._chunks = ((0, numel),)
+        self._make_zeros = make_zeros
+        self.streams: dict[str, torch.Tensor] = {}
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self.streams)
+
+    @property
+    def nbytes(self) -> dict[str, int]:
+        return {name: stream.nbytes for name, stream in self.streams.items()}
+
+    def ensure(self, names: Iterable[str]) -> None:
+        fresh = {name: self._make_zeros() for name in names if name not in self.streams}
+        self.streams.update(fresh)
+
+    def chunks(self) -> Sequence[tuple[int, int]]:
+        return self._chunks
+
+    def read(self, name: str, start: int, stop: int) -> torch.Tensor:
+        return self.streams[name][start:stop]
+
+    def write(self, name: str, start: int, values: torch.Tensor) -> None:
+        self.streams[name][start : start + values.numel()].copy_(values)
+
+    def renew(self, zeroed: Collection[str]) -> None:
+        for name, stream in self.streams.items():
+            self.streams[name] = self._make_zeros() if name in zeroed else self._make_zeros().copy_(stream)
+
+    def release(self) -> None:
+        self.streams = {}
+
+
+class ResidentStore:
+    """The trivial store: streams lie where they are computed with."""
+
+    is_final = True
+
+    def __init__(self, tier: str, zeros: Callable[[int, torch.dtype, torch.device], torch.Tensor]):
+        """``zeros(numel, dtype, device)`` makes a stream."""
+        self.tier = tier
+        self._zeros = zeros
+
+    def home(self, numel: int, dtype: torch.dtype, device: torch.device) -> ResidentHome:
+        return ResidentHome(numel, lambda: self._zeros(numel, torch.float32, device))
+
+    def prefetch(self, chunks: Sequence[Chunk]) -> None:
+        pass
+
+    def fetch(self, chunk: Chunk) -> Sequence[torch.Tensor]:
+        home = chunk.home
+        assert isinstance(home, ResidentHome)  # of which every chunk is the whole
+        return [home.streams[name] for name in chunk.names]
+
+    def write_back(self, chunk: Chunk) -> None:
+        pass
+
+    def flush(self) -> None:
+        pass
+
+    def begin(self) -> None:
+        pass
+
+    def commit(self) -> None:
+        pass
+
+    def roll_back(self) -> None:
+        pass
+
+    @property
+    def buffer_bytes(self) -> int:
+        return 0
+
+    def close(self) -> None:
+        pass
