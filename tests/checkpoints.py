@@ -62,6 +62,7 @@ def build(
     bucket_bytes: int = 3000,
     live_bytes: int = 0,
     group: Any = None,
+    offload: str | None = None,
     **options: Any,
 ) -> Any:
     """The model, and an optimizer with two groups."""
@@ -69,7 +70,13 @@ def build(
     params = [param for param in model.parameters() if param.requires_grad]
     groups = [{"params": params[:4], "lr": 0.01}, {"params": params[4:], "weight_decay": 0.1}]
     tuning = Tuning(bucket_bytes=bucket_bytes, keep_below=200, live_bytes=live_bytes, timeout=20.0)
-    common: dict[str, Any] = {"module": model, "stage": stage, "tuning": tuning, "process_group": group}
+    common: dict[str, Any] = {
+        "module": model,
+        "stage": stage,
+        "tuning": tuning,
+        "process_group": group,
+        "offload": offload,
+    }
     if kind == "AdamW":
         return model, ShardedAdamW(groups, lr=0.003, amsgrad=True, **common)
     return model, ShardedSGD(groups, lr=0.003, momentum=0.9, **common)

@@ -75,6 +75,35 @@ def test_two_then_three_ranks_then_one_and_every_pair_of_stages(ranks: Pool, tmp
             assert same_on_all([after for _, after in by_rank], expected[steps.stop]), f"{pair} later"
 
 
+def from_tier_to_tier(root: Path, disk: str) -> list[dict[str, str]]:
+    found = []
+    for number, (stage, offload) in enumerate([(2, disk), (3, None), (1, disk), (3, disk), (0, "cpu"), (2, disk)]):
+        model, optimizer = build(stage, number, bucket_bytes=1500 + 700 * number, offload=offload)
+        if number % 3 == 2:  # over states that rest there already
+            train(model, optimizer, range(50, 52))
+        if number:
+            shardopt.load_checkpoint(root, model, optimizer)
+        train(model, optimizer, range(2 * number, 2 * number + 2))
+        save(root, model, optimizer)
+        found.append(facts(model, optimizer))
+        optimizer.close()
+    return found
+
+
+def test_every_tier(ranks: Pool, tmp_path: Path) -> None:
+    """On disk, in memory and back: bit for bit."""
+    for world in (1, 2):
+        (root, disk), expected = (tmp_path / f"{name}{world}" for name in ("runs", "disk")), []
+        model, optimizer = build(0)
+        for number in range(6):
+            train(model, optimizer, range(2 * number, 2 * number + 2))
+            expected.append(facts(model, optimizer))
+        disk.mkdir()
+        for found in zip(*ranks.run(from_tier_to_tier, root, str(disk), world=world), strict=True):
+            assert same_on_all(found, expected.pop(0))
+        assert not list(disk.iterdir())
+
+
 def same_on_all(found: Sequence[dict[str, str]], expected: dict[str, str]) -> bool:
     """Rank 0 knows all, the others know the values of the module."""
     return found[0] == expected and all(each.items() <= expected.items() for each in found)
