@@ -166,7 +166,10 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--chunk", type=int, default=4, help="MiB of one state in a chunk: of one transfer")
     parser.add_argument("--rounds", type=int, default=9, help="turns of each")
     parser.add_argument(
-        "--engines", nargs="*", default=["module-2", "module-2-cpu", "module-2-disk"], help="of the training step"
+        "--engines",
+        nargs="*",
+        default=["module-2", "module-2-cpu", "module-2-disk", "deepspeed-2-offload"],
+        help="of the training step",
     )
     args = parser.parse_args()
     if args.quick:

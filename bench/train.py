@@ -209,19 +209,25 @@ def make_offloaded(stage: int, offload: str) -> Make:
     return make
 
 
-def make_deepspeed(stage: int) -> Make:
+def make_deepspeed(stage: int, offload: bool = False) -> Make:
+    """``offload``: states in host memory, stepped by DeepSpeed's own CPU Adam."""
+
     def make(model: GPT, settings: Settings) -> Engine:
         import deepspeed
 
         warnings.simplefilter("ignore")  # about calls of its own; this process runs nothing else
         deepspeed.logger.setLevel("ERROR")
-        config = {
+        config: dict[str, Any] = {
             "train_micro_batch_size_per_gpu": settings.batch,
             "zero_optimization": {"stage": stage},
             "bf16": {"enabled": settings.dtype == "bf16"},
             "zero_allow_untested_optimizer": True,
         }
-        optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
+        if offload:
+            config["zero_optimization"] |= {"offload_optimizer": {"device": "cpu"}}
+            optimizer = deepspeed.ops.adam.DeepSpeedCPUAdam(model.parameters(), lr=LR, weight_decay=0.01)
+        else:
+            optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
         return Engine(engine, engine.step, lambda: None, backward=engine.backward)
 
@@ -238,6 +244,7 @@ class Offer:
     has_masters: bool = True
     package: str = "torch"  # that must be installed
     stage: int | None = None  # of shardopt
+    is_offloaded: bool = False  # left out unless it is asked for
 
 
 ENGINES = {
@@ -253,9 +260,19 @@ ENGINES = {
     "module-0": Offer("shardopt stage 0, DDP module handed over", make_handed_over(0, wrapped=True), stage=0),
     "module-1": Offer("shardopt stage 1, DDP module handed over", make_handed_over(1, wrapped=True), stage=1),
     "module-2": Offer("shardopt stage 2, DDP module handed over", make_handed_over(2, wrapped=True), stage=2),
-    "module-2-cpu": Offer("the same, states offloaded to host memory", make_offloaded(2, "cpu"), stage=2),
-    "module-2-disk": Offer("the same, states offloaded to disk", make_offloaded(2, "disk"), stage=2),
     "module-3": Offer("shardopt stage 3, plain module handed over", make_handed_over(3, wrapped=False), stage=3),
+    "module-2-cpu": Offer(
+        "shardopt stage 2, states offloaded to host memory", make_offloaded(2, "cpu"), stage=2, is_offloaded=True
+    ),
+    "module-2-disk": Offer(
+        "shardopt stage 2, states offloaded to disk", make_offloaded(2, "disk"), stage=2, is_offloaded=True
+    ),
+    "deepspeed-2-offload": Offer(
+        "DeepSpeed stage 2, states offloaded to its CPU Adam",
+        make_deepspeed(2, offload=True),
+        package="deepspeed",
+        is_offloaded=True,
+    ),
 }
 
 
@@ -490,7 +507,8 @@ class Team:
 def parse_args() -> argparse.Namespace:
     parser = parser_of(__doc__ or "")
     titles = "; ".join(f"{name}: {offer.title}" for name, offer in ENGINES.items())
-    parser.add_argument("--engines", nargs="+", choices=[*ENGINES], default=[*ENGINES], metavar="ENGINE", help=titles)
+    usual = [name for name, offer in ENGINES.items() if not offer.is_offloaded]
+    parser.add_argument("--engines", nargs="+", choices=[*ENGINES], default=usual, metavar="ENGINE", help=titles)
     parser.add_argument("--dtype", choices=[*DTYPES], default="fp32", help="of params, gradients and activations")
     parser.add_argument("--ranks", type=int, default=None, help="processes an engine (default: all GPUs, else 2)")
     parser.add_argument("--threads", type=int, default=1, help="of each rank")
