@@ -73,10 +73,22 @@ def train_table(trained: dict[str, Any]) -> list[str]:
     return lines
 
 
+def offload_table(results: dict[str, Any]) -> list[str]:
+    lines = ["| engine | step, x in memory | `optimizer.step()` | peak bytes a param |", "|---|---|---|---|"]
+    for engine in results["training"]["engines"].values():
+        lines.append(
+            f"| {engine['title']} | {interval(engine['step x in memory'])} "
+            f"| {1e3 * engine['optimizer s']['median']:.0f} ms | {engine['peak bytes a param']:.1f} |"
+        )
+    return lines
+
+
 def numbers() -> str:
     kernels, cold = newest("kernels"), newest("cold-start")["results"]["seconds"]
     fp32, bf16, four = newest("train-fp32"), newest("train-bf16"), newest("train-fp32-4-ranks")
     hooks, plan = newest("hooks")["results"], newest("plan")
+    offload, checkpoint = newest("offload")["results"], newest("checkpoint")["results"]
+    disk = offload["disk"]
     over = fp32["results"]["shardopt-1 over zero"]
     machine = kernels["machine"]
     first, second = cold["first step"]["median"], cold["second step"]["median"]
@@ -106,6 +118,16 @@ def numbers() -> str:
             "Stage 3 on 4 ranks of the same machine, fp32:",
             "",
             *train_table(four),
+            "",
+            "States elsewhere, stage 2, bf16, 2 ranks:",
+            "",
+            *offload_table(offload),
+            "",
+            f"**The disk.** A step of {disk['elements'] / 2**20:.0f}M params with master and states in a file moves "
+            f"{interval(disk['step GB/s'])} GB/s, {interval(disk['of plain'])} of what plain direct I/O reaches at its "
+            f"best. Saving a checkpoint of {checkpoint['bytes'] / 1e6:.0f} MB runs at "
+            f"{interval(checkpoint['of disk'])} of a plain write of the same bytes; an asynchronous one blocks training for "
+            f"{interval(checkpoint['blocking part of a copy'])} of one copy in memory.",
             "",
             f"Host time that forward, backward and step of two linears of width 16 take beyond the plain model's: "
             f"{1e6 * hooks['added seconds']['shardopt stage 3']['median']:.0f} us at stage 3, "

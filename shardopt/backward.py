@@ -213,7 +213,7 @@ class Backward:
             return
         try:
             # Params may be released by now, and would ask for each attribute whether it may be read.
-            with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            with torch.no_grad(), torch._C.DisableTorchFunctionSubclass(), self._binding.clock.phase("reduce"):
                 self._finish_round()
         except BaseException as error:
             if self.is_open:

@@ -37,6 +37,7 @@ from .sharded_params import ShardedParams
 from .slot import Slot
 from .states import ParamState, check_part
 from .tiers import check_offload, in_memory, make_store
+from .timings import Clock
 
 Group = Mapping[str, Any]
 Candidate = tuple[str, torch.nn.Parameter, Group]  # name for messages, param, its group
@@ -109,6 +110,7 @@ class Binding:
         self.reducer: Reducer | None = None  # where the module was handed over
         self.sharded: ShardedParams | None = None  # at stage 3
         self.exhibit: Exhibit | None = None  # for ranks that read states alone
+        self.clock = Clock()
         self.rounds = 0  # steps that all ranks agreed on
         self.broken: str | None = None  # why params and states of the ranks may belong to different steps
 
@@ -364,6 +366,7 @@ class Binding:
 
     def settle(self) -> None:
         """This rank has come to the end of a step."""
+        self.clock.end_step()
         if self.exhibit is not None:
             self.exhibit.settle()
 

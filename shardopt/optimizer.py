@@ -28,6 +28,7 @@ from .states import ParamState
 from .step import Call, run_step
 from .survey import Scaling, check_numbers, plain_numbers
 from .tiers import tier_of
+from .timings import Timings
 
 Optimizer = TypeVar("Optimizer", bound="ShardedOptimizer")
 Closure = Callable[[], Any]
@@ -467,6 +468,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._binding, self._loaded, self._consolidated, self._closed = None, {}, None, True
 
     # -- reports ---------------------------------------------------------------------------------------------------
+
+    def timings(self) -> Timings:
+        """Wall-clock seconds of each phase of a step, medians of the last 100; ``print`` shows a table.
+
+        The phases are labels in ``torch.profiler`` as well.
+        """
+        return Timings({}) if self._binding is None else self._binding.clock.read()
 
     def memory(self) -> dict[str, dict[str, int]]:
         """Bytes on this rank by kind (param, gradient, master, state, buffer) and tier (device, host, disk)."""

@@ -27,7 +27,7 @@ from .errors import CommunicationError, ShardoptError
 from .kernels.launch import backend_of
 from .kernels.reductions import sum_of_squares
 from .kernels.tables import Factors, Streams
-from .offload.store import Chunk, Store
+from .offload.store import Chunk
 from .partition.transport import Gather
 from .shard import Shard
 from .survey import Launch, Scaling, Survey, check_numbers, plain_numbers, survey
@@ -85,15 +85,17 @@ def run_step(binding: Binding, call: Call) -> Outcome:
     seen = Survey()
     if problem is None:
         try:
-            seen = survey(binding, call.groups, numbers, call.scaling)
+            with binding.clock.phase("survey"):
+                seen = survey(binding, call.groups, numbers, call.scaling)
         except Exception as error:
             problem = error
     # 2. agree
     view = _view(binding, call, numbers, seen, problem)
     world = binding.mesh.world
-    agreed = agree(view, world, binding.device, binding.mesh.one_copy)
-    if agreed.written and world.size > 1 and binding.sharded is None:
-        _compare_written(binding, seen)
+    with binding.clock.phase("agree"):
+        agreed = agree(view, world, binding.device, binding.mesh.one_copy)
+        if agreed.written and world.size > 1 and binding.sharded is None:
+            _compare_written(binding, seen)
     binding.rounds += 1
     # 3. decide
     norm = _norm(binding, agreed, seen, call.scaling)
@@ -251,7 +253,7 @@ def _update_and_gather(binding: Binding, seen: Survey, updated: set[Shard], unsc
         try:
             chunks = work.chunks()
             if problem is None:
-                _run(binding.store, [(chunk, work) for chunk in chunks], unscale, clip)
+                _run(binding, [(chunk, work) for chunk in chunks], unscale, clip)
         except Exception as error:  # the other ranks wait for this one's shards: they are told when these have met
             problem = error
         if work.shard in updated and work.shard.gathered is None:
@@ -269,11 +271,12 @@ def _update_then_gather(
     try:
         try:
             store.begin()
-            _run(store, [(chunk, work) for work in _works(binding, seen) for chunk in work.chunks()], unscale, clip)
+            _run(binding, [(chunk, work) for work in _works(binding, seen) for chunk in work.chunks()], unscale, clip)
         except Exception as error:
             problem = error
         try:
-            agree(View("stored", dict, problem), binding.mesh.world, binding.device)
+            with binding.clock.phase("agree"):
+                agree(View("stored", dict, problem), binding.mesh.world, binding.device)
         except CommunicationError:
             raise
         except Exception as error:
@@ -294,7 +297,8 @@ def _update_then_gather(
 def _finish(binding: Binding, gather: Gather, problem: Exception | None) -> None:
     assert binding.wires is not None
     try:
-        gather.finish(failed=problem is not None)
+        with binding.clock.phase("gather"):
+            gather.finish(failed=problem is not None)
     except CommunicationError as error:
         if problem is None:
             raise CommunicationError(f"{error} {_HALF_WAY}") from error
@@ -304,15 +308,20 @@ def _finish(binding: Binding, gather: Gather, problem: Exception | None) -> None
         raise problem
 
 
-def _run(store: Store, ordered: Sequence[tuple[Chunk, Work]], unscale: float, clip: float) -> None:
+def _run(binding: Binding, ordered: Sequence[tuple[Chunk, Work]], unscale: float, clip: float) -> None:
     """Brings each chunk in, updates it, takes it back."""
+    store, clock = binding.store, binding.clock
     store.prefetch([chunk for chunk, _ in ordered])
     for chunk, work in ordered:
-        streams = dict(zip(chunk.names, store.fetch(chunk), strict=True))
-        for launch in work.launches:
-            _launch(launch, chunk, streams, Factors(launch.divisor, unscale, clip))
-        store.write_back(chunk)
-    store.flush()
+        with clock.phase("fetch"):
+            streams = dict(zip(chunk.names, store.fetch(chunk), strict=True))
+        with clock.phase("update"):
+            for launch in work.launches:
+                _launch(launch, chunk, streams, Factors(launch.divisor, unscale, clip))
+        with clock.phase("write back"):
+            store.write_back(chunk)
+    with clock.phase("write back"):
+        store.flush()
 
 
 def _launch(launch: Launch, chunk: Chunk, streams: Mapping[str, torch.Tensor], factors: Factors) -> None:

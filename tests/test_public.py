@@ -178,3 +178,21 @@ def test_command_line() -> None:
         [*run, "twins", "--optimizer", "SGD"], check=True, capture_output=True, text=True, timeout=120
     )
     assert "all bits are equal" in twins.stdout
+
+
+def test_timings(tmp_path: Path) -> None:
+    """Each phase of a step has its time, and its label in torch's profiler."""
+    for offload, phases in ((None, set()), (str(tmp_path), {"fetch"})):
+        model = torch.nn.Linear(300, 7)
+        optimizer = shardopt.ShardedAdamW(model, offload=offload)
+        assert not optimizer.timings() and "no step" in str(optimizer.timings())
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            for _ in range(3):
+                optimizer.zero_grad()
+                model(torch.ones(2, 300)).sum().backward()
+                optimizer.step()
+        labels = {event.key for event in profile.key_averages()}
+        timings = optimizer.timings()
+        for phase in phases | {"reduce", "survey", "agree", "update", "gather"}:
+            assert 0 < timings[phase] < 60 and f"shardopt: {phase}" in labels and phase in str(timings)
+        optimizer.close()
