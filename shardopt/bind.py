@@ -6,8 +6,10 @@ from typing import Any
 import torch
 
 from .agreement import View, agree
-from .binding import Binding, Candidate, Group, named_params
-from .tiers import tier_of
+from .bindable import check_bindable
+from .binding import Binding
+from .entry import Candidate, Group, named_params
+from .tiers import check_offload, tier_of
 
 
 def bind(
@@ -30,7 +32,9 @@ def bind(
     problem: Exception | None = None
     plan, sums = [], []
     try:
-        binding.check_bindable(candidates, groups)
+        device = binding.device if binding.shards else candidates[0][1].device
+        check_offload(binding.options, device)
+        check_bindable(candidates, groups, device)
         plan = binding.plan(candidates)
         if binding.mesh.world.size > 1:
             sums = [0 if param in binding.fresh else checksum(param) for _, param, _ in candidates]

@@ -8,21 +8,20 @@ bound never changes its place.
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from itertools import groupby, pairwise
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from itertools import groupby
+from typing import NamedTuple
 
 import torch
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .agreement import View, agree
 from .config import Options
-from .errors import BindingError, OffloadError
+from .entry import Candidate, Entry, Group, named_params
+from .errors import OffloadError
 from .exhibit import Exhibit
-from .kernels.formats import format_of
 from .offload.store import Store
 from .part import Part
-from .partition.bucket import Bucket, dense_strides
+from .partition.bucket import Bucket
 from .partition.collectives import Ranks
 from .partition.gather import Gatherer
 from .partition.layout import BucketLayout, split_into_buckets
@@ -34,46 +33,9 @@ from .partition.transport import Transport
 from .rules import Rule
 from .shard import Shard
 from .sharded_params import ShardedParams
-from .slot import Slot
 from .states import ParamState, check_part
-from .tiers import check_offload, in_memory, make_store
+from .tiers import in_memory, make_store
 from .timings import Clock
-
-Group = Mapping[str, Any]
-Candidate = tuple[str, torch.nn.Parameter, Group]  # name for messages, param, its group
-
-
-@dataclass(eq=False)
-class Entry:
-    """What is known of one bound param. Kept in a table: nothing is hung on the user's tensor."""
-
-    param: torch.nn.Parameter
-    name: str
-    shard: Shard
-    index: int  # in the shard's bucket
-    version: int | None  # of the param's data at the end of the last step; None: its master must follow the param
-    step: int = 0  # updates so far; an int: a float counter stops counting (bf16 at 256, fp32 at 2**24)
-    carried: dict[str, float] = field(default_factory=dict)
-    has_state: bool = False
-    slot: Slot | None = None  # of its reduced gradient, where the module was handed over
-
-    def take_counters(self, state: ParamState) -> None:
-        self.step, self.carried, self.has_state = state.step, dict(state.carried), True
-
-    def forget(self) -> None:
-        """Back to before the param's first step; its states are zeroed with its shard's."""
-        self.step, self.carried, self.has_state = 0, {}, False
-
-    def check(self) -> None:
-        """Raises BindingError if the param is not where it was put."""
-        if not self.shard.bucket.holds(self.index):
-            param, bucket = self.param, self.shard.bucket
-            raise BindingError(
-                f"{self.name} was moved, recast or given other storage after the first step (now "
-                f"{_describe(param)}, bound on {bucket.device} as {bucket.dtype}): an update would go to memory that "
-                "the model no longer reads. Move and cast the model before the first step; to do it later keep "
-                "optimizer.state_dict() (consolidated, at several ranks), call close(), and construct it anew."
-            )
 
 
 @dataclass(frozen=True)
@@ -126,21 +88,6 @@ class Binding:
             for name, param, group in named_params(groups)
             if param not in entries and _is_needed(param)
         ]
-
-    def check_bindable(self, candidates: Sequence[Candidate], groups: Sequence[Group]) -> None:
-        """Raises BindingError for params that no bucket can hold. Changes nothing."""
-        device = self.device if self.shards else candidates[0][1].device
-        check_offload(self.options, device)
-        seen: dict[torch.nn.Parameter, str] = {}
-        for name, param, _ in candidates:
-            if param in seen:
-                raise BindingError(
-                    f"{seen[param]} and {name} are the same param: it would be updated once here and twice by torch, "
-                    "and its step count would lie. Remove the duplicate; model.parameters() lists tied params once."
-                )
-            seen[param] = name
-            _check_param(name, param, device)
-        _check_apart([(name, param) for name, param, _ in named_params(groups)])
 
     def plan(self, candidates: Sequence[Candidate]) -> list[PlannedBucket]:
         """Layouts for these params, in backward order: integers only. Checks what was loaded for them.
@@ -341,10 +288,10 @@ class Binding:
 
     def read(self, entry: Entry, group: Group) -> ParamState:
         """The state of one param: views of the shard where one rank holds everything, else parts."""
-        tensors = {name: self._read_tensor(entry, name) for name in self._names(entry, group)}
+        tensors = {name: self._read_tensor(entry, name) for name in self.names_of(entry, group)}
         return ParamState(entry.step, dict(entry.carried), tensors)
 
-    def _names(self, entry: Entry, group: Group) -> list[str]:
+    def names_of(self, entry: Entry, group: Group) -> list[str]:
         """Of the tensors in the param's state, in torch's order."""
         shard = entry.shard
         return [*(name for name in self.rule.variant(group).states if name in shard.states), *shard.masters]
@@ -382,9 +329,9 @@ class Binding:
         Raises:
             OffloadError: a rank could not read its own; on all of them.
         """
-        return self.gather_slices(shard, self._read_together(shard, name, self.mesh.shard), name)
+        return self.gather_slices(shard, self.read_together(shard, name, self.mesh.shard), name)
 
-    def _read_together(self, shard: Shard, name: str, ranks: Ranks) -> torch.Tensor:
+    def read_together(self, shard: Shard, name: str, ranks: Ranks) -> torch.Tensor:
         """Collective: the whole of a state of this rank's shard, if each of the ranks could read its own."""
         own, problem = torch.empty(0), None
         try:
@@ -406,35 +353,6 @@ class Binding:
         gather.finish()
         transport.traffic.states += gather.received
         return flat
-
-    def consolidate(self, to: int, groups: Sequence[Group]) -> dict[torch.nn.Parameter, ParamState] | None:
-        """Collective: every bound param's state as whole tensors in host memory, on the rank ``to``; None elsewhere."""
-        states: dict[torch.nn.Parameter, ParamState] = {}
-        for _, param, group in named_params(groups):
-            entry = self.entries.get(param)
-            if entry is not None:
-                nothing = dict.fromkeys(self._names(entry, group), torch.empty(0))  # which is replaced below
-                states[param] = ParamState(entry.step, dict(entry.carried), nothing)
-        members: dict[Shard, list[Entry]] = defaultdict(list)
-        for param in states:
-            members[self.entries[param].shard].append(self.entries[param])
-        names = [list(dict.fromkeys((*shard.states, *shard.masters))) for shard in self.shards]
-        key = {"rank to gather on": to, "states of buckets": names}
-        agree(View(key, lambda: key), self.mesh.world, self.device)
-        (coordinate,) = self.mesh.world.exchange([self.mesh.shard.rank], self.device, "finding a rank")[to]
-        # One state of one bucket at a time, so that the other ranks' slices never lie here all at once.
-        for shard, its_names in zip(self.shards, names, strict=True):
-            for name in its_names:
-                own = self._read_together(shard, name, self.mesh.world)
-                parts = self.mesh.shard.collect(own, coordinate, f"consolidating {name}")
-                whole = None if parts is None else torch.cat([part.cpu() for part in parts])
-                for entry in members[shard]:
-                    if whole is not None and name in states[entry.param].tensors:
-                        # Cloned: a view would bring the whole bucket along into a file.
-                        states[entry.param].tensors[name] = shard.as_param(whole, entry.index).clone()
-        if self.mesh.world.rank != to:
-            return None
-        return {param: state for param, state in states.items() if self.entries[param].has_state}
 
     def check_parts(self, param: torch.nn.Parameter, state: ParamState) -> None:
         """Raises StateError if a part does not hold what this rank needs of a bound param. Changes nothing."""
@@ -484,58 +402,3 @@ class Binding:
 
 def _is_needed(param: torch.nn.Parameter) -> bool:
     return param.requires_grad or param.grad is not None
-
-
-def _check_param(name: str, param: torch.nn.Parameter, device: torch.device) -> None:
-    if param.is_meta:
-        raise BindingError(f"{name} is on the meta device: it has no values to train. Materialise the model first.")
-    values: Any = param.data
-    if is_traceable_wrapper_subclass(values):
-        raise BindingError(
-            f"{name} is a {type(values).__name__}, whose values lie in other tensors: a bucket cannot hold it. "
-            "Give it to a torch.optim optimizer of its own."
-        )
-    if param.layout is not torch.strided:
-        raise BindingError(f"{name} has layout {param.layout}: it has no flat storage. Use a dense param.")
-    if param.device != device:
-        raise BindingError(
-            f"{name} is on {param.device}, other params are on {device}: one step is one launch on one device. Move "
-            "the model to one device, or give each device's params an optimizer of their own."
-        )
-    if values.device.type == "cpu" and values.is_shared():
-        raise BindingError(
-            f"{name} lies in memory shared with other processes (share_memory()): they would stop seeing updates, "
-            "which go to the bucket that the param moves into. Use a torch.optim optimizer for Hogwild training."
-        )
-    format_of(param.dtype, name)
-    dense_strides(param)
-
-
-def _check_apart(params: Sequence[tuple[str, torch.nn.Parameter]]) -> None:
-    """Raises BindingError if two params share memory."""
-    memory = []
-    for name, param in params:
-        has_values = param.layout is torch.strided and not param.is_meta and param.untyped_storage().nbytes()
-        if param.numel() and has_values:
-            span = sum((size - 1) * stride for size, stride in zip(param.shape, param.stride(), strict=True)) + 1
-            memory.append((param.data_ptr(), param.data_ptr() + span * param.element_size(), name, id(param)))
-    memory.sort()
-    for (_, end, name, one), (start, _, other, another) in pairwise(memory):
-        if start < end and one != another:
-            raise BindingError(
-                f"{name} and {other} share memory but are two params: bound apart they would drift apart. Tie them by "
-                "using one nn.Parameter object for both."
-            )
-
-
-def named_params(groups: Sequence[Group]) -> Iterator[Candidate]:
-    """Every param with a name for messages and its group, in the order of the groups."""
-    for number, group in enumerate(groups):
-        names = group.get("param_names")
-        for index, param in enumerate(group["params"]):
-            where = f"param {index} of group {number} (shape {tuple(param.shape)})"
-            yield (f"{where} {names[index]!r}" if names else where), param, group
-
-
-def _describe(tensor: torch.Tensor) -> str:
-    return f"{tensor.dtype} of shape {tuple(tensor.shape)} on {tensor.device}"

@@ -5,8 +5,7 @@ import dataclasses
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import MappingProxyType
-from typing import Any, NoReturn, TypeVar, Unpack
+from typing import Any, TypeVar, Unpack
 
 import torch
 
@@ -15,8 +14,10 @@ from torch._compile import _disable_dynamo
 
 from .agreement import View, agree
 from .bind import bind
-from .binding import Binding, Candidate, named_params
+from .binding import Binding
 from .config import OptionKeywords, Options
+from .consolidate import consolidate
+from .entry import Candidate, named_params
 from .errors import ShardoptError, StateError
 from .gradient import GradientPart
 from .handover import Handover
@@ -24,6 +25,7 @@ from .materialise import check_materialisable, give_devices, give_values, meta_p
 from .partition.mesh import Mesh
 from .partition.placement import Placement, Placements
 from .rules import Rule
+from .state_view import StateView
 from .states import ParamState
 from .step import Call, run_step
 from .survey import Scaling, check_numbers, plain_numbers
@@ -305,7 +307,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     # -- states ----------------------------------------------------------------------------------------------------
 
     @property  # type: ignore[override]
-    def state(self) -> "StateView":
+    def state(self) -> StateView:
         """Read-only: param -> its state in torch's form. A param that has no state yet has an empty one.
 
         Tensors are views of the shard where one rank holds everything, else parts.
@@ -368,7 +370,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if not 0 <= to < size:
             raise ValueError(f"consolidate_state_dict(to={to}): there are {size} ranks, 0 to {size - 1}.")
         with torch.no_grad():
-            states = binding.consolidate(to, self.param_groups)
+            states = consolidate(binding, to, self.param_groups)
         if states is not None:
             self._consolidated = {**self._loaded, **states}
 
@@ -514,40 +516,3 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
 def _nbytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
-
-
-class StateView(Mapping[torch.nn.Parameter, Mapping[str, Any]]):
-    """What ``optimizer.state`` shows. Params without a state have an empty one and are left out when iterated over."""
-
-    def __init__(self, optimizer: ShardedOptimizer):
-        self._optimizer = optimizer
-
-    def __getitem__(self, param: torch.nn.Parameter) -> Mapping[str, Any]:
-        optimizer = self._optimizer
-        for _, each, group in named_params(optimizer.param_groups):
-            if each is param:
-                state = optimizer._param_state(param, group)
-                return MappingProxyType({} if state is None else state.to_torch(optimizer.rule))
-        raise KeyError(param)
-
-    def __iter__(self) -> Iterator[torch.nn.Parameter]:
-        states = self._optimizer._param_states()
-        # SGD without momentum keeps none.
-        return iter([param for param, state in states.items() if state.to_torch(self._optimizer.rule)])
-
-    def __len__(self) -> int:
-        return len(list(iter(self)))
-
-    def __contains__(self, param: object) -> bool:
-        return any(each is param for each in self)
-
-    def __repr__(self) -> str:
-        return f"StateView({dict(self)!r})"
-
-    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
-        raise StateError(
-            "optimizer.state is a view of shards and cannot be changed: an assignment would be lost. Change what you "
-            "need in state_dict() and give it to load_state_dict(); `optimizer.state = {}` forgets all states."
-        )
-
-    __setitem__ = __delitem__ = pop = popitem = clear = update = setdefault = _refuse

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..binding import Binding, Entry
+from ..binding import Binding
+from ..entry import Entry
 from ..errors import CheckpointError
 from ..optimizer import ShardedOptimizer
 from ..partition.collectives import Ranks

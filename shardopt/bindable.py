@@ -1,0 +1,69 @@
+"""Which params a bucket can hold, and what is said of those that it cannot."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from .entry import Candidate, Group, named_params
+from .errors import BindingError
+from .kernels.formats import format_of
+from .partition.bucket import dense_strides
+
+
+def check_bindable(candidates: Sequence[Candidate], groups: Sequence[Group], device: torch.device) -> None:
+    """Raises BindingError for params that no bucket on ``device`` can hold. Changes nothing."""
+    seen: dict[torch.nn.Parameter, str] = {}
+    for name, param, _ in candidates:
+        if param in seen:
+            raise BindingError(
+                f"{seen[param]} and {name} are the same param: it would be updated once here and twice by torch, "
+                "and its step count would lie. Remove the duplicate; model.parameters() lists tied params once."
+            )
+        seen[param] = name
+        _check_param(name, param, device)
+    _check_apart([(name, param) for name, param, _ in named_params(groups)])
+
+
+def _check_param(name: str, param: torch.nn.Parameter, device: torch.device) -> None:
+    if param.is_meta:
+        raise BindingError(f"{name} is on the meta device: it has no values to train. Materialise the model first.")
+    values: Any = param.data
+    if is_traceable_wrapper_subclass(values):
+        raise BindingError(
+            f"{name} is a {type(values).__name__}, whose values lie in other tensors: a bucket cannot hold it. "
+            "Give it to a torch.optim optimizer of its own."
+        )
+    if param.layout is not torch.strided:
+        raise BindingError(f"{name} has layout {param.layout}: it has no flat storage. Use a dense param.")
+    if param.device != device:
+        raise BindingError(
+            f"{name} is on {param.device}, other params are on {device}: one step is one launch on one device. Move "
+            "the model to one device, or give each device's params an optimizer of their own."
+        )
+    if values.device.type == "cpu" and values.is_shared():
+        raise BindingError(
+            f"{name} lies in memory shared with other processes (share_memory()): they would stop seeing updates, "
+            "which go to the bucket that the param moves into. Use a torch.optim optimizer for Hogwild training."
+        )
+    format_of(param.dtype, name)
+    dense_strides(param)
+
+
+def _check_apart(params: Sequence[tuple[str, torch.nn.Parameter]]) -> None:
+    """Raises BindingError if two params share memory."""
+    memory = []
+    for name, param in params:
+        has_values = param.layout is torch.strided and not param.is_meta and param.untyped_storage().nbytes()
+        if param.numel() and has_values:
+            span = sum((size - 1) * stride for size, stride in zip(param.shape, param.stride(), strict=True)) + 1
+            memory.append((param.data_ptr(), param.data_ptr() + span * param.element_size(), name, id(param)))
+    memory.sort()
+    for (_, end, name, one), (start, _, other, another) in pairwise(memory):
+        if start < end and one != another:
+            raise BindingError(
+                f"{name} and {other} share memory but are two params: bound apart they would drift apart. Tie them by "
+                "using one nn.Parameter object for both."
+            )
