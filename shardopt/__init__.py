@@ -2,11 +2,11 @@
 
     opt = shardopt.ShardedAdamW(model.parameters(), lr=3e-4)  # was torch.optim.AdamW
 
-Triton and Numba load on first use: importing this needs neither, and no GPU.
+Triton, Numba and what checkpoints need load on first use: importing this needs none of them, and no GPU.
 """
 
-from .checkpoint.load import load_checkpoint
-from .checkpoint.save import save_checkpoint
+from typing import TYPE_CHECKING, Any
+
 from .config import Offload, Tuning
 from .errors import (
     BindingError,
@@ -37,6 +37,10 @@ from .optim import (
 from .optimizer import ShardedOptimizer
 from .part import Part
 from .rules import rule
+
+if TYPE_CHECKING:
+    from .checkpoint.load import load_checkpoint
+    from .checkpoint.save import save_checkpoint
 
 __version__ = "0.1.0"
 
@@ -71,3 +75,14 @@ __all__ = [
     "rule",
     "save_checkpoint",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "save_checkpoint":
+        from .checkpoint.save import save_checkpoint as found
+    elif name == "load_checkpoint":
+        from .checkpoint.load import load_checkpoint as found  # type: ignore[assignment]
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = found
+    return found
