@@ -286,7 +286,7 @@ class Backward:
             slot = entry.slot
             if slot is None or not (present[number] or held[number]):
                 continue
-            slot.divisor = self._binding.mesh.world.size
+            slot.divisor, slot.is_used = self._binding.mesh.world.size, False
             slot.norms = Norms(two[number], largest[number], counts[number])
             if not held[number]:
                 entry.param.grad = GradientPart(slot, entry.param)

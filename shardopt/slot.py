@@ -62,6 +62,7 @@ class Slot:
             this slice is the whole, on every rank that has one.
         divisor: what ``total`` is still to be divided by; 1 once settled.
         part: the one that shows this gradient. Any other of this slot is stale.
+        is_used: by a step, since the last backward.
         pending: this rank's own gradient (the param's shape), which autograd added to the part in a backward that was
             not reduced; the next one that is takes it along.
     """
@@ -76,6 +77,7 @@ class Slot:
         self.total, self.start, self.receive, self.gather = total, start, receive, gather
         self.divisor = 1
         self.part: GradientPart | None = None
+        self.is_used = False
         self.pending: Tensor | None = None
         self._norms: Norms | None = None
         self._lent: Tensor | None = None

@@ -98,6 +98,9 @@ def run_step(binding: Binding, call: Call) -> Outcome:
         if agreed.written and world.size > 1 and binding.sharded is None:
             _compare_written(binding, seen)
     binding.rounds += 1
+    for each in seen.ready:
+        if each.slot is not None:
+            each.slot.is_used = True
     # 3. decide
     norm = _norm(binding, agreed, seen, call.scaling)
     if agreed.overflow or _is_skipped(binding, agreed, seen.launches, call.scaling):

@@ -3,6 +3,7 @@
 import ast
 import re
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,64 @@ def test_two_then_three_ranks_then_one_and_every_pair_of_stages(ranks: Pool, tmp
         for pair, by_rank in zip(its_pairs, zip(*results, strict=True), strict=True):
             assert same_on_all([loaded for loaded, _ in by_rank], expected[steps.start]), f"{pair} when loaded"
             assert same_on_all([after for _, after in by_rank], expected[steps.stop]), f"{pair} later"
+
+
+def accumulate(model: nn.Module, optimizer: shardopt.ShardedOptimizer, turn: int, stage: int) -> None:
+    """Three backwards to a step; at stage 1 the second one is not reduced."""
+    if turn == 0:
+        optimizer.zero_grad()
+    with optimizer.no_sync() if turn == 1 and stage == 1 else nullcontext():
+        model(10 + turn).backward()
+    if turn == 2:
+        optimizer.step()
+
+
+def cut_short(root: Path, stage: int, turns: int) -> None:
+    model, optimizer = build(stage)
+    train(model, optimizer, range(2))
+    for turn in range(turns):
+        accumulate(model, optimizer, turn, stage)
+    save(root, model, optimizer)
+
+
+def goes_on(root: Path, stage: int, before: int, turns: int) -> dict[str, str]:
+    model, optimizer = build(stage, 5, bucket_bytes=1200)
+    model(3).backward()  # what is there already is dropped
+    shardopt.load_checkpoint(root, model, optimizer)
+    norms = [param.grad.norm() for param in model.parameters() if param.grad is not None] if before != 1 else []
+    assert all(norm.isfinite() for norm in norms)
+    for turn in range(turns, 3):
+        accumulate(model, optimizer, turn, before)
+    return facts(model, optimizer)
+
+
+def does_not_go_on(root: Path, stage: int) -> None:
+    model, optimizer = build(stage, 5)
+    with raises(CheckpointError, "no_sync()", "as many ranks"):
+        shardopt.load_checkpoint(root, model, optimizer)
+    train(model, optimizer, range(1))
+
+
+def test_in_the_middle_of_an_accumulation(ranks: Pool, tmp_path: Path) -> None:
+    (expected,) = ranks.run(whole_accumulation, world=1)
+    for stage in STAGES[1:]:
+        for turns in (1, 2):
+            root = tmp_path / f"{stage}-{turns}"
+            ranks.run(cut_short, root, stage, turns, world=2)
+            for other, world in ((stage, 2), (1 + stage % 3, 3), (0, 1)):
+                if stage == 1 and turns == 2 and world != 2:  # each rank's own: they are not for others
+                    ranks.run(does_not_go_on, root, other, world=world)
+                    continue
+                found = ranks.run(goes_on, root, other, stage, turns, world=world)
+                assert same_on_all(found, expected), f"stage {stage} after {turns} to {other} on {world}"
+
+
+def whole_accumulation() -> dict[str, str]:
+    model, optimizer = build(0)
+    train(model, optimizer, range(2))
+    for turn in range(3):
+        accumulate(model, optimizer, turn, 0)
+    return facts(model, optimizer)
 
 
 def from_tier_to_tier(root: Path, disk: str) -> list[dict[str, str]]:

@@ -38,13 +38,15 @@ def describe(directory: Path) -> Iterator[str]:
 
 
 def _rows(manifest: Manifest) -> Iterator[tuple[str, ...]]:
-    for section in ("params", "buffers", "extra", "rng"):
+    for section in ("params", "gradients", "buffers", "extra", "rng"):
         for key, tensor in sorted(manifest.of(section)):
             yield _row(manifest, key, tensor)
 
 
 def _row(manifest: Manifest, key: Key, tensor: Tensor) -> tuple[str, ...]:
     name, kind = (key.name, key.kind) if key.section == "params" else (key.name, key.section)
+    if key.section == "gradients":
+        kind = "gradient" if key.kind == "reduced" else f"gradient of rank {key.kind}"
     if key.section == "rng":
         name, kind = f"rank {key.name}", f"rng {key.kind}"
     about = manifest.params[key.name] if key.section == "params" else None

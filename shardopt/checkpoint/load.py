@@ -12,7 +12,7 @@ from ..bind import bind
 from ..errors import CheckpointError, ShardoptError
 from ..optimizer import ShardedOptimizer
 from ..survey import check_numbers, plain_numbers
-from . import rng, values
+from . import gradients, rng, values
 from .fit import Fit, fit
 from .manifest import Key, Manifest
 from .meeting import Meeting, Problem
@@ -214,6 +214,12 @@ class Loading:
                 home.entry.step, home.entry.carried, home.entry.has_state = about["step"], carried_of(about), True
             else:
                 _forget(home)
+        for name, saved_as in fitting.params.items():
+            home = model.homes[name]
+            if home.entry is not None and home.entry.slot is not None:
+                about = self._manifest.info.get("gradients", {}).get(saved_as)
+                own = self._plan.gradients.get(home.param)
+                gradients.restore(home.param, home.entry.slot, about, own, self._meeting.world.size)
         for number, optimizer in enumerate(optimizers):
             optimizer._consolidated = None
             optimizer._loaded.clear()

@@ -40,9 +40,14 @@ NAME_OF_DTYPE = {dtype: name for name, dtype in DTYPES.items()}
 class Key(NamedTuple):
     """One tensor of a checkpoint: ("params", "layer.weight", "exp_avg"), ("buffers", "norm.mean", "value"), ..."""
 
-    section: str  # "params", "buffers", "extra" or "rng"
+    section: str  # "params", "gradients", "buffers", "extra" or "rng"
     name: str
     kind: str
+
+    @property
+    def is_of_one_rank(self) -> bool:
+        """Whether one rank alone has it: nothing that ranks can compare."""
+        return self.section == "rng" or (self.section == "gradients" and self.kind != "reduced")
 
     def __str__(self) -> str:
         return f"{self.kind} of {self.name!r}" if self.section == "params" else f"{self.section} {self.name!r}"

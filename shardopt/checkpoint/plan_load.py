@@ -60,10 +60,12 @@ class LoadPlan:
 
     Attributes:
         targets: in the order in which they are filled.
+        gradients: of this rank alone, which were not reduced; filled like targets.
         waiting: states for params that no optimizer has bound: whole, on the host.
     """
 
     targets: list[Target | Detour] = field(default_factory=list)
+    gradients: dict[torch.nn.Parameter, torch.Tensor] = field(default_factory=dict)
     waiting: dict[torch.nn.Parameter, ParamState] = field(default_factory=dict)
 
 
@@ -82,6 +84,9 @@ class _Planner:
         self.kinds: dict[str, list[str]] = {}
         for key, _ in manifest.of("params"):
             self.kinds.setdefault(key.name, []).append(key.kind)
+        self.accumulated: dict[str, list[str]] = {}
+        for key, _ in manifest.of("gradients"):
+            self.accumulated.setdefault(key.name, []).append(key.kind)
 
     def plan(self, fit: Fit) -> LoadPlan:
         for name, saved in fit.params.items():
@@ -94,6 +99,7 @@ class _Planner:
             self._param(home, Key("params", saved, "param"))
             if name in fit.states:
                 self._states(home, saved)
+            self._gradients(home, saved)
         for name in fit.buffers:
             self._plain(Key("buffers", name, "value"), self.model.buffers[name])
         return self.made
@@ -131,7 +137,10 @@ class _Planner:
         assert shard is not None
         where = shard.slice_of(home.index)
         numel = where.local.stop - where.local.start
-        elements = InShard(shard, key.kind, where.local.start)
+        elements: Elements = InShard(shard, key.kind, where.local.start)
+        if key.section == "gradients":
+            assert home.entry is not None and home.entry.slot is not None
+            elements = Flat(home.entry.slot.total)
         if same_order(tensor.shape, tensor.strides, shard.strides(home.index)):
             self.made.targets.append(Target(key, tensor, where.start, where.start + numel, elements, 0))
             return
@@ -141,6 +150,35 @@ class _Planner:
             elements.write(0, ordered[where.start : where.start + numel])
 
         self.made.targets.append(Detour(key, tensor, deliver))
+
+    def _gradients(self, home: Home, saved: str) -> None:
+        """What was accumulated since the last step."""
+        kinds = self.accumulated.get(saved)
+        if not kinds:
+            return
+        if home.entry is None or home.entry.slot is None:
+            raise CheckpointError(
+                f"the checkpoint holds accumulated gradients of {saved!r}, and the optimizer does not reduce them: "
+                "they would be lost. Hand the module over (ShardedAdamW(module, ...)), as it was when it was saved."
+            )
+        if "reduced" in kinds:
+            self._slice(home, Key("gradients", saved, "reduced"))
+        world = self.model.world
+        own = [kind for kind in kinds if kind != "reduced"]
+        if own and self.manifest.info["world"] != world.size:
+            raise CheckpointError(
+                f"the checkpoint holds gradients of {saved!r} that {self.manifest.info['world']} ranks accumulated "
+                f"under no_sync(), each its own: {world.size} ranks cannot share them out. Load it at as many ranks, "
+                "or save before no_sync()."
+            )
+        if str(world.rank) in own:
+            param = home.param
+
+            def deliver(whole: torch.Tensor) -> None:
+                self.made.gradients[param] = whole.to(param.device)
+
+            key = Key("gradients", saved, str(world.rank))
+            self.made.targets.append(Detour(key, self.manifest.tensors[key], deliver))
 
     def _plain(self, key: Key, to: torch.Tensor) -> None:
         """All of it, into a tensor that is whole on this rank."""

@@ -12,7 +12,7 @@ from ..part import Part
 from ..partition.layout import BLOCK
 from ..partition.mesh import Mesh
 from ..states import ParamState
-from . import rng, values
+from . import gradients, rng, values
 from .elements import Elements, Flat, InShard, chunks_of, flat_of, strides_of
 from .manifest import NAME_OF_DTYPE, Key, Tensor, Tensors
 from .model import Home, Model
@@ -109,9 +109,11 @@ class _Planner:
             # Ranks may hold others (running statistics): DDP too lets those of rank 0 count.
             self._whole(Key("buffers", name, "value"), buffer, on_rank_0=True)
         optimizers = [self._optimizer(number) for number in range(len(model.optimizers))]
+        reduced = {name: about for name, home in model.homes.items() if (about := self._gradient(home)) is not None}
         if step is None:
             step = max((each["step"] for each in params.values()), default=0)
         own = {
+            "gradients": reduced,
             "extra": values.encode(dict(extra), self._keep, "extra"),
             "module_extra": values.encode(dict(_extra_states(model.module)), self._keep, "get_extra_state()"),
         }
@@ -170,6 +172,26 @@ class _Planner:
             "has_state": has_state,
         }
 
+    def _gradient(self, home: Home) -> dict[str, Any] | None:
+        """What was accumulated since the last step, where shardopt reduces; what all ranks know of it."""
+        slot, grad, about = home.entry.slot if home.entry is not None else None, home.param.grad, None
+        if slot is None or grad is None or home.shard is None:
+            return None
+        own: torch.Tensor | None = grad
+        if slot.shows_in(grad):
+            own = slot.pending
+            if not slot.is_used:
+                about = gradients.describe(slot)
+                tensor = Tensor(tuple(home.param.shape), home.shard.strides(home.index), torch.float32, ())
+                key, where = Key("gradients", home.name, "reduced"), home.shard.slice_of(home.index)
+                assert home.binding is not None
+                first, last = _own_cut(slot.total.numel(), home.binding.mesh)
+                self._add(key, tensor, where.start + first, where.start + last, Flat(slot.total), first)
+        if own is not None:  # accumulated under no_sync()
+            key = Key("gradients", home.name, str(self.world.rank))
+            self._add(key, _described(key, own), 0, own.numel(), Flat(flat_of(own)), 0)
+        return about
+
     def _sharded(self, home: Home, kind: str, dtype: torch.dtype) -> None:
         shard, binding = home.shard, home.binding
         assert shard is not None and binding is not None
@@ -189,7 +211,7 @@ class _Planner:
         self._add(key, described, first, last, Flat(flat_of(tensor)), first)
 
     def _add(self, key: Key, tensor: Tensor, start: int, stop: int, elements: Elements, offset: int) -> None:
-        if key.section != "rng":
+        if not key.is_of_one_rank:
             self.tensors[key] = tensor
         if start < stop:
             self.pieces.append(Piece(key, tensor, start, stop, elements, offset))
