@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from checkpoints import Cell, build, facts, save, train
 from ranks import Pool
 from torch import nn
@@ -274,3 +275,37 @@ def damaged_for_one(root: Path) -> None:
 
 def test_what_goes_wrong_on_one_rank_is_raised_on_all(ranks: Pool, tmp_path: Path) -> None:
     ranks.run(damaged_for_one, tmp_path, world=2, timeout=20)
+
+
+# -- what must not be saved --------------------------------------------------------------------------------------------
+
+
+def poisoned(root: Path) -> None:
+    """An Inf or NaN on one rank alone, in a state that nobody reads until it is too late."""
+    model, optimizer = build(2)
+    train(model, optimizer, range(2))
+    save(root, model, optimizer)
+    before = sorted(path.name for path in root.iterdir())
+    (shard, *_) = optimizer._binding.shards
+    if dist.get_rank() == 1:
+        for value in (float("nan"), float("inf")):
+            exp_avg = shard.whole("exp_avg_sq")
+            kept = exp_avg[5].clone()
+            exp_avg[5] = value
+            for asynchronous in (False, True):
+                with raises(CheckpointError, "exp_avg_sq of", str(value), "allow_nonfinite"):
+                    shardopt.save_checkpoint(root, model, optimizer, asynchronous=asynchronous).wait()
+            exp_avg[5] = kept
+    else:
+        for _ in range(4):
+            with raises(CheckpointError, "rank 1", "exp_avg_sq of"):
+                shardopt.save_checkpoint(root, model, optimizer, asynchronous=bool(_ % 2)).wait()
+    assert sorted(path.name for path in root.iterdir() if not path.name.startswith("saving-")) == before
+    if dist.get_rank() == 1:
+        shard.whole("exp_avg_sq")[5] = float("nan")
+    saving = shardopt.save_checkpoint(root, model, optimizer, allow_nonfinite=True)
+    assert saving.path.is_dir()
+
+
+def test_nothing_that_is_not_finite_is_saved(ranks: Pool, tmp_path: Path) -> None:
+    ranks.run(poisoned, tmp_path, world=2, timeout=20)

@@ -59,12 +59,14 @@ class SavePlan:
         tensors: all that all ranks write, without ranges; those of this rank alone (random numbers) left out.
         shared: JSON that must be the same on all ranks: params, optimizers, step.
         own: JSON of rank 0 alone: what the user gave.
+        must_be_finite: no Inf or NaN in params, masters and states is accepted.
     """
 
     pieces: tuple[Piece, ...]
     tensors: Tensors
     shared: Mapping[str, Any]
     own: Mapping[str, Any]
+    must_be_finite: bool = True
 
     @property
     def step(self) -> int:

@@ -31,6 +31,7 @@ def save_checkpoint(
     step: int | None = None,
     keep: int | None = None,
     asynchronous: bool = False,
+    allow_nonfinite: bool = False,
 ) -> Saving:
     """Saves params, buffers, optimizer states, param groups and random numbers as a new checkpoint. Collective.
 
@@ -46,6 +47,7 @@ def save_checkpoint(
             (a scheduler's or scaler's ``state_dict()``, say). That of rank 0 is saved.
         step: for the checkpoint's name; None: the most steps that a param has taken.
         keep: remove all but this many of the newest checkpoints once this one was read back and proven. None: none.
+        allow_nonfinite: save although a param, master or state holds an Inf or a NaN. False: an error.
         asynchronous: return as soon as the values of now are copied to host memory, and write in the background.
 
     Returns:
@@ -66,12 +68,12 @@ def save_checkpoint(
             raise ValueError(f"keep={keep}: at least the new checkpoint stays; None keeps all.")
         if step is not None and step < 0:
             raise ValueError(f"step={step}: it is part of the checkpoint's name, and a count.")
-        plan = plan_save(Model(module, optimizers), extra or {}, step)
+        plan = replace(plan_save(Model(module, optimizers), extra or {}, step), must_be_finite=not allow_nonfinite)
     except Exception as error:
         problem = error
     meeting.share(problem, "planning a checkpoint")
     assert plan is not None
-    skeleton = {**plan.skeleton(), "keep": keep, "asynchronous": asynchronous}
+    skeleton = {**plan.skeleton(), "keep": keep, "asynchronous": asynchronous, "allow_nonfinite": allow_nonfinite}
     meeting.compare(lambda: skeleton, "planning a checkpoint")
     site, lock = _begin(Path(directory), plan.step, meeting)
     world = meeting.world

@@ -2,7 +2,7 @@
 
 import hashlib
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -67,7 +67,7 @@ class Run:
         tensors: Tensors = {}
         try:
             for piece in pieces:
-                offset, sums = writer.add(piece.chunks())
+                offset, sums = writer.add(_checked(piece) if self._plan.must_be_finite else piece.chunks())
                 placed = Range(piece.start, piece.stop, self._path.name, offset, sums)
                 tensors[piece.key] = replace(piece.tensor, ranges=(placed,))
             file = writer.finish()
@@ -122,6 +122,23 @@ class Run:
         written = {part["name"]: File(*part["file"]) for part in parts}
         shared = self._plan.shared
         return Manifest(info, shared["params"], shared["optimizers"], written, tensors)
+
+
+def _checked(piece: Piece) -> Iterator[torch.Tensor]:
+    """Raises CheckpointError where a param, master or state holds an Inf or a NaN."""
+    at = piece.start
+    for chunk in piece.chunks():
+        if piece.key.section == "params" and chunk.is_floating_point() and chunk.numel():
+            low, high = torch.aminmax(chunk)  # one pass; a NaN is both
+            if not (torch.isfinite(low) and torch.isfinite(high)):
+                wrong = at + int(torch.isfinite(chunk).logical_not().nonzero()[0])
+                raise CheckpointError(
+                    f"{piece.key} holds {float(chunk[wrong - at])} at element {wrong} (in storage order): who resumed "
+                    "from here would train on it. No checkpoint was published, those before it are whole. Go back to "
+                    "one of them, or save with allow_nonfinite=True to look at it."
+                )
+        at += chunk.numel()
+        yield chunk
 
 
 def _shape_in_file(piece: Piece) -> tuple[int, ...]:
