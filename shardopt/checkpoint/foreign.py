@@ -1,4 +1,4 @@
-"""What was read from the files of others, in one form: names, shapes, and tensors that are read when they are wanted."""
+"""What the files of others hold, in one form: names, shapes, and tensors that are read when they are wanted."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -12,7 +12,7 @@ class Values:
     """A tensor in a file. Its elements are read in row-major order, and held from the first of them to the last."""
 
     def __init__(self, shape: Sequence[int], dtype: torch.dtype, load: Callable[[], torch.Tensor], place: Any = None):
-        """``load`` gives the whole, on the host; ``place`` is equal for two names of one tensor, None where not known."""
+        """``load`` gives the whole, on the host; ``place``, where known, is equal for two names of one tensor."""
         self.shape, self.dtype, self.place, self._load = tuple(shape), dtype, place, load
         self._held: torch.Tensor | None = None
 

@@ -53,7 +53,7 @@ class _Folder:
         return read_item(path, int(place.offset), int(place.length))
 
     def values(self, name: str, described: Any) -> Values:
-        shape, dtype = tuple(described.size), described.properties.dtype
+        shape, dtype = tuple(described.size), described.properties.content[0]
         boxes = [(tuple(each.offsets), tuple(each.sizes)) for each in described.chunks]
         self._check(name, shape, boxes)
 
@@ -62,7 +62,9 @@ class _Folder:
             for offsets, sizes in boxes:
                 box = self.item(name, offsets)
                 if not isinstance(box, torch.Tensor) or tuple(box.shape) != sizes or box.dtype is not dtype:
-                    raise CheckpointError(f"{self._folder}: {name!r} at {offsets} is not the tensor that the index says.")
+                    raise CheckpointError(
+                        f"{self._folder}: {name!r} at {offsets} is not the tensor that the index says."
+                    )
                 whole[tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))] = box
             return whole
 
@@ -72,7 +74,10 @@ class _Folder:
         """Boxes lie within the tensor and apart from each other, and are as large as it together: they fill it."""
         inside = all(
             len(offsets) == len(sizes) == len(shape)
-            and all(start >= 0 and size >= 0 and start + size <= all_of for start, size, all_of in zip(*box, shape, strict=True))
+            and all(
+                start >= 0 and size >= 0 and start + size <= all_of
+                for start, size, all_of in zip(*box, shape, strict=True)
+            )
             for box in boxes
             for offsets, sizes in (box,)
         )
@@ -83,7 +88,9 @@ class _Folder:
             for others, their_sizes in ordered[at + 1 :]:
                 if shape and others[0] >= offsets[0] + sizes[0]:
                     break
-                meets = all(a < b + n and b < a + m for a, m, b, n in zip(offsets, sizes, others, their_sizes, strict=True))
+                meets = all(
+                    a < b + n and b < a + m for a, m, b, n in zip(offsets, sizes, others, their_sizes, strict=True)
+                )
                 inside = inside and not meets
         if not inside or sum(math.prod(sizes) for _, sizes in boxes) != math.prod(shape):
             raise CheckpointError(

@@ -125,8 +125,8 @@ class _Saved:
 
     def _missing(self, what: str) -> CheckpointError:
         return CheckpointError(
-            f"{self.tag} lacks files: {what}. Slices of every param would be missing, so nothing was imported. Copy the "
-            "files of all ranks into one folder."
+            f"{self.tag} lacks files: {what}. Slices of every param would be missing, so nothing was imported. Copy "
+            "the files of all ranks into one folder."
         )
 
     # -- what is where ---------------------------------------------------------------------------------------------
@@ -180,7 +180,7 @@ class _Saved:
             own = next(((each.start, each.stop - each.start) for each in pieces if each.rank == rank), None)
             if (None if told is None else (told.start, told.numel)) != own:
                 raise CheckpointError(
-                    f"{self.tag}: rank {rank}'s own table places {name!r} elsewhere than its group's order does: values "
+                    f"{self.tag}: rank {rank}'s own table places {name!r} elsewhere than its group's order: values "
                     "would go to the wrong params, so nothing was imported. Please report it with DeepSpeed's version."
                 )
 

@@ -81,9 +81,7 @@ def from_nested(nested: Any, origin: str, hints: Hints) -> Foreign:
             f"{origin}: found {len(optimizers)} optimizer state dicts {found}, one is imported at a time: nothing was "
             "written. Give the file with 'state' and 'param_groups' beside that of the model; a file of several, split."
         )
-    weights = {
-        name: tensor for name, tensor in _model(nested, origin).items() if not _matches(str(name), hints.drop)
-    }
+    weights = {name: tensor for name, tensor in _model(nested, origin).items() if not _matches(str(name), hints.drop)}
     (states,) = optimizers.values()
     weights, aliases = _untied(weights)
     groups, owned = _groups(states, weights, aliases, hints)
@@ -117,8 +115,10 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
 
 
 def _is_optimizer(value: Any) -> bool:
-    return isinstance(value, Mapping) and isinstance(value.get("param_groups"), list) and "params" in str(
-        [list(group) for group in value["param_groups"] if isinstance(group, Mapping)]
+    return (
+        isinstance(value, Mapping)
+        and isinstance(value.get("param_groups"), list)
+        and "params" in str([list(group) for group in value["param_groups"] if isinstance(group, Mapping)])
     )
 
 
@@ -204,7 +204,9 @@ def _groups(
         owned.update(zip(found, its_keys, strict=True))
         groups.append(ForeignGroup(found, {k: v for k, v in group.items() if k not in ("params", "param_names")}))
     if len(owned) != sum(map(len, keys)):
-        raise CheckpointError("a name was given to two params of the optimizer: nothing was written. Give each its own.")
+        raise CheckpointError(
+            "a name was given to two params of the optimizer: nothing was written. Give each its own."
+        )
     return groups, owned
 
 

@@ -36,15 +36,22 @@ def add_import(commands: Any) -> argparse.ArgumentParser:
     command.add_argument("output", metavar="OUT", type=Path, help="a directory of checkpoints; made if missing")
     command.add_argument("--from", dest="kind", choices=KINDS, help="what SOURCE is; found out where it is not given")
     command.add_argument(
-        "--optimizer", choices=optimizer_names(), metavar="NAME", help="which torch.optim class it was, where that is not clear"
+        "--optimizer",
+        choices=optimizer_names(),
+        metavar="NAME",
+        help="which torch.optim class it was, where that is not clear",
     )
-    command.add_argument("--names", metavar="FILE", type=Path, help="names of the optimizer's params, in its order, one a line")
+    command.add_argument(
+        "--names", metavar="FILE", type=Path, help="names of the optimizer's params, in its order, one a line"
+    )
     for option, told in (
         ("--frozen", "tensors of the model that are params without an optimizer"),
         ("--buffers", "tensors of the model that are buffers"),
         ("--drop", "tensors of the model to leave out: second names of tied params"),
     ):
-        command.add_argument(option, metavar="PATTERN", action="append", default=[], help=f"{told}: a name or 'layer.*'")
+        command.add_argument(
+            option, metavar="PATTERN", action="append", default=[], help=f"{told}: a name or 'layer.*'"
+        )
     return command
 
 
@@ -75,7 +82,9 @@ def _read(options: argparse.Namespace) -> Foreign:
     if kind == "torch":
         return read_torch(sources, hints)
     if len(sources) != 1 or not sources[0].is_dir():
-        raise CheckpointError(f"--from {kind} reads one folder, {len(sources)} sources were given: nothing was imported.")
+        raise CheckpointError(
+            f"--from {kind} reads one folder, {len(sources)} sources were given: nothing was imported."
+        )
     return read_dcp(sources[0], hints) if kind == "dcp" else read_deepspeed(sources[0])
 
 
@@ -83,9 +92,15 @@ def _kind(sources: Sequence[Path]) -> str:
     if all(path.is_file() for path in sources):
         return "torch"
     folder = sources[0]
-    found = [
-        kind for kind, is_it in (("dcp", (folder / INDEX).is_file()), ("deepspeed", find_tag(folder) is not None)) if is_it
-    ] if len(sources) == 1 else []
+    found = (
+        [
+            kind
+            for kind, is_it in (("dcp", (folder / INDEX).is_file()), ("deepspeed", find_tag(folder) is not None))
+            if is_it
+        ]
+        if len(sources) == 1
+        else []
+    )
     if len(found) != 1:
         raise CheckpointError(
             f"{folder} is {' and '.join(found) or f'no folder with {INDEX} or with *_optim_states.pt files'}: what it "

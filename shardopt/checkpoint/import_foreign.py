@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from ..config import Tuning
 from ..errors import CheckpointError, StateError
 from ..optimizer import ShardedOptimizer
+from ..partition.collectives import Ranks
 from ..states import ParamState
 from . import files, publish, values
 from .foreign import Foreign, ForeignParam, Values
@@ -97,7 +97,10 @@ def _checked(
     if group is None or not param.state:
         return ParamState()
     scalars = ("step", *optimizer.rule.carried)
-    given = {key: value.item() if isinstance(value, Values) and key in scalars else value for key, value in param.state.items()}
+    given = {
+        key: value.item() if isinstance(value, Values) and key in scalars else value
+        for key, value in param.state.items()
+    }
     empty = {
         key: torch.empty(value.shape, dtype=value.dtype, device="meta") if isinstance(value, Values) else value
         for key, value in given.items()
@@ -124,7 +127,7 @@ def write_import(plan: SavePlan, root: Path) -> Path:
     except OSError as error:
         raise as_checkpoint_error(error, root) from error
     try:
-        Run(site, lock, plan, Desk(site, 0, 1, Tuning().deadline), None, 0, 1).run()
+        Run(site, lock, plan, Desk(site, 0, 1, Ranks(None, None).seconds), None, 0, 1).run()
     except BaseException:
         with suppress(OSError, CheckpointError):
             publish.abandon(site)

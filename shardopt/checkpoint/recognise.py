@@ -52,7 +52,7 @@ def recognise(foreign: Foreign, name: str | None) -> ShardedOptimizer:
             f"the states {sorted(_kinds(foreign))} with the hyper-parameters "
             f"{sorted(set().union(*(group.hyper for group in foreign.groups)))} are those of "
             f"{' or of '.join(fitting) if fitting else 'no optimizer that is known for certain'}: another rule would "
-            f"train on otherwise, so nothing was written. Say which: --optimizer, one of {', '.join(optimizer_names())}."
+            f"train on otherwise, so nothing was written. Say it: --optimizer, one of {', '.join(optimizer_names())}."
         )
     return every[fitting[0]]
 

@@ -1,7 +1,7 @@
 """Files of others that name classes: read without running any of theirs. Used by ``python -m shardopt import`` alone.
 
-Torch's own files go through torch's restricted loader. The index of a distributed checkpoint is a pickle for which torch
-has none, so it has one here: whatever it names is either in the tables below, which give inert stand-ins, or an error.
+Torch's own files go through torch's restricted loader. The index of a distributed checkpoint is a pickle for which
+torch has none, so it has one here: what it names is either in the tables below, which give inert stand-ins, or an error.
 """
 
 import io
@@ -31,6 +31,8 @@ class Inert:
     def __setstate__(self, state: Any) -> None:
         if isinstance(state, dict) and all(isinstance(key, str) for key in state):
             self.__dict__.update(state)
+        else:
+            self.content = state
 
 
 # What DeepSpeed's files name beside tensors; nothing of it is used but the stage, which is the argument of its enum.
