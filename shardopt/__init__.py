@@ -6,6 +6,7 @@ Triton and Numba load on first use: importing this needs neither, and no GPU.
 """
 
 from .checkpoint.load import load_checkpoint
+from .checkpoint.prepare import prepare_states
 from .checkpoint.save import save_checkpoint
 from .config import Offload, Tuning
 from .errors import (
@@ -68,6 +69,7 @@ __all__ = [
     "Tuning",
     "UnsupportedVersionError",
     "load_checkpoint",
+    "prepare_states",
     "rule",
     "save_checkpoint",
 ]
