@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 
 class Box(NamedTuple):
-    """Elements ``offsets[d] <= i[d] < offsets[d] + sizes[d]``, which are ``[start, start + numel)`` in row-major order."""
+    """Elements ``offsets[d] <= i[d] < offsets[d] + sizes[d]``: ``[start, start + numel)`` in row-major order."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]

@@ -3,19 +3,23 @@
 import json
 import pickle
 import shutil
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from ranks import Pool
 from safetensors.torch import load_file
 from tiny import DECAY, HYPER, Tiny, groups, loss
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 from training import raw
 
 import shardopt
 from shardopt.__main__ import main
+from shardopt.checkpoint.manifest import Key
 from shardopt.checkpoint.name_by_order import name_by_order
 from shardopt.checkpoint.publish import find
 from shardopt.checkpoint.reader import Checkpoint
@@ -324,6 +328,42 @@ def test_both_dicts_in_one_file(tmp_path: Path) -> None:
     with Checkpoint(find(tmp_path / "runs")) as checkpoint:
         assert checkpoint.manifest.params["embed.weight"]["aliases"] == ["head.weight"]
         assert len(checkpoint.manifest.params) == 8
+
+
+def as_distributed(folder: Path, optimizer: Any, weights: dict[str, torch.Tensor], flat: bool = False) -> None:
+    """Of one process, with torch's own writer."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save(
+            {**weights, "optim": optimizer} if flat else {"model": weights, "optim": optimizer}, checkpoint_id=folder
+        )
+
+
+@pytest.mark.parametrize("form", ["by number", "by name", "flat"])
+def test_other_forms_of_distributed_checkpoints(form: str, tmp_path: Path) -> None:
+    """Of torch.optim itself, with and without names, and flat as some frameworks save it."""
+    model = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Linear(5, 2, bias=False))
+    named = list(model.named_parameters())
+    optimizer = torch.optim.AdamW(named if form == "by name" else [param for _, param in named], lr=0.25)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.ones(3)).sum().backward()
+        optimizer.step()
+    saved: Any = optimizer
+    if form == "flat":
+        states = StateDictOptions(flatten_optimizer_state_dict=True)
+        saved = get_optimizer_state_dict(model, optimizer, options=states)
+        assert "state.0.weight.exp_avg" in saved
+    as_distributed(tmp_path / "dcp", saved, model.state_dict(), flat=form == "flat")
+    assert main(["import", str(tmp_path / "dcp"), str(tmp_path / "runs")]) == 0
+    with Checkpoint(find(tmp_path / "runs")) as checkpoint:
+        (group,) = checkpoint.manifest.optimizers[0]["groups"]
+        assert group["params"] == [name for name, _ in named] and group["values"]["lr"] == 0.25
+        for name, param in named:
+            assert checkpoint.manifest.params[name]["step"] == 2
+            for kind in ("exp_avg", "exp_avg_sq"):
+                assert raw(checkpoint.whole(Key("params", name, kind))) == raw(optimizer.state[param][kind]), name
+            assert raw(checkpoint.whole(Key("params", name, "param"))) == raw(param.detach()), name
 
 
 def test_the_help_says_that_it_unpickles(capsys: pytest.CaptureFixture[str]) -> None:

@@ -132,6 +132,9 @@ def _with_lists(value: Any) -> Any:
     groups = found.get("param_groups")
     if isinstance(groups, Mapping) and all(isinstance(key, int) for key in groups):
         found["param_groups"] = [groups[key] for key in sorted(groups)]
+        known = {str(key): key for group in found["param_groups"] for key in group.get("params", ())}
+        # Keys of dicts were written as text; torch.optim's own are numbers.
+        found["state"] = {known.get(key, key): state for key, state in found.get("state", {}).items()}
     return found
 
 

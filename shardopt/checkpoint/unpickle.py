@@ -1,7 +1,7 @@
 """Files of others that name classes: read without running any of theirs. Used by ``python -m shardopt import`` alone.
 
 Torch's own files go through torch's restricted loader. The index of a distributed checkpoint is a pickle for which
-torch has none, so it has one here: what it names is either in the tables below, which give inert stand-ins, or an error.
+torch has none, so it has one here: what it names is in the tables below, which give inert stand-ins, or an error.
 """
 
 import io
