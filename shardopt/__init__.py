@@ -40,6 +40,7 @@ from .rules import rule
 
 if TYPE_CHECKING:
     from .checkpoint.load import load_checkpoint
+    from .checkpoint.prepare import prepare_states
     from .checkpoint.save import save_checkpoint
 
 __version__ = "0.1.0"
@@ -72,16 +73,20 @@ __all__ = [
     "Tuning",
     "UnsupportedVersionError",
     "load_checkpoint",
+    "prepare_states",
     "rule",
     "save_checkpoint",
 ]
 
 
 def __getattr__(name: str) -> Any:
+    found: Any
     if name == "save_checkpoint":
         from .checkpoint.save import save_checkpoint as found
     elif name == "load_checkpoint":
-        from .checkpoint.load import load_checkpoint as found  # type: ignore[assignment]
+        from .checkpoint.load import load_checkpoint as found
+    elif name == "prepare_states":
+        from .checkpoint.prepare import prepare_states as found
     else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     globals()[name] = found

@@ -96,6 +96,23 @@ class Part(torch.Tensor):
             "plain tensors that torch.save can write."
         )
 
+    # What torch's distributed checkpoint asks of a tensor of which each rank holds something else.
+
+    def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
+        from .dcp import write_items
+
+        return write_items(self, fqn)
+
+    def __create_chunk_list__(self) -> list[Any]:
+        from .dcp import chunk_list
+
+        return chunk_list(self)
+
+    def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
+        from .dcp import shard_at
+
+        return shard_at(self, index)
+
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls,

@@ -360,10 +360,15 @@ def test_half_written_params_are_not_saved(ranks: Pool, tmp_path: Path) -> None:
 
 
 def test_nothing_in_the_package_runs_code_that_it_reads() -> None:
-    """No pickle, and no call that unpickles: files and messages are tensors and JSON."""
+    """No pickle, and no call that unpickles: files and messages are tensors and JSON.
+
+    But for the one file that ``python -m shardopt import`` reads those of others with: see test_versions.py.
+    """
     modules = {"pickle", "dill", "cloudpickle", "shelve", "marshal", "joblib"}
     calls = re.compile(r"(torch|np|numpy)\.load|eval|.*(broadcast|gather|scatter|send|recv)_object.*")
     for path in sorted(Path(shardopt.__file__).parent.rglob("*.py")):
+        if path.parts[-2:] == ("checkpoint", "unpickle.py"):
+            continue
         for node in ast.walk(ast.parse(path.read_text())):
             names = [alias.name.split(".")[0] for alias in getattr(node, "names", ()) if isinstance(alias, ast.alias)]
             names += [(node.module or "").split(".")[0]] if isinstance(node, ast.ImportFrom) else []

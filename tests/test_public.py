@@ -44,6 +44,7 @@ EXPORTED = [
     "Tuning",
     "UnsupportedVersionError",
     "load_checkpoint",
+    "prepare_states",
     "rule",
     "save_checkpoint",
 ]

@@ -115,6 +115,9 @@ def test_import_loads_no_compiler() -> None:
 # -- what the package must not do --------------------------------------------------------------------------------------
 
 # Calls that run, or can run, what a file or a peer sends.
+# The one file that reads pickles, restricted, and what alone may import it: the command that imports checkpoints.
+RESTRICTED = "checkpoint/unpickle.py"
+READERS = ["checkpoint/from_dcp.py", "checkpoint/from_deepspeed.py", "checkpoint/from_torch.py"]
 FORBIDDEN_CALLS = {"eval", "exec", "__import__", "import_module", "load_module", "literal_eval"}
 FORBIDDEN_ATTRIBUTES = {
     ("torch", "load"),
@@ -149,11 +152,35 @@ def test_no_code_from_data() -> None:
     files = sorted(PACKAGE.rglob("*.py"))
     assert len(files) > 25
     found = [f"{file.relative_to(PACKAGE)}:{offence}" for file in files for offence in offences(file.read_text())]
+    restricted = [offence for offence in found if offence.startswith(f"{RESTRICTED}:")]
+    assert {offence.rpartition(": ")[2] for offence in restricted} == {"imports pickle", "torch.load", "weights_only="}
+    found = [offence for offence in found if offence not in restricted]
     # The compilers are loaded by name, and the names are these two.
     assert [offence.partition(":")[0] + offence.rpartition(":")[2] for offence in found] == [
         "kernels/versions.py importlib.import_module"
     ]
     assert set(versions.TESTED) == {"numba", "triton"}
+
+
+def importers(module: str) -> list[str]:
+    return [
+        str(file.relative_to(PACKAGE))
+        for file in sorted(PACKAGE.rglob("*.py"))
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").rpartition(".")[2] == module
+    ]
+
+
+def test_the_import_command_alone_reads_pickles() -> None:
+    assert importers("unpickle") == READERS
+    assert {each for name in ("from_dcp", "from_deepspeed") for each in importers(name)} == {
+        "checkpoint/import_command.py"
+    }
+    assert set(importers("from_torch")) == {"checkpoint/from_dcp.py", "checkpoint/import_command.py"}
+    assert importers("import_command") == ["checkpoint/commands.py"]
+    assert importers("commands") == ["__main__.py"]
+    source = (PACKAGE / RESTRICTED).read_text()
+    assert "weights_only=True" in source and "pickle.load" not in source and source.count("find_class") == 1
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""``python -m shardopt inspect | verify | export``: checkpoints on the command line."""
+"""``python -m shardopt inspect | verify | export | import``: checkpoints on the command line."""
 
 import argparse
 import sys
@@ -8,6 +8,7 @@ from typing import Any
 
 from ..errors import ShardoptError
 from .export import export_states, export_weights
+from .import_command import add_import, run_import
 from .inspect import data_bytes, describe, size, verify
 from .publish import find, published
 from .reader import Checkpoint
@@ -16,7 +17,7 @@ _DIRECTORY = "a directory that save_checkpoint() was given (its newest checkpoin
 
 
 def add_commands(commands: Any) -> None:
-    """Adds the three to the subparsers of the command line."""
+    """Adds them to the subparsers of the command line."""
     inspect = commands.add_parser(
         "inspect",
         help="print what a checkpoint holds, as a table",
@@ -47,6 +48,7 @@ def add_commands(commands: Any) -> None:
     inspect.set_defaults(run=_inspect)
     check.set_defaults(run=_verify)
     export.set_defaults(run=_export)
+    add_import(commands).set_defaults(run=_import)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -116,4 +118,11 @@ def _export(options: argparse.Namespace) -> int:
             export_weights(checkpoint, options.output, progress.advance)
         seconds = progress.end()
         print(f"{options.output}: {size(options.output.stat().st_size)} from {checkpoint.path} in {seconds:.1f} s")
+    return 0
+
+
+def _import(options: argparse.Namespace) -> int:
+    path = run_import(options, Progress)
+    with Checkpoint(path) as checkpoint:
+        print(f"{path}: {size(data_bytes(checkpoint.manifest))} from {checkpoint.manifest.info['imported']}")
     return 0

@@ -25,6 +25,8 @@ def describe(directory: Path) -> Iterator[str]:
         f"step {info['step']}, written by {info['world']} rank(s) with shardopt {info['shardopt']}, "
         f"torch {info['torch']}: {len(manifest.files)} file(s), {size(total)}"
     )
+    if "imported" in info:
+        yield f"imported from {info['imported']}"
     for number, optimizer in enumerate(manifest.optimizers):
         yield f"optimizer {number}: {optimizer['rule']}"
         for index, group in enumerate(optimizer["groups"]):

@@ -1,0 +1,36 @@
+"""States made before the first step, for those who fill what they find: torch's distributed checkpoint."""
+
+import torch
+
+from ..errors import StateError
+from ..optimizer import ShardedOptimizer
+from .load import ensure_bound
+
+
+@torch.no_grad()
+def prepare_states(optimizer: ShardedOptimizer) -> None:
+    """Collective: gives every param that has no state yet the one from which a first step begins.
+
+    ``torch.distributed.checkpoint.load({"optim": optimizer}, ...)`` fills the states that there are. A new optimizer
+    has none, so nothing would be loaded, without a word: call this before. Params are bound here, as at the first
+    step: move, cast and wrap the model before. (:func:`load_checkpoint` needs no such call.)
+
+    Raises:
+        StateError: the rule hands scalars on from step to step (NAdam, ASGD), which only a step can begin.
+    """
+    rule = optimizer.rule
+    if rule.carried:
+        raise StateError(
+            f"{rule.name} hands on {list(rule.carried)} from step to step, and what they are before the first one "
+            "only a step can tell: take one, then load over it."
+        )
+    ensure_bound(optimizer)
+    binding = optimizer._bound()
+    for group in optimizer.param_groups:
+        names = rule.variant(group).states
+        for param in group["params"]:
+            entry = binding.entries.get(param)
+            if entry is not None and not entry.has_state:
+                entry.shard.ensure_states(names)
+                entry.has_state = True
+    optimizer._consolidated = None
