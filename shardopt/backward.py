@@ -13,7 +13,8 @@ import numpy as np
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from .binding import Binding, Candidate, Entry
+from .binding import Binding, Entry
+from .bucket_plan import Candidate
 from .errors import BindingError, DisagreementError, ShardoptError
 from .gradient import GradientPart
 from .kernels import reductions

@@ -6,7 +6,8 @@ from typing import Any
 import torch
 
 from .agreement import View, agree
-from .binding import Binding, Candidate, Group, named_params
+from .binding import Binding, named_params
+from .bucket_plan import Candidate, Group
 
 
 def bind(

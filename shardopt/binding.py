@@ -9,7 +9,6 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import groupby, pairwise
 from typing import Any, NamedTuple
 
@@ -17,6 +16,7 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .agreement import View, agree
+from .bucket_plan import Candidate, Group, PlannedBucket, plan_buckets
 from .config import Options
 from .errors import BindingError, StateError
 from .kernels.formats import format_of
@@ -35,9 +35,6 @@ from .shard import Shard
 from .sharded_params import ShardedParams
 from .slot import Slot
 from .states import ParamState, check_part
-
-Group = Mapping[str, Any]
-Candidate = tuple[str, torch.nn.Parameter, Group]  # name for messages, param, its group
 
 
 @dataclass(eq=False)
@@ -75,21 +72,25 @@ class Entry:
             )
 
 
-@dataclass(frozen=True)
-class PlannedBucket:
-    """A bucket before anything is allocated."""
-
-    members: tuple[Candidate, ...]
-    layout: BucketLayout
-    states: tuple[str, ...]
-    is_released: bool  # between uses: its params are gathered when they are needed
-
-
 class Wires(NamedTuple):
     """The two directions of the mesh."""
 
     shards: Transport
     replicas: Transport
+
+
+@dataclass(frozen=True)
+class Fetch:
+    """Makes one whole state (or "param") of one param, as it is behind ``step``. Equal ones make the same tensor."""
+
+    binding: "Binding"
+    shard: Shard
+    index: int
+    name: str
+    step: int
+
+    def __call__(self) -> torch.Tensor:
+        return self.binding.fetch(self.shard, self.index, self.name, self.step)
 
 
 class Binding:
@@ -146,25 +147,7 @@ class Binding:
         Raises:
             StateError: a loaded part does not hold what this rank will need.
         """
-
-        parts_with_params = Placements.of_stage(self.options.stage).param is Placement.SHARD
-
-        def key(candidate: Candidate) -> tuple[bool, str, tuple[str, ...]]:
-            _, param, group = candidate
-            # Buckets of small params hold those of many layers: they are full last, and come last.
-            is_whole = not parts_with_params or param.numel() < self.options.tuning.keep_below
-            return is_whole, str(param.dtype), self.rule.variant(group).states
-
-        # Backward runs from the last param to the first; sorting is stable, so each kind keeps that order.
-        backward = sorted(reversed(candidates), key=key)
-        plan = []
-        for (is_whole, _, states), same_kind in groupby(backward, key=key):
-            kind = list(same_kind)
-            sizes = [param.numel() * param.element_size() for _, param, _ in kind]
-            for indices in split_into_buckets(sizes, self._bucket_bytes(kind[0][1].device)):
-                members = tuple(kind[index] for index in indices)
-                layout = BucketLayout(tuple(param.numel() for _, param, _ in members), self.mesh.shard.size)
-                plan.append(PlannedBucket(members, layout, states, not is_whole))
+        plan = plan_buckets(candidates, self.rule, self.options, self.mesh.shard.size, self._bucket_bytes)
         for planned in plan:
             self._check_loaded(planned)
         return plan
@@ -239,7 +222,8 @@ class Binding:
             for indices in split_into_buckets(sizes, self._bucket_bytes(kind[0].device)):
                 members = [kind[index] for index in indices]
                 layout = BucketLayout(tuple(param.numel() for param in members), self.mesh.shard.size)
-                shard = Shard(Bucket(members, layout, self.fresh), self.mesh.shard.rank, (), trains=False)
+                bucket = Bucket(members, layout, self.fresh, is_released=True)
+                shard = Shard(bucket, self.mesh.shard.rank, (), trains=False)
                 self.sharded.frozen.append(shard)
                 self.sharded.take(shard)
         self.on_adopt()
@@ -339,9 +323,9 @@ class Binding:
 
     def fetcher(self, shard: Shard, index: int, name: str) -> Callable[[], torch.Tensor] | None:
         """What makes the whole state ``name`` (or "param") of a param as it is now, without the other ranks' help."""
-        return None if self.showing is None else partial(self._fetch, shard, index, name, self.settled)
+        return None if self.showing is None else Fetch(self, shard, index, name, self.settled)
 
-    def _fetch(self, shard: Shard, index: int, name: str, step: int) -> torch.Tensor:
+    def fetch(self, shard: Shard, index: int, name: str, step: int) -> torch.Tensor:
         if self.showing is None or self.settled != step:
             raise StateError(
                 f"{name} of a param of shape {tuple(shard.bucket.params[index].shape)} was looked at behind step "
@@ -432,6 +416,28 @@ class Binding:
         for name, tensor in state.tensors.items():
             if isinstance(tensor, Part):
                 check_part(tensor, where.start, where.local.stop - where.local.start, f"{name} of {entry.name}")
+
+    def put(self, param: torch.nn.Parameter, state: ParamState, has_state: bool) -> None:
+        """Takes this rank's slice of one param's checked state; without one it goes back to before its first step."""
+        entry = self.entries[param]
+        if has_state and self._shows(entry, state):  # it was only looked at, by a loop that moves tensors to a device
+            return
+        entry.shard.renew()
+        entry.forget()
+        if has_state:
+            self._write_tensors(entry.shard, entry.index, state)
+            entry.take_counters(state)
+        entry.version = None
+
+    @staticmethod
+    def _shows(entry: Entry, state: ParamState) -> bool:
+        """Whether this is what the shard holds, in the shard's own memory."""
+        if (state.step, state.carried) != (entry.step, entry.carried) or not entry.has_state:
+            return False
+        shard = entry.shard
+        mine = ((shard.read(name, entry.index), tensor) for name, tensor in state.tensors.items())
+        locals_ = ((own, tensor.local if isinstance(tensor, Part) else tensor) for own, tensor in mine)
+        return all(own.data_ptr() == tensor.data_ptr() for own, tensor in locals_)
 
     def load(self, loaded: Mapping[torch.nn.Parameter, ParamState]) -> None:
         """Takes this rank's slices of checked states; params that have none go back to before their first step."""

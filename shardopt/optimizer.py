@@ -15,7 +15,8 @@ from torch._compile import _disable_dynamo
 
 from .agreement import View, agree
 from .bind import bind
-from .binding import Binding, Candidate, named_params
+from .binding import Binding, named_params
+from .bucket_plan import Candidate
 from .config import OptionKeywords, Options
 from .errors import ShardoptError, StateError
 from .gradient import GradientPart
@@ -84,6 +85,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._closed = False
         self.grad_norm: float | None = None
         """Global 2-norm of the last step's gradients before clipping, where ``max_grad_norm`` was given."""
+        self.updates = 0
+        """Calls of ``step()`` that changed params: those that no Inf, NaN or scaler skipped."""
         super().__init__(params, defaults)
         if self.options.module is not None:
             self._hand_over(self.options.module)
@@ -265,6 +268,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             outcome = run_step(self._bound(), call)
         self.grad_norm = outcome.grad_norm
         if outcome.updated:
+            self.updates += 1
             self._consolidated = None
         return loss
 
@@ -304,9 +308,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @property  # type: ignore[override]
     def state(self) -> "StateView":
-        """Read-only: param -> its state in torch's form. A param that has no state yet has an empty one.
+        """Param -> its state in torch's form. A param that has no state yet has an empty one.
 
-        Tensors are views of the shard where one rank holds everything, else parts.
+        Tensors are views of the shard where one rank holds everything, else parts. ``state[param] = ...`` loads one
+        param's state, as ``load_state_dict()`` does: on every rank, each takes its part. All else is read-only.
         """
         return StateView(self)
 
@@ -351,6 +356,18 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if self._binding is not None and entry is not None:
             return self._binding.read(entry, group) if entry.has_state else None
         return self._loaded.get(param)
+
+    def _put_state(self, param: torch.nn.Parameter, group: Mapping[str, Any], name: str, state: Any) -> None:
+        read = ParamState.from_torch(state, self.rule, group, param, name)
+        self._consolidated = None
+        if self._binding is not None and param in self._binding.entries:
+            self._binding.check_parts(param, read)
+            with torch.no_grad():
+                self._binding.put(param, read, bool(state))
+        elif state:
+            self._loaded[param] = read.copy()
+        else:
+            self._loaded.pop(param, None)
 
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Collective: gathers every state on rank ``to``, in host memory; ``state_dict()`` there is then plain tensors.
@@ -437,7 +454,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         memo[id(self)] = other
         module = copy.deepcopy(self.options.module, memo)
         other.rule, other.options = self.rule, dataclasses.replace(self.options, module=module)
-        other._closed, other.grad_norm = self._closed, self.grad_norm
+        other._closed, other.grad_norm, other.updates = self._closed, self.grad_norm, self.updates
         other._binding, other._consolidated, other._handover = None, None, None
         other._loaded = {copy.deepcopy(param, memo): state.copy() for param, state in self._param_states().items()}
         # As torch's copies: hooks, and what schedulers patched onto this instance, are left behind.
@@ -508,13 +525,21 @@ class StateView(Mapping[torch.nn.Parameter, Mapping[str, Any]]):
     def __init__(self, optimizer: ShardedOptimizer):
         self._optimizer = optimizer
 
-    def __getitem__(self, param: torch.nn.Parameter) -> Mapping[str, Any]:
-        optimizer = self._optimizer
-        for _, each, group in named_params(optimizer.param_groups):
+    def _find(self, param: torch.nn.Parameter) -> tuple[str, Mapping[str, Any]]:
+        for name, each, group in named_params(self._optimizer.param_groups):
             if each is param:
-                state = optimizer._param_state(param, group)
-                return MappingProxyType({} if state is None else state.to_torch(optimizer.rule))
+                return name, group
         raise KeyError(param)
+
+    def __getitem__(self, param: torch.nn.Parameter) -> Mapping[str, Any]:
+        _, group = self._find(param)
+        state = self._optimizer._param_state(param, group)
+        return MappingProxyType({} if state is None else state.to_torch(self._optimizer.rule))
+
+    def __setitem__(self, param: torch.nn.Parameter, state: Mapping[str, Any]) -> None:
+        """Loads the state of one param: frameworks assign what they moved to a device."""
+        name, group = self._find(param)
+        self._optimizer._put_state(param, group, name, state)
 
     def __iter__(self) -> Iterator[torch.nn.Parameter]:
         states = self._optimizer._param_states()
@@ -532,8 +557,9 @@ class StateView(Mapping[torch.nn.Parameter, Mapping[str, Any]]):
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         raise StateError(
-            "optimizer.state is a view of shards and cannot be changed: an assignment would be lost. Change what you "
-            "need in state_dict() and give it to load_state_dict(); `optimizer.state = {}` forgets all states."
+            "optimizer.state is a view of shards, and this change would be lost. Assign a param's whole state "
+            "(`state[param] = {...}`), or change what you need in state_dict() and give it to load_state_dict(); "
+            "`optimizer.state = {}` forgets all states."
         )
 
-    __setitem__ = __delitem__ = pop = popitem = clear = update = setdefault = _refuse
+    __delitem__ = pop = popitem = clear = update = setdefault = _refuse

@@ -20,7 +20,8 @@ import torch
 
 from .agreement import Agreed, View, agree
 from .bind import bind, checksum
-from .binding import Binding, Candidate, Group
+from .binding import Binding
+from .bucket_plan import Candidate, Group
 from .errors import CommunicationError, ShardoptError
 from .kernels.launch import backend_of
 from .kernels.reductions import sum_of_squares

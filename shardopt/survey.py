@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from .binding import Binding, Entry, Group
+from .binding import Binding, Entry
+from .bucket_plan import Group
 from .errors import BindingError, ShardoptError
 from .gradient import GradientPart
 from .kernels.formats import format_of
