@@ -5,6 +5,8 @@
 Triton and Numba load on first use: importing this needs neither, and no GPU.
 """
 
+from typing import TYPE_CHECKING, Any
+
 from .config import Tuning
 from .errors import (
     BindingError,
@@ -34,11 +36,31 @@ from .optimizer import ShardedOptimizer
 from .part import Part
 from .rules import rule
 
+if TYPE_CHECKING:
+    from .deepspeed_config import DeepSpeedRun, from_deepspeed_config
+    from .verification import Difference, Verdict, verify
+
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    """Loads what most scripts never ask for."""
+    if name in ("DeepSpeedRun", "from_deepspeed_config"):
+        from . import deepspeed_config
+
+        return getattr(deepspeed_config, name)
+    if name in ("Difference", "Verdict", "verify"):
+        from . import verification
+
+        return getattr(verification, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 __all__ = [
     "BindingError",
     "CommunicationError",
+    "DeepSpeedRun",
+    "Difference",
     "DisagreementError",
     "Part",
     "ReleasedError",
@@ -60,5 +82,8 @@ __all__ = [
     "StateError",
     "Tuning",
     "UnsupportedVersionError",
+    "Verdict",
+    "from_deepspeed_config",
     "rule",
+    "verify",
 ]

@@ -19,6 +19,8 @@ ROOT = Path(__file__).parent.parent
 EXPORTED = [
     "BindingError",
     "CommunicationError",
+    "DeepSpeedRun",
+    "Difference",
     "DisagreementError",
     "Part",
     "ReleasedError",
@@ -40,7 +42,10 @@ EXPORTED = [
     "StateError",
     "Tuning",
     "UnsupportedVersionError",
+    "Verdict",
+    "from_deepspeed_config",
     "rule",
+    "verify",
 ]
 TORCH_CLASSES = [
     name.removeprefix("Sharded")
