@@ -20,6 +20,24 @@ for argument in "$@"; do
 done
 set_up
 
+# The frameworks that tests run with. Nothing else needs them, so .venv is made without.
+has_frameworks() {
+    "$python" - "$root/constraints.txt" <<'EOF'
+import sys
+from importlib.metadata import PackageNotFoundError, version
+
+pins = dict(line.strip().split("==") for line in open(sys.argv[1]) if "==" in line and not line.startswith("#"))
+try:
+    sys.exit(any(version(name) != pins[name] for name in ("transformers", "accelerate", "lightning")))
+except PackageNotFoundError:
+    sys.exit(1)
+EOF
+}
+cd "$root"
+if ! has_frameworks; then
+    "$python" -m pip install --quiet -c constraints.txt -e ".[frameworks]"
+fi
+
 terms=()
 if ! $slow; then terms+=("not slow"); fi
 if $gpu_only; then
@@ -29,5 +47,4 @@ elif ! has_nvidia_gpu; then
 fi
 selection=""
 for mark in ${terms[@]+"${terms[@]}"}; do selection+="${selection:+ and }$mark"; done
-cd "$root"
 exec "$python" -m pytest -m "$selection" ${arguments[@]+"${arguments[@]}"}

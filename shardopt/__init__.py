@@ -42,13 +42,18 @@ if TYPE_CHECKING:
     from .checkpoint.load import load_checkpoint
     from .checkpoint.prepare import prepare_states
     from .checkpoint.save import save_checkpoint
+    from .deepspeed_config import DeepSpeedRun, from_deepspeed_config
+    from .verification import Difference, Verdict, verify
 
 __version__ = "0.1.0"
+
 
 __all__ = [
     "BindingError",
     "CheckpointError",
     "CommunicationError",
+    "DeepSpeedRun",
+    "Difference",
     "DisagreementError",
     "Offload",
     "OffloadError",
@@ -72,14 +77,18 @@ __all__ = [
     "StateError",
     "Tuning",
     "UnsupportedVersionError",
+    "Verdict",
+    "from_deepspeed_config",
     "load_checkpoint",
     "prepare_states",
     "rule",
     "save_checkpoint",
+    "verify",
 ]
 
 
 def __getattr__(name: str) -> Any:
+    """Loads what most scripts never ask for."""
     found: Any
     if name == "save_checkpoint":
         from .checkpoint.save import save_checkpoint as found
@@ -87,6 +96,14 @@ def __getattr__(name: str) -> Any:
         from .checkpoint.load import load_checkpoint as found
     elif name == "prepare_states":
         from .checkpoint.prepare import prepare_states as found
+    elif name in ("DeepSpeedRun", "from_deepspeed_config"):
+        from . import deepspeed_config
+
+        found = getattr(deepspeed_config, name)
+    elif name in ("Difference", "Verdict", "verify"):
+        from . import verification
+
+        found = getattr(verification, name)
     else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     globals()[name] = found

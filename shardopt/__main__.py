@@ -5,6 +5,8 @@ import inspect
 import sys
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -32,7 +34,69 @@ def main(arguments: Sequence[str] | None = None) -> int:
     twins.add_argument("--seed", type=int, default=0, help="default: %(default)s")
     twins.set_defaults(run=lambda options: _twins(options.optimizer, options.dtype, options.steps, options.seed))
     add_commands(commands)
+    _add_plan(commands)
+    doctor = commands.add_parser(
+        "doctor",
+        help="print versions, devices, limits: what a report of a bug needs",
+        description="Prints versions, devices, backends, limits of memory, and whether direct I/O works in a folder.",
+    )
+    doctor.add_argument("path", nargs="?", type=Path, default=Path(), help="to try direct I/O in (default: here)")
+    doctor.set_defaults(run=_doctor)
     return run(parser.parse_args(arguments))
+
+
+def _add_plan(commands: Any) -> None:
+    plan = commands.add_parser(
+        "plan",
+        help="what each stage would need: bytes on a rank by kind, bytes on the wire, what fits",
+        description="Prints, for each stage and dtype, the bytes on one rank by kind, the formula behind them, the "
+        "bytes that a rank receives in a step, and the cheapest way that fits: the one that moves least. "
+        "Activations are not counted. From Python, shardopt.plan.plan() takes your own module, on the meta device too.",
+    )
+    plan.add_argument("--params", required=True, type=_size, help="of the model, such as 7e9")
+    plan.add_argument("--ranks", type=int, default=1, help="default: %(default)s")
+    plan.add_argument("--device-memory", type=_size, help="of one rank, such as 80G")
+    plan.add_argument("--optimizer", default="AdamW", choices=sorted(_optimizers()), help="default: %(default)s")
+    plan.add_argument("--dtype", choices=("fp32", "bf16"), help="of params (default: both)")
+    plan.add_argument("--plot", type=Path, help="a file for a stacked bar chart (.png, .svg, .pdf)")
+    plan.set_defaults(run=_plan)
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from .doctor import report
+
+    print(report(options.path))
+    return 0
+
+
+def _size(text: str) -> int:
+    from .plan_report import parse_size
+
+    return parse_size(text)
+
+
+def _plan(options: argparse.Namespace) -> int:
+    from .plan import WAYS, cheapest, plan, transformer
+    from .plan_report import chart, table
+
+    module = transformer(options.params)
+    instance = _optimizers()[options.optimizer]([torch.zeros(1)])
+    ways = [way for way in WAYS if options.dtype is None or way.dtype is _DTYPES[options.dtype]]
+    needs = [plan(module, instance, options.ranks, way) for way in ways]
+    print(f"{options.optimizer}, {options.params:,} params, {options.ranks} ranks; GB on one rank\n")
+    print(table(needs, options.params, options.device_memory))
+    if options.plot is not None:
+        chart(needs, options.device_memory, options.plot)
+    if options.device_memory is None:
+        return 0
+    best = cheapest(needs, options.device_memory)
+    if best is None:
+        least = min(needs, key=lambda need: need.total)
+        print(f"\nnone fits: {least.way} needs least, {least.total / 1e9:.1f} GB. Take more ranks or larger devices.")
+        return 1
+    left = (options.device_memory - best.total) / 1e9
+    print(f"\ncheapest that fits: {best.way}; it leaves {left:.1f} GB for activations")
+    return 0
 
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

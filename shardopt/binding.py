@@ -8,13 +8,13 @@ bound never changes its place.
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple
 
 import torch
 
 from .agreement import View, agree
+from .bucket_plan import PlannedBucket, plan_buckets
 from .config import Options
 from .entry import Candidate, Entry, Group, named_params
 from .errors import OffloadError
@@ -36,16 +36,6 @@ from .sharded_params import ShardedParams
 from .states import ParamState, check_part
 from .tiers import in_memory, make_store
 from .timings import Clock
-
-
-@dataclass(frozen=True)
-class PlannedBucket:
-    """A bucket before anything is allocated."""
-
-    members: tuple[Candidate, ...]
-    layout: BucketLayout
-    states: tuple[str, ...]
-    is_released: bool  # between uses: its params are gathered when they are needed
 
 
 class Wires(NamedTuple):
@@ -95,25 +85,7 @@ class Binding:
         Raises:
             StateError: a loaded part does not hold what this rank will need.
         """
-
-        parts_with_params = Placements.of_stage(self.options.stage).param is Placement.SHARD
-
-        def key(candidate: Candidate) -> tuple[bool, str, tuple[str, ...]]:
-            _, param, group = candidate
-            # Buckets of small params hold those of many layers: they are full last, and come last.
-            is_whole = not parts_with_params or param.numel() < self.options.tuning.keep_below
-            return is_whole, str(param.dtype), self.rule.variant(group).states
-
-        # Backward runs from the last param to the first; sorting is stable, so each kind keeps that order.
-        backward = sorted(reversed(candidates), key=key)
-        plan = []
-        for (is_whole, _, states), same_kind in groupby(backward, key=key):
-            kind = list(same_kind)
-            sizes = [param.numel() * param.element_size() for _, param, _ in kind]
-            for indices in split_into_buckets(sizes, self._bucket_bytes(kind[0][1].device)):
-                members = tuple(kind[index] for index in indices)
-                layout = BucketLayout(tuple(param.numel() for _, param, _ in members), self.mesh.shard.size)
-                plan.append(PlannedBucket(members, layout, states, not is_whole))
+        plan = plan_buckets(candidates, self.rule, self.options, self.mesh.shard.size, self._bucket_bytes)
         for planned in plan:
             self._check_loaded(planned)
         return plan
@@ -195,7 +167,7 @@ class Binding:
             for indices in split_into_buckets(sizes, self._bucket_bytes(kind[0].device)):
                 members = [kind[index] for index in indices]
                 layout = BucketLayout(tuple(param.numel() for param in members), self.mesh.shard.size)
-                bucket = Bucket(members, layout, self.fresh)
+                bucket = Bucket(members, layout, self.fresh, is_released=True)
                 shard = Shard(bucket, self.mesh.shard.rank, (), in_memory("device"), trains=False)
                 self.sharded.frozen.append(shard)
                 self.sharded.take(shard)
@@ -363,6 +335,31 @@ class Binding:
         for name, tensor in state.tensors.items():
             if isinstance(tensor, Part):
                 check_part(tensor, where.start, where.local.stop - where.local.start, f"{name} of {entry.name}")
+
+    def put(self, param: torch.nn.Parameter, state: ParamState, has_state: bool) -> None:
+        """Takes this rank's slice of one param's checked state; without one it goes back to before its first step."""
+        entry = self.entries[param]
+        if has_state and self._shows(entry, state):  # it was only looked at, by a loop that moves tensors to a device
+            return
+        with self.all_or_nothing():
+            entry.shard.home.renew(zeroed=())  # a state dict taken before keeps what it showed
+            entry.shard.zero(entry.index)
+            if has_state:
+                self._write_tensors(entry.shard, entry.index, state)
+        entry.forget()
+        if has_state:
+            entry.take_counters(state)
+        entry.version = None
+
+    @staticmethod
+    def _shows(entry: Entry, state: ParamState) -> bool:
+        """Whether this is what the shard holds, in the shard's own memory."""
+        if (state.step, state.carried) != (entry.step, entry.carried) or not entry.has_state:
+            return False
+        shard = entry.shard
+        mine = ((shard.read(name, entry.index), tensor) for name, tensor in state.tensors.items())
+        locals_ = ((own, tensor.local if isinstance(tensor, Part) else tensor) for own, tensor in mine)
+        return all(own.data_ptr() == tensor.data_ptr() for own, tensor in locals_)
 
     def load(self, loaded: Mapping[torch.nn.Parameter, ParamState]) -> None:
         """Takes this rank's slices of checked states; params that have none go back to before their first step.

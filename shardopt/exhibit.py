@@ -6,7 +6,7 @@ goes with every question: a rank that has not come so far yet waits, one that is
 
 import time
 from collections.abc import Callable
-from functools import partial
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,6 +17,20 @@ from .shard import Shard
 
 if TYPE_CHECKING:
     from .binding import Binding
+
+
+@dataclass(frozen=True)
+class Fetch:
+    """Makes one whole state (or "param") of one param, as it is behind ``step``. Equal ones make the same tensor."""
+
+    exhibit: "Exhibit"
+    shard: Shard
+    index: int
+    name: str
+    step: int
+
+    def __call__(self) -> torch.Tensor:
+        return self.exhibit.fetch(self.shard, self.index, self.name, self.step)
 
 
 class Exhibit:
@@ -50,9 +64,9 @@ class Exhibit:
 
     def fetcher(self, shard: Shard, index: int, name: str) -> Callable[[], torch.Tensor] | None:
         """What makes the whole state ``name`` (or "param") of a param as it is now, in host memory, on demand."""
-        return None if self._showing is None else partial(self._fetch, shard, index, name, self._settled)
+        return None if self._showing is None else Fetch(self, shard, index, name, self._settled)
 
-    def _fetch(self, shard: Shard, index: int, name: str, step: int) -> torch.Tensor:
+    def fetch(self, shard: Shard, index: int, name: str, step: int) -> torch.Tensor:
         mesh, param = self._binding.mesh, shard.bucket.params[index]
         shown = self._shown
         if self._showing is None or self._settled != step or shard not in shown:

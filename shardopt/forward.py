@@ -25,6 +25,7 @@ from torch._compile import _disable_dynamo
 
 from .binding import Binding
 from .errors import ReleasedError
+from .partition.bucket import with_own_storage
 from .partition.gather import GatheredBucket, Gatherer
 
 # These read the params of their children without calling them.
@@ -60,12 +61,21 @@ class Forward:
             # Also behind an exception: the module's params are then needed no more.
             leave = ModuleHook(self._leave)
             self._hooks.append(module.register_forward_hook(leave, with_kwargs=True, always_call=True))
+            self._hooks.append(module.register_state_dict_post_hook(ModuleHook(self._part_storages)))
 
     def _owned(self, module: nn.Module) -> tuple[GatheredBucket, ...]:
         assert self._binding.sharded is not None
         where = self._binding.sharded.where
         params = module.parameters(recurse=isinstance(module, _READS_CHILDREN))
         return tuple(dict.fromkeys(where[param] for param in params if param in where))
+
+    def _part_storages(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
+        """What state_dict() shows of gathered params is like that of whole ones; see Bucket."""
+        buckets = self._buckets.get(module, ())
+        for name in module._parameters:
+            shown = state_dict.get(prefix + name)
+            if type(shown) is torch.Tensor and any(each.bucket.lends_memory_to(shown) for each in buckets):
+                state_dict[prefix + name] = with_own_storage(shown)
 
     def _remove(self) -> None:
         for hook in self._hooks:

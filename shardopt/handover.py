@@ -7,6 +7,7 @@ DDP does besides (calling the module, broadcasting buffers, ``no_sync()``, ``sta
 import warnings
 import weakref
 from collections.abc import Callable, Iterable
+from types import SimpleNamespace
 from typing import Any, NoReturn, cast
 
 import torch
@@ -112,7 +113,7 @@ class Handover:
     def _find_ddp(self) -> None:
         if self.ddp is None:
             active = DistributedDataParallel._get_active_ddp_module()
-            if active is not None and active.module is self.module:
+            if active is not None and _is_around(active.module, self.module):
                 self.ddp = active
 
     def _enter(self, module: nn.Module, arguments: Any, keywords: dict[str, Any]) -> None:
@@ -191,6 +192,14 @@ class Handover:
             self.ddp._ddp_init_helper(params, expect_sparse, names, self.ddp.static_graph)
 
 
+def _is_around(outer: nn.Module, inner: nn.Module) -> bool:
+    """Whether ``outer`` is ``inner``, or wraps it without params of its own, as torch.compile's does."""
+    if outer is inner:
+        return True
+    own = set(inner.parameters())
+    return all(param in own for param in outer.parameters()) and any(each is inner for each in outer.modules())
+
+
 def check_honourable(ddp: DistributedDataParallel) -> None:
     """Raises BindingError if DDP was given an option that only its own reducer can honour."""
     options = {
@@ -235,7 +244,10 @@ class RetiredReducer:
 
 
 class RetiredLogger:
-    """Takes DDP's notes about a reducer that is gone."""
+    """Takes DDP's notes about a reducer that is gone, and has none to show."""
+
+    def _get_ddp_logging_data(self) -> SimpleNamespace:
+        return SimpleNamespace(strs_map={}, ints_map={})
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         if name.startswith("__"):

@@ -88,6 +88,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._closed = False
         self.grad_norm: float | None = None
         """Global 2-norm of the last step's gradients before clipping, where ``max_grad_norm`` was given."""
+        self.updates = 0
+        """Calls of ``step()`` that changed params: those that no Inf, NaN or scaler skipped."""
         super().__init__(params, defaults)
         if self.options.module is not None:
             self._hand_over(self.options.module)
@@ -269,6 +271,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             outcome = run_step(self._bound(), call)
         self.grad_norm = outcome.grad_norm
         if outcome.updated:
+            self.updates += 1
             self._consolidated = None
         return loss
 
@@ -308,9 +311,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @property  # type: ignore[override]
     def state(self) -> StateView:
-        """Read-only: param -> its state in torch's form. A param that has no state yet has an empty one.
+        """Param -> its state in torch's form. A param that has no state yet has an empty one.
 
-        Tensors are views of the shard where one rank holds everything, else parts.
+        Tensors are views of the shard where one rank holds everything, else parts. ``state[param] = ...`` loads one
+        param's state, as ``load_state_dict()`` does: on every rank, each takes its part. All else is read-only.
         """
         return StateView(self)
 
@@ -355,6 +359,18 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if self._binding is not None and entry is not None:
             return self._binding.read(entry, group) if entry.has_state else None
         return self._loaded.get(param)
+
+    def _put_state(self, param: torch.nn.Parameter, group: Mapping[str, Any], name: str, state: Any) -> None:
+        read = ParamState.from_torch(state, self.rule, group, param, name)
+        self._consolidated = None
+        if self._binding is not None and param in self._binding.entries:
+            self._binding.check_parts(param, read)
+            with torch.no_grad():
+                self._binding.put(param, read, bool(state))
+        elif state:
+            self._loaded[param] = read.copy()
+        else:
+            self._loaded.pop(param, None)
 
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Collective: gathers every state on rank ``to``, in host memory; ``state_dict()`` there is then plain tensors.
@@ -441,7 +457,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         memo[id(self)] = other
         module = copy.deepcopy(self.options.module, memo)
         other.rule, other.options = self.rule, dataclasses.replace(self.options, module=module)
-        other._closed, other.grad_norm = self._closed, self.grad_norm
+        other._closed, other.grad_norm, other.updates = self._closed, self.grad_norm, self.updates
         other._binding, other._consolidated, other._handover = None, None, None
         other._loaded = {copy.deepcopy(param, memo): state.copy() for param, state in self._param_states().items()}
         # As torch's copies: hooks, and what schedulers patched onto this instance, are left behind.

@@ -5,6 +5,7 @@ description can answer. What reads the rest, saving it above all, asks the other
 noticing; what would write is refused by name. ``full_tensor()`` gathers faster, with every rank's help.
 """
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Self
@@ -22,6 +23,9 @@ _ELEMENTWISE = {
     torch.ops.aten._to_copy.default,
 }
 
+# Wholes whose memory was asked for, by what fetches them: parts of one param (tied weights) then show one memory.
+_WHOLES: "weakref.WeakValueDictionary[Callable[[], torch.Tensor], torch.Tensor]" = weakref.WeakValueDictionary()
+
 
 class Part(torch.Tensor):
     """A rank's slice of one state of one param.
@@ -34,7 +38,8 @@ class Part(torch.Tensor):
     start: int
     _local: torch.Tensor
     _gather: Callable[[torch.Tensor], torch.Tensor] | None
-    _fetch: Callable[[], torch.Tensor] | None
+    _fetch: Callable[[], torch.Tensor] | None = None
+    _whole: torch.Tensor | None = None  # in memory of its own, once that was asked for
 
     @staticmethod
     def __new__(
@@ -76,6 +81,26 @@ class Part(torch.Tensor):
                 "this part is a copy, apart from its optimizer: take one from optimizer.state_dict() and gather it."
             )
         return self._gather(self.local)
+
+    # Whoever writes files without pickle (safetensors) reads memory. A copy of the whole is made for it, on this rank
+    # alone and in host memory, which may have room for it. It lives as long as the part, because two tensors at one
+    # address are taken for one.
+
+    def data_ptr(self) -> int:
+        return self._memory("data_ptr()").data_ptr()
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        return self._memory("untyped_storage()").untyped_storage()
+
+    def _memory(self, asked: str) -> torch.Tensor:
+        if self._whole is None:
+            if self._fetch is None:
+                raise refusal(asked)
+            self._whole = _WHOLES.get(self._fetch)
+        if self._whole is None:
+            assert self._fetch is not None
+            self._whole = _WHOLES[self._fetch] = self._fetch()
+        return self._whole
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return (
@@ -151,7 +176,7 @@ def _of_whole(function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any
 
     def whole(part: Part) -> torch.Tensor:
         assert part._fetch is not None
-        return part._fetch().to(part.device)
+        return (part._fetch() if part._whole is None else part._whole).to(part.device)
 
     arguments, keywords = tree_map_only(Part, whole, (arguments, keywords))
     return function(*arguments, **keywords)

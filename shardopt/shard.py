@@ -149,6 +149,12 @@ class Shard:
         if tensor.numel():
             self.write(name, index, 0, flattened(in_storage_order(tensor, self._strides[index])))
 
+    def zero(self, index: int) -> None:
+        """Zeroes the states of the bucket's param ``index``; its master stays."""
+        where = self.slice_of(index).local
+        for name in self.states:
+            self.home.write(name, where.start, torch.zeros(where.stop - where.start))
+
     def as_param(self, flat: torch.Tensor, index: int) -> torch.Tensor:
         """A view of a whole bucket-like buffer with the shape of the bucket's param ``index``."""
         return self.bucket.view(flat, index, self.bucket.params[index])

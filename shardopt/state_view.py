@@ -1,4 +1,4 @@
-"""What ``optimizer.state`` shows: a mapping as torch's, read-only, made when it is looked at."""
+"""What ``optimizer.state`` shows: a mapping as torch's, made when it is looked at."""
 
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
@@ -19,13 +19,21 @@ class StateView(Mapping[torch.nn.Parameter, Mapping[str, Any]]):
     def __init__(self, optimizer: "ShardedOptimizer"):
         self._optimizer = optimizer
 
-    def __getitem__(self, param: torch.nn.Parameter) -> Mapping[str, Any]:
-        optimizer = self._optimizer
-        for _, each, group in named_params(optimizer.param_groups):
+    def _find(self, param: torch.nn.Parameter) -> tuple[str, Mapping[str, Any]]:
+        for name, each, group in named_params(self._optimizer.param_groups):
             if each is param:
-                state = optimizer._param_state(param, group)
-                return MappingProxyType({} if state is None else state.to_torch(optimizer.rule))
+                return name, group
         raise KeyError(param)
+
+    def __getitem__(self, param: torch.nn.Parameter) -> Mapping[str, Any]:
+        _, group = self._find(param)
+        state = self._optimizer._param_state(param, group)
+        return MappingProxyType({} if state is None else state.to_torch(self._optimizer.rule))
+
+    def __setitem__(self, param: torch.nn.Parameter, state: Mapping[str, Any]) -> None:
+        """Loads the state of one param: frameworks assign what they moved to a device."""
+        name, group = self._find(param)
+        self._optimizer._put_state(param, group, name, state)
 
     def __iter__(self) -> Iterator[torch.nn.Parameter]:
         states = self._optimizer._param_states()
@@ -43,8 +51,9 @@ class StateView(Mapping[torch.nn.Parameter, Mapping[str, Any]]):
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         raise StateError(
-            "optimizer.state is a view of shards and cannot be changed: an assignment would be lost. Change what you "
-            "need in state_dict() and give it to load_state_dict(); `optimizer.state = {}` forgets all states."
+            "optimizer.state is a view of shards, and this change would be lost. Assign a param's whole state "
+            "(`state[param] = {...}`), or change what you need in state_dict() and give it to load_state_dict(); "
+            "`optimizer.state = {}` forgets all states."
         )
 
-    __setitem__ = __delitem__ = pop = popitem = clear = update = setdefault = _refuse
+    __delitem__ = pop = popitem = clear = update = setdefault = _refuse

@@ -131,13 +131,14 @@ def test_the_state_view_loses_no_write() -> None:
     for write in (
         lambda: optimizer.state.pop(params[0]),
         lambda: optimizer.state.clear(),
-        lambda: optimizer.state.__setitem__(params[0], {}),
         lambda: setattr(optimizer, "state", {params[0]: {}}),
     ):
         with pytest.raises(StateError, match="load_state_dict"):
             write()
     with pytest.raises(TypeError):
         optimizer.state[params[0]]["exp_avg"] = torch.zeros(700)
+    with pytest.raises(KeyError):
+        optimizer.state[torch.nn.Parameter(torch.zeros(700))] = {}
     optimizer.state = {}
     assert len(optimizer.state) == 0 and optimizer.state_dict()["state"] == {}
     fresh = make_params(2)
@@ -149,6 +150,41 @@ def test_the_state_view_loses_no_write() -> None:
         fill(ps, 1)
         opt.step()
     assert bits(params) == bits(fresh)
+
+
+@pytest.mark.parametrize("bound", [False, True])
+def test_one_params_state_is_assigned(bound: bool) -> None:
+    params, others = make_params(3), make_params(3)
+    source, target = ShardedAdam(params), ShardedAdam(others)
+    for step in range(3):
+        fill(params, step)
+        source.step()
+    if bound:
+        fill(others, 7)
+        target.step()
+        kept = target.state_dict()["state"][1]["exp_avg"]
+        shown = kept.clone()
+    with torch.no_grad():
+        for mine, theirs in zip(others, params, strict=True):
+            mine.copy_(theirs)
+    for param, state in source.state.items():
+        twin = next(mine for mine, theirs in zip(others, params, strict=True) if theirs is param)
+        target.state[twin] = dict(state)
+    if bound:
+        assert torch.equal(kept, shown)
+    for param, state in target.state.items():  # what a loop does that moves states to the device where they are
+        target.state[param] = {name: value.to("cpu") for name, value in state.items()}
+    for optimizer, each in ((source, params), (target, others)):
+        fill(each, 9)
+        optimizer.step()
+    assert bits(params) == bits(others) and target.state[others[0]]["step"] == 4
+    # {} is back to before the param's first step, and of that one only.
+    target.state[others[0]] = {}
+    assert len(target.state) == 2 and target.state[others[1]]["step"] == 4
+    with pytest.raises(StateError, match="missing"):
+        target.state[others[1]] = {"step": torch.tensor(1.0), "exp_avg": torch.zeros(700)}
+    with pytest.raises(StateError, match="shape"):
+        target.state[others[1]] = {"step": torch.tensor(1.0), "exp_avg": torch.zeros(3), "exp_avg_sq": torch.zeros(3)}
 
 
 def test_a_kept_state_dict_keeps_what_it_showed() -> None:

@@ -20,6 +20,8 @@ EXPORTED = [
     "BindingError",
     "CheckpointError",
     "CommunicationError",
+    "DeepSpeedRun",
+    "Difference",
     "DisagreementError",
     "Offload",
     "OffloadError",
@@ -43,10 +45,13 @@ EXPORTED = [
     "StateError",
     "Tuning",
     "UnsupportedVersionError",
+    "Verdict",
+    "from_deepspeed_config",
     "load_checkpoint",
     "prepare_states",
     "rule",
     "save_checkpoint",
+    "verify",
 ]
 TORCH_CLASSES = [
     name.removeprefix("Sharded")

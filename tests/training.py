@@ -89,6 +89,14 @@ def close_to(one: nn.Module, other: nn.Module) -> None:
     same(one, other, atol=2e-7, rtol=2e-6)
 
 
+def apart(mine: dict[str, Tensor], theirs: dict[str, Tensor], start: dict[str, Tensor]) -> float:
+    """How far one training ended from another, as a share of the way that the other one took from ``start``."""
+    floats = [name for name, value in theirs.items() if value.is_floating_point()]
+    way = torch.cat([(theirs[name] - start[name]).double().flatten() for name in floats])
+    rest = torch.cat([(mine[name] - theirs[name]).double().flatten() for name in floats])
+    return float(rest.norm() / way.norm())
+
+
 @contextmanager
 def raises(kind: type[BaseException], *words: str) -> Iterator[None]:
     """That error, with all these words in it."""

@@ -246,9 +246,7 @@ def _forget(home: Home) -> None:
     """Back to before the param's first step."""
     assert home.entry is not None and home.shard is not None
     home.entry.forget()
-    where = home.shard.slice_of(home.index).local
-    for name in home.shard.states:
-        home.shard.write_chunk(name, where.start, torch.zeros(where.stop - where.start))
+    home.shard.zero(home.index)
 
 
 def _before_writing(optimizer: ShardedOptimizer) -> None:

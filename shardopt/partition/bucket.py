@@ -15,6 +15,10 @@ class Bucket:
 
     A param keeps its strides when they are dense (transposed, channels-last): it lies in storage order. Only the tensor
     behind ``param.data`` is exchanged; the ``nn.Parameter`` object, its gradient and its version counter stay.
+
+    Unless the bucket is released between uses, each param has a storage of its own in the bucket's memory. Whoever
+    takes params of one storage for tied weights (Accelerate keeps one of them in a file and leaves the others out) then
+    sees that they are not, and a file of one param holds that one only.
     """
 
     def __init__(
@@ -34,6 +38,8 @@ class Bucket:
         with torch.no_grad():
             for index, param in enumerate(self.params):
                 view = self.view(self.flat, index, param)
+                if not is_released:  # memory that is given back must have one owner
+                    view = with_own_storage(view)
                 if param not in fresh:
                     view.copy_(param)
                 param.data = view  # only now may the old storage go: one bucket at a time is there twice
@@ -112,11 +118,11 @@ class Bucket:
         """Whether the param of ``index`` is still the view that it was made."""
         param = self.params[index]
         shape, strides = self._shapes[index]
-        own = self.flat.untyped_storage()
+        address = self.flat.data_ptr() + self.layout.offsets[index] * self.flat.element_size()
         return (
-            param.untyped_storage()._cdata == own._cdata
-            and param.storage_offset() == self.layout.offsets[index]
+            (param.data_ptr() == address or not param.numel())
             and param.dtype is self.dtype
+            and param.device == self.device
             and param.size() == shape
             and param.stride() == strides
         )
@@ -160,6 +166,15 @@ def in_storage_order(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Te
     ):
         return tensor
     return torch.empty_strided(tensor.size(), strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
+
+def with_own_storage(view: torch.Tensor) -> torch.Tensor:
+    """The same elements in the same memory, in a storage that begins and ends with them and keeps the memory."""
+    if not view.numel():
+        return torch.empty_strided(view.size(), view.stride(), dtype=view.dtype, device=view.device)
+    capsule = torch._C._to_dlpack(flattened(view))
+    alias: torch.Tensor = torch._C._from_dlpack(capsule)
+    return alias.as_strided(view.size(), view.stride())
 
 
 def flattened(tensor: torch.Tensor) -> torch.Tensor:

@@ -102,6 +102,7 @@ _ALLOWED = {
     torch.is_floating_point,
     torch.is_complex,
     torch.is_same_size,
+    torch._has_compatible_shallow_copy_type,  # Module.to() asks it
     torch.numel,
     torch.empty_like,
     torch.zeros_like,
@@ -127,6 +128,8 @@ class ReleasedParameter(torch.nn.Parameter):
             with torch._C.DisableTorchFunctionSubclass():
                 return function(*args, **(kwargs or {}))
         first = args[0] if args else None
+        if isinstance(first, ReleasedParameter) and _leaves_it(function, first, args[1:], kwargs or {}):
+            return first  # module.to(...) of where it is: as torch, which then hands back the tensor itself
         if isinstance(first, ReleasedParameter) and first in _STANDINS:
             read, write = _STANDINS[first]
             if function in (_Tensor.detach, torch.detach, _Tensor.data.__get__):  # type: ignore[attr-defined]
@@ -147,6 +150,43 @@ class ReleasedParameter(torch.nn.Parameter):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"ReleasedParameter(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
+
+
+_CASTS = {
+    _Tensor.float: torch.float32,
+    _Tensor.double: torch.float64,
+    _Tensor.half: torch.float16,
+    _Tensor.bfloat16: torch.bfloat16,
+}
+_MOVES = (_Tensor.cpu, _Tensor.cuda, _Tensor.to, *_CASTS)
+
+
+def _leaves_it(function: Any, param: torch.Tensor, args: Sequence[Any], keywords: Mapping[str, Any]) -> bool:
+    """Whether the call would move or cast a param to where and what it is, or assign its data to itself.
+
+    Raises:
+        ReleasedError: it would change it.
+    """
+    if function == _Tensor.data.__set__:  # type: ignore[attr-defined]
+        return args[0] is param
+    if function not in _MOVES or not all(
+        isinstance(each, torch.device | torch.dtype | str | bool | None) for each in args
+    ):
+        return False
+    device, dtype = torch.device("cpu") if function is _Tensor.cpu else None, _CASTS.get(function)
+    if function is _Tensor.cuda:
+        device = torch.device("cuda")
+    elif function is _Tensor.to:
+        device, dtype, *_ = torch._C._nn._parse_to(*args, **keywords)
+    stays = device is None or (device.type == param.device.type and device.index in (None, param.device.index))
+    if stays and dtype in (None, param.dtype):
+        return True
+    raise ReleasedError(
+        f"a param of shape {tuple(param.shape)}, {param.dtype} on {param.device}, was to become {dtype or param.dtype} "
+        f"on {device or param.device}, but this rank holds a slice of it only (stage 3). Move and cast the model "
+        "before the first forward, or call optimizer.close() on every rank, which gives it back whole; a copy of one "
+        "param is made in `with optimizer.unsharded():`."
+    )
 
 
 def _refusal(name: str, param: Any) -> ReleasedError:

@@ -1,0 +1,64 @@
+"""``shardopt.verify``: agrees where all is well, and names the first tensor that differs where a rule is wrong."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import Pool
+from torch import Tensor, nn
+from training import Net, batch
+
+import shardopt
+from shardopt import ShardedOptimizer, rule, verify
+
+
+@rule(states=("momentum",), scalars=lambda group, step, carried: {"lr": group["lr"], "beta": group["momentum"]})
+def wrong(param, grad, state, s):  # type: ignore[no-untyped-def]
+    """SGD's momentum, damped where it should not be."""
+    state.momentum = s.beta * state.momentum + (1 - s.beta) * grad
+    return param - s.lr * state.momentum
+
+
+def make_wrong(module: nn.Module, stage: int, **arguments: Any) -> ShardedOptimizer:
+    return ShardedOptimizer(module, arguments, rule=wrong, stage=stage)
+
+
+def loss(module: nn.Module, sample: tuple[Tensor, Tensor]) -> Tensor:
+    return nn.functional.cross_entropy(module(sample[0]).flatten(0, 1), sample[1].flatten())
+
+
+def verdicts() -> None:
+    batches = [batch(step) for step in range(5)]
+    verdict = verify(Net, batches, steps=12, loss=loss, lr=0.01, weight_decay=0.1)
+    assert verdict.agrees and [each.stage for each in verdict.differences] == [0, 1, 2, 3], str(verdict)
+    assert all(each.largest < 1e-3 for each in verdict.differences) and "agrees" in str(verdict)
+    verdict = verify(Net, batches, 12, loss=loss, optimizer=shardopt.ShardedSGD, lr=0.1, momentum=0.9, stages=(2,))
+    assert verdict.agrees and len(verdict.differences) == 1
+    found = verify(Net, batches, 4, loss=loss, optimizer=make_wrong, reference=torch.optim.SGD, lr=0.1, momentum=0.9)
+    assert not found.agrees
+    for each in found.differences:
+        assert (each.step, each.name) == (1, "embed.weight") and each.found == pytest.approx(0.9, rel=0.01)
+    assert "DIFFERS from step 1 on, first in embed.weight" in str(found)
+    assert dist.is_initialized()
+
+
+class Scalar(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(300))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.weight * x).square().sum()
+
+
+def test_verdicts(ranks: Pool) -> None:
+    ranks.run(verdicts, world=2)
+
+
+def test_alone() -> None:
+    assert verify(Scalar, [torch.linspace(0, 1, 300)], steps=3).agrees
+    with pytest.raises(ValueError, match="at least one batch"):
+        verify(Scalar, [])
+    with pytest.raises(ValueError, match="reference="):
+        verify(Scalar, [torch.ones(300)], optimizer=shardopt.ShardedLion)
