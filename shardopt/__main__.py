@@ -16,7 +16,11 @@ from shardopt.checkpoint.commands import add_commands, run
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; the exit code is 0 when all is well."""
-    parser = argparse.ArgumentParser(prog="python -m shardopt", description=shardopt.__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m shardopt",
+        description=shardopt.__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--version", action="version", version=f"shardopt {shardopt.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     twins = commands.add_parser(

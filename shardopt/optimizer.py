@@ -195,8 +195,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def unsharded(self) -> Iterator[None]:
         """Whole params on every rank: for ``generate()``, evaluation, exporting, code that reads them anywhere.
 
-        Below stage 3 they always are. Every rank must enter; inside, ranks may run as they like, for as long as they
-        like. What is written to params in place stays written, if every rank writes the same.
+        Below stage 3 they always are. Every rank must enter and leave, and waits there for the others (for
+        ``Tuning.timeout``, then an error says so); inside, ranks may run as they like, for as long as they like. What
+        is written to params in place stays written, if every rank writes the same.
         """
         binding = self._binding
         if binding is None or binding.sharded is None:
@@ -499,7 +500,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         shards = self._binding.shards if self._binding is not None else []
         sharded = self._binding.sharded if self._binding is not None else None
         frozen = sharded.frozen if sharded is not None else []
-        params = [param for _, param, _ in named_params(self.param_groups)]
+        grouped = [param for _, param, _ in named_params(self.param_groups)]
+        others = () if self._handover is None else self._handover.module.parameters()
+        params = list(dict.fromkeys([*grouped, *others]))
         bound = self._binding.entries if self._binding is not None else {}
         reducer = self._binding.reducer if self._binding is not None else None
         own = (param.grad for param in params if param.grad is not None and not isinstance(param.grad, GradientPart))

@@ -194,5 +194,5 @@ def _refusal(name: str, param: Any) -> ReleasedError:
         f"{name} was called on a param of shape {tuple(param.shape) if isinstance(param, _Tensor) else '?'} whose "
         "values are sharded over the ranks at this moment (stage 3): they are gathered while its own module runs "
         "forward or backward. To use it elsewhere, or to call a module's methods other than forward, put the code in "
-        "`with optimizer.unsharded():`."
+        "`with optimizer.unsharded():`, which every rank must enter and leave."
     )

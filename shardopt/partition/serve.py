@@ -40,6 +40,8 @@ CHUNK = 64 << 20  # bytes of one answer
 HANDSHAKE = 10.0  # seconds that a peer has to prove who it is
 # Seconds that a process goes on answering at its end, for ranks that did not say farewell.
 LINGER = 120.0
+SILENCE = 5.0  # seconds without a question behind which an optimizer that is closed stops to wait for one
+_LOOK = 0.05
 
 _OK, _ERROR = b"\0", b"\1"
 
@@ -62,12 +64,14 @@ class Shelf:
     Attributes:
         token: names the optimizer on every rank.
         key: what all of its ranks know, and nobody else.
+        last_asked: when another rank last read.
     """
 
     token: str
     key: bytes
     readable: Readable | None
     is_retired: threading.Event = field(default_factory=threading.Event)
+    last_asked: float = 0.0  # by the monotonic clock
 
 
 class Server:
@@ -125,6 +129,7 @@ class Server:
 
 
 def _send(peer: "connection.Connection[Any, Any]", shelf: Shelf, request: dict[str, Any]) -> None:
+    shelf.last_asked = time.monotonic()
     try:
         if shelf.readable is None:
             raise StateError("that rank has closed its optimizer, and its slices are gone. Save before close().")
@@ -135,6 +140,7 @@ def _send(peer: "connection.Connection[Any, Any]", shelf: Shelf, request: dict[s
         return
     peer.send_bytes(_OK)
     peer.send_bytes(_bytes_of(found))
+    shelf.last_asked = time.monotonic()
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
@@ -293,9 +299,16 @@ class Showing:
         self._peers.read(rank, step, shard, name, start, into)
 
     def close(self) -> None:
-        """Nothing is shown any more."""
-        self._shelf.readable = None
+        """Nothing is shown any more, once every rank came here or nobody has read for a while.
+
+        A script that saves on rank 0 and closes on all has the others here while rank 0 reads.
+        """
         self.retire()
+        assert self._leaving is not None
+        start = time.monotonic()
+        while self._leaving.is_alive() and time.monotonic() - max(start, self._shelf.last_asked) < SILENCE:
+            self._leaving.join(_LOOK)
+        self._shelf.readable = None
 
     def retire(self) -> None:
         """Nobody here will ask any more. What is shown stays until no other rank will."""
