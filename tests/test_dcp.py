@@ -75,7 +75,7 @@ def loaded(path: str, stage: int) -> dict[str, str]:
 def test_two_ranks_save_and_three_and_one_go_on(ranks: Pool, tmp_path: Path) -> None:
     wanted = ranks.run(saved, str(tmp_path), 2, world=2)[0]
     assert len(wanted) > 60
-    for world, stage in ((3, 2), (1, 1), (2, 0)):
+    for world, stage in ((3, 2), (3, 3), (1, 1)):
         found = ranks.run(loaded, str(tmp_path), stage, world=world)[0]
         assert found == wanted, (world, stage, [key for key in wanted if found.get(key) != wanted[key]])
 

@@ -114,10 +114,11 @@ def test_import_loads_no_compiler() -> None:
 
 # -- what the package must not do --------------------------------------------------------------------------------------
 
-# Calls that run, or can run, what a file or a peer sends.
 # The one file that reads pickles, restricted, and what alone may import it: the command that imports checkpoints.
 RESTRICTED = "checkpoint/unpickle.py"
 READERS = ["checkpoint/from_dcp.py", "checkpoint/from_deepspeed.py", "checkpoint/from_torch.py"]
+
+# Calls that run, or can run, what a file or a peer sends.
 FORBIDDEN_CALLS = {"eval", "exec", "__import__", "import_module", "load_module", "literal_eval"}
 FORBIDDEN_ATTRIBUTES = {
     ("torch", "load"),
