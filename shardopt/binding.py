@@ -8,6 +8,7 @@ bound never changes its place.
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import groupby
 from typing import NamedTuple
 
@@ -281,6 +282,8 @@ class Binding:
 
     def fetcher(self, shard: Shard, index: int, name: str) -> Callable[[], torch.Tensor] | None:
         """See :meth:`Exhibit.fetcher`; None where nothing can be asked for."""
+        if self.mesh.shard.size == 1:
+            return partial(_own, shard, index, name)
         return None if self.exhibit is None else self.exhibit.fetcher(shard, index, name)
 
     def settle(self) -> None:
@@ -395,6 +398,13 @@ class Binding:
                 shard.write(name, index, tensor.start, tensor.local)
             else:
                 shard.write_whole(name, index, tensor.detach())
+
+
+def _own(shard: Shard, index: int, name: str) -> torch.Tensor:
+    """A state (or "param") of which this rank holds all, in host memory."""
+    where = shard.slice_of(index).local
+    values = shard.read_chunk(name, where.start, where.stop).cpu().clone()
+    return values.as_strided(shard.bucket.params[index].size(), shard.strides(index))
 
 
 def _is_needed(param: torch.nn.Parameter) -> bool:

@@ -240,3 +240,18 @@ def test_one_rank_needs_nobody() -> None:
     opt.step()
     assert same(saved(opt.state_dict()), opt.state_dict()) and not serve._SERVERS
     assert issubclass(StateError, ShardoptError)
+
+
+def test_one_rank_at_stage_3() -> None:
+    """Its slices are all there is: they are saved, read and loaded like whole params."""
+    model, twin = network(), network()
+    opt = ShardedAdamW(model, lr=0.01, stage=3, tuning=SMALL)
+    other = ShardedAdamW(twin, lr=0.01)
+    for each, its in ((model, opt), (twin, other)):
+        each(torch.ones(2, 17)).sum().backward()
+        its.step()
+    assert same(saved(model.state_dict()), dict(twin.state_dict()))
+    model.load_state_dict(model.state_dict())
+    assert same(saved(model.state_dict()), dict(twin.state_dict()))
+    assert raw(model[0].weight.detach().sum()) == raw(twin[0].weight.detach().sum())
+    opt.close()
