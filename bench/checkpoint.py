@@ -3,8 +3,9 @@
     python bench/checkpoint.py --directory /path/on/the/disk     64M params: 768 MiB of params, masters and states
 
 In each round, in turns: a plain file of the same size is written in chunks of 4 MiB and synced; a checkpoint is saved;
-one is saved asynchronously, of which the blocking part is taken, beside one copy of the same bytes; it is loaded. `of
-disk` is the plain write's time over the save's.
+one is saved asynchronously, of which the blocking part is taken, beside one copy of the same bytes; the plain file is
+read, and a checkpoint is loaded, both from the disk as far as the system drops what it cached. `of disk` is the plain
+write's time over the save's, `of reading` the plain read's over the load's.
 """
 
 import os
@@ -37,6 +38,19 @@ def write_plainly(path: Path, data: memoryview) -> None:
         os.fsync(file.fileno())
 
 
+def read_plainly(path: Path, into: memoryview) -> None:
+    with open(path, "rb", buffering=0) as file:
+        for start in range(0, len(into), CHUNK):
+            file.readinto(into[start : start + CHUNK])
+
+
+def drop_cached(folder: Path) -> None:
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with open(path, "rb") as file:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
 def run(directory: Path, numel: int, rounds: int) -> dict[str, Median | float]:
     width = 1024
     model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(numel // width**2)))
@@ -47,7 +61,7 @@ def run(directory: Path, numel: int, rounds: int) -> dict[str, Median | float]:
     optimizer.zero_grad()
     nbytes = 3 * 4 * numel  # params and two states
     source, target = torch.randint(0, 255, (2, nbytes), dtype=torch.uint8)
-    plain, save, blocking, copy, load = ([] for _ in range(5))
+    plain, save, blocking, copy, read, load = ([] for _ in range(6))
     for number in tqdm(range(rounds + 1), desc="rounds", leave=False):
         times = [
             timed(lambda: write_plainly(directory / "plain", memoryview(source.numpy()))),
@@ -58,18 +72,22 @@ def run(directory: Path, numel: int, rounds: int) -> dict[str, Median | float]:
         saving = shardopt.save_checkpoint(directory / "runs", model, optimizer, asynchronous=True)
         times.append(time.perf_counter() - start)
         saving.wait()
+        drop_cached(directory)
+        times.append(timed(lambda: read_plainly(directory / "plain", memoryview(target.numpy()))))
         times.append(timed(lambda: shardopt.load_checkpoint(directory / "runs", model, optimizer)))
         shutil.rmtree(directory / "runs")
         (directory / "plain").unlink()
         if number:  # the first one allocates
-            for samples, value in zip((plain, save, copy, blocking, load), times, strict=True):
+            for samples, value in zip((plain, save, copy, blocking, read, load), times, strict=True):
                 samples.append(value)
     return {
         "bytes": nbytes,
         "plain write, s": median_of(plain),
         "save, s": median_of(save),
+        "plain read, s": median_of(read),
         "load, s": median_of(load),
         "of disk": ratios(plain, save),
+        "of reading": ratios(read, load),
         "blocking part of a copy": ratios(blocking, copy),
     }
 
