@@ -184,20 +184,20 @@ def _hidden_size(module: nn.Module) -> int | None:
 def offload_of(keys: Keys) -> dict[str, Any]:
     """The ``offload=`` of the config, as a keyword for the optimizer.
 
-    There is no such option yet: everything stays on the device, which changes memory and time, no result. When there
-    is one, this function alone changes.
+    Not mapped yet: GPUs' states cannot rest elsewhere so far, so everything stays on the device, which changes memory
+    and time, no result. When they can, this function alone changes.
     """
     for section in ("offload_optimizer", "offload_param"):
         path = f"zero_optimization.{section}"
         device = keys.take(f"{path}.device", "none")
         keys.ignore(path)
         if device in ("cpu", "nvme"):
-            keys.warnings.append(f"{path} (nothing is offloaded yet: it stays on the device, which takes that memory)")
+            keys.warnings.append(f"{path} (not mapped yet: it stays on the device, which takes that memory)")
         elif device not in (None, "none"):
             keys.errors.append(f"{path}.device={device!r}: none, cpu or nvme is")
     for old in ("cpu_offload", "cpu_offload_params"):
         if keys.take(f"zero_optimization.{old}", False):
-            keys.warnings.append(f"zero_optimization.{old} (nothing is offloaded yet)")
+            keys.warnings.append(f"zero_optimization.{old} (not mapped yet)")
     return {}
 
 
