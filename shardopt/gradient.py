@@ -43,8 +43,8 @@ class GradientPart(Part):
     # Found before torch's own descriptors, which go through __torch_function__; a scaler reads them for every param.
     __slots__ = ("_origin", "_param_dtype", "device", "dtype", "slot", "whole_numel")
     is_sparse = False
-    # Torch's own, which show no memory: torch.compile asks for a gradient's storage to tell tensors apart.
-    untyped_storage, data_ptr = Tensor.untyped_storage, Tensor.data_ptr
+    # Torch's own, which shows no memory: torch.compile asks for it to tell tensors apart.
+    untyped_storage = Tensor.untyped_storage
 
     slot: Slot
     whole_numel: int
