@@ -188,7 +188,8 @@ def _run_job(
                 world_size=world,
                 timeout=timedelta(seconds=timeout),
             )
-        outcome = True, function(*arguments)
+        with warnings.catch_warnings():  # what a job silences is heard in the next one
+            outcome = True, function(*arguments)
         if dist.is_initialized():
             # A rank that tears its connections down while another still sends aborts that one.
             dist.barrier()
