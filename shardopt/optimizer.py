@@ -477,6 +477,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Gives every param storage of its own and releases masters and states. The model stays usable.
 
         A DDP module reduces its gradients itself again. At stage 3 the params are gathered: every rank must call it.
+        While another rank still reads this one's states, for its ``state_dict()``, this waits: until that one closes
+        too, or has asked nothing for a few seconds.
         """
         if self._handover is not None:
             self._handover.close()

@@ -98,12 +98,10 @@ def run_step(binding: Binding, call: Call) -> Outcome:
         if agreed.written and world.size > 1 and binding.sharded is None:
             _compare_written(binding, seen)
     binding.rounds += 1
-    for each in seen.ready:
-        if each.slot is not None:
-            each.slot.is_used = True
     # 3. decide
     norm = _norm(binding, agreed, seen, call.scaling)
     if agreed.overflow or _is_skipped(binding, agreed, seen.launches, call.scaling):
+        _mark_used(seen)
         binding.settle()
         return Outcome(updated=False, grad_norm=norm)
     clip = 1.0
@@ -119,6 +117,7 @@ def run_step(binding: Binding, call: Call) -> Outcome:
         binding.settle()
         raise undone
     # 6. commit
+    _mark_used(seen)
     for each in seen.ready:
         each.entry.step += 1
         each.entry.carried = seen.scalars.carried[each.entry]
@@ -128,6 +127,13 @@ def run_step(binding: Binding, call: Call) -> Outcome:
         entry.version = entry.param._version
     binding.settle()
     return Outcome(updated=True, grad_norm=norm)
+
+
+def _mark_used(seen: Survey) -> None:
+    """Gradients that no checkpoint need hold any more. After an error they are for the next attempt."""
+    for each in seen.ready:
+        if each.slot is not None:
+            each.slot.is_used = True
 
 
 # -- 2. agree ----------------------------------------------------------------------------------------------------------

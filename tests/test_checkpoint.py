@@ -126,6 +126,20 @@ def test_in_the_middle_of_an_accumulation(ranks: Pool, tmp_path: Path) -> None:
                 assert same_on_all(found, expected), f"stage {stage} after {turns} to {other} on {world}"
 
 
+def test_gradients_are_saved_until_a_step_has_used_them(tmp_path: Path) -> None:
+    """A step that was refused leaves them for the next attempt."""
+    for factor, is_kept in ((torch.inf, True), (1.0, False)):
+        model, other = nn.Linear(3, 2), nn.Linear(3, 2)
+        optimizer = shardopt.ShardedSGD(model, lr=0.1, stage=2, tuning=shardopt.Tuning(nonfinite="raise"))
+        (model(torch.ones(1, 3)).sum() * factor).backward()
+        with raises(shardopt.ShardoptError, "Inf or NaN") if is_kept else nullcontext():
+            optimizer.step()
+        shardopt.save_checkpoint(tmp_path, model, optimizer)
+        again = shardopt.ShardedSGD(other, lr=0.1, stage=2)
+        shardopt.load_checkpoint(tmp_path, other, again)
+        assert all((param.grad is not None) == is_kept for param in other.parameters())
+
+
 def whole_accumulation() -> dict[str, str]:
     model, optimizer = build(0)
     train(model, optimizer, range(2))

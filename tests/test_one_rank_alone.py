@@ -170,9 +170,25 @@ SCRIPT = """
 import os, signal, sys, time
 import torch, torch.distributed as dist
 from shardopt import ShardedAdamW, Tuning
+from shardopt.partition import serve
 
 rank, folder, ending = int(sys.argv[1]), sys.argv[2], sys.argv[3]
 dist.init_process_group("gloo", store=dist.FileStore(folder + "/store", 2), rank=rank, world_size=2)
+
+class Ordered(list):
+    def discard(self, each):
+        self.remove(each)
+
+def live_on():
+    # Two optimizers that nobody drops, which the ranks leave in opposite order.
+    for _ in range(2):
+        model = torch.nn.Linear(3, 3)
+        opt = ShardedAdamW(model, stage=2, tuning=Tuning(timeout=20))
+        opt.bind()
+        LIVING.append((model, opt))
+    serve._SHOWINGS = Ordered(sorted(serve._SHOWINGS, key=lambda each: each._shelf.token, reverse=bool(rank)))
+
+LIVING = []
 
 def main():
     torch.manual_seed(0)
@@ -182,6 +198,8 @@ def main():
         opt.zero_grad()
         model(torch.ones(2, 300)).sum().backward()
         opt.step()
+    if ending == "several":
+        live_on()
     if ending == "destroyed":
         dist.destroy_process_group()
     if rank == 0:
@@ -222,7 +240,7 @@ def run_script(ending: str) -> tuple[list[int], list[str], list[float], Any]:
 
 def test_at_the_end_of_a_script() -> None:
     """The others are through with it while rank 0 still saves; they wait, unless something went wrong."""
-    for ending in ("plain", "destroyed", "closed"):
+    for ending in ("plain", "destroyed", "closed", "several"):
         codes, texts, _, state = run_script(ending)
         assert codes == [0, 0] and "saved" in texts[0], texts
         assert state["state"][0]["exp_avg"].shape == (7, 300) and bool(state["state"][0]["exp_avg"].all())

@@ -101,7 +101,7 @@ class Server:
             threading.Thread(target=self._answer, args=(peer,), name="shardopt-answer", daemon=True).start()
 
     def _answer(self, peer: "connection.Connection[Any, Any]") -> None:
-        with peer, suppress(OSError, EOFError, ValueError, KeyError):
+        with peer, suppress(OSError, EOFError, ValueError, KeyError, TypeError):  # a stranger may send anything
             shelf = self._greet(peer)
             while shelf is not None:
                 request = json.loads(peer.recv_bytes(MAX_REQUEST))
@@ -325,8 +325,7 @@ class Showing:
         _SHOWINGS.discard(self)
 
     def linger(self, end: float) -> None:
-        """At the interpreter's end: waits until no other rank will ask any more, or until ``end``."""
-        self.retire()
+        """At the interpreter's end, once retired: waits until no other rank will ask any more, or until ``end``."""
         assert self._leaving is not None
         self._leaving.join(max(end - time.monotonic(), 0))
 
@@ -352,7 +351,10 @@ def _forget() -> None:
 def _linger() -> None:
     # Not behind an error: the other ranks are to hear of it soon, from whoever watches this process.
     end = time.monotonic() + (0.0 if hasattr(sys, "last_value") else LINGER)
-    for showing in list(_SHOWINGS):
+    showings = list(_SHOWINGS)
+    for showing in showings:  # all of them first: other ranks may wait for them in another order
+        showing.retire()
+    for showing in showings:
         showing.linger(end)
 
 
