@@ -568,9 +568,12 @@ def gives_up_and_goes_on(stage: int) -> tuple[str, str, float]:
 
 def test_giving_up_is_noticed(ranks: Pool) -> None:
     for stage in (2, 3):
-        for rank, (error, message, seconds) in enumerate(ranks.run(gives_up_and_goes_on, stage, world=3)):
+        found = ranks.run(gives_up_and_goes_on, stage, world=3)
+        for rank, (error, message, seconds) in enumerate(found):
             assert error == (TOLD if rank == ODD else LOST) and seconds < LATER / 2
-            assert rank == ODD or "rank 1" in message  # of it, or of one that gave up for its sake
+            assert rank == ODD or "gave up this backward" in message
+        told = [message for rank, (_, message, _) in enumerate(found) if rank != ODD]
+        assert any("rank 1 gave up" in message for message in told)  # the rest heard of one that gave up for its sake
 
 
 # -- a rank that dies or stalls ----------------------------------------------------------------------------------------
