@@ -20,6 +20,7 @@ from .config import Options
 from .entry import Candidate, Entry, Group, named_params
 from .errors import OffloadError
 from .exhibit import Exhibit
+from .kept import NOTHING
 from .offload.store import Store
 from .part import Part
 from .partition.bucket import Bucket
@@ -108,7 +109,7 @@ class Binding:
         bucket = Bucket(params, planned.layout, self.fresh, planned.is_released)
         shard: Shard | None = None
         try:
-            shard = Shard(bucket, self.mesh.shard.rank, planned.states, self.store)
+            shard = Shard(bucket, self.mesh.shard.rank, planned.states, self.store, planned.kept)
             for index, param in enumerate(params):
                 if param in self.loaded:
                     self._write_tensors(shard, index, self.loaded[param])
@@ -169,7 +170,7 @@ class Binding:
                 members = [kind[index] for index in indices]
                 layout = BucketLayout(tuple(param.numel() for param in members), self.mesh.shard.size)
                 bucket = Bucket(members, layout, self.fresh, is_released=True)
-                shard = Shard(bucket, self.mesh.shard.rank, (), in_memory("device"), trains=False)
+                shard = Shard(bucket, self.mesh.shard.rank, (), in_memory("device"), NOTHING)
                 self.sharded.frozen.append(shard)
                 self.sharded.take(shard)
         self.on_adopt()
@@ -231,7 +232,9 @@ class Binding:
 
     def follow_written_params(self) -> None:
         """Masters follow params whose version moved: weights were loaded, clamped or averaged in place."""
-        self._refresh(entry for entry in self.entries.values() if entry.param._version != entry.version)
+        written = (entry for entry in self.entries.values() if entry.param._version != entry.version)
+        # Halves of masters that were just loaded are those of the params as they were then.
+        self._refresh(entry for entry in written if entry.shard.has_whole_masters or entry.version is not None)
 
     def refresh_masters(self) -> None:
         self._refresh(self.entries.values())

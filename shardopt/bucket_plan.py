@@ -8,6 +8,7 @@ import torch
 
 from .config import Options
 from .entry import Candidate
+from .kept import Kept, kept_for
 from .partition.layout import BucketLayout, split_into_buckets
 from .partition.placement import Placement, Placements
 from .rules import Rule
@@ -20,6 +21,7 @@ class PlannedBucket:
     members: tuple[Candidate, ...]
     layout: BucketLayout
     states: tuple[str, ...]
+    kept: Kept
     is_released: bool  # between uses: its params are gathered when they are needed
 
 
@@ -33,20 +35,22 @@ def plan_buckets(
     """Layouts for these params, in backward order."""
     parts_with_params = Placements.of_stage(options.stage).param is Placement.SHARD
 
-    def key(candidate: Candidate) -> tuple[bool, str, tuple[str, ...]]:
+    def key(candidate: Candidate) -> tuple[bool, str, tuple[str, ...], tuple[str, ...]]:
         _, param, group = candidate
         # Buckets of small params hold those of many layers: they are full last, and come last.
         is_whole = not parts_with_params or param.numel() < options.tuning.keep_below
-        return is_whole, str(param.dtype), rule.variant(group).states
+        kept = kept_for(rule, options, param.dtype, param.numel())
+        return is_whole, str(param.dtype), kept.key, rule.variant(group).states
 
     # Backward runs from the last param to the first; sorting is stable, so each kind keeps that order.
     backward = sorted(reversed(candidates), key=key)
     plan = []
-    for (is_whole, _, states), same_kind in groupby(backward, key=key):
+    for (is_whole, _, _, states), same_kind in groupby(backward, key=key):
         kind = list(same_kind)
         sizes = [param.numel() * param.element_size() for _, param, _ in kind]
         for indices in split_into_buckets(sizes, bucket_bytes(kind[0][1].device)):
             members = tuple(kind[index] for index in indices)
             layout = BucketLayout(tuple(param.numel() for _, param, _ in members), num_shards)
-            plan.append(PlannedBucket(members, layout, states, not is_whole))
+            kept = kept_for(rule, options, members[0][1].dtype, members[0][1].numel())
+            plan.append(PlannedBucket(members, layout, states, kept, not is_whole))
     return plan

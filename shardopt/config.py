@@ -1,10 +1,11 @@
 """What the user may say, validated when it is said, frozen afterwards."""
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Literal, TypedDict
+from typing import Literal, TypedDict, get_args
 
 import torch
 import torch.distributed as dist
@@ -18,7 +19,7 @@ MIB = 1 << 20
 
 @dataclass(frozen=True)
 class Tuning:
-    """The rare knobs. None of them changes a bit of the result.
+    """The rare knobs. None of them changes a bit of the result, but for ``compress_from`` and ``seed``.
 
     Attributes:
         bucket_bytes: largest bytes of params in one bucket; a single larger param has a bucket of its own. Smaller
@@ -38,6 +39,9 @@ class Tuning:
         nonfinite: what a step does when a gradient holds an Inf or a NaN: ``"skip"`` it on all ranks together with a
             warning (nothing changes, step counts included), ``"raise"`` on all ranks before anything changed, or
             ``"propagate"`` as torch does (and save the reading of the gradients that looking for it takes).
+        compress_from: elements of a param (all of it, not of a shard) from which on ``state_format`` holds; smaller
+            ones keep their states in fp32: biases and norms weigh little and matter much.
+        seed: of what is rounded by chance.
     """
 
     bucket_bytes: int | None = None
@@ -48,6 +52,8 @@ class Tuning:
     chunk_bytes: int = 4 * MIB
     debug: bool = False
     nonfinite: Literal["skip", "raise", "propagate"] = "skip"
+    compress_from: int = 4096
+    seed: int = 0
 
     def __post_init__(self) -> None:
         if self.bucket_bytes is not None and self.bucket_bytes < 1:
@@ -72,12 +78,18 @@ class Tuning:
         return None if self.timeout is None else timedelta(seconds=self.timeout)
 
 
+StateFormat = Literal["fp32", "bf16", "int8"]
+
+
 class OptionKeywords(TypedDict, total=False):
     """The keywords that every optimizer takes beyond torch's; :class:`Options` says what they mean."""
 
     module: nn.Module | None
     stage: int
     process_group: dist.ProcessGroup | DeviceMesh | None
+    master: Literal["fp32", "split", "split24", "none"]
+    state_format: "StateFormat | Mapping[str, StateFormat]"
+    ema: float | None
     max_grad_norm: float | None
     reduce_dtype: torch.dtype | None
     offload: "str | os.PathLike[str] | Offload | None"
@@ -146,6 +158,12 @@ class Options:
         process_group: the ranks that share the states: those that gradients are averaged over. None: the DDP module's
             group, the default group, or no communication where there is none. A 2D ``DeviceMesh`` (replicate, shard)
             shards within its second dimension and keeps a copy for each coordinate of its first.
+        master: what is kept behind bf16 params: ``"fp32"``, all of the master in 4 bytes; ``"split"``, the half that
+            the param lacks, exact in 2; ``"split24"``, 8 bits of it, in 1; ``"none"``: nothing, the param is rounded up
+            or down by chance, from a counter keyed by seed, step, param and element. fp16 params take ``"fp32"``.
+        state_format: of states: ``"fp32"``, ``"bf16"`` or ``"int8"`` (blocks of 256), as far as the rule tolerates it,
+            or one for each state by name. Params of fewer than ``Tuning.compress_from`` elements keep fp32.
+        ema: decay of a moving average of the weights, kept as one more state and read by ``unsharded(ema=True)``.
         max_grad_norm: clip gradients to this global 2-norm inside the step.
         reduce_dtype: in which gradients travel; they are summed in fp32 in any case (by NCCL: in this dtype). None:
             the gradient's own.
@@ -157,6 +175,9 @@ class Options:
     module: nn.Module | None = None
     stage: int = 1
     process_group: dist.ProcessGroup | DeviceMesh | None = None
+    master: Literal["fp32", "split", "split24", "none"] = "fp32"
+    state_format: StateFormat | Mapping[str, StateFormat] = "fp32"
+    ema: float | None = None
     max_grad_norm: float | None = None
     reduce_dtype: torch.dtype | None = None
     offload: str | os.PathLike[str] | Offload | None = None
@@ -175,6 +196,7 @@ class Options:
                 f"stage {self.stage} shards gradients while backward runs, which takes the module: hand it over, as "
                 f"first argument (ShardedAdamW(model, stage={self.stage})) or beside param groups (module=model)."
             )
+        self._check_formats()
         if self.max_grad_norm is not None and not self.max_grad_norm > 0:
             raise ValueError(f"max_grad_norm must be above 0, or None for no clipping, found {self.max_grad_norm!r}.")
         if self.process_group is not None and not isinstance(self.process_group, dist.ProcessGroup | DeviceMesh):
@@ -203,6 +225,18 @@ class Options:
         self.rests  # noqa: B018  an empty path is refused now
         if not isinstance(self.tuning, Tuning):
             raise TypeError(f"tuning takes a shardopt.Tuning, found {type(self.tuning).__name__}.")
+
+    def _check_formats(self) -> None:
+        if self.master not in get_args(OptionKeywords.__annotations__["master"]):
+            raise ValueError(f"master must be 'fp32', 'split', 'split24' or 'none', found {self.master!r}.")
+        asked = self.state_format
+        if not isinstance(asked, str | Mapping):
+            raise TypeError(f"state_format takes a format or a mapping of states to formats, found {asked!r}.")
+        for each in [asked] if isinstance(asked, str) else asked.values():
+            if each not in get_args(StateFormat):
+                raise ValueError(f"state_format must be 'fp32', 'bf16' or 'int8', or name one a state, found {each!r}.")
+        if self.ema is not None and not 0 <= self.ema < 1:
+            raise ValueError(f"ema is the decay of a moving average, at least 0 and below 1, found {self.ema!r}.")
 
     @property
     def rests(self) -> Offload | None:

@@ -21,6 +21,7 @@ from .entry import Candidate, named_params
 from .errors import ShardoptError, StateError
 from .gradient import GradientPart
 from .handover import Handover
+from .kept import check_formats
 from .materialise import check_materialisable, give_devices, give_values, meta_params
 from .partition.mesh import Mesh
 from .partition.placement import Placement, Placements
@@ -81,6 +82,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
             options["module"] = params
             params = list(params.parameters())
         self.options = Options(**options)
+        if self.options.ema is not None:
+            self.rule = rule.averaging(self.options.ema)
+        check_formats(self.rule, self.options)
         self._handover: Handover | None = None
         self._binding: Binding | None = None
         self._loaded: dict[torch.nn.Parameter, ParamState] = {}  # from load_state_dict, until the params are bound

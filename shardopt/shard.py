@@ -6,15 +6,19 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from .kernels.formats import FP32, Format, format_of
-from .kernels.tables import BLOCK, Gradients
-from .offload.store import Chunk, Store
+from .kept import Kept
+from .kernels import codecs
+from .kernels.formats import BF16, BF16_RANDOM, FP32, BlockFormat, Format, format_of
+from .kernels.spec import StepSpec
+from .kernels.tables import BLOCK, Gradients, Noise
+from .offload.store import Chunk, Plane, Store
 from .partition.bucket import Bucket, dense_strides, flattened, in_storage_order
 from .partition.gather import GatheredBucket, Gatherer
 from .partition.layout import Piece
 from .partition.reducer import ReducedBucket
 from .partition.room import zeros
 from .partition.wire import Window
+from .rules import Variant
 
 
 class Slice(NamedTuple):
@@ -24,16 +28,28 @@ class Slice(NamedTuple):
     local: slice  # of the shard; empty where the shard holds nothing of the param
 
 
+def scales_name(state: str) -> str:
+    """Of the stream that holds the scales of a state's blocks."""
+    return f"{state}.scales"
+
+
 class Shard:
-    """Holds masters and states for one slice of a bucket, and the tables that a kernel needs to update it."""
+    """Holds masters and states for one slice of a bucket, and the tables that a kernel needs to update it.
+
+    Masters and states are kept in their formats, and are fp32 to whoever reads or writes them here.
+    """
 
     window: Window  # on bucket.flat; opened by all ranks together
     reduced: ReducedBucket  # where the module was handed over
     number: int  # of the bucket, in the reducer
     gathered: GatheredBucket | None = None  # where params are sharded
 
-    def __init__(self, bucket: Bucket, rank: int, states: Iterable[str], store: Store, trains: bool = True):
+    def __init__(self, bucket: Bucket, rank: int, states: Iterable[str], store: Store, kept: Kept):
         """
+        Args:
+            states: names of those to make now.
+            kept: the formats of masters and of all states that there may be.
+
         Raises:
             OffloadError: the store has no room for masters and states.
         """
@@ -43,10 +59,11 @@ class Shard:
         is_there = bucket.resident_bytes == bucket.nbytes
         self.param = bucket.shard(rank) if is_there else zeros(numel, bucket.dtype, bucket.device)  # 1D [shard_numel]
         self.format: Format = format_of(bucket.dtype, "a param")
-        self.masters = ("master",) if self.format is not FP32 and trains else ()
+        self.kept = kept
+        self.masters = ("master",) if kept.master is not None else ()
         self.home = store.home(numel, bucket.dtype, bucket.device)  # of masters and states
         try:
-            self.home.ensure((*self.masters, *states))
+            self.home.ensure(self._planes((*self.masters, *states)))
             self.restart_masters()
         except BaseException:
             self.home.release()
@@ -65,7 +82,23 @@ class Shard:
     @property
     def states(self) -> tuple[str, ...]:
         """Names of the states that there are; masters are none."""
-        return tuple(name for name in self.home.names if name not in self.masters)
+        return tuple(name for name in self.home.names if name in self.kept.states)
+
+    def _format(self, name: str) -> Format:
+        if name == "master":
+            assert self.kept.master is not None
+            return self.kept.master
+        return self.kept.states[name]
+
+    def _planes(self, names: Iterable[str]) -> dict[str, Plane]:
+        """What "master" and states are kept as."""
+        planes: dict[str, Plane] = {}
+        for name in names:
+            format = self._format(name)
+            planes[name] = Plane(format.dtype)
+            if isinstance(format, BlockFormat):
+                planes[scales_name(name)] = Plane(torch.float32, BLOCK)
+        return planes
 
     @property
     def num_rows(self) -> int:
@@ -73,15 +106,15 @@ class Shard:
 
     def ensure_states(self, names: Iterable[str]) -> None:
         """Makes the states, of zeros, that are not there yet."""
-        self.home.ensure(names)
+        self.home.ensure(self._planes(names))
 
     def renew(self, keeps_masters: bool) -> None:
         """Zeroes all states, and masters unless they are kept; a state dict taken before keeps what it showed."""
-        self.home.renew(zeroed=self.states if keeps_masters else self.home.names)
+        self.home.renew(zeroed=[name for name in self.home.names if not (keeps_masters and name in self.masters)])
 
     def chunks(self, states: Iterable[str], pieces: Sequence[Piece]) -> list[Chunk]:
         """What an update of these pieces, with these states, takes through the store."""
-        names, bounds = (*self.masters, *states), self.home.chunks()
+        names, bounds = tuple(self._planes((*self.masters, *states))), self.home.chunks()
         if len(bounds) == 1:
             return [Chunk(self.home, 0, self.param.numel(), names, self.param)] if pieces else []
         return [
@@ -100,6 +133,12 @@ class Shard:
         self.gathered = gatherer.add(self.bucket, self.param)
         return self.gathered
 
+    def spec(self, variant: Variant, grad: Format) -> StepSpec:
+        """What updates this shard with gradients of this format."""
+        states = tuple(self.kept.states[name] for name in variant.states)
+        param = BF16_RANDOM if self.format is BF16 and self.kept.master is None else self.format
+        return StepSpec(variant, param, grad, self.kept.master, states)
+
     def gradients(self, grads: Mapping[int, tuple[torch.Tensor, int]]) -> Gradients:
         """The table for these gradients, all of one dtype.
 
@@ -113,6 +152,14 @@ class Shard:
             rows[row, 1] = piece.shard_end
         aligned = not np.any(rows[:, 0] % 16)
         return Gradients(self.row_of_block, torch.from_numpy(rows).to(self.param.device), aligned)
+
+    def noise(self, keys: Mapping[int, tuple[int, int]]) -> Noise:
+        """The table for these rows: what their draws depend on, beside the element."""
+        rows = np.zeros((self.num_rows, 3), dtype=np.int64)
+        for row, both in keys.items():
+            piece = self.pieces[row]
+            rows[row] = (*both, piece.start - piece.shard_start)
+        return Noise(torch.from_numpy(rows.astype(np.int32)).to(self.param.device))
 
     def strides(self, index: int) -> tuple[int, ...]:
         """In which the bucket's param ``index`` lies."""
@@ -133,16 +180,16 @@ class Shard:
     def read(self, name: str, index: int) -> torch.Tensor:
         """This shard's elements of state ``name`` (or "master") of the bucket's param ``index``, 1D.
 
-        Not a copy where states lie in memory.
+        Not a copy where states lie in memory in fp32.
         """
         where = self.slice_of(index).local
-        return self.home.read(name, where.start, where.stop)
+        return self.read_chunk(name, where.start, where.stop)
 
     def write(self, name: str, index: int, start: int, values: torch.Tensor) -> None:
         """Sets them from ``values``: 1D, the param's elements from ``start`` on, in storage order, at least ours."""
         where = self.slice_of(index)
         numel = where.local.stop - where.local.start
-        self.home.write(name, where.local.start, values[where.start - start : where.start - start + numel])
+        self.write_chunk(name, where.local.start, values[where.start - start : where.start - start + numel])
 
     def write_whole(self, name: str, index: int, tensor: torch.Tensor) -> None:
         """Sets them from a tensor with the param's full shape."""
@@ -152,22 +199,34 @@ class Shard:
     def zero(self, index: int) -> None:
         """Zeroes the states of the bucket's param ``index``; its master stays."""
         where = self.slice_of(index).local
-        for name in self.states:
-            self.home.write(name, where.start, torch.zeros(where.stop - where.start))
+        for name, plane in self._planes(self.states).items():
+            items = plane.items(where.stop - where.start)
+            self.home.write(name, where.start, torch.zeros(items, dtype=plane.dtype))
 
     def as_param(self, flat: torch.Tensor, index: int) -> torch.Tensor:
         """A view of a whole bucket-like buffer with the shape of the bucket's param ``index``."""
         return self.bucket.view(flat, index, self.bucket.params[index])
 
     def refresh_masters(self, indices: Iterable[int]) -> None:
-        """Makes masters follow these params, which were written: elements that are the master rounded keep it."""
+        """Makes masters follow these params, which were written: elements that are the master rounded keep it.
+
+        Where the param is a half of the master nothing tells what it was: the master becomes the param.
+        """
         slices = [self.slice_of(index).local for index in indices]
         for name in self.masters:
             for start, stop in self.home.chunks():
                 inside = [slice(max(each.start, start), min(each.stop, stop)) for each in slices]
                 inside = [each for each in inside if each.start < each.stop]
-                if inside:
+                if inside and self.has_whole_masters:
                     self._refresh(name, start, stop, inside)
+                else:
+                    for each in inside:
+                        self.write_chunk(name, each.start, self.param[each].float())
+
+    @property
+    def has_whole_masters(self) -> bool:
+        """Whether masters can be told from their params."""
+        return self.kept.master is FP32
 
     def _refresh(self, name: str, start: int, stop: int, slices: Sequence[slice]) -> None:
         masters = self.home.read(name, start, stop)
@@ -181,22 +240,40 @@ class Shard:
         """Makes them what the params are."""
         for name in self.masters:
             for start, stop in self.home.chunks():
-                self.home.write(name, start, self.param[start:stop].float())
+                self.write_chunk(name, start, self.param[start:stop].float())
 
     def read_chunk(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Elements ``[start, stop)`` of this shard's "param", "master" or state ``name``, 1D.
+        """Elements ``[start, stop)`` of this shard's "param", "master" or state ``name``, 1D; from a block on.
 
-        Not a copy where they lie in memory.
+        fp32, but for "param"; not a copy where they lie in memory like that.
         """
-        return self.param[start:stop] if name == "param" else self.home.read(name, start, stop)
+        if name == "param":
+            return self.param[start:stop]
+        format, items = self._format(name), self.home.read(name, start, stop)
+        if name == "master" and format is not FP32:
+            return codecs.join(self.param[start:stop], items, format)
+        scales = self.home.read(scales_name(name), start, stop) if isinstance(format, BlockFormat) else None
+        return codecs.decode(codecs.Encoded(items, scales), format)
 
     def write_chunk(self, name: str, start: int, values: torch.Tensor) -> None:
-        """Sets them from 1D ``values``."""
+        """Sets them from 1D ``values``: whole blocks of a param, but for its last.
+
+        A master that is kept beside its param is that of the param as it is now.
+        """
         if name == "param":
             self.param[start : start + values.numel()].copy_(values)
-        else:
-            self.home.write(name, start, values)
+            return
+        format = self._format(name)
+        if name == "master" and format is not FP32:
+            param = self.param[start : start + values.numel()]
+            self.home.write(name, start, codecs.rest_of(values.to(param.device), param, format))
+            return
+        encoded = codecs.encode(values, format)
+        if encoded.scales is not None:
+            assert start % BLOCK == 0
+            self.home.write(scales_name(name), start, encoded.scales)
+        self.home.write(name, start, encoded.items)
 
     def whole(self, name: str) -> torch.Tensor:
-        """The state ``name`` (or "master") of the whole shard, 1D; not a copy where states lie in memory."""
-        return self.home.read(name, 0, self.param.numel())
+        """The state ``name`` (or "master") of the whole shard, 1D; not a copy where it lies in memory in fp32."""
+        return self.read_chunk(name, 0, self.param.numel())

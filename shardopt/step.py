@@ -30,7 +30,7 @@ from .kernels.reductions import sum_of_squares
 from .kernels.tables import Factors, Streams
 from .offload.store import Chunk
 from .partition.transport import Gather
-from .shard import Shard
+from .shard import Shard, scales_name
 from .survey import Launch, Scaling, Survey, check_numbers, plain_numbers, survey
 
 # Keeps a norm of zero from dividing, as in torch.nn.utils.clip_grad_norm_.
@@ -335,10 +335,14 @@ def _run(binding: Binding, ordered: Sequence[tuple[Chunk, Work]], unscale: float
 
 
 def _launch(launch: Launch, chunk: Chunk, streams: Mapping[str, torch.Tensor], factors: Factors) -> None:
-    states = tuple(streams[name] for name in launch.spec.variant.states)
+    names = launch.spec.variant.states
+    states = tuple(streams[name] for name in names)
+    scales = tuple(streams.get(scales_name(name)) for name in names)
     gradients = launch.gradients.part(chunk.start, chunk.stop, launch.spec.grad.itemsize)
     folded = factors.folded()
     assert folded is not None  # the survey settled all others
     masters = streams.get("master") if launch.spec.has_master else None
+    noise = None if launch.noise is None else launch.noise.part(chunk.start)
     backend = backend_of(chunk.param.device)
-    backend.step(launch.spec, Streams(chunk.param, masters, states), gradients, launch.scalars, folded)
+    kept = Streams(chunk.param, masters, states, scales)
+    backend.step(launch.spec, kept, gradients, launch.scalars, folded, noise)

@@ -4,6 +4,8 @@ Everything that can fail on one rank alone (a param that was moved, a sparse gra
 table that does not fit the device) fails here, before the ranks agree, so that it can be raised on all of them.
 """
 
+import hashlib
+import itertools
 import math
 import struct
 from collections import defaultdict
@@ -22,7 +24,7 @@ from .kernels.formats import format_of
 from .kernels.launch import backend_of
 from .kernels.reductions import LIMBS
 from .kernels.spec import StepSpec
-from .kernels.tables import BLOCK, Factors, Gradients
+from .kernels.tables import BLOCK, Factors, Gradients, Noise
 from .rules import Variant
 from .shard import Shard
 from .slot import Slot
@@ -42,6 +44,7 @@ class Ready:
     entry: Entry
     group: int
     grad: torch.Tensor  # dense, in the param's storage order: the whole gradient, or this rank's slice of a reduced one
+    number: int  # of the param, counted through the groups
     start: int = 0  # which element of the param is its first
     slot: Slot | None = None  # that it is the slice of
 
@@ -63,6 +66,7 @@ class Launch:
     scalars: torch.Tensor  # 2D [num_rows, len(spec.variant.scalars)] fp32
     ready: Mapping[int, Ready]  # row -> param
     divisor: int  # of every gradient: how many were added up
+    noise: Noise | None  # where something is rounded by chance
 
 
 class Looked(NamedTuple):
@@ -131,8 +135,10 @@ def check_numbers(numbers: Sequence[Mapping[str, Any]], defaults: Mapping[str, A
 def _find_ready(binding: Binding, groups: Sequence[Group]) -> list[Ready]:
     ready = []
     seen: set[Entry] = set()
-    for number, group in enumerate(groups):
+    counted = itertools.count()
+    for group_number, group in enumerate(groups):
         for param in group["params"]:
+            number = next(counted)
             entry = binding.entries.get(param)
             if entry is None:
                 continue  # frozen
@@ -143,14 +149,14 @@ def _find_ready(binding: Binding, groups: Sequence[Group]) -> list[Ready]:
             seen.add(entry)
             entry.check()
             if param.grad is not None:
-                ready.append(_ready(binding, entry, number, param.grad))
+                ready.append(_ready(binding, entry, group_number, number, param.grad))
     return ready
 
 
-def _ready(binding: Binding, entry: Entry, number: int, grad: torch.Tensor) -> Ready:
+def _ready(binding: Binding, entry: Entry, group: int, number: int, grad: torch.Tensor) -> Ready:
     if isinstance(grad, GradientPart) and grad.slot is entry.slot:
         slot = grad.whole_slot()
-        return Ready(entry, number, slot.total, slot.start, slot)
+        return Ready(entry, group, slot.total, number, slot.start, slot)
     if entry.slot is not None and binding.mesh.world.size > 1:
         raise ShardoptError(
             f"the gradient of {entry.name} is this rank's own, not the mean over ranks: each rank would update its "
@@ -158,7 +164,7 @@ def _ready(binding: Binding, entry: Entry, number: int, grad: torch.Tensor) -> R
             "or assigned by hand, or its backward began in a submodule before the first forward of the module that "
             "was handed over. Leave no_sync() for the last backward before step(), or call zero_grad()."
         )
-    return Ready(entry, number, _usable(entry, grad))
+    return Ready(entry, group, _usable(entry, grad), number)
 
 
 def _usable(entry: Entry, grad: torch.Tensor) -> torch.Tensor:
@@ -218,15 +224,25 @@ def _plan_launches(
             if each is not None:
                 rows[variants[each.group], each.grad.dtype][row] = each
         for (variant, dtype), members in rows.items():
-            spec = StepSpec(variant, shard.format, format_of(dtype, "a gradient"))
+            spec = shard.spec(variant, format_of(dtype, "a gradient"))
             gradients = shard.gradients({row: (each.grad, each.start) for row, each in members.items()})
             backend_of(shard.param.device).prepare(spec, shard.param.device, gradients.aligned)
             table = np.zeros((shard.num_rows, len(variant.scalars)), dtype=np.float32)
             for row, each in members.items():
                 table[row] = scalars.now[each.entry]
             on_device = torch.from_numpy(table).to(shard.param.device)
-            launches.append(Launch(shard, spec, gradients, on_device, members, _divisor(members.values())))
+            noise = _noise(binding.options.tuning.seed, shard, members) if spec.is_random else None
+            launches.append(Launch(shard, spec, gradients, on_device, members, _divisor(members.values()), noise))
     return launches
+
+
+def _noise(seed: int, shard: Shard, members: Mapping[int, Ready]) -> Noise:
+    """A key of its own for each param and step, whichever rank and shard its elements are in."""
+    keys = {}
+    for row, each in members.items():
+        told = struct.pack("<qqq", seed, each.number, each.entry.step + 1)
+        keys[row] = struct.unpack("<ii", hashlib.blake2b(told, digest_size=8).digest())
+    return shard.noise(keys)
 
 
 def _divisor(members: Iterable[Ready]) -> int:

@@ -1,9 +1,27 @@
-"""How a value lies in memory: one format a stream of a kernel (param, gradient, master, each state).
+r"""How a value lies in memory: one format a stream of a kernel (param, gradient, master, each state).
 
 A kernel widens a stream to fp32 when it loads it and narrows it when it stores it; rules never learn of it. bf16 is
 moved as its bits (``int16``) and rounded by integer arithmetic: Triton's interpreter truncates where a GPU rounds.
+
+**Masters.** ``split`` keeps of a bf16 param's fp32 master only what the param lacks: the param is the upper half of the
+master's bits, rounded to nearest with ties away from zero, and 16 bits hold the difference, so that all of fp32 comes
+back. ``split24`` keeps 8 bits of it: the master is rounded to 16 bits of mantissa first.
+
+**Blocks in 8 bits.** 256 elements share an fp32 scale; each keeps a code that stands for a fraction of it. Codes are
+close where values are small and wide where they are large, in straight pieces, as in telephones (ITU-T G.711). With an
+offset :math:`d`, a mantissa of :math:`m` bits and :math:`b(x)` the bits of an fp32 number :math:`x`:
+
+.. math::
+    q(y) = \lfloor (b(|y| + d) - b(d)) / 2^{23 - m} \rceil, \qquad y(q) = b^{-1}(b(d) + q\,2^{23 - m}) - d
+
+which takes no root, logarithm or table, and has the same bits everywhere. The scale is the block's largest magnitude
+over :math:`y(q_{max})`, to 16 bits, so that what is decoded encodes to the very codes that it came from; because it is
+no power of two, an average in which nothing new arrives decays by its scale, and its codes stay. Encoding rounds to
+nearest. What must not be negative has no sign bit, and what is above zero never becomes zero there: a second moment is
+divided by.
 """
 
+import struct
 from dataclasses import dataclass
 
 import torch
@@ -13,17 +31,56 @@ from ..errors import BindingError
 
 @dataclass(frozen=True)
 class Format:
-    """An elementwise number format."""
+    """A number format."""
 
     name: str  # as it is spelled in both kernels
     dtype: torch.dtype  # of the tensor that the user sees
     storage: torch.dtype  # what a kernel loads and stores
     itemsize: int  # bytes an element
+    is_random: bool = False  # rounded up or down by chance, so that the mean is kept
+
+
+@dataclass(frozen=True)
+class BlockFormat(Format):
+    """8-bit codes with a scale for each block; see above."""
+
+    has_sign: bool = True
+    mantissa: int = 4
+    offset: float = 2.0**-7
+
+    @property
+    def shift(self) -> int:
+        return 23 - self.mantissa
+
+    @property
+    def offset_bits(self) -> int:
+        return int.from_bytes(struct.pack("<f", self.offset), "little")
+
+    @property
+    def top(self) -> int:
+        """The largest code; below it a sign bit, where there is one."""
+        return 127 if self.has_sign else 255
+
+    @property
+    def largest(self) -> float:
+        """What the top code stands for, before the scale: an fp32 number of 8 or fewer bits."""
+        bits = self.offset_bits + (self.top << self.shift)
+        (value,) = struct.unpack("<f", bits.to_bytes(4, "little"))
+        return float(value) - self.offset
 
 
 FP32 = Format("fp32", torch.float32, torch.float32, 4)
 BF16 = Format("bf16", torch.bfloat16, torch.int16, 2)
 FP16 = Format("fp16", torch.float16, torch.float16, 2)
+BF16_RANDOM = Format("bf16_random", torch.bfloat16, torch.int16, 2, is_random=True)
+SPLIT = Format("split", torch.int16, torch.int16, 2)
+SPLIT24 = Format("split24", torch.int8, torch.int8, 1)
+SIGNED8 = BlockFormat("signed8", torch.uint8, torch.uint8, 1, has_sign=True, mantissa=4, offset=2.0**-7)
+UNSIGNED8 = BlockFormat("unsigned8", torch.uint8, torch.uint8, 1, has_sign=False, mantissa=5, offset=2.0**-7)
+
+# A block's scale is rounded to 16 bits of mantissa, and is never subnormal: its inverse would be infinite.
+SCALE_DROPPED_BITS = 8
+SMALLEST_SCALE = 2.0**-126
 
 _BY_DTYPE = {format.dtype: format for format in (FP32, BF16, FP16)}
 

@@ -11,7 +11,7 @@ from .formats import Format
 from .pool import run_over_blocks
 from .reductions import COLUMNS, BlockSums, Totals
 from .spec import StepSpec
-from .tables import Factors, Gradients, Streams
+from .tables import Factors, Gradients, Noise, Streams
 from .versions import require
 
 
@@ -28,6 +28,7 @@ class Backend(Protocol):
         gradients: Gradients,
         scalars: torch.Tensor,  # 2D [num_rows, len(spec.variant.scalars)] fp32
         factors: Factors,
+        noise: Noise | None = None,  # where something is rounded by chance
     ) -> None:
         """Updates the shard in place: ``rule(param, grad * unscale * clip, states)``.
 
@@ -67,15 +68,17 @@ class Native:
         gradients: Gradients,
         scalars: torch.Tensor,
         factors: Factors,
+        noise: Noise | None = None,
     ) -> None:
         from .native_step import compile_step
 
-        assert factors.divisor == 1
+        assert factors.divisor == 1 and (noise is not None or not spec.is_random)
         kernel = compile_step(spec)
         tensors = [gradients.row_of_block, gradients.rows, scalars]
         masters = [] if streams.master is None else [streams.master]
-        tables = [tensor.data_ptr() for tensor in tensors]
-        pointers = [tensor.data_ptr() for tensor in (streams.param, *masters, *streams.states)]
+        tables = [*(tensor.data_ptr() for tensor in tensors), 0 if noise is None else noise.rows.data_ptr()]
+        scales = [each for each in streams.scales if each is not None]
+        pointers = [tensor.data_ptr() for tensor in (streams.param, *masters, *streams.states, *scales)]
         numbers = (np.float32(factors.unscale), np.float32(factors.clip))
         run_over_blocks(lambda first, last: kernel(first, last, *tables, *numbers, *pointers), gradients.num_blocks)
 
@@ -125,12 +128,13 @@ class Triton:
         gradients: Gradients,
         scalars: torch.Tensor,
         factors: Factors,
+        noise: Noise | None = None,
     ) -> None:
         from .triton_step import launch_step
 
         assert factors.divisor == 1
         with self._on(streams.param.device):
-            launch_step(spec, streams, gradients, scalars, factors)
+            launch_step(spec, streams, gradients, scalars, factors, noise)
 
     def block_sums(self, grad: Format, gradients: Gradients, factors: Factors) -> BlockSums:
         from .triton_reductions import launch_block_sums

@@ -2,27 +2,34 @@
 
 For AdamW on bf16 params with fp32 masters the text that is compiled reads (shortened)::
 
-    def adam(first, last, row_of_block, rows, scalars, unscale, clip, param_at, master_at, exp_avg_at, exp_avg_sq_at):
+    def adam(first, last, row_of_block, rows, scalars, noise, unscale, clip, param_at, master_at, exp_avg_at, ...):
         for block in range(first, last):
             row = load_i32(row_of_block, block, TABLE)
             start = block * 256
             count = min(load_i64(rows, row * 2 + 1, TABLE) - start, 256)
+            if count <= 0:
+                continue
             grad_at = load_i64(rows, row * 2, TABLE)
             s_beta2 = load_f32(scalars, row * 7 + 1, TABLE)
             for i in range(start, start + count):
-                grad = widen(load_u16(grad_at, i, 0)) * unscale * clip
-                param = load_f32(master_at, i, 2)
+                grad = widen_bf16(load_bf16(grad_at, i, 0)) * unscale * clip
+                param = load_fp32(master_at, i, 2)
                 ... the rule ...
-                store_f32(master_at, i, param, 2)
-                store_u16(param_at, i, narrow(param), 1)
+                store_fp32(master_at, i, param, 2)
+                store_bf16(param_at, i, narrow_bf16(param), 1)
 
-A block of a skipped param has an end of 0 in its row, hence no iteration.
+A block of a skipped param has an end of 0 in its row, and is passed over. The new values of a state in 8 bits wait on
+the stack until their block's scale is known; a second loop encodes them.
 """
 
 import functools
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
 
+from .formats import BlockFormat, Format
 from .spec import StepSpec
 from .tables import BLOCK
 from .translate import function_from_source, native_body
@@ -30,69 +37,144 @@ from .translate import function_from_source, native_body
 _compiling = threading.Lock()
 compilations = 0  # for the test that a changed hyper-parameter compiles nothing
 
+_PARAM, _MASTER, _FIRST_STATE = 1, 2, 3  # streams; the gradient is 0
+
 
 @functools.cache
 def compile_step(spec: StepSpec) -> Callable[..., None]:
     """The compiled kernel; safe to call from several threads, each on its own range of blocks, without the GIL."""
     import numba
 
-    from . import native_words as words
+    from . import native_formats, native_words
 
-    param, grad = words.FORMATS[spec.param.name], words.FORMATS[spec.grad.name]
-    names = {
-        **words.RULE_WORDS,
-        **{name: getattr(words, name) for name in ("load_f32", "store_f32", "load_i32", "load_i64")},
-        "load_grad": grad[0],
-        "widen_grad": grad[1],
-        "store_param": param[2],
-        "narrow_param": param[3],
-        "TABLE": words.TABLE,
-        "min": min,
-    }
-    text = step_source(spec)
-    function = function_from_source(text, "native", names)
+    function = function_from_source(step_source(spec), "native", _names(native_words, native_formats))
     i64, f32 = numba.types.int64, numba.types.float32
-    signature = numba.types.void(*[i64] * 5, f32, f32, *[i64] * (1 + spec.has_master + len(spec.variant.states)))
+    signature = numba.types.void(*[i64] * 6, f32, f32, *[i64] * len(_pointers(spec)))
     with _compiling:
         global compilations
         compilations += 1
-        return numba.njit(signature, **words.COMPILE_OPTIONS)(function)  # type: ignore[no-any-return]
+        return numba.njit(signature, **native_words.COMPILE_OPTIONS)(function)  # type: ignore[no-any-return]
+
+
+def _names(words: ModuleType, formats: ModuleType) -> dict[str, Any]:
+    """What the text may call; what it does not costs nothing."""
+    names = {**vars(formats), **vars(words), **words.RULE_WORDS, "min": min}
+    for name, (load, widen, store, narrow) in words.FORMATS.items():
+        names |= {f"load_{name}": load, f"widen_{name}": widen, f"store_{name}": store, f"narrow_{name}": narrow}
+    return names
+
+
+@dataclass
+class _Text:
+    """The statements of a kernel, by place."""
+
+    once: list[str] = field(default_factory=list)
+    block: list[str] = field(default_factory=list)  # before a block's elements
+    load: list[str] = field(default_factory=list)  # for each element
+    store: list[str] = field(default_factory=list)
+    after: list[str] = field(default_factory=list)  # the block's elements
+
+
+def _pointers(spec: StepSpec) -> list[str]:
+    states = [f"{name}_at" for name in spec.variant.states]
+    scales = [
+        f"{name}_scales_at"
+        for name, format in zip(spec.variant.states, spec.states, strict=True)
+        if isinstance(format, BlockFormat)
+    ]
+    return ["param_at", *["master_at"][: spec.has_master], *states, *scales]
 
 
 def step_source(spec: StepSpec) -> str:
     """The kernel's text, as compiled."""
-    variant = spec.variant
-    pointers = ["param_at", *["master_at"][: spec.has_master], *(f"{name}_at" for name in variant.states)]
-    master_or_param = "master_at" if spec.has_master else "param_at"
-    param_stream, first_state_stream = (2, 3) if spec.has_master else (1, 2)
-    states = [(name, f"{name}_at", first_state_stream + index) for index, name in enumerate(variant.states)]
-    before = [
-        f"s_{name} = load_f32(scalars, row * {len(variant.scalars)} + {index}, TABLE)"
-        for index, name in enumerate(variant.scalars)
-    ]
-    body = [
-        "grad = widen_grad(load_grad(grad_at, i, 0)) * unscale * clip",
-        f"param = load_f32({master_or_param}, i, {param_stream})",
-        *(f"state_{name} = load_f32({at}, i, {stream})" for name, at, stream in states),
-        *native_body(variant),
-        f"store_f32({master_or_param}, i, param, {param_stream})",
-        *["store_param(param_at, i, narrow_param(param), 1)"][: spec.has_master],
-        *(f"store_f32({at}, i, state_{name}, {stream})" for name, at, stream in states),
-    ]
-    arguments = ["first", "last", "row_of_block", "rows", "scalars", "unscale", "clip", *pointers]
+    variant, text = spec.variant, _Text()
+    for index, name in enumerate(variant.scalars):
+        text.block.append(f"s_{name} = load_f32(scalars, row * {len(variant.scalars)} + {index}, TABLE)")
+    if spec.is_random:
+        text.block += [f"{name} = load_i32(noise, row * 3 + {i}, TABLE)" for i, name in enumerate(_NOISE)]
+    text.load.append(f"grad = widen_{spec.grad.name}(load_{spec.grad.name}(grad_at, i, 0)) * unscale * clip")
+    _add_param(text, spec)
+    for index, (name, format) in enumerate(zip(variant.states, spec.states, strict=True)):
+        stream = _FIRST_STATE + index
+        if isinstance(format, BlockFormat):
+            _add_block_state(text, name, format, stream, stream + len(variant.states))
+        else:
+            text.load.append(f"state_{name} = {_loaded(f'{name}_at', format, stream)}")
+            text.store.append(_stored(f"{name}_at", f"state_{name}", format, stream))
+    arguments = ["first", "last", "row_of_block", "rows", "scalars", "noise", "unscale", "clip", *_pointers(spec)]
     return (
         "\n".join(
             [
                 f"def {variant.rule}({', '.join(arguments)}):",
+                *(f"    {line}" for line in text.once),
                 "    for block in range(first, last):",
                 "        row = load_i32(row_of_block, block, TABLE)",
                 f"        start = block * {BLOCK}",
                 f"        count = min(load_i64(rows, row * 2 + 1, TABLE) - start, {BLOCK})",
+                "        if count <= 0:",
+                "            continue",
                 "        grad_at = load_i64(rows, row * 2, TABLE)",
-                *(f"        {line}" for line in before),
+                *(f"        {line}" for line in text.block),
                 "        for i in range(start, start + count):",
-                *(f"            {line}" for line in body),
+                *(f"            {line}" for line in [*text.load, *native_body(variant), *text.store]),
+                *(f"        {line}" for line in text.after),
             ]
         )
         + "\n"
     )
+
+
+_NOISE = ("key", "other_key", "first_element")
+
+
+def _loaded(at: str, format: Format, stream: int) -> str:
+    name = "bf16" if format.is_random else format.name
+    return f"widen_{name}(load_{name}({at}, i, {stream}))"
+
+
+def _stored(at: str, value: str, format: Format, stream: int) -> str:
+    if format.is_random:
+        bits = f"draw(add(i32(i), first_element), key, other_key, {stream})"
+        return f"store_bf16({at}, i, narrow_bf16_random({value}, {bits}), {stream})"
+    return f"store_{format.name}({at}, i, narrow_{format.name}({value}), {stream})"
+
+
+def _add_param(text: _Text, spec: StepSpec) -> None:
+    """The value that is updated, and where it goes."""
+    if not spec.has_master:
+        text.load.append(f"param = {_loaded('param_at', spec.param, _PARAM)}")
+        text.store.append(_stored("param_at", "param", spec.param, _PARAM))
+        return
+    assert spec.master is not None
+    name = spec.master.name
+    if not spec.reads_param:
+        text.load.append(f"param = {_loaded('master_at', spec.master, _MASTER)}")
+        text.store.append(_stored("master_at", "param", spec.master, _MASTER))
+        text.store.append(_stored("param_at", "param", spec.param, _PARAM))
+        return
+    kind = {"split": "i16", "split24": "i8"}[name]
+    text.load.append(f"param = join_{name}(load_u16(param_at, i, {_PARAM}), load_{kind}(master_at, i, {_MASTER}))")
+    text.store += [
+        f"master_bits = rounded_{name}(param)",
+        f"store_u16(param_at, i, upper_{name}(master_bits), {_PARAM})",
+        f"store_{kind}(master_at, i, rest_{name}(master_bits), {_MASTER})",
+    ]
+
+
+def _add_block_state(text: _Text, name: str, format: BlockFormat, stream: int, new_stream: int) -> None:
+    word, numbers = format.name, f"{format.shift}, {format.offset_bits}, {format.offset!r}"
+    text.once.append(f"{name}_new = scratch_i32({BLOCK})")
+    text.block += [f"{name}_scale = load_f32({name}_scales_at, block, TABLE)", f"{name}_largest = i32(0)"]
+    text.load.append(f"state_{name} = decode_{word}(load_u8({name}_at, i, {stream}), {name}_scale, {numbers})")
+    text.store += [
+        f"store_f32({name}_new, i - start, state_{name}, {new_stream})",
+        f"{name}_largest = larger({name}_largest, magnitude_{word}(state_{name}))",
+    ]
+    encoded = f"encode_{word}(load_f32({name}_new, i - start, {new_stream}), {name}_inverse, {numbers})"
+    text.after += [
+        f"{name}_scale = scale_of({name}_largest, {1 / format.largest!r})",
+        f"store_f32({name}_scales_at, block, {name}_scale, TABLE)",
+        f"{name}_inverse = inverse_of({name}_scale)",
+        "for i in range(start, start + count):",
+        f"    store_u8({name}_at, i, {encoded}, {stream})",
+    ]

@@ -15,12 +15,16 @@ from numba.extending import intrinsic
 _FLOAT, _HALF = ir.FloatType(), ir.HalfType()
 _LLVM_TYPES = {
     types.float32: _FLOAT,
+    types.uint8: ir.IntType(8),
+    types.int8: ir.IntType(8),
     types.uint16: ir.IntType(16),
+    types.int16: ir.IntType(16),
     types.int32: ir.IntType(32),
     types.int64: ir.IntType(64),
 }
-# Streams a kernel may hold: gradient, param, master, states. Tables are read through stream TABLE.
-MAX_STREAMS = 16
+# Streams a kernel may hold: gradient, param, master, states, what is new of each state. Tables, and what there is one
+# of for a block, are read and written through stream TABLE.
+MAX_STREAMS = 32
 TABLE = MAX_STREAMS - 1
 
 
@@ -87,7 +91,10 @@ def _llvm_unary(name: str) -> Callable[[Any, Any], Any]:
 
 
 load_f32, store_f32 = _make_load(types.float32), _make_store(types.float32)
+load_u8, store_u8 = _make_load(types.uint8), _make_store(types.uint8)
 load_u16, store_u16 = _make_load(types.uint16), _make_store(types.uint16)
+load_i8, store_i8 = _make_load(types.int8), _make_store(types.int8)
+load_i16, store_i16 = _make_load(types.int16), _make_store(types.int16)
 load_i32, store_i32 = _make_load(types.int32), _make_store(types.int32)
 load_i64, store_i64 = _make_load(types.int64), _make_store(types.int64)
 
@@ -104,6 +111,33 @@ sqrt = _make_unary(types.float32, types.float32, _llvm_unary("sqrt"))
 abs = _make_unary(types.float32, types.float32, _llvm_unary("fabs"))
 
 
+def _make_i32(emit: Callable[[Any, Any, Any], Any]) -> Any:
+    """A word on two int32. Numba's own operators widen to 64 bits, which halves the width of a vector."""
+
+    @intrinsic
+    def word(typing_context: Any, x: Any, y: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            return emit(builder, *arguments)
+
+        return types.int32(types.int32, types.int32), generate
+
+    return word
+
+
+def _larger(builder: Any, x: Any, y: Any) -> Any:
+    return builder.select(builder.icmp_signed(">", x, y), x, y)
+
+
+def _smaller(builder: Any, x: Any, y: Any) -> Any:
+    return builder.select(builder.icmp_signed("<", x, y), x, y)
+
+
+add, sub, mul = _make_i32(ir.IRBuilder.add), _make_i32(ir.IRBuilder.sub), _make_i32(ir.IRBuilder.mul)
+both, either, differ = _make_i32(ir.IRBuilder.and_), _make_i32(ir.IRBuilder.or_), _make_i32(ir.IRBuilder.xor)
+shl, shr = _make_i32(ir.IRBuilder.shl), _make_i32(ir.IRBuilder.lshr)
+larger, smaller = _make_i32(_larger), _make_i32(_smaller)
+
+
 @intrinsic
 def where(typing_context: Any, condition: Any, x: Any, y: Any) -> Any:
     """A select, never a branch: a branch inside the loop would stop it from being vectorised."""
@@ -116,7 +150,7 @@ def where(typing_context: Any, condition: Any, x: Any, y: Any) -> Any:
 
 @intrinsic(prefer_literal=True)
 def scratch_i32(typing_context: Any, count: Any) -> Any:
-    """The address of ``count`` (a constant of Python) int32 on the thread's own stack."""
+    """The address of ``count`` (a constant of Python) int32, or fp32, on the thread's own stack."""
 
     def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         with builder.goto_entry_block():
@@ -178,7 +212,7 @@ RULE_WORDS = {
     "clamp": clamp,
     "where": where,
 }
-# format name -> (load, widen, store, narrow)
+# format name -> (load, widen, store, narrow); what takes more is in native_formats.py
 FORMATS: dict[str, tuple[Any, Any, Any, Any]] = {
     "fp32": (load_f32, same, store_f32, same),
     "bf16": (load_u16, widen_bf16, store_u16, narrow_bf16),

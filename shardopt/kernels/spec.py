@@ -2,24 +2,49 @@
 
 from dataclasses import dataclass
 
-from .formats import FP32, Format
+from .formats import FP32, BlockFormat, Format
+from .tables import BLOCK
 from .translate import Arithmetic
 
 
 @dataclass(frozen=True)
 class StepSpec:
-    """What a kernel is compiled for."""
+    """What a kernel is compiled for.
+
+    Attributes:
+        master: in which the fp32 value behind a param of low precision is kept; None: not at all. Of an fp32 param
+            nothing is kept in any case.
+        states: of each of the variant's states; none given: all in fp32.
+    """
 
     variant: Arithmetic
     param: Format
     grad: Format
+    master: Format | None = FP32
+    states: tuple[Format, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "states", self.states or (FP32,) * len(self.variant.states))
+        assert len(self.states) == len(self.variant.states)
 
     @property
     def has_master(self) -> bool:
-        return self.param is not FP32
+        return self.param is not FP32 and self.master is not None
 
     @property
-    def bytes_per_element(self) -> int:
+    def reads_param(self) -> bool:
+        """Whether the param's own bits are needed: an fp32 master says it all."""
+        return not self.has_master or self.master is not FP32
+
+    @property
+    def is_random(self) -> bool:
+        """Whether anything is rounded by chance."""
+        return any(each.is_random for each in (self.param, *self.states))
+
+    @property
+    def bytes_per_element(self) -> float:
         """Bytes that one pass reads and writes for each element, tables aside."""
-        full = 1 + len(self.variant.states) if self.has_master else len(self.variant.states)
-        return self.grad.itemsize + 2 * FP32.itemsize * full + self.param.itemsize * (1 if self.has_master else 2)
+        written = [self.param, *([self.master] if self.has_master and self.master is not None else []), *self.states]
+        both = sum(each.itemsize for each in written)
+        scales = sum(FP32.itemsize / BLOCK for each in self.states if isinstance(each, BlockFormat))
+        return self.grad.itemsize + 2 * (both + scales) - (0 if self.reads_param else self.param.itemsize)

@@ -79,9 +79,33 @@ class Factors(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Noise:
+    """What rounding by chance draws its bits from: a counter, so that they are the same wherever the step runs.
+
+    Element ``e`` of a param gets bits of ``hash(e, key)``, with a key of the seed, the param and its step. Stored as
+    ``rows[r] = (key, key, first)``: element ``i`` of the shard is element ``i + first`` of the param of row ``r``.
+    """
+
+    rows: torch.Tensor  # 2D [num_rows, 3] int32
+
+    def part(self, start: int) -> "Noise":
+        """For elements from ``start`` of the shard on alone."""
+        if start == 0:
+            return self
+        # Modulo 2**32: elements of a param beyond that share bits with its first ones.
+        moved = torch.tensor([[0, 0, (start + 2**31) % 2**32 - 2**31]], dtype=torch.int32, device=self.rows.device)
+        return Noise(self.rows + moved)
+
+
+@dataclass(frozen=True)
 class Streams:
-    """The tensors that one pass reads and writes, each 1D and as long as the shard."""
+    """The tensors that one pass reads and writes, each 1D: of the shard's length, but for the scales."""
 
     param: torch.Tensor
-    master: torch.Tensor | None  # fp32; None where the param itself is fp32
-    states: tuple[torch.Tensor, ...]  # fp32, in the order of the variant
+    master: torch.Tensor | None  # in the spec's format; None where there is none
+    states: tuple[torch.Tensor, ...]  # in the order of the variant, each in its format
+    scales: tuple[torch.Tensor | None, ...] = ()  # 1D [num_blocks] fp32 of each state that has them; none: no state has
+
+    def scale(self, index: int) -> torch.Tensor | None:
+        """Those of state ``index``."""
+        return self.scales[index] if self.scales else None

@@ -11,9 +11,11 @@ import torch
 import triton
 import triton.language as tl
 
+from .formats import BlockFormat, Format
 from .spec import StepSpec
-from .tables import BLOCK, Factors, Gradients, Streams
+from .tables import BLOCK, Factors, Gradients, Noise, Streams
 from .translate import Arithmetic, function_from_source, triton_function
+from .triton_formats import decode, draw, encode, join, narrow_randomly, part_master
 from .triton_words import RULE_WORDS, narrow, widen
 
 # Blocks of 256 that one program updates, and its warps: 8 elements a thread, which is one 128-bit access for 16-bit
@@ -30,11 +32,13 @@ GRAD_TYPES = {"fp32": tl.float32, "bf16": tl.int16, "fp16": tl.float16}
 @triton.jit(do_not_specialize=["num_blocks", "unscale", "clip"])
 def step_kernel(
     param_ptr,  # [num_blocks * 256] PARAM
-    master_ptr,  # [num_blocks * 256] fp32; the param itself where that is fp32
-    state_ptrs,  # tuple of [num_blocks * 256] fp32
+    master_ptr,  # [num_blocks * 256] MASTER; the param itself where there is none
+    state_ptrs,  # tuple of [num_blocks * 256], each in its format of STATES
+    scale_ptrs,  # tuple of [num_blocks] fp32; the state itself where it has no scales
     row_of_block_ptr,  # [num_blocks] int32
     rows_ptr,  # [num_rows, 2] int64: address of the gradient of element 0 of the shard; end of the param in the shard
     scalars_ptr,  # [num_rows, NUM_SCALARS] fp32
+    noise_ptr,  # [num_rows, 3] int32: two keys, and what makes an element of the shard one of the param
     num_blocks,
     unscale,  # fp32: 1 / loss scale, a power of two that is still to be divided by included
     clip,  # fp32: factor of the global-norm clipping
@@ -42,6 +46,9 @@ def step_kernel(
     NUM_SCALARS: tl.constexpr,
     PARAM: tl.constexpr,  # format names
     GRAD: tl.constexpr,
+    MASTER: tl.constexpr,  # "" where there is none
+    STATES: tl.constexpr,  # of each state: (format name,), or ("block", the numbers of a block format)
+    IS_RANDOM: tl.constexpr,
     GRAD_TYPE: tl.constexpr,
     ALIGNED: tl.constexpr,  # whether every gradient starts on 16 bytes
     BLOCK: tl.constexpr,
@@ -62,10 +69,21 @@ def step_kernel(
     scalars = ()
     for index in tl.static_range(NUM_SCALARS):
         scalars = scalars + (tl.load(scalars_ptr + row * NUM_SCALARS + index)[:, None],)  # noqa: RUF005
-    param = tl.load(master_ptr + offsets, mask=active, other=0.0)
+    if MASTER == "":
+        param = widen(tl.load(param_ptr + offsets, mask=active, other=0), PARAM)
+    elif MASTER == "fp32":
+        param = tl.load(master_ptr + offsets, mask=active, other=0.0)
+    else:
+        upper = tl.load(param_ptr + offsets, mask=active, other=0)
+        param = join(upper, tl.load(master_ptr + offsets, mask=active, other=0), MASTER)
     states = ()
     for index in tl.static_range(len(state_ptrs)):
-        states = states + (tl.load(state_ptrs[index] + offsets, mask=active, other=0.0),)  # noqa: RUF005
+        kept = tl.load(state_ptrs[index] + offsets, mask=active, other=0)
+        if STATES[index][0] == "block":
+            scales = tl.load(scale_ptrs[index] + blocks, mask=inside, other=0.0)
+            states = states + (decode(kept, scales, STATES[index]),)  # noqa: RUF005
+        else:
+            states = states + (widen(kept, STATES[index][0]),)  # noqa: RUF005
 
     grad_ptrs = grad_at.to(tl.pointer_type(GRAD_TYPE))[:, None] + offsets
     if ALIGNED:
@@ -80,11 +98,31 @@ def step_kernel(
 
     param, states = RULE(param, grad, states, scalars)
 
-    tl.store(master_ptr + offsets, param, mask=active)
-    if PARAM != "fp32":
-        tl.store(param_ptr + offsets, narrow(param, PARAM), mask=active)
+    if IS_RANDOM:
+        key = tl.load(noise_ptr + row * 3)[:, None]
+        other_key = tl.load(noise_ptr + row * 3 + 1)[:, None]
+        elements = offsets.to(tl.int32) + tl.load(noise_ptr + row * 3 + 2)[:, None]
+    if MASTER == "split" or MASTER == "split24":
+        upper, rest = part_master(param, MASTER)
+        tl.store(param_ptr + offsets, upper, mask=active)
+        tl.store(master_ptr + offsets, rest, mask=active)
+    else:
+        if MASTER == "fp32":
+            tl.store(master_ptr + offsets, param, mask=active)
+        if PARAM == "bf16_random":
+            tl.store(param_ptr + offsets, narrow_randomly(param, draw(elements, key, other_key, 1)), mask=active)
+        else:
+            tl.store(param_ptr + offsets, narrow(param, PARAM), mask=active)
     for index in tl.static_range(len(state_ptrs)):
-        tl.store(state_ptrs[index] + offsets, states[index], mask=active)
+        if STATES[index][0] == "block":
+            codes, scales = encode(states[index], offsets < end[:, None], STATES[index])
+            tl.store(state_ptrs[index] + offsets, codes, mask=active)
+            tl.store(scale_ptrs[index] + blocks, scales, mask=inside & (start < end))
+        elif STATES[index][0] == "bf16_random":
+            bits = draw(elements, key, other_key, 3 + index)
+            tl.store(state_ptrs[index] + offsets, narrow_randomly(states[index], bits), mask=active)
+        else:
+            tl.store(state_ptrs[index] + offsets, narrow(states[index], STATES[index][0]), mask=active)
 
 
 @functools.cache
@@ -100,6 +138,9 @@ def constants(spec: StepSpec, aligned: bool) -> dict[str, Any]:
         "NUM_SCALARS": len(spec.variant.scalars),
         "PARAM": spec.param.name,
         "GRAD": spec.grad.name,
+        "MASTER": spec.master.name if spec.has_master and spec.master is not None else "",
+        "STATES": tuple(_numbers(format) for format in spec.states),
+        "IS_RANDOM": spec.is_random,
         "GRAD_TYPE": GRAD_TYPES[spec.grad.name],
         "ALIGNED": aligned,
         "BLOCK": BLOCK,
@@ -107,8 +148,19 @@ def constants(spec: StepSpec, aligned: bool) -> dict[str, Any]:
     }
 
 
+def _numbers(format: Format) -> tuple[Any, ...]:
+    if not isinstance(format, BlockFormat):
+        return (format.name,)
+    return ("block", format.has_sign, format.shift, format.offset_bits, format.offset, 1 / format.largest)
+
+
 def launch_step(
-    spec: StepSpec, streams: Streams, gradients: Gradients, scalars: torch.Tensor, factors: Factors
+    spec: StepSpec,
+    streams: Streams,
+    gradients: Gradients,
+    scalars: torch.Tensor,
+    factors: Factors,
+    noise: Noise | None = None,
 ) -> None:
     """One launch for the whole shard, on the current stream."""
     num_blocks = gradients.num_blocks
@@ -116,11 +168,13 @@ def launch_step(
         return
     step_kernel[(triton.cdiv(num_blocks, BLOCKS_PER_PROGRAM),)](
         streams.param.view(spec.param.storage),
-        streams.param if streams.master is None else streams.master,
-        streams.states,
+        streams.param.view(spec.param.storage) if streams.master is None else streams.master,
+        tuple(kept.view(format.storage) for kept, format in zip(streams.states, spec.states, strict=True)),
+        tuple(kept if (scales := streams.scale(i)) is None else scales for i, kept in enumerate(streams.states)),
         gradients.row_of_block,
         gradients.rows,
         scalars,
+        gradients.row_of_block if noise is None else noise.rows,
         num_blocks,
         float(factors.unscale),  # an int would be compiled for anew
         float(factors.clip),
@@ -137,10 +191,16 @@ def compile_by_empty_launch(spec: StepSpec, device: torch.device, aligned: bool)
     def block(dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros(BLOCK, dtype=dtype, device=device)
 
-    masters = block(torch.float32) if spec.has_master else None
-    streams = Streams(block(spec.param.dtype), masters, tuple(block(torch.float32) for _ in spec.variant.states))
+    master = spec.master if spec.has_master else None
+    streams = Streams(
+        block(spec.param.dtype),
+        None if master is None else block(master.dtype),
+        tuple(block(format.dtype) for format in spec.states),
+        tuple(block(torch.float32) if isinstance(format, BlockFormat) else None for format in spec.states),
+    )
     gradients = Gradients(
         torch.zeros(1, dtype=torch.int32, device=device), torch.zeros(1, 2, dtype=torch.int64, device=device), aligned
     )
     scalars = torch.zeros(1, len(spec.variant.scalars), device=device)
-    launch_step(spec, streams, gradients, scalars, Factors())
+    noise = Noise(torch.zeros(1, 3, dtype=torch.int32, device=device)) if spec.is_random else None
+    launch_step(spec, streams, gradients, scalars, Factors(), noise)

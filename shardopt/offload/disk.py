@@ -5,50 +5,61 @@ on its disk. Params are updated where they lie, and kept until then to be put ba
 """
 
 import ctypes
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 from .checksum import compile_checksum
-from .file_io import PAGE, padded
+from .file_io import PAGE, Part, padded
 from .ownership import OwnedFile
 from .pipeline import Pipeline, Turn
 from .segments import Segment, Segments
-from .store import Chunk
+from .store import Chunk, Plane
 
 _FP32 = 4  # bytes
 
 
+class _Stream(NamedTuple):
+    """Where a plane lies in the file: its chunks one after the other, each on pages of its own, in two copies."""
+
+    plane: Plane
+    offset: int
+    pitch: int  # bytes from one chunk to the next
+    stride: int  # bytes from the first copy to the second
+
+
 class DiskHome:
-    """The streams of one shard, by name: where in the file they begin."""
+    """The streams of one shard, by name."""
 
     def __init__(self, store: "DiskStore", numel: int, dtype: torch.dtype):
         self._store, self._segments, self._numel = store, store.segments, numel
         self._chunk_numel = store.chunk_bytes // _FP32
-        self._offsets: dict[str, int] = {}
+        self._streams: dict[str, _Stream] = {}
         self._extents: list[int] = []  # where what was reserved begins
         self.kept = torch.empty(numel, dtype=dtype)  # 1D: params before the step that is under way
 
     @property
     def names(self) -> tuple[str, ...]:
-        return tuple(self._offsets)
+        return tuple(self._streams)
 
     @property
     def nbytes(self) -> dict[str, int]:
-        return dict.fromkeys(self._offsets, self._numel * _FP32)
+        return {name: stream.plane.nbytes(self._numel) for name, stream in self._streams.items()}
 
-    @property
-    def _stride(self) -> int:
-        return padded(self._numel * _FP32)
-
-    def ensure(self, names: Iterable[str]) -> None:
-        fresh = [name for name in dict.fromkeys(names) if name not in self._offsets]
-        if fresh:
-            offset = self._segments.reserve(2 * self._stride * len(fresh))
-            self._extents.append(offset)
-            self._offsets.update({name: offset + 2 * self._stride * index for index, name in enumerate(fresh)})
+    def ensure(self, planes: Mapping[str, Plane]) -> None:
+        fresh = {name: plane for name, plane in planes.items() if name not in self._streams}
+        if not fresh:
+            return
+        pitches = {name: padded(plane.nbytes(min(self._chunk_numel, self._numel))) for name, plane in fresh.items()}
+        strides = {name: pitch * len(self.chunks()) for name, pitch in pitches.items()}
+        offset = self._segments.reserve(2 * sum(strides.values()))
+        self._extents.append(offset)
+        for name, plane in fresh.items():
+            self._streams[name] = _Stream(plane, offset, pitches[name], strides[name])
+            offset += 2 * strides[name]
 
     def chunks(self) -> Sequence[tuple[int, int]]:
         starts = range(0, self._numel, self._chunk_numel)
@@ -56,8 +67,14 @@ class DiskHome:
 
     def segment(self, name: str, start: int) -> Segment:
         """The one that begins at element ``start`` of the shard."""
-        nbytes = padded(min(self._chunk_numel, self._numel - start) * _FP32)
-        return Segment(self._offsets[name] + start * _FP32, self._stride, nbytes)
+        plane, offset, pitch, stride = self._streams[name]
+        nbytes = padded(plane.nbytes(min(self._chunk_numel, self._numel - start)))
+        return Segment(offset + start // self._chunk_numel * pitch, stride, nbytes)
+
+    def items(self, name: str, part: Part, elements: int) -> torch.Tensor:
+        """What of a segment's memory is of its first ``elements``."""
+        plane = self._streams[name].plane
+        return part.items(plane.dtype, plane.items(elements))
 
     def _covering(self, start: int, stop: int) -> Iterable[tuple[int, int, int]]:
         """(first element of a segment, from, to) within it, for every segment that [start, stop) touches."""
@@ -65,23 +82,31 @@ class DiskHome:
             yield first, max(start - first, 0), min(stop - first, self._chunk_numel)
 
     def read(self, name: str, start: int, stop: int) -> torch.Tensor:
-        values = torch.empty(stop - start, dtype=torch.float32)
+        plane = self._streams[name].plane
+        values = torch.empty(plane.items(stop) - start // plane.grain, dtype=plane.dtype)
+        taken = 0
         for first, low, high in self._covering(start, stop):
             segment = self.segment(name, first)
             with self._segments.scratch(segment) as part:
                 self._segments.load(segment, part)
-                values[first + low - start : first + high - start] = part.floats(high)[low:]
+                items = self.items(name, part, high)[low // plane.grain :]
+                values[taken : taken + items.numel()] = items
+                taken += items.numel()
         return values
 
     def write(self, name: str, start: int, values: torch.Tensor) -> None:
-        stop = start + values.numel()
+        plane = self._streams[name].plane
+        stop = min(start + values.numel() * plane.grain, self._numel)
+        taken = 0
         with self._store.together():
             for first, low, high in self._covering(start, stop):
                 segment = self.segment(name, first)
                 with self._segments.scratch(segment) as part:
                     if low or first + high < min(first + self._chunk_numel, self._numel):
                         self._segments.load(segment, part)
-                    part.floats(high)[low:] = values[first + low - start : first + high - start]
+                    items = self.items(name, part, high)[low // plane.grain :]
+                    items.copy_(values[taken : taken + items.numel()])
+                    taken += items.numel()
                     self._segments.save(segment, part)
 
     def renew(self, zeroed: Collection[str]) -> None:
@@ -93,7 +118,7 @@ class DiskHome:
     def release(self) -> None:
         for offset in reversed(self._extents):
             self._segments.give_back(offset)
-        self._offsets, self._extents = {}, []
+        self._streams, self._extents = {}, []
 
 
 class DiskStore:
@@ -106,7 +131,7 @@ class DiskStore:
         """
         Args:
             root: an existing directory, or one to be made.
-            chunk_bytes: of one stream in a chunk: what one transfer moves.
+            chunk_bytes: of one fp32 stream in a chunk: what one transfer moves.
             deadline: of each wait for the disk, in seconds.
 
         Raises:
@@ -146,7 +171,11 @@ class DiskStore:
         parts = self._pipeline.fetch(self._turns[chunk]) if chunk.names else []
         _copy(_kept(chunk), chunk.param)
         self._fetched.append(chunk)
-        return [part.floats(chunk.stop - chunk.start) for part in parts]
+        home = chunk.home
+        assert isinstance(home, DiskHome)
+        return [
+            home.items(name, part, chunk.stop - chunk.start) for name, part in zip(chunk.names, parts, strict=False)
+        ]
 
     def write_back(self, chunk: Chunk) -> None:
         if chunk.names:

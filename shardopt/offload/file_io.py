@@ -84,9 +84,9 @@ class Part:
         self.memory = octets.data
         self.words = octets.view(np.uint64)
 
-    def floats(self, numel: int) -> torch.Tensor:
-        """The first ``numel`` as fp32, 1D."""
-        return torch.from_numpy(self.bytes.view(np.float32)[:numel])
+    def items(self, dtype: torch.dtype, count: int) -> torch.Tensor:
+        """The first ``count`` of this dtype, 1D."""
+        return torch.from_numpy(self.bytes).view(dtype)[:count]
 
 
 class AlignedFile:

@@ -11,18 +11,33 @@ In memory a chunk is a whole shard, ``fetch`` answers with views and the other v
 are read ahead of the update and written behind it, between ``begin`` and a vote of the ranks: ``commit`` on all of
 them, or ``roll_back`` on all of them.
 
-A home is what a store keeps of one shard: named streams ("master", "exp_avg"), fp32, each as long as the shard.
+A home is what a store keeps of one shard: named streams ("master", "exp_avg"). A stream is one plane of items, of
+whatever dtype: one item an element of the shard, or one for each so many elements, such as the scale of a block.
 """
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 
+@dataclass(frozen=True)
+class Plane:
+    """How a stream lies: its items, one for ``grain`` elements of the shard each."""
+
+    dtype: torch.dtype
+    grain: int = 1
+
+    def items(self, elements: int) -> int:
+        return -(-elements // self.grain)
+
+    def nbytes(self, elements: int) -> int:
+        return self.items(elements) * self.dtype.itemsize
+
+
 class Home(Protocol):
-    """The streams of one shard. Bounds are elements of the shard."""
+    """The streams of one shard. Bounds are elements of the shard, and a start is a multiple of the plane's grain."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -32,8 +47,8 @@ class Home(Protocol):
     def nbytes(self) -> dict[str, int]:
         """Of each stream."""
 
-    def ensure(self, names: Iterable[str]) -> None:
-        """Makes the streams that are not there yet, of zeros: all of them or none.
+    def ensure(self, planes: Mapping[str, Plane]) -> None:
+        """Makes the streams of these names that are not there yet, of zeros: all of them or none.
 
         Raises:
             OffloadError: there is no room for them.
@@ -43,14 +58,14 @@ class Home(Protocol):
         """The (start, stop) that this home is fetched and best read by; multiples of a block, but for the end."""
 
     def read(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """1D [stop - start] fp32: a view where the stream lies in memory, else a copy.
+        """The items of these elements, 1D: a view where the stream lies in memory, else a copy.
 
         Raises:
             OffloadError: what was kept cannot be read, or is not what was written.
         """
 
     def write(self, name: str, start: int, values: torch.Tensor) -> None:
-        """Sets elements from ``start`` on; outside of ``begin`` and ``commit`` all of them or none.
+        """Sets items from element ``start`` on; outside of ``begin`` and ``commit`` all of them or none.
 
         Raises:
             OffloadError: it cannot be written.
@@ -91,7 +106,7 @@ class Store(Protocol):
     def prefetch(self, chunks: Sequence[Chunk]) -> None: ...
 
     def fetch(self, chunk: Chunk) -> Sequence[torch.Tensor]:
-        """The chunk's streams in the order of its names, each 1D [stop - start] fp32, until it is written back."""
+        """The items of the chunk's streams, in the order of its names, 1D, until it is written back."""
 
     def write_back(self, chunk: Chunk) -> None: ...
 
@@ -120,10 +135,13 @@ class Store(Protocol):
 class ResidentHome:
     """Streams as tensors."""
 
-    def __init__(self, numel: int, make_zeros: Callable[[], torch.Tensor]):
-        self._chunks = ((0, numel),)
-        self._make_zeros = make_zeros
+    def __init__(self, numel: int, zeros: Callable[[int, torch.dtype], torch.Tensor]):
+        self._numel, self._zeros = numel, zeros
+        self._planes: dict[str, Plane] = {}
         self.streams: dict[str, torch.Tensor] = {}
+
+    def _fresh(self, plane: Plane) -> torch.Tensor:
+        return self._zeros(plane.items(self._numel), plane.dtype)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -133,22 +151,26 @@ class ResidentHome:
     def nbytes(self) -> dict[str, int]:
         return {name: stream.nbytes for name, stream in self.streams.items()}
 
-    def ensure(self, names: Iterable[str]) -> None:
-        fresh = {name: self._make_zeros() for name in names if name not in self.streams}
+    def ensure(self, planes: Mapping[str, Plane]) -> None:
+        fresh = {name: self._fresh(plane) for name, plane in planes.items() if name not in self.streams}
         self.streams.update(fresh)
+        self._planes.update({name: planes[name] for name in fresh})
 
     def chunks(self) -> Sequence[tuple[int, int]]:
-        return self._chunks
+        return ((0, self._numel),)
 
     def read(self, name: str, start: int, stop: int) -> torch.Tensor:
-        return self.streams[name][start:stop]
+        plane = self._planes[name]
+        return self.streams[name][start // plane.grain : plane.items(stop)]
 
     def write(self, name: str, start: int, values: torch.Tensor) -> None:
-        self.streams[name][start : start + values.numel()].copy_(values)
+        first = start // self._planes[name].grain
+        self.streams[name][first : first + values.numel()].copy_(values)
 
     def renew(self, zeroed: Collection[str]) -> None:
         for name, stream in self.streams.items():
-            self.streams[name] = self._make_zeros() if name in zeroed else self._make_zeros().copy_(stream)
+            fresh = self._fresh(self._planes[name])
+            self.streams[name] = fresh if name in zeroed else fresh.copy_(stream)
 
     def release(self) -> None:
         self.streams = {}
@@ -165,7 +187,7 @@ class ResidentStore:
         self._zeros = zeros
 
     def home(self, numel: int, dtype: torch.dtype, device: torch.device) -> ResidentHome:
-        return ResidentHome(numel, lambda: self._zeros(numel, torch.float32, device))
+        return ResidentHome(numel, lambda items, dtype: self._zeros(items, dtype, device))
 
     def prefetch(self, chunks: Sequence[Chunk]) -> None:
         pass

@@ -25,7 +25,7 @@ def adadelta_scalars(group: Mapping[str, Any], step: int, carried: Mapping[str, 
     }
 
 
-@rule(states=("square_avg", "acc_delta"), scalars=adadelta_scalars)
+@rule(states=("square_avg", "acc_delta"), nonnegative=("square_avg", "acc_delta"), scalars=adadelta_scalars)
 def adadelta(param, grad, state, s, flags):
     if flags.maximize:
         grad = -grad

@@ -25,7 +25,8 @@ def adagrad_scalars(group: Mapping[str, Any], step: int, carried: Mapping[str, f
     }
 
 
-@rule(states=("sum",), scalars=adagrad_scalars)
+# A sum that only grows: what a step adds is soon less than half a step of any shorter format.
+@rule(states=("sum",), nonnegative=("sum",), tolerates={"sum": "fp32"}, scalars=adagrad_scalars)
 def adagrad(param, grad, state, s, flags):
     if flags.maximize:
         grad = -grad

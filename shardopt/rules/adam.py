@@ -34,7 +34,11 @@ def adam_scalars(group: Mapping[str, Any], step: int, carried: Mapping[str, floa
     }
 
 
-@rule(states=("exp_avg", "exp_avg_sq", "max_exp_avg_sq"), scalars=adam_scalars)
+@rule(
+    states=("exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
+    nonnegative=("exp_avg_sq", "max_exp_avg_sq"),
+    scalars=adam_scalars,
+)
 def adam(param, grad, state, s, flags):
     if flags.maximize:
         grad = -grad

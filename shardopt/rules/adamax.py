@@ -26,7 +26,7 @@ def adamax_scalars(group: Mapping[str, Any], step: int, carried: Mapping[str, fl
     }
 
 
-@rule(states=("exp_avg", "exp_inf"), scalars=adamax_scalars)
+@rule(states=("exp_avg", "exp_inf"), nonnegative=("exp_inf",), scalars=adamax_scalars)
 def adamax(param, grad, state, s, flags):
     if flags.maximize:
         grad = -grad

@@ -40,7 +40,7 @@ def nadam_scalars(group: Mapping[str, Any], step: int, carried: Mapping[str, flo
     }
 
 
-@rule(states=("exp_avg", "exp_avg_sq"), carried=("mu_product",), scalars=nadam_scalars)
+@rule(states=("exp_avg", "exp_avg_sq"), nonnegative=("exp_avg_sq",), carried=("mu_product",), scalars=nadam_scalars)
 def nadam(param, grad, state, s, flags):
     if flags.maximize:
         grad = -grad

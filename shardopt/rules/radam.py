@@ -46,7 +46,7 @@ def radam_scalars(group: Mapping[str, Any], step: int, carried: Mapping[str, flo
     }
 
 
-@rule(states=("exp_avg", "exp_avg_sq"), scalars=radam_scalars)
+@rule(states=("exp_avg", "exp_avg_sq"), nonnegative=("exp_avg_sq",), scalars=radam_scalars)
 def radam(param, grad, state, s, flags):
     if flags.maximize:
         grad = -grad

@@ -30,7 +30,13 @@ def rmsprop_scalars(group: Mapping[str, Any], step: int, carried: Mapping[str, f
     }
 
 
-@rule(states=("square_avg", "momentum_buffer", "grad_avg"), scalars=rmsprop_scalars)
+# The variance that a centered update divides by is a difference of nearly equal numbers, and must not be negative.
+@rule(
+    states=("square_avg", "momentum_buffer", "grad_avg"),
+    nonnegative=("square_avg",),
+    tolerates={"square_avg": "fp32", "grad_avg": "fp32"},
+    scalars=rmsprop_scalars,
+)
 def rmsprop(param, grad, state, s, flags):
     if flags.maximize:
         grad = -grad

@@ -30,7 +30,12 @@ def rprop_scalars(group: Mapping[str, Any], step: int, carried: Mapping[str, flo
     }
 
 
-@rule(states=("prev", "step_size"), scalars=rprop_scalars)
+# The sign of a small gradient decides, and a block's scale would make zero of it; bf16 has the range of fp32.
+@rule(
+    states=("prev", "step_size"),
+    tolerates={"prev": "bf16", "step_size": "bf16"},
+    scalars=rprop_scalars,
+)
 def rprop(param, grad, state, s, flags):
     if flags.maximize:
         grad = -grad

@@ -27,7 +27,7 @@ import inspect
 import itertools
 import textwrap
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..errors import RuleError
@@ -47,9 +47,11 @@ _COMPARISONS: dict[type[ast.cmpop], str] = {
     ast.Eq: "==",
     ast.NotEq: "!=",
 }
+EMA = "ema"
+_EMA_RATE = "ema_rate"
 _FP32_MAX, _FP32_SMALLEST = 3.4028234663852886e38, 2.0**-149
 # Keys of a param's entry in a state dict, and names of the kernels' other streams.
-_RESERVED = ("step", "master", "param", "grad")
+_RESERVED = ("step", "master", EMA, "param", "grad")
 # The native kernel tells its streams apart by number: 16 of them, less gradient, param, master and tables.
 MAX_STATES = 12
 
@@ -78,9 +80,30 @@ class Rule:
     flags: tuple[str, ...]  # keys of the param group whose truth the body asks for
     carried: tuple[str, ...]  # scalars handed back at the param's next step, such as NAdam's product of momenta
     counts_steps: bool  # whether torch's state dict of this optimizer holds "step"
+    nonnegative: frozenset[str]  # states that are never below zero
+    tolerated: Mapping[str, str] = field(repr=False, compare=False, hash=False)  # states that need more than int8
     scalars: ScalarFunction = field(repr=False)
     function: Callable[..., Any] = field(repr=False)
     tree: ast.FunctionDef = field(repr=False, compare=False, hash=False)
+    average: float | None = None  # decay of the weights' moving average, where there is one
+
+    def averaging(self, decay: float) -> "Rule":
+        r"""The same rule with a moving average of the weights as its last state, ``ema``.
+
+        .. math::
+            \bar\theta_1 = \theta_1, \qquad \bar\theta_t = \bar\theta_{t-1} + (1 - d)(\theta_t - \bar\theta_{t-1})
+
+        of the param after its update, with its own count of steps: what ``torch.optim.swa_utils.AveragedModel`` with
+        ``get_ema_multi_avg_fn(d)`` holds if it is updated after every step. A param that is not updated keeps its
+        average.
+        """
+        # A step changes it by a thousandth of a difference, which 8 bits would round away.
+        tolerated = {**self.tolerated, EMA: "bf16"}
+        return replace(self, states=(*self.states, EMA), tolerated=tolerated, average=decay)
+
+    def tolerates(self, state: str) -> str:
+        """The coarsest of "fp32", "bf16" and "int8" that the state may be kept in."""
+        return self.tolerated.get(state, "int8")
 
     def variant(self, group: Mapping[str, Any]) -> Variant:
         """The straight-line form for this param group's flags."""
@@ -90,13 +113,18 @@ class Rule:
                 f"rule {self.name!r} asks for flags.{missing[0]}, and the param group has no {missing[0]!r} (it has "
                 f"{sorted(group)}): which branch to take is unknown; add it to the optimizer's defaults."
             )
-        return _variant(self, tuple(bool(group[name]) for name in self.flags))
+        variant = _variant(self, tuple(bool(group[name]) for name in self.flags))
+        return variant if self.average is None else _averaging(variant)
 
     def evaluate(
         self, variant: Variant, group: Mapping[str, Any], step: int, carried: Mapping[str, float]
     ) -> tuple[tuple[float, ...], dict[str, float]]:
         """The scalars of ``variant`` for one param at ``step`` (from 1), and what it carries to its next step."""
-        values = self.scalars(group, step, carried)
+        values = dict(self.scalars(group, step, carried))
+        if self.average is not None:
+            values[_EMA_RATE] = (
+                1.0 if step == 1 else 1.0 - self.average
+            )  # nothing is averaged with the zeros of the start
         try:
             return tuple(float(values[name]) for name in variant.scalars), {
                 name: float(values[name]) for name in self.carried
@@ -114,6 +142,8 @@ def rule(
     states: tuple[str, ...] = (),
     carried: tuple[str, ...] = (),
     counts_steps: bool = True,
+    nonnegative: tuple[str, ...] = (),
+    tolerates: Mapping[str, str] | None = None,
 ) -> Callable[[Callable[..., Any]], Rule]:
     """Decorate a function ``(param, grad, state, s)`` or ``(param, grad, state, s, flags)`` as an update rule.
 
@@ -124,6 +154,9 @@ def rule(
         states: names of the tensors kept for each element, zero at a param's first step.
         carried: names of scalars that are kept for a param and handed to ``scalars`` at its next step.
         counts_steps: whether ``state_dict()`` shows ``"step"``, as most of torch's optimizers do.
+        nonnegative: states that are never below zero: in 8 bits they have no sign, and what is above zero stays so.
+        tolerates: the coarsest format that a state may be kept in, ``"fp32"`` or ``"bf16"``, where that is not
+            ``"int8"``: sums that only grow, and what is subtracted from something nearly equal.
 
     Raises:
         RuleError: the body leaves the vocabulary; the message names file and line.
@@ -136,6 +169,7 @@ def rule(
                 f"of the state dict; choose different identifiers, none of {', '.join(_RESERVED)}."
             )
 
+    _check_declared(states, nonnegative, tolerates or {})
     if len(states) > MAX_STATES:
         raise RuleError(
             f"found {len(states)} states; a kernel has room for {MAX_STATES}. Keep fewer, or split the rule."
@@ -151,12 +185,23 @@ def rule(
             flags=tuple(reader.flags),
             carried=tuple(carried),
             counts_steps=counts_steps,
+            nonnegative=frozenset(nonnegative),
+            tolerated=dict(tolerates or {}),
             scalars=scalars,
             function=function,
             tree=tree,
         )
 
     return decorate
+
+
+def _check_declared(states: tuple[str, ...], nonnegative: tuple[str, ...], tolerates: Mapping[str, str]) -> None:
+    unknown = [name for name in (*nonnegative, *tolerates) if name not in states]
+    if unknown or not set(tolerates.values()) <= {"fp32", "bf16", "int8"}:
+        raise RuleError(
+            f"nonnegative={nonnegative} and tolerates={dict(tolerates)} say something of {unknown or 'formats'} that is "
+            f"no state of the rule ({states}) or no format: it would have no effect. Formats are 'fp32', 'bf16', 'int8'."
+        )
 
 
 def _parse(function: Callable[..., Any]) -> ast.FunctionDef:
@@ -171,6 +216,17 @@ def _parse(function: Callable[..., Any]) -> ast.FunctionDef:
     if not isinstance(tree, ast.FunctionDef):
         raise RuleError(f"a rule is written with `def`; found {type(tree).__name__} in {text.splitlines()[0]!r}.")
     return tree
+
+
+@functools.cache
+def _averaging(variant: Variant) -> Variant:
+    line = f"state_{EMA} = state_{EMA} + s_{_EMA_RATE} * (param - state_{EMA})"
+    return replace(
+        variant,
+        states=(*variant.states, EMA),
+        scalars=(*variant.scalars, _EMA_RATE),
+        source=f"{variant.source.rstrip()}\n{line}\n",
+    )
 
 
 @functools.cache

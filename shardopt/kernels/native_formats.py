@@ -1,0 +1,163 @@
+"""Numba spellings of the formats that take more than a cast: split masters, rounding by chance, blocks in 8 bits.
+
+``formats.py`` says what they are; ``codecs.py`` and ``triton_formats.py`` give the same bits. All on int32 words:
+Numba's own operators would widen to 64 bits, and halve the width of a vector.
+"""
+
+from typing import Any
+
+from numba import njit, types
+
+from .formats import SCALE_DROPPED_BITS, SMALLEST_SCALE
+from .native_words import (
+    COMPILE_OPTIONS,
+    abs,
+    add,
+    both,
+    differ,
+    either,
+    from_bits,
+    larger,
+    mul,
+    shl,
+    shr,
+    smaller,
+    sub,
+    to_bits,
+    where,
+)
+
+i32, f32, i8, u8, i16, u16 = types.int32, types.float32, types.int8, types.uint8, types.int16, types.uint16
+
+_HALF_SCALE, _KEPT_OF_SCALE = 1 << (SCALE_DROPPED_BITS - 1), -1 << SCALE_DROPPED_BITS
+_NAN = 0x7FC00000
+
+
+@njit(**COMPILE_OPTIONS)
+def one_nan(x: Any) -> Any:
+    """The same NaN for all, which rounding cannot turn into infinity or -0."""
+    return where(x != x, from_bits(i32(_NAN)), x)
+
+
+# -- masters: the param is the upper half ------------------------------------------------------------------------------
+
+
+@njit(**COMPILE_OPTIONS)
+def join_split(param: Any, rest: Any) -> Any:
+    return from_bits(add(shl(i32(param), i32(16)), i32(rest)))
+
+
+@njit(**COMPILE_OPTIONS)
+def join_split24(param: Any, rest: Any) -> Any:
+    return from_bits(add(shl(i32(param), i32(16)), shl(i32(rest), i32(8))))
+
+
+@njit(**COMPILE_OPTIONS)
+def rounded_split(x: Any) -> Any:
+    """The master's bits."""
+    return to_bits(one_nan(x))
+
+
+@njit(**COMPILE_OPTIONS)
+def rounded_split24(x: Any) -> Any:
+    """Its upper 24 bits, rounded to nearest, ties away from zero."""
+    return shr(add(to_bits(one_nan(x)), i32(0x80)), i32(8))
+
+
+@njit(**COMPILE_OPTIONS)
+def upper_split(bits: Any) -> Any:
+    return u16(shr(add(bits, i32(0x8000)), i32(16)))
+
+
+@njit(**COMPILE_OPTIONS)
+def upper_split24(bits: Any) -> Any:
+    return u16(shr(add(bits, i32(0x80)), i32(8)))
+
+
+@njit(**COMPILE_OPTIONS)
+def rest_split(bits: Any) -> Any:
+    return i16(sub(bits, shl(i32(upper_split(bits)), i32(16))))
+
+
+@njit(**COMPILE_OPTIONS)
+def rest_split24(bits: Any) -> Any:
+    return i8(sub(bits, shl(i32(upper_split24(bits)), i32(8))))
+
+
+# -- rounding by chance ------------------------------------------------------------------------------------------------
+
+
+@njit(**COMPILE_OPTIONS)
+def draw(element: Any, key: Any, other_key: Any, stream: Any) -> Any:
+    """32 random bits (Wellons' lowbias32, https://nullprogram.com/blog/2018/07/31, with a key before each half)."""
+    x = differ(i32(element), add(key, mul(i32(stream), i32(58169239))))
+    x = mul(differ(x, shr(x, i32(16))), i32(2146121005))
+    x = add(x, other_key)
+    x = mul(differ(x, shr(x, i32(15))), i32(-2073254261))
+    return differ(x, shr(x, i32(16)))
+
+
+@njit(**COMPILE_OPTIONS)
+def narrow_bf16_random(x: Any, bits: Any) -> Any:
+    """Up with the probability of what would be cut off; overflows to infinity only where it is infinite."""
+    return u16(shr(add(to_bits(one_nan(x)), shr(bits, i32(16))), i32(16)))
+
+
+# -- blocks in 8 bits --------------------------------------------------------------------------------------------------
+
+
+@njit(**COMPILE_OPTIONS)
+def decode_signed8(code: Any, scale: Any, shift: Any, offset_bits: Any, offset: Any) -> Any:
+    bits = i32(code)
+    fraction = from_bits(add(shl(both(bits, i32(127)), i32(shift)), i32(offset_bits))) - f32(offset)
+    return from_bits(either(to_bits(fraction * scale), shl(both(bits, i32(128)), i32(24))))
+
+
+@njit(**COMPILE_OPTIONS)
+def decode_unsigned8(code: Any, scale: Any, shift: Any, offset_bits: Any, offset: Any) -> Any:
+    return (from_bits(add(shl(i32(code), i32(shift)), i32(offset_bits))) - f32(offset)) * scale
+
+
+@njit(**COMPILE_OPTIONS)
+def magnitude_signed8(x: Any) -> Any:
+    return to_bits(abs(x))
+
+
+@njit(**COMPILE_OPTIONS)
+def magnitude_unsigned8(x: Any) -> Any:
+    return larger(to_bits(x), i32(0))
+
+
+@njit(**COMPILE_OPTIONS)
+def scale_of(largest: Any, to_scale: Any) -> Any:
+    """From the bits of the block's largest magnitude."""
+    magnitude = from_bits(largest)
+    scale = magnitude * f32(to_scale)
+    rounded = from_bits(both(add(to_bits(scale), i32(_HALF_SCALE)), i32(_KEPT_OF_SCALE)))
+    smallest = f32(SMALLEST_SCALE)
+    rounded = where(rounded < smallest, smallest, rounded)
+    return where(magnitude == f32(0.0), f32(0.0), where(scale < f32(3.0e38), rounded, scale))
+
+
+@njit(**COMPILE_OPTIONS)
+def inverse_of(scale: Any) -> Any:
+    smallest = f32(SMALLEST_SCALE)
+    return f32(1.0) / where(scale < smallest, smallest, scale)
+
+
+@njit(**COMPILE_OPTIONS)
+def _nearest(magnitude: Any, inverse: Any, shift: Any, offset_bits: Any, offset: Any, top: Any) -> Any:
+    bits = to_bits(from_bits(magnitude) * inverse + f32(offset))
+    return smaller(shr(add(bits, i32((1 << (shift - 1)) - offset_bits)), i32(shift)), i32(top))
+
+
+@njit(**COMPILE_OPTIONS)
+def encode_signed8(x: Any, inverse: Any, shift: Any, offset_bits: Any, offset: Any) -> Any:
+    code = _nearest(magnitude_signed8(x), inverse, shift, offset_bits, offset, 127)
+    return u8(either(code, shl(shr(to_bits(x), i32(31)), i32(7))))
+
+
+@njit(**COMPILE_OPTIONS)
+def encode_unsigned8(x: Any, inverse: Any, shift: Any, offset_bits: Any, offset: Any) -> Any:
+    magnitude = magnitude_unsigned8(x)
+    return u8(larger(_nearest(magnitude, inverse, shift, offset_bits, offset, 255), smaller(magnitude, i32(1))))
