@@ -122,9 +122,8 @@ class Rule:
         """The scalars of ``variant`` for one param at ``step`` (from 1), and what it carries to its next step."""
         values = dict(self.scalars(group, step, carried))
         if self.average is not None:
-            values[_EMA_RATE] = (
-                1.0 if step == 1 else 1.0 - self.average
-            )  # nothing is averaged with the zeros of the start
+            # The first average is the param itself: the zeros that the state begins with do not count.
+            values[_EMA_RATE] = 1.0 if step == 1 else 1.0 - self.average
         try:
             return tuple(float(values[name]) for name in variant.scalars), {
                 name: float(values[name]) for name in self.carried
@@ -199,8 +198,8 @@ def _check_declared(states: tuple[str, ...], nonnegative: tuple[str, ...], toler
     unknown = [name for name in (*nonnegative, *tolerates) if name not in states]
     if unknown or not set(tolerates.values()) <= {"fp32", "bf16", "int8"}:
         raise RuleError(
-            f"nonnegative={nonnegative} and tolerates={dict(tolerates)} say something of {unknown or 'formats'} that is "
-            f"no state of the rule ({states}) or no format: it would have no effect. Formats are 'fp32', 'bf16', 'int8'."
+            f"nonnegative={nonnegative} and tolerates={dict(tolerates)} name {unknown or 'formats'} that are no states "
+            f"of the rule ({states}) or no formats: it would have no effect. Formats are 'fp32', 'bf16' and 'int8'."
         )
 
 
