@@ -33,6 +33,7 @@ from .partition.reducer import ReducedBucket, Reducer
 from .partition.released import is_sharded
 from .partition.transport import Transport
 from .rules import Rule
+from .rules.rule import EMA
 from .shard import Shard
 from .sharded_params import ShardedParams
 from .states import ParamState, check_part
@@ -401,6 +402,8 @@ class Binding:
                 shard.write(name, index, tensor.start, tensor.local)
             else:
                 shard.write_whole(name, index, tensor.detach())
+        if state.step and EMA in shard.kept.states and EMA not in state.tensors:
+            shard.begin_average(index)
 
 
 def _own(shard: Shard, index: int, name: str) -> torch.Tensor:

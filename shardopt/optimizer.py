@@ -13,6 +13,7 @@ import torch
 from torch._compile import _disable_dynamo
 
 from .agreement import View, agree
+from .averaged import averaged
 from .bind import bind
 from .binding import Binding
 from .config import OptionKeywords, Options
@@ -196,14 +197,22 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._handover.pauses -= 1
 
     @contextmanager
-    def unsharded(self) -> Iterator[None]:
+    def unsharded(self, ema: bool = False) -> Iterator[None]:
         """Whole params on every rank: for ``generate()``, evaluation, exporting, code that reads them anywhere.
 
         Below stage 3 they always are. Every rank must enter and leave, and waits there for the others (for
         ``Tuning.timeout``, then an error says so); inside, ranks may run as they like, for as long as they like. What
         is written to params in place stays written, if every rank writes the same.
+
+        Args:
+            ema: show the moving average of the weights (``ema=0.999`` at construction) in their place; behind it they
+                are the weights again, and what was written inside is gone.
         """
         binding = self._binding
+        if ema:
+            with torch.no_grad(), averaged(self._bound()):
+                yield
+            return
         if binding is None or binding.sharded is None:
             yield
             return

@@ -19,6 +19,7 @@ from .partition.reducer import ReducedBucket
 from .partition.room import zeros
 from .partition.wire import Window
 from .rules import Variant
+from .rules.rule import EMA
 
 
 class Slice(NamedTuple):
@@ -195,6 +196,12 @@ class Shard:
         """Sets them from a tensor with the param's full shape."""
         if tensor.numel():
             self.write(name, index, 0, flattened(in_storage_order(tensor, self._strides[index])))
+
+    def begin_average(self, index: int) -> None:
+        """Makes the average of the bucket's param ``index`` what the param is."""
+        self.ensure_states((EMA,))
+        where = self.slice_of(index).local
+        self.write_chunk(EMA, where.start, self.param[where].float())
 
     def zero(self, index: int) -> None:
         """Zeroes the states of the bucket's param ``index``; its master stays."""

@@ -9,6 +9,7 @@ import torch
 from .errors import StateError
 from .part import Part
 from .rules import Rule
+from .rules.rule import EMA
 
 # fp32 counts whole numbers up to here.
 _FP32_COUNTS_TO = 1 << 24
@@ -79,7 +80,8 @@ class ParamState:
 
 def _check_names(tensors: Mapping[str, Any], step: int, rule: Rule, group: Mapping[str, Any], name: str) -> None:
     needed = rule.variant(group).states
-    missing = [state for state in needed if state not in tensors] if step else []
+    # An average of the weights that was not kept so far begins with the weights.
+    missing = [state for state in needed if state not in tensors and state != EMA] if step else []
     unknown = [state for state in tensors if state not in (*needed, "master")]
     if missing or unknown:
         raise StateError(
