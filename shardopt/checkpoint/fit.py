@@ -124,7 +124,10 @@ class _Fitting:
         needed = rule.variant(self.flags[saved]).states if about["has_state"] else ()
         wrong = [kind for kind in self.kinds[saved] if self.kinds[saved][kind].shape != tuple(home.param.shape)]
         lacking = [key for key in rule.carried if about["has_state"] and key not in about["carried"]]
-        if set(kinds) != set(needed) or wrong or lacking:
+        differ = set(kinds) ^ set(needed)
+        if EMA not in kinds:  # which begins with the weights
+            differ.discard(EMA)
+        if differ or wrong or lacking:
             self._note(f"{name!r} needs the states {list(needed)} and {list(rule.carried)}, found {kinds}")
             return False
         return True

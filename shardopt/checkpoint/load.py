@@ -11,6 +11,7 @@ from torch import nn
 from ..bind import bind
 from ..errors import CheckpointError, ShardoptError
 from ..optimizer import ShardedOptimizer
+from ..rules.rule import EMA
 from ..survey import check_numbers, plain_numbers
 from . import gradients, rng, values
 from .fit import Fit, fit
@@ -212,6 +213,8 @@ class Loading:
             about = self._manifest.params[saved]
             if about["has_state"]:
                 home.entry.step, home.entry.carried, home.entry.has_state = about["step"], carried_of(about), True
+                if home.shard is not None and EMA in home.shard.kept.states and EMA not in self._kinds[saved]:
+                    home.shard.begin_average(home.index)
             else:
                 _forget(home)
         for name, saved_as in fitting.params.items():
