@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from ..rules.rule import EMA
 from . import values
 from .manifest import Manifest, Tensor
 from .model import Home, Model
