@@ -73,6 +73,7 @@ class _Text:
     load: list[str] = field(default_factory=list)  # for each element
     store: list[str] = field(default_factory=list)
     after: list[str] = field(default_factory=list)  # the block's elements
+    encode: list[str] = field(default_factory=list)  # for each element, when the scales are known
 
 
 def _pointers(spec: StepSpec) -> list[str]:
@@ -118,6 +119,8 @@ def step_source(spec: StepSpec) -> str:
                 "        for i in range(start, start + count):",
                 *(f"            {line}" for line in [*text.load, *native_body(variant), *text.store]),
                 *(f"        {line}" for line in text.after),
+                *["        for i in range(start, start + count):"][: len(text.encode)],
+                *(f"            {line}" for line in text.encode),
             ]
         )
         + "\n"
@@ -175,6 +178,5 @@ def _add_block_state(text: _Text, name: str, format: BlockFormat, stream: int, n
         f"{name}_scale = scale_of({name}_largest, {1 / format.largest!r})",
         f"store_f32({name}_scales_at, block, {name}_scale, TABLE)",
         f"{name}_inverse = inverse_of({name}_scale)",
-        "for i in range(start, start + count):",
-        f"    store_u8({name}_at, i, {encoded}, {stream})",
     ]
+    text.encode.append(f"store_u8({name}_at, i, {encoded}, {stream})")
