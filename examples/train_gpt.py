@@ -47,6 +47,12 @@ def parse_args() -> argparse.Namespace:
         "--stage", type=int, choices=(0, 1, 2, 3), default=2, help="of shardopt: what is sharded over the ranks"
     )
     parser.add_argument("--offload", default=None, help='of shardopt: "cpu" or a directory, where states rest')
+    parser.add_argument(
+        "--master", choices=("fp32", "split", "split24", "none"), default="fp32", help="of shardopt: behind bf16 params"
+    )
+    parser.add_argument(
+        "--state-format", choices=("fp32", "bf16", "int8"), default="fp32", help="of shardopt: of the moments"
+    )
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="of the params")
     parser.add_argument("--lr", type=float, default=4e-3, help="peak learning rate")
     parser.add_argument("--steps", type=int, default=800, help="length of the schedule")
@@ -217,6 +223,9 @@ def make_optimizer(args: argparse.Namespace, model: nn.Module) -> torch.optim.Op
             module=model,
             stage=args.stage,
             offload=args.offload,
+            master=args.master,
+            state_format=args.state_format,
+            tuning=shardopt.Tuning(seed=args.seed),
         )
     return opt
 
