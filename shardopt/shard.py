@@ -8,7 +8,8 @@ import torch
 
 from .kept import Kept
 from .kernels import codecs
-from .kernels.formats import BF16, BF16_RANDOM, FP32, BlockFormat, Format, format_of
+from .kernels.formats import BF16, BF16_RANDOM, FP32, BlockFormat, Format
+from .kernels.formats import format_of as dtype_format
 from .kernels.spec import StepSpec
 from .kernels.tables import BLOCK, Gradients, Noise
 from .offload.store import Chunk, Plane, Store
@@ -59,7 +60,7 @@ class Shard:
         numel = bucket.layout.shard_numel
         is_there = bucket.resident_bytes == bucket.nbytes
         self.param = bucket.shard(rank) if is_there else zeros(numel, bucket.dtype, bucket.device)  # 1D [shard_numel]
-        self.format: Format = format_of(bucket.dtype, "a param")
+        self.format: Format = dtype_format(bucket.dtype, "a param")
         self.kept = kept
         self.masters = ("master",) if kept.master is not None else ()
         self.home = store.home(numel, bucket.dtype, bucket.device)  # of masters and states
@@ -85,7 +86,8 @@ class Shard:
         """Names of the states that there are; masters are none."""
         return tuple(name for name in self.home.names if name in self.kept.states)
 
-    def _format(self, name: str) -> Format:
+    def format_of(self, name: str) -> Format:
+        """In which "master" or a state is kept."""
         if name == "master":
             assert self.kept.master is not None
             return self.kept.master
@@ -95,7 +97,7 @@ class Shard:
         """What "master" and states are kept as."""
         planes: dict[str, Plane] = {}
         for name in names:
-            format = self._format(name)
+            format = self.format_of(name)
             planes[name] = Plane(format.dtype)
             if isinstance(format, BlockFormat):
                 planes[scales_name(name)] = Plane(torch.float32, BLOCK)
@@ -256,7 +258,7 @@ class Shard:
         """
         if name == "param":
             return self.param[start:stop]
-        format, items = self._format(name), self.home.read(name, start, stop)
+        format, items = self.format_of(name), self.home.read(name, start, stop)
         if name == "master" and format is not FP32:
             return codecs.join(self.param[start:stop], items, format)
         scales = self.home.read(scales_name(name), start, stop) if isinstance(format, BlockFormat) else None
@@ -270,7 +272,7 @@ class Shard:
         if name == "param":
             self.param[start : start + values.numel()].copy_(values)
             return
-        format = self._format(name)
+        format = self.format_of(name)
         if name == "master" and format is not FP32:
             param = self.param[start : start + values.numel()]
             self.home.write(name, start, codecs.rest_of(values.to(param.device), param, format))

@@ -47,6 +47,26 @@ class InShard:
         self.shard.write_chunk(self.name, self.offset + start, values)
 
 
+@dataclass(frozen=True)
+class Kept:
+    """What a shard keeps in one of its streams, as it lies, from element ``offset`` of the shard on; only read.
+
+    Elements are counted in items of the stream: one for each ``grain`` of the shard's.
+    """
+
+    shard: Shard
+    stream: str
+    offset: int
+    grain: int = 1
+
+    def read(self, start: int, stop: int) -> torch.Tensor:
+        first = self.offset + start * self.grain
+        return self.shard.home.read(self.stream, first, self.offset + stop * self.grain)
+
+    def write(self, start: int, values: torch.Tensor) -> None:
+        raise NotImplementedError("items are written through InShard, which encodes them.")
+
+
 def flat_of(tensor: torch.Tensor) -> torch.Tensor:
     """1D, in storage order; a view wherever the elements fill their memory without gaps."""
     return flattened(in_storage_order(tensor.detach(), strides_of(tensor)))

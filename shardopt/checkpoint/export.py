@@ -29,8 +29,8 @@ def export_weights(checkpoint: Checkpoint, target: Path, advance: Advance) -> No
     """One safetensors file; tied params once, under their first name."""
     manifest = checkpoint.manifest
     keys = [_weight(manifest, name) for name in manifest.params] + [key for key, _ in manifest.of("buffers")]
-    keys.sort(key=lambda key: -manifest.tensors[key].dtype.itemsize)
-    described = [(key.name, manifest.tensors[key].dtype, manifest.tensors[key].shape) for key in keys]
+    keys.sort(key=lambda key: -manifest.tensors[key].values_dtype.itemsize)
+    described = [(key.name, manifest.tensors[key].values_dtype, manifest.tensors[key].shape) for key in keys]
     with _new(target) as made:
         writer = Writer(made, header(described, {"format": "pt"}))
         try:
@@ -51,11 +51,11 @@ def _chunks(checkpoint: Checkpoint, key: Key, advance: Advance) -> Iterator[torc
     tensor = checkpoint.manifest.tensors[key]
     if same_order(tensor.shape, tensor.strides, _contiguous(tensor)):
         for chunk in chunks_of(key, tensor):
-            yield checkpoint.read(chunk)
+            yield checkpoint.values(chunk)
             advance(chunk.nbytes)
         return
     flat = checkpoint.whole(key).contiguous().reshape(-1)
-    for piece in flat.split((1 << 20) // tensor.dtype.itemsize):
+    for piece in flat.split((1 << 20) // flat.itemsize):
         yield piece
         advance(piece.numel() * tensor.dtype.itemsize)
 
@@ -98,7 +98,8 @@ def _state_dict(checkpoint: Checkpoint, number: int) -> tuple[dict[str, Any], li
 
     kinds: dict[str, list[Key]] = {}
     for key, _ in manifest.of("params"):
-        kinds.setdefault(key.name, []).append(key)
+        if not key.is_of_scales:
+            kinds.setdefault(key.name, []).append(key)
     names = [name for group in optimizer["groups"] for name in group["params"]]
     states: dict[int, dict[str, Any]] = {}
     for index, name in enumerate(names):
@@ -113,7 +114,7 @@ def _state_dict(checkpoint: Checkpoint, number: int) -> tuple[dict[str, Any], li
         for key in kinds[name]:
             if key.kind != "param":
                 tensor = manifest.tensors[key]
-                state[key.kind] = placed(torch.empty(tensor.shape, dtype=tensor.dtype), key)
+                state[key.kind] = placed(torch.empty(tensor.shape, dtype=tensor.values_dtype), key)
     groups, index = [], 0
     for group in optimizer["groups"]:
         given = values.decode(group["values"], lambda name: placed(checkpoint.whole(Key("extra", name, "value"))))

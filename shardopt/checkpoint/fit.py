@@ -46,7 +46,8 @@ class _Fitting:
         self.manifest, self.model, self.found = manifest, model, Fit()
         self.kinds: dict[str, dict[str, Tensor]] = {}
         for key, tensor in manifest.of("params"):
-            self.kinds.setdefault(key.name, {})[key.kind] = tensor
+            if not key.is_of_scales:
+                self.kinds.setdefault(key.name, {})[key.kind] = tensor
         self.buffers = {key.name: tensor for key, tensor in manifest.of("buffers")}
         self.canonical = {alias: name for name, about in manifest.params.items() for alias in (name, *about["aliases"])}
 

@@ -164,7 +164,7 @@ class Loading:
         for name in self._manifest.files:
             self._checkpoint.check_file(name)
         for target in self._plan.targets:
-            for chunk in target.chunks():
+            for chunk in target.chunks(self._manifest):
                 self._checkpoint.read(chunk)
         own_rng = {key for key, _ in self._manifest.of("rng") if key.name == str(self._meeting.world.rank)}
         for key in [key for key, _ in self._manifest.of("extra")] + sorted(own_rng):

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..errors import CheckpointError
+from ..kernels.formats import FORMATS
 
 VERSION = 1
 CHUNK_BYTES = 4 << 20  # what is read, proven and written at a time; larger reads gained nothing on two kinds of disk
@@ -34,6 +35,7 @@ DTYPES = {
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
 }
+_SCALES = ".scales"
 NAME_OF_DTYPE = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -48,6 +50,16 @@ class Key(NamedTuple):
     def is_of_one_rank(self) -> bool:
         """Whether one rank alone has it: nothing that ranks can compare."""
         return self.section == "rng" or (self.section == "gradients" and self.kind != "reduced")
+
+    @property
+    def scales(self) -> "Key":
+        """Of the tensor that holds the scales of this one's blocks."""
+        return self._replace(kind=f"{self.kind}{_SCALES}")
+
+    @property
+    def is_of_scales(self) -> bool:
+        """Whether this belongs to another tensor and is nothing by itself."""
+        return self.section == "params" and self.kind.endswith(_SCALES)
 
     def __str__(self) -> str:
         return f"{self.kind} of {self.name!r}" if self.section == "params" else f"{self.section} {self.name!r}"
@@ -81,12 +93,24 @@ class Range:
 
 @dataclass(frozen=True)
 class Tensor:
-    """One tensor: ``strides`` say in which order its elements are numbered (0, 1, ... along storage)."""
+    """One tensor.
+
+    Attributes:
+        strides: say in which order its elements are numbered (0, 1, ... along storage).
+        encoding: the format (see ``kernels/formats.py``) that items of this dtype stand for fp32 values in; empty where
+            they are the values.
+    """
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     dtype: torch.dtype
     ranges: tuple[Range, ...]
+    encoding: str = ""
+
+    @property
+    def values_dtype(self) -> torch.dtype:
+        """Of what it stands for."""
+        return torch.float32 if self.encoding else self.dtype
 
     @property
     def numel(self) -> int:
@@ -95,13 +119,17 @@ class Tensor:
     def to_json(self) -> dict[str, Any]:
         ranges = [each.to_json() for each in self.ranges]
         dtype = NAME_OF_DTYPE[self.dtype]
-        return {"shape": list(self.shape), "strides": list(self.strides), "dtype": dtype, "ranges": ranges}
+        encoding = {"encoding": self.encoding} if self.encoding else {}
+        return {"shape": list(self.shape), "strides": list(self.strides), "dtype": dtype, **encoding, "ranges": ranges}
 
     @staticmethod
     def from_json(value: Mapping[str, Any]) -> "Tensor":
         shape, strides = (tuple(_count(each) for each in value[key]) for key in ("shape", "strides"))
         ranges = tuple(Range.from_json(each) for each in value["ranges"])
-        return Tensor(shape, strides, DTYPES[value["dtype"]], ranges)
+        encoding = value.get("encoding", "")
+        if encoding and encoding not in FORMATS:
+            raise ValueError(f"the encoding {encoding!r} is not known")
+        return Tensor(shape, strides, DTYPES[value["dtype"]], ranges, encoding)
 
     def check(self, key: Key, files: Mapping[str, "File"]) -> None:
         """Raises CheckpointError unless the ranges make up the tensor and lie within their files."""

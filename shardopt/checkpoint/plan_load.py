@@ -13,7 +13,7 @@ from .elements import Elements, Flat, InShard, flat_of, is_dense, same_order, st
 from .fit import Fit
 from .manifest import Key, Manifest, Tensor
 from .model import Home, Model
-from .reader import Checkpoint, Chunk, chunks_of
+from .reader import Checkpoint, Chunk, chunks_of, needed_chunks
 
 Deliver = Callable[[torch.Tensor], None]  # takes a whole tensor with the shape of the one that was saved
 
@@ -29,13 +29,14 @@ class Target:
     elements: Elements
     offset: int
 
-    def chunks(self) -> Iterator[Chunk]:
-        return chunks_of(self.key, self.tensor, self.start, self.stop)
+    def chunks(self, manifest: Manifest) -> Iterator[Chunk]:
+        """All that it is made of."""
+        return needed_chunks(manifest, self.key, self.start, self.stop)
 
     def fill(self, checkpoint: Checkpoint) -> None:
-        for chunk in self.chunks():
+        for chunk in chunks_of(self.key, self.tensor, self.start, self.stop):
             first, last = max(chunk.start, self.start), min(chunk.stop, self.stop)
-            values = checkpoint.read(chunk)[first - chunk.start : last - chunk.start]
+            values = checkpoint.values(chunk)[first - chunk.start : last - chunk.start]
             self.elements.write(self.offset + first - self.start, values)
 
 
@@ -47,8 +48,8 @@ class Detour:
     tensor: Tensor
     deliver: Deliver
 
-    def chunks(self) -> Iterator[Chunk]:
-        return chunks_of(self.key, self.tensor)
+    def chunks(self, manifest: Manifest) -> Iterator[Chunk]:
+        return needed_chunks(manifest, self.key)
 
     def fill(self, checkpoint: Checkpoint) -> None:
         self.deliver(checkpoint.whole(self.key))
@@ -83,7 +84,8 @@ class _Planner:
         self.manifest, self.model, self.made = manifest, model, LoadPlan()
         self.kinds: dict[str, list[str]] = {}
         for key, _ in manifest.of("params"):
-            self.kinds.setdefault(key.name, []).append(key.kind)
+            if not key.is_of_scales:
+                self.kinds.setdefault(key.name, []).append(key.kind)
         self.accumulated: dict[str, list[str]] = {}
         for key, _ in manifest.of("gradients"):
             self.accumulated.setdefault(key.name, []).append(key.kind)

@@ -8,12 +8,14 @@ import torch
 from torch import nn
 
 from ..errors import CheckpointError
+from ..kernels.formats import FP32, BlockFormat
 from ..part import Part
 from ..partition.layout import BLOCK
 from ..partition.mesh import Mesh
+from ..shard import Shard, scales_name
 from ..states import ParamState
 from . import gradients, rng, values
-from .elements import Elements, Flat, InShard, chunks_of, flat_of, strides_of
+from .elements import Elements, Flat, InShard, Kept, chunks_of, flat_of, strides_of
 from .manifest import NAME_OF_DTYPE, Key, Tensor, Tensors
 from .model import Home, Model
 
@@ -82,19 +84,22 @@ class SavePlan:
         return {**self.shared, "tensors": described}
 
 
-def plan_save(model: Model, extra: Mapping[str, Any], step: int | None) -> SavePlan:
+def plan_save(model: Model, extra: Mapping[str, Any], step: int | None, widens: bool = False) -> SavePlan:
     """The plan for the values of this moment. Local, reads no element.
+
+    Args:
+        widens: save masters and states in fp32, whatever they are kept in.
 
     Raises:
         CheckpointError: something cannot be saved; nothing was written.
     """
     model.check_whole()
-    return _Planner(model).plan(extra, step)
+    return _Planner(model, widens).plan(extra, step)
 
 
 class _Planner:
-    def __init__(self, model: Model):
-        self.model, self.world = model, model.world
+    def __init__(self, model: Model, widens: bool):
+        self.model, self.world, self.widens = model, model.world, widens
         self.pieces: list[Piece] = []
         self.tensors: Tensors = {}
 
@@ -158,7 +163,7 @@ class _Planner:
             if home.entry is not None and home.optimizer is not None:
                 names = self.model.optimizers[home.optimizer].rule.variant(group).states if has_state else ()
                 for kind in (*home.shard.masters, *(name for name in names if name in home.shard.states)):
-                    self._sharded(home, kind, torch.float32)
+                    self._kept(home, home.shard, kind)
         for kind, tensor in state.tensors.items():
             if isinstance(tensor, Part):
                 raise CheckpointError(
@@ -203,6 +208,24 @@ class _Planner:
         numel = where.local.stop - where.local.start
         first, last = _own_cut(numel, binding.mesh)
         self._add(key, tensor, where.start + first, where.start + last, InShard(shard, kind, where.local.start), first)
+
+    def _kept(self, home: Home, shard: Shard, kind: str) -> None:
+        """A master or state as it is kept, with the scales of its blocks, or in fp32."""
+        format = shard.format_of(kind)
+        if format is FP32 or self.widens:
+            self._sharded(home, kind, torch.float32)
+            return
+        assert home.binding is not None
+        key, where = Key("params", home.name, kind), shard.slice_of(home.index)
+        first, last = _own_cut(where.local.stop - where.local.start, home.binding.mesh)
+        tensor = Tensor(tuple(home.param.shape), shard.strides(home.index), format.dtype, (), format.name)
+        elements = Kept(shard, kind, where.local.start)
+        self._add(key, tensor, where.start + first, where.start + last, elements, first)
+        if isinstance(format, BlockFormat):
+            blocks = Tensor((-(-home.param.numel() // BLOCK),), (1,), torch.float32, ())
+            start, begin, end = where.start // BLOCK, first // BLOCK, -(-last // BLOCK)
+            scales = Kept(shard, scales_name(kind), where.local.start, BLOCK)
+            self._add(key.scales, blocks, start + begin, start + end, scales, begin)
 
     def _whole(self, key: Key, tensor: torch.Tensor, on_rank_0: bool = False) -> None:
         """A tensor that every rank has: each writes a part of it, or rank 0 writes it."""

@@ -10,6 +10,9 @@ from typing import Any, cast
 import torch
 
 from ..errors import CheckpointError
+from ..kernels import codecs
+from ..kernels.formats import FORMATS, SPLIT, SPLIT24, BlockFormat
+from ..kernels.tables import BLOCK
 from . import files
 from .manifest import CHUNK_BYTES, MAX_BYTES, Key, Manifest, Range, Tensor
 from .publish import MANIFEST, published
@@ -89,12 +92,34 @@ class Checkpoint:
             raise self._damaged(chunk, "its bytes do not match their checksum")
         return self._buffer[: chunk.nbytes].view(chunk.dtype)
 
-    def whole(self, key: Key) -> torch.Tensor:
-        """A new tensor on the host: for small ones."""
+    def values(self, chunk: Chunk) -> torch.Tensor:
+        """What its elements stand for, 1D on the host, until the next call."""
+        encoding, items = self.manifest.tensors[chunk.key].encoding, self.read(chunk)
+        if not encoding:
+            return items
+        format, items = FORMATS[encoding], items.clone()
+        if isinstance(format, BlockFormat):
+            blocks = chunk.start // BLOCK, -(-chunk.stop // BLOCK)
+            return codecs.decode(codecs.Encoded(items, self.range(chunk.key.scales, *blocks)), format)
+        if format in (SPLIT, SPLIT24):
+            return codecs.join(self.range(_param_of(chunk.key), chunk.start, chunk.stop), items, format)
+        return items.float()
+
+    def range(self, key: Key, start: int, stop: int) -> torch.Tensor:
+        """Elements ``[start, stop)`` as they were saved, 1D, in memory of their own."""
         tensor = self.manifest.tensors[key]
-        flat = torch.empty(tensor.numel, dtype=tensor.dtype)
+        flat = torch.empty(stop - start, dtype=tensor.dtype)
+        for chunk in chunks_of(key, tensor, start, stop):
+            first, last = max(chunk.start, start), min(chunk.stop, stop)
+            flat[first - start : last - start] = self.read(chunk)[first - chunk.start : last - chunk.start]
+        return flat
+
+    def whole(self, key: Key) -> torch.Tensor:
+        """A new tensor on the host, of what was saved in whatever format: for small ones."""
+        tensor = self.manifest.tensors[key]
+        flat = torch.empty(tensor.numel, dtype=tensor.values_dtype)
         for chunk in chunks_of(key, tensor):
-            flat[chunk.start : chunk.stop] = self.read(chunk)
+            flat[chunk.start : chunk.stop] = self.values(chunk)
         return flat.as_strided(tensor.shape, tensor.strides)
 
     def check_file(self, name: str) -> None:
@@ -148,6 +173,22 @@ class Checkpoint:
         return (
             f"Load another checkpoint ({', '.join(others)})." if others else "There is no other checkpoint beside it."
         )
+
+
+def needed_chunks(manifest: Manifest, key: Key, start: int = 0, stop: int | None = None) -> Iterator[Chunk]:
+    """All that the values of these elements are made of."""
+    tensor = manifest.tensors[key]
+    stop = tensor.numel if stop is None else stop
+    yield from chunks_of(key, tensor, start, stop)
+    format = FORMATS.get(tensor.encoding)
+    if isinstance(format, BlockFormat):
+        yield from chunks_of(key.scales, manifest.tensors[key.scales], start // BLOCK, -(-stop // BLOCK))
+    elif format in (SPLIT, SPLIT24):
+        yield from chunks_of(_param_of(key), manifest.tensors[_param_of(key)], start, stop)
+
+
+def _param_of(key: Key) -> Key:
+    return key._replace(kind="param")
 
 
 def _siblings(path: Path) -> list[Path]:

@@ -32,6 +32,7 @@ def save_checkpoint(
     keep: int | None = None,
     asynchronous: bool = False,
     allow_nonfinite: bool = False,
+    full_precision: bool = False,
 ) -> Saving:
     """Saves params, buffers, optimizer states, param groups and random numbers as a new checkpoint. Collective.
 
@@ -48,6 +49,8 @@ def save_checkpoint(
         step: for the checkpoint's name; None: the most steps that a param has taken.
         keep: remove all but this many of the newest checkpoints once this one was read back and proven. None: none.
         allow_nonfinite: save although a param, master or state holds an Inf or a NaN. False: an error.
+        full_precision: save masters and states in fp32 where they are kept in shorter formats: larger, and readable by
+            whatever reads safetensors. False: as they are kept. Either loads into any format.
         asynchronous: return as soon as the values of now are copied to host memory, and write in the background.
 
     Returns:
@@ -68,12 +71,20 @@ def save_checkpoint(
             raise ValueError(f"keep={keep}: at least the new checkpoint stays; None keeps all.")
         if step is not None and step < 0:
             raise ValueError(f"step={step}: it is part of the checkpoint's name, and a count.")
-        plan = replace(plan_save(Model(module, optimizers), extra or {}, step), must_be_finite=not allow_nonfinite)
+        plan = replace(
+            plan_save(Model(module, optimizers), extra or {}, step, full_precision), must_be_finite=not allow_nonfinite
+        )
     except Exception as error:
         problem = error
     meeting.share(problem, "planning a checkpoint")
     assert plan is not None
-    skeleton = {**plan.skeleton(), "keep": keep, "asynchronous": asynchronous, "allow_nonfinite": allow_nonfinite}
+    skeleton = {
+        **plan.skeleton(),
+        "keep": keep,
+        "asynchronous": asynchronous,
+        "full_precision": full_precision,
+        "allow_nonfinite": allow_nonfinite,
+    }
     meeting.compare(lambda: skeleton, "planning a checkpoint")
     site, lock = _begin(Path(directory), plan.step, meeting)
     world = meeting.world

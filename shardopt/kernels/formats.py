@@ -78,6 +78,8 @@ SPLIT24 = Format("split24", torch.int8, torch.int8, 1)
 SIGNED8 = BlockFormat("signed8", torch.uint8, torch.uint8, 1, has_sign=True, mantissa=4, offset=2.0**-7)
 UNSIGNED8 = BlockFormat("unsigned8", torch.uint8, torch.uint8, 1, has_sign=False, mantissa=5, offset=2.0**-7)
 
+FORMATS = {each.name: each for each in (FP32, BF16, FP16, BF16_RANDOM, SPLIT, SPLIT24, SIGNED8, UNSIGNED8)}
+
 # A block's scale is rounded to 16 bits of mantissa, and is never subnormal: its inverse would be infinite.
 SCALE_DROPPED_BITS = 8
 SMALLEST_SCALE = 2.0**-126
