@@ -30,11 +30,13 @@ class Loaded(dict[str, Any]):
         path: of the checkpoint that was loaded.
         step: that it was saved with.
         mismatches: with ``strict=False``, what was left out, in words; empty where all was loaded.
+        losses: masters and states that are kept in shorter formats here than they were saved in, in words; empty where
+            every bit is that which was saved.
     """
 
-    def __init__(self, extra: dict[str, Any], path: Path, step: int, mismatches: Sequence[str]):
+    def __init__(self, extra: dict[str, Any], path: Path, step: int, mismatches: Sequence[str], losses: Sequence[str]):
         super().__init__(extra)
-        self.path, self.step, self.mismatches = path, step, tuple(mismatches)
+        self.path, self.step, self.mismatches, self.losses = path, step, tuple(mismatches), tuple(losses)
 
 
 def load_checkpoint(
@@ -121,7 +123,7 @@ def _load(
         problem = error
     meeting.share(problem, "checking the checkpoint")
     loading.change(model, fitting, optimizers)
-    return Loaded(loading.extra, path, int(manifest.info["step"]), fitting.mismatches)
+    return Loaded(loading.extra, path, int(manifest.info["step"]), fitting.mismatches, loading.losses)
 
 
 def ensure_bound(optimizer: ShardedOptimizer) -> None:
@@ -149,6 +151,10 @@ class Loading:
         self._kinds: dict[str, list[str]] = {}
         for key, _ in checkpoint.manifest.of("params"):
             self._kinds.setdefault(key.name, []).append(key.kind)
+
+    @property
+    def losses(self) -> tuple[str, ...]:
+        return self._plan.losses()
 
     @property
     def _manifest(self) -> Manifest:

@@ -1,5 +1,6 @@
 """Which elements of a checkpoint this rank reads and where they go: decided first, then followed."""
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import torch
 
 from ..errors import CheckpointError
+from ..kernels.formats import FP32
 from ..partition.bucket import flattened
 from ..states import ParamState
 from .elements import Elements, Flat, InShard, flat_of, is_dense, same_order, strides_of
@@ -63,11 +65,20 @@ class LoadPlan:
         targets: in the order in which they are filled.
         gradients: of this rank alone, which were not reduced; filled like targets.
         waiting: states for params that no optimizer has bound: whole, on the host.
+        rounded: (kind, format that it was saved in, shorter one that it is kept in) -> params.
     """
 
     targets: list[Target | Detour] = field(default_factory=list)
     gradients: dict[torch.nn.Parameter, torch.Tensor] = field(default_factory=dict)
     waiting: dict[torch.nn.Parameter, ParamState] = field(default_factory=dict)
+    rounded: Counter[tuple[str, str, str]] = field(default_factory=Counter)
+
+    def losses(self) -> tuple[str, ...]:
+        """What of the checkpoint's precision is not kept here, in words."""
+        return tuple(
+            f"{kind} of {count} params was saved in {saved} and is rounded to {kept}"
+            for (kind, saved, kept), count in self.rounded.items()
+        )
 
 
 def plan_load(manifest: Manifest, model: Model, fit: Fit) -> LoadPlan:
@@ -119,7 +130,11 @@ class _Planner:
             home.shard.ensure_states(kind for kind in kinds if kind != "master")
             for kind in kinds:
                 if kind != "master" or home.shard.masters:
-                    self._slice(home, Key("params", saved, kind))
+                    key, kept = Key("params", saved, kind), home.shard.format_of(kind).name
+                    self._slice(home, key)
+                    encoding = self.manifest.tensors[key].encoding or FP32.name
+                    if kept not in (FP32.name, encoding):
+                        self.made.rounded[kind, encoding, kept] += 1
         elif self.manifest.params[saved]["has_state"]:
             about = self.manifest.params[saved]
             state = ParamState(about["step"], carried_of(about))
