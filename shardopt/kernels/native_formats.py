@@ -99,7 +99,7 @@ def draw(element: Any, key: Any, other_key: Any, stream: Any) -> Any:
 
 @njit(**COMPILE_OPTIONS)
 def narrow_bf16_random(x: Any, bits: Any) -> Any:
-    """Up with the probability of what would be cut off; overflows to infinity only where it is infinite."""
+    """Up with the probability of what would be cut off; infinity comes next above the largest bf16 number."""
     return u16(shr(add(to_bits(one_nan(x)), shr(bits, i32(16))), i32(16)))
 
 
@@ -125,7 +125,8 @@ def magnitude_signed8(x: Any) -> Any:
 
 @njit(**COMPILE_OPTIONS)
 def magnitude_unsigned8(x: Any) -> Any:
-    return larger(to_bits(x), i32(0))
+    # What an x86 makes of 0 * Inf is a NaN with a sign, which would become zero.
+    return larger(to_bits(one_nan(x)), i32(0))
 
 
 @njit(**COMPILE_OPTIONS)

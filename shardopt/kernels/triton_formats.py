@@ -109,7 +109,7 @@ def encode(x, valid, FORMAT: tl.constexpr):
     if HAS_SIGN:  # noqa: SIM108  decided when it is compiled
         magnitude = bits_of(x) & 0x7FFFFFFF
     else:
-        magnitude = tl.maximum(bits_of(x), 0)
+        magnitude = tl.maximum(one_nan_bits(x), 0)  # a NaN may have a sign, and must not become zero
     largest = from_bits(tl.max(tl.where(valid, magnitude, 0), axis=1))
     scales = largest * TO_SCALE
     rounded = from_bits((bits_of(scales) + _HALF_SCALE) & _KEPT_OF_SCALE)
