@@ -11,6 +11,7 @@ from shardopt.kernels.formats import SCALE_DROPPED_BITS, SMALLEST_SCALE, SPLIT, 
 
 BLOCK = 256
 Array = np.ndarray[Any, np.dtype[Any]]
+LARGEST = float(np.finfo(np.float32).max)
 NAN = np.uint32(0x7FC00000)
 
 
@@ -100,13 +101,16 @@ def scales_of(blocks: Array, format: BlockFormat) -> Array:
     found = []
     for block in blocks:
         largest = np.float32(np.nan) if np.isnan(block).any() else block.max(initial=np.float32(0))
-        scale = np.float32(largest * np.float32(1 / float(fractions(format)[-1])))
-        if largest == 0 or not np.isfinite(scale) or scale >= np.float32(3e38):
-            found.append(scale)
+        if largest == 0 or not np.isfinite(largest):
+            found.append(largest)
             continue
+        top = float(fractions(format)[-1])
+        scale = np.float32(largest * np.float32(1 / top))
         mantissa, exponent = np.frexp(np.float64(scale))
         digits = 2.0 ** (24 - SCALE_DROPPED_BITS)  # of a normal number
         normal = np.ldexp(np.floor(mantissa * digits + 0.5) / digits, exponent)
+        if normal * top > LARGEST:  # the next smaller one
+            normal -= np.ldexp(1 / digits, exponent)
         found.append(np.float32(max(normal, SMALLEST_SCALE)))
     return np.array(found, np.float32)
 

@@ -358,6 +358,7 @@ def test_the_largest_of_a_block_has_the_top_code(format: BlockFormat) -> None:
     assert bool((kept.items.view_as(values)[:, 0] == format.top).all())
     exact = values[:, 0].double() / float(fractions(format)[-1])
     assert float((kept.scales.double() / exact - 1).abs().max()) <= 2.0**-15
+    assert bool(codecs.decode(kept, format).isfinite().all())
 
 
 @BLOCK_FORMATS
