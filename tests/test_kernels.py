@@ -12,17 +12,35 @@ import torch
 from cases import CASES, GRADIENTS, Case, Keywords
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from shards import BACKENDS, HandmadeShard, Member, Shape, assert_same_bits, lone
+from shards import BACKENDS, SCALES, HandmadeShard, Member, Shape, assert_same_bits, lone
 
+from shardopt.config import Options
+from shardopt.kept import kept_for
 from shardopt.kernels import native_step, pool, triton_step
-from shardopt.kernels.formats import BF16, FP16, FP32, Format
+from shardopt.kernels.formats import BF16, BF16_RANDOM, FP16, FP32, SIGNED8, SPLIT, SPLIT24, UNSIGNED8, Format
 from shardopt.kernels.launch import Backend, Native, Triton
 from shardopt.kernels.spec import StepSpec
 from shardopt.kernels.tables import BLOCK, Factors, Gradients, Streams
 from shardopt.rules import rule
 from shardopt.rules.rule import Rule
 
+Formats = tuple[Format, Format, Format | None, tuple[Format, ...]]  # of param, gradient, master and each state
 FORMATS = [(param, grad) for param in (FP32, BF16, FP16) for grad in (FP32, BF16, FP16)]
+# Of AdamW without amsgrad: every format of a master with every one of a state, and states that differ.
+KEPT: list[Formats] = [
+    (FP32, FP32, FP32, (SIGNED8, UNSIGNED8)),
+    (FP32, BF16, FP32, (BF16, BF16_RANDOM)),
+    (BF16, BF16, FP32, (SIGNED8, BF16_RANDOM)),
+    (BF16, FP16, SPLIT, ()),
+    (BF16, BF16, SPLIT, (SIGNED8, UNSIGNED8)),
+    (BF16, FP32, SPLIT, (BF16, BF16_RANDOM)),
+    (BF16, BF16, SPLIT24, (BF16_RANDOM, UNSIGNED8)),
+    (BF16, FP32, SPLIT24, (SIGNED8, FP32)),
+    (BF16_RANDOM, BF16, None, (SIGNED8, UNSIGNED8)),
+    (BF16_RANDOM, FP32, None, (BF16_RANDOM, BF16)),
+    (BF16_RANDOM, FP32, None, ()),
+    (FP16, FP16, FP32, (UNSIGNED8, SIGNED8)),
+]
 # A block and its neighbours, one element, no element, a piece of a larger param, groups and steps of their own, a
 # gradient of odd alignment: in the middle of the shard, so that programs of several blocks meet them in every position.
 NASTY = Shape(
@@ -63,9 +81,17 @@ ADAMW = next(group_of(case, {"weight_decay": 0.1}) for case in CASES if case.nam
 ADAM_RULE = next(case.rule for case in CASES if case.name == "AdamW")
 
 
-def check(shape: Shape, of: Rule, group: dict[str, Any], param: Format = FP32, grad: Format = FP32) -> None:
+def check(
+    shape: Shape,
+    of: Rule,
+    group: dict[str, Any],
+    param: Format = FP32,
+    grad: Format = FP32,
+    master: Format | None = FP32,
+    states: tuple[Format, ...] = (),
+) -> None:
     """Both kernels against NumPy."""
-    shard = HandmadeShard(shape, of, group, StepSpec(of.variant(group), param, grad), GRADIENTS)
+    shard = HandmadeShard(shape, of, group, StepSpec(of.variant(group), param, grad, master, states), GRADIENTS)
     expected = shard.expected()
     for backend, device in BACKENDS:
         shard.assert_same(shard.launch(backend, device), expected, type(backend).__name__)
@@ -90,12 +116,40 @@ def test_every_format(param: Format, grad: Format, grads: str, misaligned: int) 
     check(dataclasses.replace(NASTY, members=members, grads=grads, seed=3), ADAM_RULE, ADAMW, param, grad)
 
 
+@pytest.mark.parametrize("kept", KEPT, ids=lambda kept: "-".join(each.name for each in formats_in(kept)))
+@pytest.mark.parametrize("grads", GRADIENTS)
+def test_every_format_of_masters_and_states(kept: Formats, grads: str) -> None:
+    members = tuple(
+        dataclasses.replace(member, misaligned=index % 3, before=index) for index, member in enumerate(NASTY.members)
+    )
+    check(dataclasses.replace(NASTY, members=members, grads=grads, seed=5), ADAM_RULE, ADAMW, *kept)
+
+
+def formats_in(kept: Formats) -> list[Format]:
+    param, grad, master, states = kept
+    return [each for each in (param, grad, master, *states) if each is not None]
+
+
+@pytest.mark.parametrize("number", range(len(CASES)), ids=[case.name for case in CASES])
+def test_every_rule_in_the_formats_it_is_given(number: int) -> None:
+    """With an average of the weights, and most flags on."""
+    case = CASES[number]
+    of, group = case.rule.averaging(0.9), group_of(case, case.keywords[-1])
+    keep = [("split", "int8"), ("none", "bf16"), ("split24", "bf16"), ("none", "int8"), ("fp32", "int8")][number % 5]
+    kept = kept_for(of, Options(master=keep[0], state_format=keep[1]), torch.bfloat16, 10**6)
+    states = tuple(kept.states[name] for name in of.variant(group).states)
+    for seed, grads in enumerate(("heavy_tailed", "special")):
+        shape = dataclasses.replace(NASTY, grads=grads, seed=seed)
+        check(shape, of, group, BF16 if kept.master else BF16_RANDOM, BF16, kept.master, states)
+
+
 MEMBERS = st.builds(
     Member,
     numel=st.sampled_from([0, 1, 2, 7, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK]) | st.integers(0, 5 * BLOCK),
     step=st.sampled_from([1, 2, 10, 10**6]),
     lr_factor=st.sampled_from([0.0, 0.1, 1.0, 100.0]),
     skipped=st.sampled_from([False, False, True]),
+    before=st.sampled_from([0, 0, 1, 2**23 - 1, 2**24 + 3]),
     misaligned=st.sampled_from([0, 0, 0, 1, 8]),
 )
 SHAPES = st.builds(
@@ -114,21 +168,23 @@ SHAPES = st.builds(
 
 
 @settings(max_examples=80, deadline=None, derandomize=True, database=None)
-@given(shape=SHAPES, formats=st.sampled_from(FORMATS), blocks=st.sampled_from([1, 2, 4]))
-def test_any_shard(shape: Shape, formats: tuple[Format, Format], blocks: int) -> None:
+@given(shape=SHAPES, formats=st.sampled_from([*FORMATS, *KEPT]), blocks=st.sampled_from([1, 2, 4]))
+def test_any_shard(shape: Shape, formats: Any, blocks: int) -> None:
     """Whatever a program's share of the blocks."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(triton_step, "BLOCKS_PER_PROGRAM", blocks)
         check(shape, ADAM_RULE, ADAMW, *formats)
 
 
-@pytest.mark.parametrize(("param", "grad"), [(FP32, FP32), (BF16, BF16), (FP16, FP32)], ids=lambda each: each.name)
-def test_padding_stays_zero(param: Format, grad: Format) -> None:
+@pytest.mark.parametrize("formats", [(FP32, FP32), (BF16, BF16), (FP16, FP32), *KEPT[4:10]])
+def test_padding_stays_zero(formats: Any) -> None:
     """What surrounds a gradient, NaN here, is not read even for the padding, where nothing would notice."""
     shape = dataclasses.replace(NASTY, padding=0.0)
-    shard = HandmadeShard(shape, ADAM_RULE, ADAMW, StepSpec(ADAM_RULE.variant(ADAMW), param, grad), GRADIENTS)
+    shard = HandmadeShard(shape, ADAM_RULE, ADAMW, StepSpec(ADAM_RULE.variant(ADAMW), *formats), GRADIENTS)
     for backend, device in BACKENDS:
         for name, stream in shard.launch(backend, device).streams().items():
+            if name.endswith(SCALES):
+                continue
             for member, start in zip(shape.members, shard.starts, strict=True):
                 end = start + member.numel
                 assert not bool(stream.inner[end : -(-end // BLOCK) * BLOCK].any()), f"{type(backend).__name__}: {name}"

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from .formats import SCALE_DROPPED_BITS, SMALLEST_SCALE, SPLIT, BlockFormat, Format
+from .formats import LARGEST_FP32, SCALE_DROPPED_BITS, SMALLEST_SCALE, SPLIT, BlockFormat, Format
 from .tables import BLOCK
 
 
@@ -45,7 +45,9 @@ def _encode_blocks(values: torch.Tensor, format: BlockFormat) -> Encoded:
     inverses = 1.0 / scales.clamp(min=SMALLEST_SCALE)  # IEEE: of two tensors' elements, on every device
     offset_fractions = magnitudes.view(torch.float32) * inverses[:, None] + format.offset
     half = 1 << (format.shift - 1)
-    codes = (offset_fractions.view(torch.int32) - format.offset_bits + half) >> format.shift
+    # The NaN of 0 * Inf has a sign on some machines, which the kernels shift into the top code as well.
+    bits = offset_fractions.view(torch.int32) & 0x7FFFFFFF
+    codes = (bits - format.offset_bits + half) >> format.shift
     codes = codes.clamp(max=format.top).view(-1)[:numel]
     if format.has_sign:
         codes = codes + (values.view(torch.int32) < 0) * (format.top + 1)
@@ -55,17 +57,19 @@ def _encode_blocks(values: torch.Tensor, format: BlockFormat) -> Encoded:
 
 
 def magnitude_bits(values: torch.Tensor, format: BlockFormat) -> torch.Tensor:
-    """Bits of the magnitudes, which order as these do; zero of what is negative and should not be."""
+    """Bits of the magnitudes, which order as these do; zero of what is negative and should not be, but for NaN."""
     bits = values.view(torch.int32)
-    return bits & 0x7FFFFFFF if format.has_sign else bits.clamp(min=0)
+    magnitudes = bits & 0x7FFFFFFF
+    return magnitudes if format.has_sign else torch.where((bits < 0) & ~values.isnan(), 0, magnitudes)
 
 
 def scales_of(largest: torch.Tensor, format: BlockFormat) -> torch.Tensor:
     """fp32 scales of blocks, from the bits of their largest magnitudes; NaN and Inf stay what they are."""
-    scales = largest.view(torch.float32) * torch.tensor(1.0 / format.largest, device=largest.device)
+    magnitudes = largest.view(torch.float32)
+    scales = magnitudes * torch.tensor(1.0 / format.largest, device=largest.device)
     half, kept = 1 << (SCALE_DROPPED_BITS - 1), -1 << SCALE_DROPPED_BITS
-    rounded = ((scales.view(torch.int32) + half) & kept).view(torch.float32).clamp(min=SMALLEST_SCALE)
-    return torch.where(largest == 0, 0.0, torch.where(scales < 3.0e38, rounded, scales))
+    rounded = ((scales.view(torch.int32) + half) & kept).view(torch.float32).clamp(SMALLEST_SCALE, format.largest_scale)
+    return torch.where(largest == 0, 0.0, torch.where(magnitudes <= LARGEST_FP32, rounded, magnitudes))
 
 
 # -- masters of bf16 params --------------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ nearest. What must not be negative has no sign bit, and what is above zero never
 divided by.
 """
 
+import math
 import struct
 from dataclasses import dataclass
 
@@ -68,6 +69,13 @@ class BlockFormat(Format):
         (value,) = struct.unpack("<f", bits.to_bytes(4, "little"))
         return float(value) - self.offset
 
+    @property
+    def largest_scale(self) -> float:
+        """With which the top code is still finite: an fp32 number of as many bits as every scale."""
+        mantissa, exponent = math.frexp(LARGEST_FP32 / self.largest)
+        digits = 2 ** (24 - SCALE_DROPPED_BITS)
+        return math.ldexp(math.floor(mantissa * digits) / digits, exponent)
+
 
 FP32 = Format("fp32", torch.float32, torch.float32, 4)
 BF16 = Format("bf16", torch.bfloat16, torch.int16, 2)
@@ -83,6 +91,7 @@ FORMATS = {each.name: each for each in (FP32, BF16, FP16, BF16_RANDOM, SPLIT, SP
 # A block's scale is rounded to 16 bits of mantissa, and is never subnormal: its inverse would be infinite.
 SCALE_DROPPED_BITS = 8
 SMALLEST_SCALE = 2.0**-126
+LARGEST_FP32 = (2 - 2.0**-23) * 2.0**127
 
 _BY_DTYPE = {format.dtype: format for format in (FP32, BF16, FP16)}
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from numba import njit, types
 
-from .formats import SCALE_DROPPED_BITS, SMALLEST_SCALE
+from .formats import LARGEST_FP32, SCALE_DROPPED_BITS, SMALLEST_SCALE
 from .native_words import (
     COMPILE_OPTIONS,
     abs,
@@ -99,7 +99,7 @@ def draw(element: Any, key: Any, other_key: Any, stream: Any) -> Any:
 
 @njit(**COMPILE_OPTIONS)
 def narrow_bf16_random(x: Any, bits: Any) -> Any:
-    """Up with the probability of what would be cut off; overflows to infinity only where it is infinite."""
+    """Up with the probability of what would be cut off; infinity comes next above the largest bf16 number."""
     return u16(shr(add(to_bits(one_nan(x)), shr(bits, i32(16))), i32(16)))
 
 
@@ -125,18 +125,19 @@ def magnitude_signed8(x: Any) -> Any:
 
 @njit(**COMPILE_OPTIONS)
 def magnitude_unsigned8(x: Any) -> Any:
-    return larger(to_bits(x), i32(0))
+    # What an x86 makes of 0 * Inf is a NaN with a sign, which would become zero.
+    return larger(to_bits(one_nan(x)), i32(0))
 
 
 @njit(**COMPILE_OPTIONS)
-def scale_of(largest: Any, to_scale: Any) -> Any:
+def scale_of(largest: Any, to_scale: Any, largest_scale: Any) -> Any:
     """From the bits of the block's largest magnitude."""
     magnitude = from_bits(largest)
     scale = magnitude * f32(to_scale)
     rounded = from_bits(both(add(to_bits(scale), i32(_HALF_SCALE)), i32(_KEPT_OF_SCALE)))
-    smallest = f32(SMALLEST_SCALE)
-    rounded = where(rounded < smallest, smallest, rounded)
-    return where(magnitude == f32(0.0), f32(0.0), where(scale < f32(3.0e38), rounded, scale))
+    smallest, most = f32(SMALLEST_SCALE), f32(largest_scale)
+    rounded = where(rounded < smallest, smallest, where(rounded < most, rounded, most))
+    return where(magnitude == f32(0.0), f32(0.0), where(magnitude <= f32(LARGEST_FP32), rounded, magnitude))
 
 
 @njit(**COMPILE_OPTIONS)

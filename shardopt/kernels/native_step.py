@@ -175,7 +175,7 @@ def _add_block_state(text: _Text, name: str, format: BlockFormat, stream: int, n
     ]
     encoded = f"encode_{word}(load_f32({name}_new, i - start, {new_stream}), {name}_inverse, {numbers})"
     text.after += [
-        f"{name}_scale = scale_of({name}_largest, {1 / format.largest!r})",
+        f"{name}_scale = scale_of({name}_largest, {1 / format.largest!r}, {format.largest_scale!r})",
         f"store_f32({name}_scales_at, block, {name}_scale, TABLE)",
         f"{name}_inverse = inverse_of({name}_scale)",
     ]

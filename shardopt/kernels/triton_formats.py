@@ -6,12 +6,13 @@ Blocks are rows: tiles are 2D [BLOCKS, 256], scales 1D [BLOCKS].
 import triton
 import triton.language as tl
 
-from .formats import SCALE_DROPPED_BITS, SMALLEST_SCALE
+from .formats import LARGEST_FP32, SCALE_DROPPED_BITS, SMALLEST_SCALE
 
 _NAN = tl.constexpr(0x7FC00000)
 _HALF_SCALE = tl.constexpr(1 << (SCALE_DROPPED_BITS - 1))
 _KEPT_OF_SCALE = tl.constexpr(-1 << SCALE_DROPPED_BITS)
 _SMALLEST_SCALE = tl.constexpr(SMALLEST_SCALE)
+_LARGEST_FP32 = tl.constexpr(LARGEST_FP32)
 
 
 @triton.jit
@@ -106,15 +107,16 @@ def encode(x, valid, FORMAT: tl.constexpr):
     OFFSET_BITS: tl.constexpr = FORMAT[3]
     OFFSET: tl.constexpr = FORMAT[4]
     TO_SCALE: tl.constexpr = FORMAT[5]
+    LARGEST_SCALE: tl.constexpr = FORMAT[6]
     if HAS_SIGN:  # noqa: SIM108  decided when it is compiled
         magnitude = bits_of(x) & 0x7FFFFFFF
     else:
-        magnitude = tl.maximum(bits_of(x), 0)
+        magnitude = tl.maximum(one_nan_bits(x), 0)  # a NaN may have a sign, and must not become zero
     largest = from_bits(tl.max(tl.where(valid, magnitude, 0), axis=1))
-    scales = largest * TO_SCALE
-    rounded = from_bits((bits_of(scales) + _HALF_SCALE) & _KEPT_OF_SCALE)
+    rounded = from_bits((bits_of(largest * TO_SCALE) + _HALF_SCALE) & _KEPT_OF_SCALE)
+    rounded = tl.where(rounded < LARGEST_SCALE, rounded, LARGEST_SCALE)
     rounded = tl.where(rounded < _SMALLEST_SCALE, _SMALLEST_SCALE, rounded)
-    scales = tl.where(largest == 0.0, 0.0, tl.where(scales < 3.0e38, rounded, scales))
+    scales = tl.where(largest == 0.0, 0.0, tl.where(largest <= _LARGEST_FP32, rounded, largest))
     inverses = tl.div_rn(1.0, tl.where(scales < _SMALLEST_SCALE, _SMALLEST_SCALE, scales))
     bits = bits_of(from_bits(magnitude) * inverses[:, None] + OFFSET)
     codes = shr(bits + ((1 << (SHIFT - 1)) - OFFSET_BITS), SHIFT)

@@ -151,7 +151,8 @@ def constants(spec: StepSpec, aligned: bool) -> dict[str, Any]:
 def _numbers(format: Format) -> tuple[Any, ...]:
     if not isinstance(format, BlockFormat):
         return (format.name,)
-    return ("block", format.has_sign, format.shift, format.offset_bits, format.offset, 1 / format.largest)
+    scaling = (1 / format.largest, format.largest_scale)
+    return ("block", format.has_sign, format.shift, format.offset_bits, format.offset, *scaling)
 
 
 def launch_step(
