@@ -105,7 +105,7 @@ def updates(master: str, states: str, grad: torch.Tensor) -> tuple[StepSpec, Run
     rows = torch.tensor([[grad.data_ptr(), numel]], dtype=torch.int64, device=device)
     tables = Gradients(torch.zeros(numel // BLOCK, dtype=torch.int32, device=device), rows, aligned=True)
     scalars, _ = optimizer.rule.evaluate(variant, group, 10, {})
-    noise = Noise(torch.tensor([[1, 2, 0]], dtype=torch.int32, device=device))
+    noise = Noise(torch.tensor([[1, 2, 0, 3]], dtype=torch.int32, device=device))
     backend = backend_of(device)
     backend.prepare(spec, device, tables.aligned)
     return spec, partial(backend.step, spec, streams, tables, torch.tensor([scalars], device=device), Factors(), noise)

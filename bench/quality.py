@@ -24,7 +24,6 @@ FORMATS = (
     ("split", "int8"),
     ("split24", "int8"),
     ("none", "fp32"),
-    ("none", "bf16"),
     ("none", "int8"),
 )
 

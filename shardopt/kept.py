@@ -7,7 +7,7 @@ import torch
 
 from .config import Options
 from .errors import BindingError
-from .kernels.formats import BF16, BF16_RANDOM, FP32, SIGNED8, SPLIT, SPLIT24, UNSIGNED8, Format
+from .kernels.formats import BF16, BF16_DITHERED, FP32, SIGNED8, SPLIT, SPLIT24, UNSIGNED8, Format
 from .rules import Rule
 from .rules.rule import EMA
 
@@ -88,8 +88,7 @@ def _state(rule: Rule, options: Options, name: str, numel: int) -> Format:
     if precision == "int8":
         return UNSIGNED8 if name in rule.nonnegative else SIGNED8
     if precision == "bf16":
-        # What is averaged over a thousand steps changes by less than half a bf16 step at a time, and would stay.
-        return BF16_RANDOM if name in rule.nonnegative or name == EMA else BF16
+        return BF16_DITHERED if name in rule.nonnegative or name == EMA else BF16
     return FP32
 
 

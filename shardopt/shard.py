@@ -156,12 +156,12 @@ class Shard:
         aligned = not np.any(rows[:, 0] % 16)
         return Gradients(self.row_of_block, torch.from_numpy(rows).to(self.param.device), aligned)
 
-    def noise(self, keys: Mapping[int, tuple[int, int]]) -> Noise:
-        """The table for these rows: what their draws depend on, beside the element."""
-        rows = np.zeros((self.num_rows, 3), dtype=np.int64)
-        for row, both in keys.items():
+    def noise(self, counters: Mapping[int, tuple[int, int, int]]) -> Noise:
+        """The table for these rows: (key, key, phase), what their noise depends on beside the element."""
+        rows = np.zeros((self.num_rows, 4), dtype=np.int64)
+        for row, (key, other_key, phase) in counters.items():
             piece = self.pieces[row]
-            rows[row] = (*both, piece.start - piece.shard_start)
+            rows[row] = (key, other_key, piece.start - piece.shard_start, phase)
         return Noise(torch.from_numpy(rows.astype(np.int32)).to(self.param.device))
 
     def strides(self, index: int) -> tuple[int, ...]:

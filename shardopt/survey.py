@@ -20,7 +20,7 @@ from .binding import Binding
 from .entry import Entry, Group
 from .errors import BindingError, ShardoptError
 from .gradient import GradientPart
-from .kernels.formats import format_of
+from .kernels.formats import ROOT2, format_of
 from .kernels.launch import backend_of
 from .kernels.reductions import LIMBS
 from .kernels.spec import StepSpec
@@ -66,7 +66,7 @@ class Launch:
     scalars: torch.Tensor  # 2D [num_rows, len(spec.variant.scalars)] fp32
     ready: Mapping[int, Ready]  # row -> param
     divisor: int  # of every gradient: how many were added up
-    noise: Noise | None  # where something is rounded by chance
+    noise: Noise | None  # where something is not rounded to nearest
 
 
 class Looked(NamedTuple):
@@ -231,18 +231,20 @@ def _plan_launches(
             for row, each in members.items():
                 table[row] = scalars.now[each.entry]
             on_device = torch.from_numpy(table).to(shard.param.device)
-            noise = _noise(binding.options.tuning.seed, shard, members) if spec.is_random else None
+            noise = _noise(binding.options.tuning.seed, shard, members) if spec.needs_noise else None
             launches.append(Launch(shard, spec, gradients, on_device, members, _divisor(members.values()), noise))
     return launches
 
 
 def _noise(seed: int, shard: Shard, members: Mapping[int, Ready]) -> Noise:
     """A key of its own for each param and step, whichever rank and shard its elements are in."""
-    keys = {}
+    counters = {}
     for row, each in members.items():
-        told = struct.pack("<qqq", seed, each.number, each.entry.step + 1)
-        keys[row] = struct.unpack("<ii", hashlib.blake2b(told, digest_size=8).digest())
-    return shard.noise(keys)
+        step = each.entry.step + 1
+        told = struct.pack("<qqq", seed, each.number, step)
+        key, other_key = struct.unpack("<ii", hashlib.blake2b(told, digest_size=8).digest())
+        counters[row] = (key, other_key, step * ROOT2 % 2**32)
+    return shard.noise(counters)
 
 
 def _divisor(members: Iterable[Ready]) -> int:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from shardopt.kernels.formats import SCALE_DROPPED_BITS, SMALLEST_SCALE, SPLIT, BlockFormat, Format
+from shardopt.kernels.formats import GOLDEN, SCALE_DROPPED_BITS, SMALLEST_SCALE, SPLIT, BlockFormat, Format
 
 BLOCK = 256
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -63,6 +63,19 @@ def hashed(elements: Array, key: int, other_key: int, stream: int) -> Array:
     return x ^ x >> six
 
 
+def dithered(elements: Array, phase: int, stream: int) -> Array:
+    """32 bits for each element: the fraction of a sum of multiples of the golden ratio and a phase."""
+    steps = elements.astype(np.int64) % 2**32
+    return (steps * GOLDEN % 2**32 + phase + stream * 58169239).astype(np.uint64) % 2**32
+
+
+def noise(format: Format, elements: Array, counters: tuple[int, int, int], stream: int) -> Array:
+    """What is added to what is cut off, as 32 bits behind the point: a half where nothing else is asked for."""
+    if format.rounding == "random":
+        return hashed(elements, *counters[:2], stream)
+    return dithered(elements, counters[2], stream) if format.rounding == "dithered" else np.full(elements.shape, 2**31)
+
+
 def to_bf16_by_chance(values: Array, draws: Array) -> Array:
     """uint16: up with the probability of what is cut off, by the upper half of the draw."""
     bits = bits_of(values).astype(np.int64)
@@ -115,8 +128,11 @@ def scales_of(blocks: Array, format: BlockFormat) -> Array:
     return np.array(found, np.float32)
 
 
-def encode_blocks(values: Array, format: BlockFormat) -> tuple[Array, Array]:
-    """uint8 codes and fp32 scales of one param's values, or some of them from a block on."""
+def encode_blocks(values: Array, format: BlockFormat, added: Array | None = None) -> tuple[Array, Array]:
+    """uint8 codes and fp32 scales of one param's values, or some of them from a block on.
+
+    ``added`` before the lower bits are cut off, 32 bits each; None: halves, so to nearest.
+    """
     size = np.abs(magnitudes(values, format))
     padded = np.zeros(-(-len(size) // BLOCK) * BLOCK, np.float32)
     padded[: len(size)] = size
@@ -126,7 +142,10 @@ def encode_blocks(values: Array, format: BlockFormat) -> tuple[Array, Array]:
         inverses = np.float32(1) / np.maximum(scales, np.float32(SMALLEST_SCALE))
         near = bits_of(blocks * inverses[:, None] + np.float32(format.offset)).astype(np.int64)
     step = 2 ** (23 - format.mantissa)
-    codes = (near - int(bits_of(np.float32(format.offset))) + step // 2) // step
+    up = np.full(padded.shape, step // 2)
+    if added is not None:
+        up[: len(values)] = added.astype(np.int64) * step // 2**32
+    codes = (near - int(bits_of(np.float32(format.offset))) + up.reshape(near.shape)) // step
     codes = np.minimum(codes, format.top)
     if format.has_sign:
         signs = np.zeros(padded.shape, np.int64)

@@ -17,8 +17,8 @@ from number_formats import (
     decode_blocks,
     encode_blocks,
     from_bf16,
-    hashed,
     join_master,
+    noise,
     part_master,
     to_bf16,
     to_bf16_by_chance,
@@ -140,9 +140,9 @@ class HandmadeShard:
         self.num_blocks = sum(blocks) + self.shape.empty_blocks
         generator = torch.Generator().manual_seed(self.shape.seed)
         self.memory = self._allocate()
-        self.keys = [
-            [each if each < 2**31 else each - 2**32 for each in pair]
-            for pair in torch.randint(2**32, (len(blocks), 2), generator=generator).tolist()
+        self.counters = [
+            tuple(each if each < 2**31 else each - 2**32 for each in counters)
+            for counters in torch.randint(2**32, (len(blocks), 3), generator=generator).tolist()
         ]
         if not math.isnan(self.shape.padding):
             for stream in self.memory.streams().values():
@@ -190,23 +190,27 @@ class HandmadeShard:
     def _keep(self, memory: Memory, row: int, name: str, values: Array) -> None:
         """Puts one member's fp32 values into the stream's format."""
         format, items = self.format(name), self._items(memory, row, name)
+        stream = _PARAM if name == "param" else _FIRST_STATE + self._place(name)
+        elements = np.arange(len(values)) + self.shape.members[row].before * BLOCK
+        added = noise(format, elements, self.counters[row], stream)
         if isinstance(format, BlockFormat):
-            codes, scales = encode_blocks(values, format)
+            codes, scales = encode_blocks(values, format, added)
             items.copy_(torch.from_numpy(codes))
             self._items(memory, row, name + SCALES).copy_(torch.from_numpy(scales))
         elif name == "master" and format is not FP32:
             param, rest = part_master(values, format)
             self._items(memory, row, "param").copy_(torch.from_numpy(param.view(np.int16)).view(torch.bfloat16))
             items.copy_(torch.from_numpy(rest))
-        elif format.is_random:
-            stream = _PARAM if name == "param" else _FIRST_STATE + self.spec.variant.states.index(name)
-            elements = np.arange(len(values)) + self.shape.members[row].before * BLOCK
-            rounded = to_bf16_by_chance(values, hashed(elements, *self.keys[row], stream))
+        elif format.rounding != "nearest":
+            rounded = to_bf16_by_chance(values, added)
             items.copy_(torch.from_numpy(rounded.view(np.int16)).view(torch.bfloat16))
         elif format.dtype is torch.bfloat16:
             items.copy_(torch.from_numpy(to_bf16(values).view(np.int16)).view(torch.bfloat16))
         else:
             items.copy_(torch.from_numpy(values))
+
+    def _place(self, name: str) -> int:
+        return self.spec.variant.states.index(name) if name in self.spec.variant.states else 0
 
     def _kept(self, memory: Memory, row: int, name: str) -> Array:
         """What :meth:`_keep` kept, in fp32."""
@@ -246,12 +250,12 @@ class HandmadeShard:
         return torch.from_numpy(table)
 
     def noise(self, device: torch.device) -> Noise | None:
-        """The tables of what is rounded by chance; None where nothing is."""
-        if not self.spec.is_random:
+        """The tables of what is not rounded to nearest; None where all is."""
+        if not self.spec.needs_noise:
             return None
-        places = zip(self.keys, self.shape.members, self.starts, strict=True)
-        rows = [[*keys, member.before * BLOCK - start] for keys, member, start in places]
-        table = np.array([*rows, [0, 0, 0]], np.int64).astype(np.int32)  # the element modulo 2**32
+        places = zip(self.counters, self.shape.members, self.starts, strict=True)
+        rows = [[key, other, member.before * BLOCK - start, phase] for (key, other, phase), member, start in places]
+        table = np.array([*rows, [0, 0, 0, 0]], np.int64).astype(np.int32)  # modulo 2**32
         return Noise(torch.from_numpy(table).to(device))
 
     def launch(self, backend: Backend, device: torch.device) -> Memory:

@@ -4,6 +4,7 @@ A rule that returns the gradient puts any fp32 number into a format, one that re
 kernel sees every pattern, Triton's those where rounding can go wrong; test_kernels.py compares the two on whole shards.
 """
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from number_formats import (
     decode_blocks,
+    dithered,
     dropped_bits,
     encode_blocks,
     fractions,
@@ -24,15 +26,17 @@ from number_formats import (
     part_master,
     to_bf16_by_chance,
 )
-from shards import BACKENDS, TRITON_DEVICE, assert_same_bits, bits, lone
+from shards import BACKENDS, assert_same_bits, bits, lone
 from torch import Tensor
 
 from shardopt.kernels import codecs, triton_step
 from shardopt.kernels.codecs import Encoded
 from shardopt.kernels.formats import (
     BF16,
+    BF16_DITHERED,
     BF16_RANDOM,
     FP32,
+    ROOT2,
     SIGNED8,
     SMALLEST_SCALE,
     SPLIT,
@@ -75,6 +79,12 @@ def put(param, grad, state, s):
 
 
 @rule(states=("kept",), scalars=no_scalars)
+def approach(param, grad, state, s):
+    state.kept = state.kept + 0.001 * (grad - state.kept)
+    return param
+
+
+@rule(states=("kept",), scalars=no_scalars)
 def get(param, grad, state, s):
     return state.kept + 0 * grad  # without the state, which is +0 where it is not read, there is nothing to see
 
@@ -86,7 +96,7 @@ def large_programs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def launch(
-    backend: Backend, spec: StepSpec, streams: Streams, grad: Tensor, noise: tuple[int, int, int] | None = None
+    backend: Backend, spec: StepSpec, streams: Streams, grad: Tensor, noise: tuple[int, int, int, int] | None = None
 ) -> None:
     """One param that is the whole shard."""
     gradients, _grad = lone(grad)
@@ -195,7 +205,9 @@ def test_a_master_beside_a_param_that_was_rounded_to_even(format: Format) -> Non
         joined = codecs.join(param, codecs.rest_of(master, param, format), format)
         away = (bits(joined).long() - bits(master).long()).abs()
         dropped = dropped_bits(format)
-        limit = (1 << dropped >> 1) + (1 << dropped) * (low >> dropped == 0x8000 >> dropped or low + (1 << dropped >> 1) >= 0x8000 > low)
+        limit = (1 << dropped >> 1) + (1 << dropped) * (
+            low >> dropped == 0x8000 >> dropped or low + (1 << dropped >> 1) >= 0x8000 > low
+        )
         assert int(away.max()) <= limit, hex(low)
 
 
@@ -211,21 +223,22 @@ def test_another_param_counts_more_than_a_master(format: Format) -> None:
 
 @KERNELS
 def test_chance_is_keyed_by_param_step_and_element(backend: Backend, device: torch.device) -> None:
-    """The hash of element, keys and stream alone, wherever a shard begins; every stream has bits of its own."""
+    """The hash of element, keys and stream alone, wherever a shard begins; a state is dithered, with a phase."""
     values = torch.rand(3 * BLOCK + 7, generator=torch.Generator().manual_seed(0)) + 0.5
-    spec = StepSpec(put.variant({}), BF16_RANDOM, FP32, None, (BF16_RANDOM,))
+    spec = StepSpec(put.variant({}), BF16_RANDOM, FP32, None, (BF16_DITHERED,))
     for keys, first in itertools.product([(0, 0), (-5, 2**31 - 1)], [0, BLOCK, -BLOCK, 2**31 - BLOCK]):
         kept = torch.zeros(padded(len(values)), dtype=torch.bfloat16, device=device)
         param = torch.zeros_like(kept)
-        launch(backend, spec, Streams(param, None, (kept,)), values.to(device), (*keys, first))
+        launch(backend, spec, Streams(param, None, (kept,)), values.to(device), (*keys, first, first // 3))
         elements = np.arange(len(values)) + first
-        assert np.array_equal(u16(kept)[: len(values)], to_bf16_by_chance(values.numpy(), hashed(elements, *keys, 3)))
+        expected = to_bf16_by_chance(values.numpy(), dithered(elements, first // 3, 3))
+        assert np.array_equal(u16(kept)[: len(values)], expected)
         launch(
             backend,
             StepSpec(take_gradient.variant({}), BF16_RANDOM, FP32, None),
             Streams(param, None, ()),
             values.to(device),
-            (*keys, first),
+            (*keys, first, 0),
         )
         assert np.array_equal(u16(param)[: len(values)], to_bf16_by_chance(values.numpy(), hashed(elements, *keys, 1)))
         assert not np.array_equal(u16(param), u16(kept))
@@ -234,7 +247,7 @@ def test_chance_is_keyed_by_param_step_and_element(backend: Backend, device: tor
 def rounded_by_chance(backend: Backend, values: Tensor, keys: tuple[int, int]) -> Tensor:
     param = torch.zeros(padded(len(values)), dtype=torch.bfloat16, device=values.device)
     spec = StepSpec(take_gradient.variant({}), BF16_RANDOM, FP32, None)
-    launch(backend, spec, Streams(param, None, ()), values, (*keys, 0))
+    launch(backend, spec, Streams(param, None, ()), values, (*keys, 0, 0))
     return param[: len(values)]
 
 
@@ -296,14 +309,31 @@ def neighbours_of_codes(format: BlockFormat) -> Tensor:
     """1D fp64, as fractions of a scale: around each code, around the middle between two, and in between."""
     table = torch.from_numpy(fractions(format)).double()
     middles = (table[1:] + table[:-1]) / 2
-    near = torch.cat([point * (1 + sign * eps) for point in (table, middles) for sign in (-1, 1) for eps in (0, 1e-6, 1e-3, 0.01)])
+    near = torch.cat(
+        [point * (1 + sign * eps) for point in (table, middles) for sign in (-1, 1) for eps in (0, 1e-6, 1e-3, 0.01)]
+    )
     near = torch.cat([near, torch.linspace(0, 1, 1000).double() * table[-1]])
     near = near[near <= table[-1]]
     return torch.cat([near, -near, -near.new_zeros(1)]) if format.has_sign else near
 
 
 # Of the block's largest magnitude: subnormal, around where a scale becomes it, ordinary, with inverses that are it, huge.
-LARGEST_OF_BLOCK = (2.0**-149, 2.0**-140, 1e-39, 2.0**-126, 2.0**-125.1, 1e-30, 1e-8, 0.1, 1.0, 255 / 256, 3e5, 1e20, 2e38, LARGEST)
+LARGEST_OF_BLOCK = (
+    2.0**-149,
+    2.0**-140,
+    1e-39,
+    2.0**-126,
+    2.0**-125.1,
+    1e-30,
+    1e-8,
+    0.1,
+    1.0,
+    255 / 256,
+    3e5,
+    1e20,
+    2e38,
+    LARGEST,
+)
 
 
 def blocks_around_codes(format: BlockFormat) -> Tensor:
@@ -407,7 +437,8 @@ def test_above_zero_never_becomes_zero() -> None:
 @KERNELS
 @BLOCK_FORMATS
 def test_kernels_and_codecs_agree(backend: Backend, device: torch.device, format: BlockFormat) -> None:
-    """Encoded by the one and decoded by the other, every code and every kind of block."""
+    """Encoded to nearest by the one and decoded by the other, every code and every kind of block."""
+    format = dataclasses.replace(format, rounding="nearest")
     values = blocks_around_codes(format).flatten()[: -BLOCK + 3]
     kept = torch.full((padded(len(values)),), 0x5A, dtype=torch.uint8, device=device)
     scales = torch.full((len(kept) // BLOCK,), math.nan, device=device)
@@ -432,7 +463,8 @@ def test_kernels_and_codecs_agree(backend: Backend, device: torch.device, format
 def test_what_is_no_number_is_never_hidden(
     backend: Backend, device: torch.device, format: BlockFormat, bad: float
 ) -> None:
-    """A block that holds one shows it, and the others do not; in kernels and codecs. -Inf where there is no sign is 0."""
+    """A block that holds one shows it, the others do not; in kernels and codecs. -Inf where there is no sign is 0."""
+    format = dataclasses.replace(format, rounding="nearest")
     values = torch.linspace(-1, 1, 3 * BLOCK).abs()
     place = BLOCK + 7
     values[place] = bad
@@ -485,6 +517,62 @@ def test_a_block_is_a_world_of_its_own(format: BlockFormat) -> None:
         assert some.scales is not None
         assert torch.equal(some.items, whole.items[part])
         assert torch.equal(some.scales, whole.scales[part.start // BLOCK : part.start // BLOCK + len(some.scales)])
+
+
+# -- dithering ---------------------------------------------------------------------------------------------------------
+
+STEPS = 4096
+
+
+@KERNELS
+@pytest.mark.parametrize("format", [BF16_DITHERED, UNSIGNED8], ids=lambda each: each.name)
+def test_dithering_keeps_the_mean(backend: Backend, device: torch.device, format: Format) -> None:
+    """Over the steps of each element and over the elements of a step; and no element is off by a whole gap."""
+    values = torch.rand(2 * BLOCK, generator=torch.Generator().manual_seed(0)) * 0.9 + 0.05
+    values[::BLOCK] = 1  # the blocks' largest, so that gaps are known
+    kept = torch.zeros(len(values), dtype=format.dtype, device=device)
+    scales = torch.zeros(2, device=device) if isinstance(format, BlockFormat) else None
+    spec = StepSpec(put.variant({}), FP32, FP32, states=(format,))
+    steps, param = (64 if type(backend) is not Native else STEPS), torch.zeros(len(values), device=device)
+    mean, over_elements = torch.zeros(len(values), dtype=torch.float64), []
+    for step in range(1, steps + 1):
+        phase = (step * ROOT2 + 2**31) % 2**32 - 2**31
+        launch(backend, spec, Streams(param, None, (kept,), (scales,)), values.to(device), (0, 0, 0, phase))
+        shown = codecs.decode(codecs.Encoded(kept.cpu(), None if scales is None else scales.cpu()), format)
+        off = (shown - values).double() / gaps(format, values)
+        assert float(off.abs().max()) < 1.001
+        over_elements.append(float(off.mean()))
+        mean += off / steps
+    assert float(mean.abs().max()) < 4 / steps**0.9  # 1 / sqrt(steps) if it were random: 0.016
+    assert max(map(abs, over_elements)) < 0.05  # 1 / sqrt(512) / sqrt(12): 0.013, and 4096 of them
+
+
+def gaps(format: Format, values: Tensor) -> Tensor:
+    """fp64: how far apart the two numbers are that a value lies between."""
+    if not isinstance(format, BlockFormat):
+        return 2.0 ** (torch.frexp(values.double()).exponent - 8).double()
+    table = torch.from_numpy(fractions(format)).double() / format.largest
+    above = torch.searchsorted(table, values.double()).clamp(1, len(table) - 1)
+    return table[above] - table[above - 1]
+
+
+def test_a_small_change_is_not_lost() -> None:
+    """An average that a step moves by a hundredth of a gap goes where it should, and stays put to nearest."""
+    for format, moves in ((UNSIGNED8, True), (dataclasses.replace(UNSIGNED8, rounding="nearest"), False)):
+        kept, scales = torch.zeros(BLOCK, dtype=torch.uint8), torch.zeros(1)
+        param = torch.zeros(BLOCK)
+        values = torch.full((BLOCK,), 0.5)
+        values[0] = 1
+        spec = StepSpec(approach.variant({}), FP32, FP32, states=(format,))
+        launch(Native(), StepSpec(put.variant({}), FP32, FP32, states=(format,)),
+               Streams(param, None, (kept,), (scales,)), values, (0, 0, 0, 0))  # fmt: skip
+        values[1:] = 0.25
+        for step in range(1, 3001):
+            phase = (step * ROOT2 + 2**31) % 2**32 - 2**31
+            launch(Native(), spec, Streams(param, None, (kept,), (scales,)), values, (0, 0, 0, phase))
+        shown = codecs.decode(codecs.Encoded(kept, scales), format)[1:]
+        expected = 0.25 + 0.25 * 0.999**3000
+        assert bool(((shown - expected).abs() < 0.02).all()) if moves else bool((shown > 0.45).all())
 
 
 # -- the tests' own comparison -----------------------------------------------------------------------------------------

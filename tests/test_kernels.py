@@ -17,7 +17,18 @@ from shards import BACKENDS, SCALES, HandmadeShard, Member, Shape, assert_same_b
 from shardopt.config import Options
 from shardopt.kept import kept_for
 from shardopt.kernels import native_step, pool, triton_step
-from shardopt.kernels.formats import BF16, BF16_RANDOM, FP16, FP32, SIGNED8, SPLIT, SPLIT24, UNSIGNED8, Format
+from shardopt.kernels.formats import (
+    BF16,
+    BF16_DITHERED,
+    BF16_RANDOM,
+    FP16,
+    FP32,
+    SIGNED8,
+    SPLIT,
+    SPLIT24,
+    UNSIGNED8,
+    Format,
+)
 from shardopt.kernels.launch import Backend, Native, Triton
 from shardopt.kernels.spec import StepSpec
 from shardopt.kernels.tables import BLOCK, Factors, Gradients, Streams
@@ -29,15 +40,15 @@ FORMATS = [(param, grad) for param in (FP32, BF16, FP16) for grad in (FP32, BF16
 # Of AdamW without amsgrad: every format of a master with every one of a state, and states that differ.
 KEPT: list[Formats] = [
     (FP32, FP32, FP32, (SIGNED8, UNSIGNED8)),
-    (FP32, BF16, FP32, (BF16, BF16_RANDOM)),
-    (BF16, BF16, FP32, (SIGNED8, BF16_RANDOM)),
+    (FP32, BF16, FP32, (BF16, BF16_DITHERED)),
+    (BF16, BF16, FP32, (SIGNED8, BF16_DITHERED)),
     (BF16, FP16, SPLIT, ()),
     (BF16, BF16, SPLIT, (SIGNED8, UNSIGNED8)),
-    (BF16, FP32, SPLIT, (BF16, BF16_RANDOM)),
-    (BF16, BF16, SPLIT24, (BF16_RANDOM, UNSIGNED8)),
+    (BF16, FP32, SPLIT, (BF16, BF16_DITHERED)),
+    (BF16, BF16, SPLIT24, (BF16_DITHERED, UNSIGNED8)),
     (BF16, FP32, SPLIT24, (SIGNED8, FP32)),
     (BF16_RANDOM, BF16, None, (SIGNED8, UNSIGNED8)),
-    (BF16_RANDOM, FP32, None, (BF16_RANDOM, BF16)),
+    (BF16_RANDOM, FP32, None, (BF16_DITHERED, BF16)),
     (BF16_RANDOM, FP32, None, ()),
     (FP16, FP16, FP32, (UNSIGNED8, SIGNED8)),
 ]

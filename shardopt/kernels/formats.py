@@ -16,9 +16,20 @@ offset :math:`d`, a mantissa of :math:`m` bits and :math:`b(x)` the bits of an f
 
 which takes no root, logarithm or table, and has the same bits everywhere. The scale is the block's largest magnitude
 over :math:`y(q_{max})`, to 16 bits, so that what is decoded encodes to the very codes that it came from; because it is
-no power of two, an average in which nothing new arrives decays by its scale, and its codes stay. Encoding rounds to
-nearest. What must not be negative has no sign bit, and what is above zero never becomes zero there: a second moment is
-divided by.
+no power of two, an average in which nothing new arrives decays by its scale, and its codes stay. What must not be
+negative has no sign bit, and what is above zero never becomes zero there: a second moment is divided by.
+
+**Rounding.** To nearest, but for two kinds. A param without a master is rounded *randomly*, up with the probability of
+what is cut off, by a hash of (seed, step, param, element). And what is averaged over a thousand steps is *dithered*:
+a step changes it by less than half a gap between two numbers of 8 or 16 bits, so that rounded to nearest it would stay
+where it is. Instead of one half is added
+
+.. math::
+    \{ i \varphi + t \sqrt 2 \}
+
+the fractional part, for element :math:`i` of the param in its step :math:`t`, with :math:`\varphi` the golden ratio:
+spread more evenly over elements and steps than random numbers are, and one multiplication. An element is then off by
+less than a gap, and right on average.
 """
 
 import math
@@ -38,7 +49,7 @@ class Format:
     dtype: torch.dtype  # of the tensor that the user sees
     storage: torch.dtype  # what a kernel loads and stores
     itemsize: int  # bytes an element
-    is_random: bool = False  # rounded up or down by chance, so that the mean is kept
+    rounding: str = "nearest"  # by a kernel's step; elsewhere all are rounded to nearest
 
 
 @dataclass(frozen=True)
@@ -80,13 +91,20 @@ class BlockFormat(Format):
 FP32 = Format("fp32", torch.float32, torch.float32, 4)
 BF16 = Format("bf16", torch.bfloat16, torch.int16, 2)
 FP16 = Format("fp16", torch.float16, torch.float16, 2)
-BF16_RANDOM = Format("bf16_random", torch.bfloat16, torch.int16, 2, is_random=True)
+BF16_RANDOM = Format("bf16_random", torch.bfloat16, torch.int16, 2, rounding="random")
+BF16_DITHERED = Format("bf16_dithered", torch.bfloat16, torch.int16, 2, rounding="dithered")
 SPLIT = Format("split", torch.int16, torch.int16, 2)
 SPLIT24 = Format("split24", torch.int8, torch.int8, 1)
 SIGNED8 = BlockFormat("signed8", torch.uint8, torch.uint8, 1, has_sign=True, mantissa=4, offset=2.0**-7)
-UNSIGNED8 = BlockFormat("unsigned8", torch.uint8, torch.uint8, 1, has_sign=False, mantissa=5, offset=2.0**-7)
+UNSIGNED8 = BlockFormat(
+    "unsigned8", torch.uint8, torch.uint8, 1, rounding="dithered", has_sign=False, mantissa=5, offset=2.0**-7
+)
 
-FORMATS = {each.name: each for each in (FP32, BF16, FP16, BF16_RANDOM, SPLIT, SPLIT24, SIGNED8, UNSIGNED8)}
+FORMATS = {
+    each.name: each for each in (FP32, BF16, FP16, BF16_RANDOM, BF16_DITHERED, SPLIT, SPLIT24, SIGNED8, UNSIGNED8)
+}
+# Fractions of 2**32 for the dither: the golden ratio's, made odd, and that of the root of 2.
+GOLDEN, ROOT2 = 0x9E3779B1, 0x6A09E667
 
 # A block's scale is rounded to 16 bits of mantissa, and is never subnormal: its inverse would be infinite.
 SCALE_DROPPED_BITS = 8

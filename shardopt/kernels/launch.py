@@ -28,7 +28,7 @@ class Backend(Protocol):
         gradients: Gradients,
         scalars: torch.Tensor,  # 2D [num_rows, len(spec.variant.scalars)] fp32
         factors: Factors,
-        noise: Noise | None = None,  # where something is rounded by chance
+        noise: Noise | None = None,  # where something is not rounded to nearest
     ) -> None:
         """Updates the shard in place: ``rule(param, grad * unscale * clip, states)``.
 
@@ -72,7 +72,7 @@ class Native:
     ) -> None:
         from .native_step import compile_step
 
-        assert factors.divisor == 1 and (noise is not None or not spec.is_random)
+        assert factors.divisor == 1 and (noise is not None or not spec.needs_noise)
         kernel = compile_step(spec)
         tensors = [gradients.row_of_block, gradients.rows, scalars]
         masters = [] if streams.master is None else [streams.master]

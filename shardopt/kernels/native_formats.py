@@ -8,7 +8,7 @@ from typing import Any
 
 from numba import njit, types
 
-from .formats import LARGEST_FP32, SCALE_DROPPED_BITS, SMALLEST_SCALE
+from .formats import GOLDEN, LARGEST_FP32, SCALE_DROPPED_BITS, SMALLEST_SCALE
 from .native_words import (
     COMPILE_OPTIONS,
     abs,
@@ -98,8 +98,14 @@ def draw(element: Any, key: Any, other_key: Any, stream: Any) -> Any:
 
 
 @njit(**COMPILE_OPTIONS)
-def narrow_bf16_random(x: Any, bits: Any) -> Any:
-    """Up with the probability of what would be cut off; infinity comes next above the largest bf16 number."""
+def dither(element: Any, phase: Any, stream: Any) -> Any:
+    """32 bits that are spread evenly over elements and steps."""
+    return add(add(mul(i32(element), i32(GOLDEN)), phase), mul(i32(stream), i32(58169239)))
+
+
+@njit(**COMPILE_OPTIONS)
+def narrow_bf16_up(x: Any, bits: Any) -> Any:
+    """Up where the upper half of these bits and what is cut off overflow; infinity is next to the largest number."""
     return u16(shr(add(to_bits(one_nan(x)), shr(bits, i32(16))), i32(16)))
 
 
@@ -147,18 +153,20 @@ def inverse_of(scale: Any) -> Any:
 
 
 @njit(**COMPILE_OPTIONS)
-def _nearest(magnitude: Any, inverse: Any, shift: Any, offset_bits: Any, offset: Any, top: Any) -> Any:
+def _code(magnitude: Any, inverse: Any, up: Any, shift: Any, offset_bits: Any, offset: Any, top: Any) -> Any:
     bits = to_bits(from_bits(magnitude) * inverse + f32(offset))
-    return smaller(shr(add(bits, i32((1 << (shift - 1)) - offset_bits)), i32(shift)), i32(top))
+    return smaller(shr(add(add(bits, i32(-offset_bits)), up), i32(shift)), i32(top))
 
 
 @njit(**COMPILE_OPTIONS)
-def encode_signed8(x: Any, inverse: Any, shift: Any, offset_bits: Any, offset: Any) -> Any:
-    code = _nearest(magnitude_signed8(x), inverse, shift, offset_bits, offset, 127)
+def encode_signed8(x: Any, inverse: Any, noise: Any, shift: Any, offset_bits: Any, offset: Any) -> Any:
+    up = shr(noise, i32(32 - shift))
+    code = _code(magnitude_signed8(x), inverse, up, shift, offset_bits, offset, 127)
     return u8(either(code, shl(shr(to_bits(x), i32(31)), i32(7))))
 
 
 @njit(**COMPILE_OPTIONS)
-def encode_unsigned8(x: Any, inverse: Any, shift: Any, offset_bits: Any, offset: Any) -> Any:
-    magnitude = magnitude_unsigned8(x)
-    return u8(larger(_nearest(magnitude, inverse, shift, offset_bits, offset, 255), smaller(magnitude, i32(1))))
+def encode_unsigned8(x: Any, inverse: Any, noise: Any, shift: Any, offset_bits: Any, offset: Any) -> Any:
+    magnitude, up = magnitude_unsigned8(x), shr(noise, i32(32 - shift))
+    code = _code(magnitude, inverse, up, shift, offset_bits, offset, 255)
+    return u8(larger(code, smaller(magnitude, i32(1))))

@@ -91,8 +91,8 @@ def step_source(spec: StepSpec) -> str:
     variant, text = spec.variant, _Text()
     for index, name in enumerate(variant.scalars):
         text.block.append(f"s_{name} = load_f32(scalars, row * {len(variant.scalars)} + {index}, TABLE)")
-    if spec.is_random:
-        text.block += [f"{name} = load_i32(noise, row * 3 + {i}, TABLE)" for i, name in enumerate(_NOISE)]
+    if spec.needs_noise:
+        text.block += [f"{name} = load_i32(noise, row * 4 + {i}, TABLE)" for i, name in enumerate(_NOISE)]
     text.load.append(f"grad = widen_{spec.grad.name}(load_{spec.grad.name}(grad_at, i, 0)) * unscale * clip")
     _add_param(text, spec)
     for index, (name, format) in enumerate(zip(variant.states, spec.states, strict=True)):
@@ -127,19 +127,27 @@ def step_source(spec: StepSpec) -> str:
     )
 
 
-_NOISE = ("key", "other_key", "first_element")
+_NOISE = ("key", "other_key", "first_element", "phase")
+_HALF = "i32(-2147483648)"  # of 32 bits
 
 
 def _loaded(at: str, format: Format, stream: int) -> str:
-    name = "bf16" if format.is_random else format.name
+    name = format.name if format.rounding == "nearest" else "bf16"
     return f"widen_{name}(load_{name}({at}, i, {stream}))"
 
 
 def _stored(at: str, value: str, format: Format, stream: int) -> str:
-    if format.is_random:
-        bits = f"draw(add(i32(i), first_element), key, other_key, {stream})"
-        return f"store_bf16({at}, i, narrow_bf16_random({value}, {bits}), {stream})"
+    if format.rounding != "nearest":
+        return f"store_bf16({at}, i, narrow_bf16_up({value}, {_noise(format, stream)}), {stream})"
     return f"store_{format.name}({at}, i, narrow_{format.name}({value}), {stream})"
+
+
+def _noise(format: Format, stream: int) -> str:
+    """32 bits: the chance of rounding up."""
+    element = "add(i32(i), first_element)"
+    if format.rounding == "random":
+        return f"draw({element}, key, other_key, {stream})"
+    return f"dither({element}, phase, {stream})" if format.rounding == "dithered" else _HALF
 
 
 def _add_param(text: _Text, spec: StepSpec) -> None:
@@ -173,7 +181,8 @@ def _add_block_state(text: _Text, name: str, format: BlockFormat, stream: int, n
         f"store_f32({name}_new, i - start, state_{name}, {new_stream})",
         f"{name}_largest = larger({name}_largest, magnitude_{word}(state_{name}))",
     ]
-    encoded = f"encode_{word}(load_f32({name}_new, i - start, {new_stream}), {name}_inverse, {numbers})"
+    new = f"load_f32({name}_new, i - start, {new_stream})"
+    encoded = f"encode_{word}({new}, {name}_inverse, {_noise(format, stream)}, {numbers})"
     text.after += [
         f"{name}_scale = scale_of({name}_largest, {1 / format.largest!r}, {format.largest_scale!r})",
         f"store_f32({name}_scales_at, block, {name}_scale, TABLE)",

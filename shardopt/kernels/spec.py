@@ -37,9 +37,9 @@ class StepSpec:
         return not self.has_master or self.master is not FP32
 
     @property
-    def is_random(self) -> bool:
-        """Whether anything is rounded by chance."""
-        return any(each.is_random for each in (self.param, *self.states))
+    def needs_noise(self) -> bool:
+        """Whether anything is not rounded to nearest."""
+        return any(each.rounding != "nearest" for each in (self.param, *self.states))
 
     @property
     def bytes_per_element(self) -> float:

@@ -80,20 +80,21 @@ class Factors(NamedTuple):
 
 @dataclass(frozen=True)
 class Noise:
-    """What rounding by chance draws its bits from: a counter, so that they are the same wherever the step runs.
+    """What is added before rounding down: from counters, so that it is the same wherever the step runs.
 
-    Element ``e`` of a param gets bits of ``hash(e, key)``, with a key of the seed, the param and its step. Stored as
-    ``rows[r] = (key, key, first)``: element ``i`` of the shard is element ``i + first`` of the param of row ``r``.
+    Element ``e`` of a param draws ``hash(e, key)``, with a key of the seed, the param and its step, or is dithered by
+    ``e * golden ratio + phase`` with a phase of the step (``formats.py``). Stored as ``rows[r] = (key, key, first,
+    phase)``: element ``i`` of the shard is element ``i + first`` of the param of row ``r``.
     """
 
-    rows: torch.Tensor  # 2D [num_rows, 3] int32
+    rows: torch.Tensor  # 2D [num_rows, 4] int32
 
     def part(self, start: int) -> "Noise":
         """For elements from ``start`` of the shard on alone."""
         if start == 0:
             return self
         # Modulo 2**32: elements of a param beyond that share bits with its first ones.
-        moved = torch.tensor([[0, 0, (start + 2**31) % 2**32 - 2**31]], dtype=torch.int32, device=self.rows.device)
+        moved = torch.tensor([[0, 0, (start + 2**31) % 2**32 - 2**31, 0]], dtype=torch.int32, device=self.rows.device)
         return Noise(self.rows + moved)
 
 

@@ -6,12 +6,13 @@ Blocks are rows: tiles are 2D [BLOCKS, 256], scales 1D [BLOCKS].
 import triton
 import triton.language as tl
 
-from .formats import LARGEST_FP32, SCALE_DROPPED_BITS, SMALLEST_SCALE
+from .formats import GOLDEN, LARGEST_FP32, SCALE_DROPPED_BITS, SMALLEST_SCALE
 
 _NAN = tl.constexpr(0x7FC00000)
 _HALF_SCALE = tl.constexpr(1 << (SCALE_DROPPED_BITS - 1))
 _KEPT_OF_SCALE = tl.constexpr(-1 << SCALE_DROPPED_BITS)
 _SMALLEST_SCALE = tl.constexpr(SMALLEST_SCALE)
+_GOLDEN = tl.constexpr(GOLDEN - 2**32)  # as an int32
 _LARGEST_FP32 = tl.constexpr(LARGEST_FP32)
 
 
@@ -77,8 +78,14 @@ def draw(element, key, other_key, STREAM: tl.constexpr):
 
 
 @triton.jit
-def narrow_randomly(x, bits):
-    """bf16, up with the probability of what would be cut off."""
+def dither(element, phase, STREAM: tl.constexpr):
+    """32 bits that are spread evenly over elements and steps."""
+    return element * _GOLDEN + (phase + STREAM * 58169239)
+
+
+@triton.jit
+def narrow_up(x, bits):
+    """bf16, up where the upper half of these bits and what is cut off overflow."""
     return shr(one_nan_bits(x) + shr(bits, 16), 16).to(tl.int16)
 
 
@@ -100,8 +107,8 @@ def decode(codes, scales, FORMAT: tl.constexpr):
 
 
 @triton.jit
-def encode(x, valid, FORMAT: tl.constexpr):
-    """Codes, and the scales of their blocks; what is not valid does not count."""
+def encode(x, valid, noise, FORMAT: tl.constexpr):
+    """Codes, and the scales of their blocks; what is not valid does not count. The noise is 32 bits of each element."""
     HAS_SIGN: tl.constexpr = FORMAT[1]
     SHIFT: tl.constexpr = FORMAT[2]
     OFFSET_BITS: tl.constexpr = FORMAT[3]
@@ -119,7 +126,7 @@ def encode(x, valid, FORMAT: tl.constexpr):
     scales = tl.where(largest == 0.0, 0.0, tl.where(largest <= _LARGEST_FP32, rounded, largest))
     inverses = tl.div_rn(1.0, tl.where(scales < _SMALLEST_SCALE, _SMALLEST_SCALE, scales))
     bits = bits_of(from_bits(magnitude) * inverses[:, None] + OFFSET)
-    codes = shr(bits + ((1 << (SHIFT - 1)) - OFFSET_BITS), SHIFT)
+    codes = shr(bits - OFFSET_BITS + shr(noise, 32 - SHIFT), SHIFT)
     if HAS_SIGN:
         codes = tl.minimum(codes, 127) | (shr(bits_of(x), 31) << 7)
     else:

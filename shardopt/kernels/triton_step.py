@@ -15,7 +15,7 @@ from .formats import BlockFormat, Format
 from .spec import StepSpec
 from .tables import BLOCK, Factors, Gradients, Noise, Streams
 from .translate import Arithmetic, function_from_source, triton_function
-from .triton_formats import decode, draw, encode, join, narrow_randomly, part_master
+from .triton_formats import decode, dither, draw, encode, join, narrow_up, part_master
 from .triton_words import RULE_WORDS, narrow, widen
 
 # Blocks of 256 that one program updates, and its warps: 8 elements a thread, which is one 128-bit access for 16-bit
@@ -38,7 +38,7 @@ def step_kernel(
     row_of_block_ptr,  # [num_blocks] int32
     rows_ptr,  # [num_rows, 2] int64: address of the gradient of element 0 of the shard; end of the param in the shard
     scalars_ptr,  # [num_rows, NUM_SCALARS] fp32
-    noise_ptr,  # [num_rows, 3] int32: two keys, and what makes an element of the shard one of the param
+    noise_ptr,  # [num_rows, 4] int32: two keys, what makes an element of the shard one of the param, a phase
     num_blocks,
     unscale,  # fp32: 1 / loss scale, a power of two that is still to be divided by included
     clip,  # fp32: factor of the global-norm clipping
@@ -48,7 +48,8 @@ def step_kernel(
     GRAD: tl.constexpr,
     MASTER: tl.constexpr,  # "" where there is none
     STATES: tl.constexpr,  # of each state: (format name,), or ("block", the numbers of a block format)
-    IS_RANDOM: tl.constexpr,
+    ROUNDINGS: tl.constexpr,  # tuple, of each state
+    NEEDS_NOISE: tl.constexpr,
     GRAD_TYPE: tl.constexpr,
     ALIGNED: tl.constexpr,  # whether every gradient starts on 16 bytes
     BLOCK: tl.constexpr,
@@ -98,10 +99,11 @@ def step_kernel(
 
     param, states = RULE(param, grad, states, scalars)
 
-    if IS_RANDOM:
-        key = tl.load(noise_ptr + row * 3)[:, None]
-        other_key = tl.load(noise_ptr + row * 3 + 1)[:, None]
-        elements = offsets.to(tl.int32) + tl.load(noise_ptr + row * 3 + 2)[:, None]
+    if NEEDS_NOISE:
+        key = tl.load(noise_ptr + row * 4)[:, None]
+        other_key = tl.load(noise_ptr + row * 4 + 1)[:, None]
+        elements = offsets.to(tl.int32) + tl.load(noise_ptr + row * 4 + 2)[:, None]
+        phase = tl.load(noise_ptr + row * 4 + 3)[:, None]
     if MASTER == "split" or MASTER == "split24":
         upper, rest = part_master(param, MASTER)
         tl.store(param_ptr + offsets, upper, mask=active)
@@ -110,17 +112,20 @@ def step_kernel(
         if MASTER == "fp32":
             tl.store(master_ptr + offsets, param, mask=active)
         if PARAM == "bf16_random":
-            tl.store(param_ptr + offsets, narrow_randomly(param, draw(elements, key, other_key, 1)), mask=active)
+            tl.store(param_ptr + offsets, narrow_up(param, draw(elements, key, other_key, 1)), mask=active)
         else:
             tl.store(param_ptr + offsets, narrow(param, PARAM), mask=active)
     for index in tl.static_range(len(state_ptrs)):
+        if ROUNDINGS[index] == "dithered":
+            noise = dither(elements, phase, 3 + index)
+        else:
+            noise = tl.full((BLOCKS, BLOCK), -(2**31), tl.int32)  # a half of 2**32: to nearest
         if STATES[index][0] == "block":
-            codes, scales = encode(states[index], offsets < end[:, None], STATES[index])
+            codes, scales = encode(states[index], offsets < end[:, None], noise, STATES[index])
             tl.store(state_ptrs[index] + offsets, codes, mask=active)
             tl.store(scale_ptrs[index] + blocks, scales, mask=inside & (start < end))
-        elif STATES[index][0] == "bf16_random":
-            bits = draw(elements, key, other_key, 3 + index)
-            tl.store(state_ptrs[index] + offsets, narrow_randomly(states[index], bits), mask=active)
+        elif STATES[index][0] == "bf16_dithered":
+            tl.store(state_ptrs[index] + offsets, narrow_up(states[index], noise), mask=active)
         else:
             tl.store(state_ptrs[index] + offsets, narrow(states[index], STATES[index][0]), mask=active)
 
@@ -140,7 +145,8 @@ def constants(spec: StepSpec, aligned: bool) -> dict[str, Any]:
         "GRAD": spec.grad.name,
         "MASTER": spec.master.name if spec.has_master and spec.master is not None else "",
         "STATES": tuple(_numbers(format) for format in spec.states),
-        "IS_RANDOM": spec.is_random,
+        "ROUNDINGS": tuple(format.rounding for format in spec.states),
+        "NEEDS_NOISE": spec.needs_noise,
         "GRAD_TYPE": GRAD_TYPES[spec.grad.name],
         "ALIGNED": aligned,
         "BLOCK": BLOCK,
@@ -203,5 +209,5 @@ def compile_by_empty_launch(spec: StepSpec, device: torch.device, aligned: bool)
         torch.zeros(1, dtype=torch.int32, device=device), torch.zeros(1, 2, dtype=torch.int64, device=device), aligned
     )
     scalars = torch.zeros(1, len(spec.variant.scalars), device=device)
-    noise = Noise(torch.zeros(1, 3, dtype=torch.int32, device=device)) if spec.is_random else None
+    noise = Noise(torch.zeros(1, 4, dtype=torch.int32, device=device)) if spec.needs_noise else None
     launch_step(spec, streams, gradients, scalars, Factors(), noise)

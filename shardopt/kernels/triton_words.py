@@ -27,7 +27,7 @@ def clamp(x, low, high):
 @triton.jit
 def widen(x, FORMAT: tl.constexpr):
     """To fp32, exactly. bf16 arrives as its bits in int16."""
-    if FORMAT == "bf16" or FORMAT == "bf16_random":
+    if FORMAT == "bf16" or FORMAT == "bf16_random" or FORMAT == "bf16_dithered":
         return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
     else:
         return x.to(tl.float32)
