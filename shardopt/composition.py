@@ -24,7 +24,7 @@ from .binding import Binding
 from .config import Options
 from .entry import Group, named_params
 from .errors import BindingError, CheckpointError
-from .local_params import LocalParams, is_counted_here, is_dtensor, mesh_of
+from .local_params import LocalParams, any_dtensor, is_counted_here, is_dtensor, mesh_of
 from .partition.collectives import Ranks
 from .partition.mesh import everyone_of
 
@@ -124,7 +124,9 @@ class Composition:
         Raises:
             BindingError: it cannot be told which ranks hold copies and which hold something else.
         """
-        meshes = self._tensor_meshes(groups)
+        has_dtensors = any(any_dtensor(group["params"]) for group in groups)
+        meshes = self._tensor_meshes(groups) if has_dtensors else []
+        self._tensor_ranks = ()
         if self.options.norm_group is None and not self.others and not meshes:
             return ()
         if self.options.module is not None:
@@ -146,7 +148,7 @@ class Composition:
         if self.options.norm_group is not None:
             if self._norm_ranks is None:
                 self._norm_ranks = Ranks(everyone_of(self.options.norm_group), self.options.tuning.deadline)
-            self._check_within(self._norm_ranks, "norm_group")
+            self._check_within(self._norm_ranks, "norm_group", mesh)
             return (self._norm_ranks,)
         self._check_within(self.main.mesh.world, "the optimizer's process_group")
         return self.main.mesh.world, *self._tensor_ranks
@@ -214,13 +216,16 @@ class Composition:
             if not (is_counted_here(param) if is_dtensor(param) else first or own is not None):
                 binding.counted_elsewhere.add(self.locals.of(param))
 
-    def _check_within(self, ranks: Ranks, what: str) -> None:
-        for binding in self.bindings:
-            beyond = set(_ranks(binding.mesh.world)) - set(_ranks(ranks))
+    def _check_within(self, ranks: Ranks, what: str, mesh: DeviceMesh | None = None) -> None:
+        neighbours = [_ranks(binding.mesh.world) for binding in self.bindings]
+        if mesh is not None:
+            neighbours.append(mesh.mesh.flatten().tolist())
+        for others in neighbours:
+            beyond = set(others) - set(_ranks(ranks))
             if beyond:
                 raise BindingError(
-                    f"ranks {sorted(beyond)} share states with this one and are not in {what}, {_ranks(ranks)}: the "
-                    "norm and the decision to skip a step would differ between ranks of one model. Give norm_group= "
+                    f"ranks {sorted(beyond)} share states or params with this one and are not in {what}, "
+                    f"{_ranks(ranks)}: the norm and the decision to skip a step would differ between ranks of one model. Give norm_group= "
                     "all ranks that train the model (torch.distributed.group.WORLD, say)."
                 )
 

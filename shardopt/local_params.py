@@ -25,6 +25,12 @@ def is_dtensor(value: Any) -> bool:
     return module is not None and isinstance(value, module.DTensor)
 
 
+def any_dtensor(values: Iterable[Any]) -> bool:
+    """Whether one of them is; asked at every step, of all params."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and any(isinstance(value, module.DTensor) for value in values)
+
+
 @dataclass(eq=False)
 class _Local:
     param: Any  # the user's DTensor
@@ -75,7 +81,7 @@ class LocalParams:
 
     def of_group(self, group: Group) -> Group:
         """The group with local params; itself where all are plain."""
-        if not any(is_dtensor(param) for param in group["params"]):
+        if not any_dtensor(group["params"]):
             return group
         return {**group, "params": [self.of(param) for param in group["params"]]}
 
@@ -86,16 +92,14 @@ class LocalParams:
 
     # -- gradients -------------------------------------------------------------------------------------------------
 
-    def take_gradients(self, groups: Iterable[Group]) -> None:
+    def take_gradients(self) -> None:
         """Collective over the tensor mesh where a gradient is a sum still to be made: local params get their part.
 
         Raises:
             ShardoptError: a gradient is no DTensor.
         """
-        for group in groups:
-            for param in group["params"]:
-                if is_dtensor(param):
-                    self.of(param).grad = None if param.grad is None else _placed_gradient(param)
+        for each in self._table.values():
+            each.local.grad = None if each.param.grad is None else _placed_gradient(each.param)
 
     def drop_gradients(self) -> None:
         for each in self._table.values():

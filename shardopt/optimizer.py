@@ -312,7 +312,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         try:
             whole = self._compose().whole(self.param_groups)
             self._compose().agree_on_gradients(self.param_groups, call.problem)
-            self._locals.take_gradients(self.param_groups)
+            self._locals.take_gradients()
         except Exception as error:
             call = dataclasses.replace(call, problem=error)
         try:

@@ -378,8 +378,10 @@ def refuses(folder: Path) -> None:
     with pytest.raises(BindingError, match="plain tensor of a group with its own process_group"):
         groups = [{"params": sharded}, {"params": plain, "process_group": mesh["dp"].get_group()}]
         steps(model, groups, process_group=alone)
-    with pytest.raises(BindingError, match="share states with this one and are not in norm_group"):
+    with pytest.raises(BindingError, match="share states or params with this one and are not in norm_group"):
         steps(model, plain, norm_group=alone)
+    with pytest.raises(BindingError, match="share states or params with this one and are not in norm_group"):
+        steps(model, params, process_group=alone, norm_group=alone)
     for stage in (1, 2, 3):
         optimizer = shardopt.ShardedAdamW(model, stage=stage, process_group=alone)
         with pytest.raises(BindingError, match="the module was handed over, and it is composed"):
