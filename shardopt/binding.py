@@ -67,6 +67,7 @@ class Binding:
         self.exhibit: Exhibit | None = None  # for ranks that read states alone
         self.clock = Clock()
         self.rounds = 0  # steps that all ranks agreed on
+        self.counted_elsewhere: set[torch.nn.Parameter] = set()  # copies whose elements another rank's norm counts
         self.broken: str | None = None  # why params and states of the ranks may belong to different steps
 
     # -- binding ---------------------------------------------------------------------------------------------------

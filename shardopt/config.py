@@ -87,6 +87,7 @@ class OptionKeywords(TypedDict, total=False):
     module: nn.Module | None
     stage: int
     process_group: dist.ProcessGroup | DeviceMesh | None
+    norm_group: dist.ProcessGroup | DeviceMesh | None
     master: Literal["fp32", "split", "split24", "none"]
     state_format: "StateFormat | Mapping[str, StateFormat]"
     ema: float | None
@@ -157,7 +158,12 @@ class Options:
             too; 3 of the params too.
         process_group: the ranks that share the states: those that gradients are averaged over. None: the DDP module's
             group, the default group, or no communication where there is none. A 2D ``DeviceMesh`` (replicate, shard)
-            shards within its second dimension and keeps a copy for each coordinate of its first.
+            shards within its second dimension and keeps a copy for each coordinate of its first. A param group can
+            have one of its own, as a key: experts that fewer ranks share than the rest of the model. It holds all
+            copies of the group's params (but for those of DTensors): other ranks hold something else.
+        norm_group: all ranks that train one model, where these are more than ``process_group`` holds: those of the
+            other stages of a pipeline. The norm and the decision to skip a step are theirs together. None: the ranks
+            of ``process_group`` and, where params are DTensors, of their mesh.
         master: what is kept behind bf16 params: ``"fp32"``, all of the master in 4 bytes; ``"split"``, the half that
             the param lacks, exact in 2; ``"split24"``, 8 bits of it, in 1; ``"none"``: nothing, the param is rounded up
             or down by chance, from a counter keyed by seed, step, param and element. fp16 params take ``"fp32"``.
@@ -175,6 +181,7 @@ class Options:
     module: nn.Module | None = None
     stage: int = 1
     process_group: dist.ProcessGroup | DeviceMesh | None = None
+    norm_group: dist.ProcessGroup | DeviceMesh | None = None
     master: Literal["fp32", "split", "split24", "none"] = "fp32"
     state_format: StateFormat | Mapping[str, StateFormat] = "fp32"
     ema: float | None = None
@@ -199,16 +206,18 @@ class Options:
         self._check_formats()
         if self.max_grad_norm is not None and not self.max_grad_norm > 0:
             raise ValueError(f"max_grad_norm must be above 0, or None for no clipping, found {self.max_grad_norm!r}.")
-        if self.process_group is not None and not isinstance(self.process_group, dist.ProcessGroup | DeviceMesh):
+        check_process_group(self.process_group, "process_group")
+        if self.norm_group is not None and not isinstance(self.norm_group, dist.ProcessGroup | DeviceMesh):
             raise TypeError(
-                f"process_group takes a ProcessGroup that this rank is a member of, or a DeviceMesh, found "
-                f"{self.process_group!r}: construct the optimizer on members only (new_group returns a number "
-                "elsewhere)."
+                f"norm_group takes a ProcessGroup that this rank is a member of, or a DeviceMesh, found "
+                f"{self.norm_group!r}: the other ranks' gradients would be left out of the norm. Give all ranks that "
+                "train the model: torch.distributed.group.WORLD, or a group of them."
             )
-        if isinstance(self.process_group, DeviceMesh) and self.process_group.ndim > 2:
+        if self.norm_group is not None and self.module is not None:
             raise ValueError(
-                f"a DeviceMesh of {self.process_group.ndim} dimensions says nothing about which of them share the "
-                "states: slice it to two, (replicate, shard), or one."
+                "norm_group was given with the module: gradients would be reduced at each of a pipeline's micro-"
+                "batches, whose forwards and backwards are interleaved. Give module.parameters() instead of the module "
+                "(stage 1), and average gradients over process_group, by DDP around the pipeline stage or all_reduce."
             )
         if self.reduce_dtype not in (None, torch.float32, torch.bfloat16, torch.float16):
             raise ValueError(
@@ -242,3 +251,17 @@ class Options:
     def rests(self) -> Offload | None:
         """What ``offload`` says, in its long form; None: everything on the device."""
         return self.offload if self.offload is None or isinstance(self.offload, Offload) else Offload(self.offload)
+
+
+def check_process_group(group: object, what: str) -> None:
+    """Raises TypeError or ValueError unless ranks that share states can be read off it."""
+    if group is not None and not isinstance(group, dist.ProcessGroup | DeviceMesh):
+        raise TypeError(
+            f"{what} takes a ProcessGroup that this rank is a member of, or a DeviceMesh, found {group!r}: construct "
+            "the optimizer on members only (new_group returns a number elsewhere)."
+        )
+    if isinstance(group, DeviceMesh) and group.ndim > 2:
+        raise ValueError(
+            f"a DeviceMesh of {group.ndim} dimensions says nothing about which of them share the states: slice it to "
+            "two, (replicate, shard), or one."
+        )

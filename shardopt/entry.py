@@ -57,5 +57,10 @@ def named_params(groups: Sequence[Group]) -> Iterator[Candidate]:
             yield (f"{where} {names[index]!r}" if names else where), param, group
 
 
+def without_process_group(group: Group) -> Group:
+    """What of a group can be saved: its process group is this run's."""
+    return {key: value for key, value in group.items() if key != "process_group"}
+
+
 def _describe(tensor: torch.Tensor) -> str:
     return f"{tensor.dtype} of shape {tuple(tensor.shape)} on {tensor.device}"

@@ -4,32 +4,37 @@ import copy
 import dataclasses
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar, Unpack
 
 import torch
+import torch.distributed as dist
 
 # torch.compiler.disable would import all of Dynamo here; this, which torch.optim uses too, waits for the first call.
 from torch._compile import _disable_dynamo
+from torch.distributed.device_mesh import DeviceMesh
 
 from .agreement import View, agree
 from .averaged import averaged
 from .bind import bind
 from .binding import Binding
-from .config import OptionKeywords, Options
+from .composition import Composition, Party
+from .config import OptionKeywords, Options, check_process_group
 from .consolidate import consolidate
-from .entry import Candidate, named_params
+from .entry import Candidate, Group, named_params, without_process_group
 from .errors import ShardoptError, StateError
 from .gradient import GradientPart
 from .handover import Handover
 from .kept import check_formats
+from .local_params import LocalParams, local_gradient
 from .materialise import check_materialisable, give_devices, give_values, meta_params
+from .partition.collectives import Ranks
 from .partition.mesh import Mesh
 from .partition.placement import Placement, Placements
 from .rules import Rule
 from .state_view import StateView
 from .states import ParamState
-from .step import Call, run_step
+from .step import Call, Outcome, run_step
 from .survey import Scaling, check_numbers, plain_numbers
 from .tiers import tier_of
 from .timings import Timings
@@ -87,9 +92,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self.rule = rule.averaging(self.options.ema)
         check_formats(self.rule, self.options)
         self._handover: Handover | None = None
-        self._binding: Binding | None = None
+        self._composition: Composition | None = None  # at the first step
+        self._locals = LocalParams()
         self._loaded: dict[torch.nn.Parameter, ParamState] = {}  # from load_state_dict, until the params are bound
         self._consolidated: dict[torch.nn.Parameter, ParamState] | None = None  # until the next step
+        self._retire: list[weakref.finalize[Any, ShardedOptimizer]] = []
         self._closed = False
         self.grad_norm: float | None = None
         """Global 2-norm of the last step's gradients before clipping, where ``max_grad_norm`` was given."""
@@ -168,6 +175,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             handover.check_covered(_SHARING[handover.module])
             assert handover.backward is not None
             handover.backward.check_free(candidates)
+            self._compose().whole(self.param_groups)
             numbers = [plain_numbers(group) for group in self.param_groups]
             check_numbers(numbers, self.defaults)
             if meta_params(handover.module):
@@ -210,7 +218,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         binding = self._binding
         if ema:
-            with torch.no_grad(), averaged(self._bound()):
+            with torch.no_grad(), ExitStack() as stack:
+                for each in [each for each in self._bindings if each.entries] or [self._bound()]:
+                    stack.enter_context(averaged(each))
                 yield
             return
         if binding is None or binding.sharded is None:
@@ -240,6 +250,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for flag, reason in _REFUSED_FLAGS.items():
             if param_group.get(flag, self.defaults.get(flag)):
                 raise ShardoptError(f"{type(self).__name__} was given {flag}=True: {reason}.")
+        own = param_group.get("process_group")
+        check_process_group(own, "process_group of a param group")
+        if own is not None and self.options.module is not None:
+            raise ShardoptError(
+                "a param group has its own process_group, and the module was handed over, whose gradients are reduced "
+                "over one group: those of this group would be averaged with other params. Give the params without the "
+                "module (stage 1), and average each group's gradients over its process_group."
+            )
         super().add_param_group(param_group)
         if any(param.is_complex() for param in self.param_groups[-1]["params"]):
             self.param_groups.pop()
@@ -281,31 +299,72 @@ class ShardedOptimizer(torch.optim.Optimizer):
             problem = error
         # Released params would ask for each attribute whether it may be read.
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            call = Call(self.param_groups, self.defaults, scaling, closure is not None, problem)
-            outcome = run_step(self._bound(), call)
+            outcome = self._run(Call(self.defaults, scaling, closure is not None, problem))
         self.grad_norm = outcome.grad_norm
         if outcome.updated:
             self.updates += 1
             self._consolidated = None
         return loss
 
+    def _run(self, call: Call) -> Outcome:
+        parties = self._parties()
+        whole: tuple[Ranks, ...] = ()
+        try:
+            whole = self._compose().whole(self.param_groups)
+            self._compose().agree_on_gradients(self.param_groups, call.problem)
+            self._locals.take_gradients()
+        except Exception as error:
+            call = dataclasses.replace(call, problem=error)
+        try:
+            return run_step(parties, whole, call)
+        finally:
+            self._locals.drop_gradients()
+            self._locals.show()
+
+    def _parties(self) -> list[Party]:
+        return self._compose().parties(self.param_groups, self._make_binding)
+
+    def _local_groups(self) -> list[Group]:
+        """Param groups with the plain tensors that they come down to."""
+        return [self._locals.of_group(group) for group in self.param_groups]
+
+    def _grouped(self) -> list[torch.nn.Parameter]:
+        return [param for group in self.param_groups for param in group["params"]]
+
     def _check_open(self) -> None:
         if self._closed:
             raise ShardoptError("this optimizer was closed and its states released: construct a new one.")
 
     def _bound(self) -> Binding:
-        if self._binding is None:
+        return self._compose().main
+
+    @property
+    def _binding(self) -> Binding | None:
+        return None if self._composition is None else self._composition.main
+
+    @property
+    def _bindings(self) -> list[Binding]:
+        return [] if self._composition is None else self._composition.bindings
+
+    def _compose(self) -> Composition:
+        if self._composition is None:
             group = self.options.process_group
             if self._handover is not None:
                 group = self._handover.process_group(group)
-            sharded = Placements.of_stage(self.options.stage).state is Placement.SHARD
-            mesh = Mesh.of(group, sharded, self.options.tuning.deadline)
-            self._binding = Binding(self.rule, self.options, mesh, self._loaded)
-            self._retire = weakref.finalize(self, Binding.retire, self._binding)
-            self._retire.atexit = False  # at the interpreter's end all are asked
+            main = self._make_binding(group)
+            self._composition = Composition(main, self.options, self._locals)
             if self._handover is not None:
-                self._handover.begin(self._binding)
-        return self._binding
+                self._handover.begin(main)
+        return self._composition
+
+    def _make_binding(self, group: dist.ProcessGroup | DeviceMesh | None) -> Binding:
+        sharded = Placements.of_stage(self.options.stage).state is Placement.SHARD
+        mesh = Mesh.of(group, sharded, self.options.tuning.deadline)
+        binding = Binding(self.rule, self.options, mesh, self._loaded)
+        retire = weakref.finalize(self, Binding.retire, binding)
+        retire.atexit = False  # at the interpreter's end all are asked
+        self._retire.append(retire)
+        return binding
 
     def _scaling(self) -> Scaling:
         scale, found = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
@@ -317,9 +376,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Params written in place (``load_state_dict``, ``copy_``) are noticed without this call. Local: make it on every
         rank that wrote.
         """
-        if self._binding is not None:
-            with torch.no_grad():
-                self._binding.refresh_masters()
+        with torch.no_grad():
+            for binding in self._bindings:
+                binding.refresh_masters()
 
     # -- states ----------------------------------------------------------------------------------------------------
 
@@ -352,7 +411,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         index = {id(param): number for number, (_, param, _) in enumerate(named_params(self.param_groups))}
         groups = [
             {key: [index[id(param)] for param in value] if key == "params" else value for key, value in group.items()}
-            for group in self.param_groups
+            for group in (without_process_group(group) for group in self.param_groups)
         ]
         states = {index[id(param)]: dict(state) for param, state in self.state.items()}
         state_dict: dict[str, Any] = {"state": states, "param_groups": groups}
@@ -367,24 +426,40 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return {param: state for param, state in states.items() if state is not None}
 
     def _param_state(self, param: torch.nn.Parameter, group: Mapping[str, Any]) -> ParamState | None:
+        local = self._locals.of(param)
         if self._consolidated is not None:
-            return self._consolidated.get(param)
-        entry = self._binding.entries.get(param) if self._binding is not None else None
-        if self._binding is not None and entry is not None:
-            return self._binding.read(entry, group) if entry.has_state else None
-        return self._loaded.get(param)
+            return self._consolidated.get(local)
+        binding = self._binding_of(local)
+        if binding is not None:
+            entry = binding.entries[local]
+            return binding.read(entry, group) if entry.has_state else None
+        return self._loaded.get(local)
+
+    def _binding_of(self, local: torch.nn.Parameter) -> Binding | None:
+        return None if self._composition is None else self._composition.binding_of(local)
+
+    def _read_state(
+        self, state: Mapping[str, Any], group: Mapping[str, Any], param: torch.nn.Parameter, name: str
+    ) -> ParamState:
+        """Of a state in torch's form, checked; nothing is changed."""
+        local = self._locals.of(param)
+        read = ParamState.from_torch(LocalParams.inside(param, state, name), self.rule, group, local, name)
+        binding = self._binding_of(local)
+        if binding is not None:
+            binding.check_parts(local, read)
+        return read
 
     def _put_state(self, param: torch.nn.Parameter, group: Mapping[str, Any], name: str, state: Any) -> None:
-        read = ParamState.from_torch(state, self.rule, group, param, name)
+        read, local = self._read_state(state, group, param, name), self._locals.of(param)
         self._consolidated = None
-        if self._binding is not None and param in self._binding.entries:
-            self._binding.check_parts(param, read)
+        binding = self._binding_of(local)
+        if binding is not None:
             with torch.no_grad():
-                self._binding.put(param, read, bool(state))
+                binding.put(local, read, bool(state))
         elif state:
-            self._loaded[param] = read.copy()
+            self._loaded[local] = read.copy()
         else:
-            self._loaded.pop(param, None)
+            self._loaded.pop(local, None)
 
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Collective: gathers every state on rank ``to``, in host memory; ``state_dict()`` there is then plain tensors.
@@ -393,6 +468,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         It holds until the next step. A dict saved from it loads into the torch class, and here at any number of ranks.
         """
         self._check_open()
+        if len(self._bindings) > 1:
+            raise StateError(
+                "consolidate_state_dict() gathers on one rank, and param groups have their own process_group: their "
+                "params are others on other ranks. Call state_dict() on one rank of each process_group instead."
+            )
         binding = self._binding
         if binding is None or binding.mesh.shard.size == 1:
             return
@@ -400,7 +480,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if not 0 <= to < size:
             raise ValueError(f"consolidate_state_dict(to={to}): there are {size} ranks, 0 to {size - 1}.")
         with torch.no_grad():
-            states = consolidate(binding, to, self.param_groups)
+            (party,) = self._parties()
+            states = consolidate(binding, to, party.groups)
         if states is not None:
             self._consolidated = {**self._loaded, **states}
 
@@ -428,10 +509,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                     "belongs to another optimizer. Load the dict as it was saved."
                 )
             name, param, group = owners[key]
-            read = ParamState.from_torch(state, self.rule, group, param, name)
-            if self._binding is not None:
-                self._binding.check_parts(param, read)
-            loaded[param] = read
+            loaded[self._locals.of(param)] = self._read_state(state, group, param, name)
         self._take_over(groups, loaded)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
@@ -445,19 +523,19 @@ class ShardedOptimizer(torch.optim.Optimizer):
             )
         for new, own in zip(saved, self.param_groups, strict=True):
             new["params"] = own["params"]
-            if "param_names" in own:
-                new.setdefault("param_names", own["param_names"])
+            for key in ("param_names", "process_group"):
+                if key in own:
+                    new.setdefault(key, own[key])
             for key, value in self.defaults.items():  # a dict saved before torch knew the flag
                 new.setdefault(key, value)
         return saved
 
     def _take_over(self, groups: list[dict[str, Any]], loaded: dict[torch.nn.Parameter, ParamState]) -> None:
-        entries = self._binding.entries if self._binding is not None else {}
         # Copied: the caller may go on training with the tensors that it saved.
-        waiting = {param: state.copy() for param, state in loaded.items() if param not in entries}
-        if self._binding is not None:
-            with torch.no_grad():
-                self._binding.load(loaded)
+        waiting = {local: state.copy() for local, state in loaded.items() if self._binding_of(local) is None}
+        with torch.no_grad():
+            for binding in self._bindings:
+                binding.load(loaded)
         self._loaded.clear()
         self._loaded.update(waiting)
         self.param_groups = groups
@@ -472,8 +550,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         module = copy.deepcopy(self.options.module, memo)
         other.rule, other.options = self.rule, dataclasses.replace(self.options, module=module)
         other._closed, other.grad_norm, other.updates = self._closed, self.grad_norm, self.updates
-        other._binding, other._consolidated, other._handover = None, None, None
-        other._loaded = {copy.deepcopy(param, memo): state.copy() for param, state in self._param_states().items()}
+        other._composition, other._consolidated, other._handover = None, None, None
+        other._retire, other._locals = [], LocalParams()
+        for group in self.param_groups:
+            memo[id(group.get("process_group"))] = group.get("process_group")  # the same ranks
+        other._loaded = {
+            other._locals.of(copy.deepcopy(param, memo)): state.copy() for param, state in self._param_states().items()
+        }
         # As torch's copies: hooks, and what schedulers patched onto this instance, are left behind.
         other.__setstate__(copy.deepcopy({"defaults": self.defaults, "param_groups": self.param_groups}, memo))
         if module is not None:
@@ -495,11 +578,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         if self._handover is not None:
             self._handover.close()
-        if self._binding is not None:
-            self._retire.detach()
-            with torch.no_grad():
-                self._binding.release()
-        self._binding, self._loaded, self._consolidated, self._closed = None, {}, None, True
+        for retire in self._retire:
+            retire.detach()
+        with torch.no_grad():
+            for binding in self._bindings:
+                binding.release()
+        self._locals.show()
+        self._composition, self._loaded, self._consolidated, self._closed = None, {}, None, True
 
     # -- reports ---------------------------------------------------------------------------------------------------
 
@@ -508,19 +593,19 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         The phases are labels in ``torch.profiler`` as well.
         """
-        return Timings({}) if self._binding is None else self._binding.clock.read()
+        return Timings.of_all([binding.clock.read() for binding in self._bindings])
 
     def memory(self) -> dict[str, dict[str, int]]:
         """Bytes on this rank by kind (param, gradient, master, state, buffer) and tier (device, host, disk)."""
-        shards = self._binding.shards if self._binding is not None else []
+        shards = [shard for binding in self._bindings for shard in binding.shards]
         sharded = self._binding.sharded if self._binding is not None else None
         frozen = sharded.frozen if sharded is not None else []
-        grouped = [param for _, param, _ in named_params(self.param_groups)]
-        others = () if self._handover is None else self._handover.module.parameters()
-        params = list(dict.fromkeys([*grouped, *others]))
-        bound = self._binding.entries if self._binding is not None else {}
+        others = [] if self._handover is None else list(self._handover.module.parameters())
+        params = list(dict.fromkeys([*map(self._locals.of, self._grouped()), *others]))
+        bound = {param for binding in self._bindings for param in binding.entries}
         reducer = self._binding.reducer if self._binding is not None else None
-        own = (param.grad for param in params if param.grad is not None and not isinstance(param.grad, GradientPart))
+        grads = map(local_gradient, dict.fromkeys([*self._grouped(), *others]))
+        own = (grad for grad in grads if grad is not None and not isinstance(grad, GradientPart))
         kinds: dict[str, Iterable[torch.Tensor]] = {
             "param": (
                 *(shard.bucket.flat for shard in (*shards, *frozen) if shard.bucket.resident_bytes),
@@ -535,14 +620,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         masters = sum(home.get("master", 0) for home in homes)
         rest = {"master": masters, "state": sum(sum(home.values()) for home in homes) - masters}
         memory.update({kind: {tier_of(self.options): nbytes} for kind, nbytes in rest.items()})
-        if shards and self._binding is not None and self._binding.store.buffer_bytes:
-            memory["buffer"]["host"] = self._binding.store.buffer_bytes
+        buffer_bytes = sum(binding.store.buffer_bytes for binding in self._bindings if binding.shards)
+        if buffer_bytes:
+            memory["buffer"]["host"] = buffer_bytes
         return memory
 
     def __repr__(self) -> str:
         options = f"stage={self.options.stage}"
-        if self._binding is not None and self._binding.shards:
-            binding = self._binding
+        for binding in (each for each in self._bindings if each.shards):
             transport = binding.wires.shards.name if binding.wires is not None else "none"
             options += f", ranks={binding.mesh.world.size}, buckets={len(binding.shards)}, transport={transport}"
         return f"{super().__repr__()[:-1]}Sharded ({options})\n)"

@@ -8,6 +8,7 @@ import torch
 
 from .entry import named_params
 from .errors import StateError
+from .local_params import LocalParams
 
 if TYPE_CHECKING:
     from .optimizer import ShardedOptimizer
@@ -28,7 +29,8 @@ class StateView(Mapping[torch.nn.Parameter, Mapping[str, Any]]):
     def __getitem__(self, param: torch.nn.Parameter) -> Mapping[str, Any]:
         _, group = self._find(param)
         state = self._optimizer._param_state(param, group)
-        return MappingProxyType({} if state is None else state.to_torch(self._optimizer.rule))
+        shown = {} if state is None else LocalParams.outside(param, state.to_torch(self._optimizer.rule))
+        return MappingProxyType(shown)
 
     def __setitem__(self, param: torch.nn.Parameter, state: Mapping[str, Any]) -> None:
         """Loads the state of one param: frameworks assign what they moved to a device."""

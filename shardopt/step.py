@@ -15,7 +15,7 @@ import math
 import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -23,12 +23,14 @@ import torch
 from .agreement import Agreed, View, agree
 from .bind import bind, checksum
 from .binding import Binding
+from .composition import Party, agree_on_whole
 from .entry import Candidate, Group
 from .errors import CommunicationError, ShardoptError
 from .kernels.launch import backend_of
 from .kernels.reductions import sum_of_squares
 from .kernels.tables import Factors, Streams
 from .offload.store import Chunk
+from .partition.collectives import Ranks
 from .partition.transport import Gather
 from .shard import Shard, scales_name
 from .survey import Launch, Scaling, Survey, check_numbers, plain_numbers, survey
@@ -43,12 +45,11 @@ class Call:
     """One call of ``step()``.
 
     Attributes:
-        groups: the param groups; ``defaults`` names their hyper-parameters.
+        defaults: names the hyper-parameters that every group has.
         closure: whether one was given; must be equal on all ranks.
         problem: an error that this rank met before, in its closure, to be raised on all ranks.
     """
 
-    groups: Sequence[Group]
     defaults: Mapping[str, Any]
     scaling: Scaling
     closure: bool
@@ -63,60 +64,59 @@ class Outcome:
     grad_norm: float | None  # global 2-norm before clipping, where max_grad_norm asked for it
 
 
-def run_step(binding: Binding, call: Call) -> Outcome:
-    """Takes one step with the gradients that the params hold."""
+@dataclass
+class Lane:
+    """One binding's way through a step."""
+
+    binding: Binding
+    groups: Sequence[Group]
+    seen: Survey = field(default_factory=Survey)
+    agreed: Agreed | None = None
+
+
+def run_step(parties: Sequence[Party], whole: Sequence[Ranks], call: Call) -> Outcome:
+    """Takes one step with the gradients that the params hold.
+
+    Args:
+        whole: over which ranks the parties decide together; empty where there is one party, which is all there is.
+    """
+    lanes = [Lane(party.binding, party.groups) for party in parties]
+    for lane in lanes:
+        _check_unbroken(lane.binding)
+    agreed = _agree(lanes, whole, call)
+    # 3. decide
+    main = lanes[0]
+    norm = _norm(main.binding, agreed, main.seen, call.scaling)
+    launches = [launch for lane in lanes for launch in lane.seen.launches]
+    if agreed.overflow or _is_skipped(main.binding, agreed, launches, call.scaling):
+        for lane in lanes:
+            _mark_used(lane.seen)
+            lane.binding.settle()
+        return Outcome(updated=False, grad_norm=norm)
+    clip = 1.0
+    if norm is not None and main.binding.options.max_grad_norm is not None:
+        clip = min(1.0, main.binding.options.max_grad_norm / (norm + _CLIP_EPS))
+    # 4. update, 5. gather
+    undone = _update_lanes(lanes, 1.0 / call.scaling.scale, clip)
+    if undone is not None:
+        main.binding.settle()
+        raise undone
+    # 6. commit
+    for lane in lanes:
+        _commit(lane)
+    return Outcome(updated=True, grad_norm=norm)
+
+
+def _check_unbroken(binding: Binding) -> None:
     if binding.broken is not None:
         raise ShardoptError(
             f"an earlier step failed half-way ({binding.broken}): params and states of the ranks may belong to "
             "different steps. Construct model and optimizer anew and load a checkpoint."
         )
-    numbers: list[dict[str, Any]] = []
-    candidates: list[Candidate] = []
-    problem = call.problem
-    if problem is None:
-        try:
-            numbers = [plain_numbers(group) for group in call.groups]
-            check_numbers(numbers, call.defaults)
-            candidates = binding.unbound(call.groups)
-        except Exception as error:
-            problem = error
-    if candidates:
-        bind(binding, call.groups, numbers, candidates, closure=call.closure)
-    # 1. survey
-    seen = Survey()
-    if problem is None:
-        try:
-            with binding.clock.phase("survey"):
-                seen = survey(binding, call.groups, numbers, call.scaling)
-        except Exception as error:
-            problem = error
-    # 2. agree
-    view = _view(binding, call, numbers, seen, problem)
-    world = binding.mesh.world
-    with binding.clock.phase("agree"):
-        agreed = agree(view, world, binding.device, binding.mesh.one_copy)
-        if agreed.written and world.size > 1 and binding.sharded is None:
-            _compare_written(binding, seen)
-    binding.rounds += 1
-    # 3. decide
-    norm = _norm(binding, agreed, seen, call.scaling)
-    if agreed.overflow or _is_skipped(binding, agreed, seen.launches, call.scaling):
-        _mark_used(seen)
-        binding.settle()
-        return Outcome(updated=False, grad_norm=norm)
-    clip = 1.0
-    if norm is not None and binding.options.max_grad_norm is not None:
-        clip = min(1.0, binding.options.max_grad_norm / (norm + _CLIP_EPS))
-    # 4. update, 5. gather
-    try:
-        undone = _update(binding, seen, 1.0 / call.scaling.scale, clip)
-    except BaseException as error:
-        binding.broken = f"{type(error).__name__}: {error}"
-        raise
-    if undone is not None:
-        binding.settle()
-        raise undone
-    # 6. commit
+
+
+def _commit(lane: Lane) -> None:
+    seen = lane.seen
     _mark_used(seen)
     for each in seen.ready:
         each.entry.step += 1
@@ -125,8 +125,7 @@ def run_step(binding: Binding, call: Call) -> Outcome:
     torch.autograd.graph.increment_version([each.entry.param for each in seen.ready])
     for entry in (*seen.written, *(each.entry for each in seen.ready)):
         entry.version = entry.param._version
-    binding.settle()
-    return Outcome(updated=True, grad_norm=norm)
+    lane.binding.settle()
 
 
 def _mark_used(seen: Survey) -> None:
@@ -136,7 +135,73 @@ def _mark_used(seen: Survey) -> None:
             each.slot.is_used = True
 
 
-# -- 2. agree ----------------------------------------------------------------------------------------------------------
+# -- 1. survey, 2. agree -----------------------------------------------------------------------------------------------
+
+
+def _agree(lanes: Sequence[Lane], whole: Sequence[Ranks], call: Call) -> Agreed:
+    """Collective: the ranks of each binding by themselves, then those of the whole model."""
+    problem = call.problem
+    for lane in lanes:
+        try:
+            lane.agreed = _agree_in(lane, call)
+        except Exception as error:
+            if not whole:
+                raise
+            problem = problem or error  # the rest of the model must hear of it
+    main = lanes[0]
+    if not whole:
+        assert main.agreed is not None
+        return main.agreed
+    options = main.binding.options
+    key = {
+        "closure": call.closure,
+        "loss scale (the GradScaler's update() must see the same overflow on all ranks)": call.scaling.scale,
+        "max_grad_norm": options.max_grad_norm,
+        "nonfinite": options.tuning.nonfinite,
+    }
+    overflow = any(lane.agreed is not None and lane.agreed.overflow for lane in lanes)
+    nonfinite = sum(lane.seen.looked.nonfinite for lane in lanes)
+    own = [_limbs_of_one_copy(lane) for lane in lanes]
+    limbs = tuple(map(sum, zip(*own, strict=True)))
+    view = View(key, lambda: key, problem, overflow, nonfinite, limbs=limbs)
+    with main.binding.clock.phase("agree"):
+        return agree_on_whole(view, whole, main.binding.device)
+
+
+def _limbs_of_one_copy(lane: Lane) -> tuple[int, ...]:
+    mesh, limbs = lane.binding.mesh, lane.seen.looked.limbs
+    return limbs if mesh.world.rank in mesh.one_copy else (0,) * len(limbs)
+
+
+def _agree_in(lane: Lane, call: Call) -> Agreed:
+    binding, problem = lane.binding, call.problem
+    numbers: list[dict[str, Any]] = []
+    candidates: list[Candidate] = []
+    if problem is None:
+        try:
+            numbers = [plain_numbers(group) for group in lane.groups]
+            check_numbers(numbers, call.defaults)
+            candidates = binding.unbound(lane.groups)
+        except Exception as error:
+            problem = error
+    if candidates:
+        bind(binding, lane.groups, numbers, candidates, closure=call.closure)
+    # 1. survey
+    if problem is None:
+        try:
+            with binding.clock.phase("survey"):
+                lane.seen = survey(binding, lane.groups, numbers, call.scaling)
+        except Exception as error:
+            problem = error
+    # 2. agree
+    view = _view(binding, call, numbers, lane.seen, problem)
+    world = binding.mesh.world
+    with binding.clock.phase("agree"):
+        agreed = agree(view, world, binding.device, binding.mesh.one_copy)
+        if agreed.written and world.size > 1 and binding.sharded is None:
+            _compare_written(binding, lane.seen)
+    binding.rounds += 1
+    return agreed
 
 
 def _view(binding: Binding, call: Call, numbers: list[dict[str, Any]], seen: Survey, problem: Exception | None) -> View:
@@ -235,6 +300,20 @@ def _works(binding: Binding, seen: Survey) -> list[Work]:
         launches[launch.shard].append(launch)
     # Backward order reversed: the first layers' params, which the next forward needs first, arrive first.
     return [Work(shard, seen.states[shard], launches[shard]) for shard in reversed(binding.shards)]
+
+
+def _update_lanes(lanes: Sequence[Lane], unscale: float, clip: float) -> Exception | None:
+    """See :func:`_update`; after an error none of the bindings goes on."""
+    try:
+        for lane in lanes:
+            undone = _update(lane.binding, lane.seen, unscale, clip)
+            if undone is not None:  # on a disk, where there is one lane
+                return undone
+    except BaseException as error:
+        for lane in lanes:
+            lane.binding.broken = f"{type(error).__name__}: {error}"
+        raise
+    return None
 
 
 def _update(binding: Binding, seen: Survey, unscale: float, clip: float) -> Exception | None:

@@ -278,10 +278,14 @@ def _look_at_gradients(
             nonfinite += backend.count_nonfinite(launch.spec.grad, launch.gradients)
         else:
             sums = backend.block_sums(launch.spec.grad, launch.gradients, Factors(launch.divisor, unscale))
-            total = backend.totals(sums, launch.gradients).of_shard()
+            total = backend.totals(sums, launch.gradients).of_shard(_uncounted(binding, launch))
             nonfinite += total.nonfinite
             limbs = [mine + other for mine, other in zip(limbs, total.limbs, strict=True)]
     return Looked(nonfinite, tuple(limbs), witness)
+
+
+def _uncounted(binding: Binding, launch: Launch) -> list[int]:
+    return [row for row, each in launch.ready.items() if each.entry.param in binding.counted_elsewhere]
 
 
 def _known(binding: Binding, ready: Sequence[Ready]) -> Looked:

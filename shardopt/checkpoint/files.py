@@ -7,6 +7,7 @@ a symbolic link. Byte counts are checked: a short write or read goes on, or is a
 import fcntl
 import os
 import stat
+from contextlib import suppress
 from pathlib import Path
 
 from ..errors import CheckpointError
@@ -20,7 +21,8 @@ def make_directories(path: Path) -> None:
     """It and those above it that are missing, durable."""
     if not is_directory(path.parent) and path.parent != path:
         make_directories(path.parent)
-    make_directory(path)
+    with suppress(FileExistsError):  # ranks that save another part of the model make the same parents
+        make_directory(path)
     sync_directory(path.parent)
 
 

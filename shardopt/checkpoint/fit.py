@@ -65,7 +65,7 @@ class _Fitting:
                 taken[saved] = name
                 self._param(home, saved)
         for saved, kinds in self.kinds.items():
-            if saved not in taken:
+            if saved not in taken and not self._is_others(saved):
                 self._note(f"the checkpoint's param {saved!r} {list(kinds['param'].shape)} is not in the model")
         self._check_ties(taken)
         self._buffers()
@@ -79,6 +79,12 @@ class _Fitting:
                 decoded = values.decode(group["values"], lambda _: torch.ones(()))
                 for name in group["params"]:
                     yield name, decoded
+
+    def _is_others(self, saved: str) -> bool:
+        """Whether other ranks hold it: those of another process group, of as many as there are here."""
+        turn = self.manifest.params[saved].get("turn")
+        own = {tuple(home.turn) for home in self.model.homes.values() if home.turn is not None}
+        return turn is not None and tuple(turn) not in own and turn[1] in {total for _, total in own}
 
     def _note(self, mismatch: str) -> None:
         self.found.mismatches.append(mismatch)
@@ -101,7 +107,10 @@ class _Fitting:
 
     def _param(self, home: Home, saved: str) -> None:
         tensor = self.kinds[saved]["param"]
-        if tensor.shape != tuple(home.param.shape):
+        if self.manifest.params[saved].get("place") != (None if home.place is None else str(home.place)):
+            theirs = self.manifest.params[saved].get("place", "a plain tensor")
+            self._note(f"param {home.name!r} is {home.place or 'a plain tensor'}, in the checkpoint {theirs}")
+        elif tensor.shape != tuple(home.param.shape):
             self._note(f"param {home.name!r} has shape {_shape(home.param)}, in the checkpoint {list(tensor.shape)}")
         elif tensor.dtype is not home.param.dtype:
             self._note(f"param {home.name!r} is of {home.param.dtype}, in the checkpoint of {tensor.dtype}")
@@ -159,7 +168,7 @@ class _Fitting:
             if len(own) != len(theirs["groups"]):
                 self._note(f"optimizer {number} has {len(own)} param groups, in the checkpoint {len(theirs['groups'])}")
             for index, (names, group) in enumerate(zip(own, theirs["groups"], strict=False)):
-                if {taken.get(name) for name in group["params"]} == set(names):
+                if {taken.get(name) for name in group["params"] if not self._is_others(name)} == set(names):
                     self.found.groups[number, index] = group["values"]
                 else:
                     self._note(f"group {index} of optimizer {number} holds other params in the checkpoint")

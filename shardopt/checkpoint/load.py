@@ -17,7 +17,7 @@ from . import gradients, rng, values
 from .fit import Fit, fit
 from .manifest import Key, Manifest
 from .meeting import Meeting, Problem
-from .model import Home, Model, as_list, device_of, world_of
+from .model import Home, Model, as_list, meeting_of
 from .plan_load import LoadPlan, carried_of, plan_load
 from .publish import find
 from .reader import Checkpoint
@@ -65,7 +65,7 @@ def load_checkpoint(
         CheckpointError: on every rank; nothing was changed: the checkpoint is damaged, or that of another model.
     """
     optimizers = as_list(optimizer)
-    meeting = Meeting(world_of(optimizers), device_of(module))
+    meeting = meeting_of(optimizers, module)
     checkpoint = _open(Path(directory), meeting)
     with checkpoint, torch.no_grad():
         return _load(checkpoint, module, optimizers, strict, meeting)
@@ -93,6 +93,8 @@ def _open(directory: Path, meeting: Meeting) -> Checkpoint:
     assert checkpoint is not None
     digest = checkpoint.digest
     meeting.compare(lambda: {"the manifest's digest": digest}, phase)
+    step = int(checkpoint.manifest.info["step"])
+    meeting.compare_beyond({"the step of the checkpoint of each part of the model": step}, phase)
     return checkpoint
 
 
@@ -114,8 +116,12 @@ def _load(
     except Exception as error:
         problem = error
     meeting.share(problem, "comparing the checkpoint with the model")
-    for each in optimizers:
-        ensure_bound(each)
+    try:
+        for each in optimizers:
+            ensure_bound(each)
+    except Exception as error:
+        problem = error
+    meeting.share(problem, "binding params")
     try:
         model = Model(module, optimizers)  # params have shards now
         loading.prepare(model, fitting)
@@ -131,12 +137,15 @@ def ensure_bound(optimizer: ShardedOptimizer) -> None:
     if optimizer._handover is not None:
         optimizer.bind()
         return
-    binding = optimizer._bound()
-    candidates = binding.unbound(optimizer.param_groups)
-    if candidates:
-        numbers = [plain_numbers(group) for group in optimizer.param_groups]
-        check_numbers(numbers, optimizer.defaults)
-        bind(binding, optimizer.param_groups, numbers, candidates)
+    try:
+        for party in optimizer._parties():
+            candidates = party.binding.unbound(party.groups)
+            if candidates:
+                numbers = [plain_numbers(group) for group in party.groups]
+                check_numbers(numbers, optimizer.defaults)
+                bind(party.binding, party.groups, numbers, candidates)
+    finally:
+        optimizer._locals.show()
 
 
 class Loading:
@@ -193,8 +202,9 @@ class Loading:
             with ExitStack() as stores:
                 for optimizer in optimizers:
                     _before_writing(optimizer)
-                    if optimizer._bound().shards:
-                        stores.enter_context(optimizer._bound().all_or_nothing())
+                    for binding in optimizer._bindings:
+                        if binding.shards:
+                            stores.enter_context(binding.all_or_nothing())
                 for target in self._plan.targets:
                     target.fill(self._checkpoint)
                 self._commit(model, fitting, optimizers)
@@ -204,7 +214,8 @@ class Loading:
             self._meeting.share(problem, "loading a checkpoint")
         except ShardoptError as error:
             for optimizer in optimizers:
-                optimizer._bound().broken = f"while loading a checkpoint: {error}"
+                for binding in optimizer._bindings:
+                    binding.broken = f"while loading a checkpoint: {error}"
             raise
 
     def _commit(self, model: Model, fitting: Fit, optimizers: Sequence[ShardedOptimizer]) -> None:
@@ -232,7 +243,7 @@ class Loading:
         for number, optimizer in enumerate(optimizers):
             optimizer._consolidated = None
             optimizer._loaded.clear()
-            owned = {param for group in optimizer.param_groups for param in group["params"]}
+            owned = {param for group in optimizer._local_groups() for param in group["params"]}
             optimizer._loaded.update({p: state for p, state in self._plan.waiting.items() if p in owned})
             for index, group in enumerate(optimizer.param_groups):
                 if (number, index) in fitting.groups:

@@ -8,10 +8,12 @@ wait may take means that a rank is gone.
 import hashlib
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from ..agreement import first_difference
 from ..errors import CheckpointError
@@ -26,10 +28,11 @@ Problem = Exception | None
 
 
 class Meeting:
-    """Of all ranks, inside of one call."""
+    """Of all ranks, inside of one call: of those that make a checkpoint, and of the model's other ones, if any."""
 
-    def __init__(self, world: Ranks, device: torch.device):
+    def __init__(self, world: Ranks, device: torch.device, beyond: Sequence[Ranks] = ()):
         self.world, self._device = world, device
+        self._beyond = beyond  # to be met one after the other: they make checkpoints of other parts of the model
 
     def share(self, problem: Problem, phase: str) -> None:
         """Collective: goes on if no rank has a problem.
@@ -38,11 +41,20 @@ class Meeting:
             Exception: this rank's own problem.
             CheckpointError: another rank's.
         """
-        rows = self.world.exchange([int(problem is not None)], self._device, phase)
+        for ranks in (self.world, *self._beyond):
+            try:
+                self._share_in(ranks, problem, phase)
+            except Exception as error:  # whoever is met next must hear of it
+                problem = error
+        if problem is not None:
+            raise problem
+
+    def _share_in(self, ranks: Ranks, problem: Problem, phase: str) -> None:
+        rows = ranks.exchange([int(problem is not None)], self._device, phase)
         if not any(flag for (flag,) in rows):
             return
         own = None if problem is None else f"{type(problem).__name__}: {problem}"
-        told = self.world.exchange_json(own, self._device, phase)
+        told = ranks.exchange_json(own, self._device, phase)
         if problem is not None:
             raise problem
         rank, text = next((rank, text) for rank, text in enumerate(told) if text is not None)
@@ -50,13 +62,50 @@ class Meeting:
 
     def compare(self, describe: Callable[[], Any], phase: str) -> None:
         """Collective: raises CheckpointError with the first difference if ranks do not describe the same."""
-        own = describe()
+        problem: Problem = None
+        try:
+            self._compare_in(self.world, describe(), phase)
+        except Exception as error:
+            problem = error
+        if self._beyond:
+            self.share(problem, phase)
+        elif problem is not None:
+            raise problem
+
+    def compare_beyond(self, value: Any, phase: str) -> None:
+        """Collective: raises CheckpointError if the model's other ranks do not say the same."""
+        problem: Problem = None
+        for ranks in self._beyond:
+            try:
+                self._compare_in(ranks, value, phase)
+            except Exception as error:
+                problem = error
+        if self._beyond:
+            self.share(problem, phase)
+
+    def check_apart(self, directory: Path) -> None:
+        """Collective: raises CheckpointError if parts of the model would be saved over each other."""
+        problem: Problem = None
+        group = self.world.group
+        own = [str(directory.resolve()), [] if group is None else dist.get_process_group_ranks(group)]
+        for ranks in self._beyond:
+            told = ranks.exchange_json(own, self._device, "comparing directories")
+            if any(where == own[0] and who != own[1] for where, who in told):
+                problem = CheckpointError(
+                    f"{directory} was given on ranks that hold other parts of the model: each part would replace the "
+                    "other's checkpoints. Give each tensor-parallel rank and pipeline stage a directory of its own, "
+                    'the same on its data-parallel ranks: f"runs/stage{s}-tensor{t}".'
+                )
+        if self._beyond:
+            self.share(problem, "comparing directories")
+
+    def _compare_in(self, ranks: Ranks, own: Any, phase: str) -> None:
         digest = hashlib.sha256(json.dumps(own).encode()).digest()
         row = [int.from_bytes(digest[at : at + 8], "little", signed=True) for at in (0, 8)]
-        rows = self.world.exchange(row, self._device, phase)
+        rows = ranks.exchange(row, self._device, phase)
         if all(each == rows[0] for each in rows):
             return
-        told = self.world.exchange_json(own, self._device, phase)
+        told = ranks.exchange_json(own, self._device, phase)
         for rank, other in enumerate(told):
             difference = first_difference(told[0], other)
             if difference is not None:
@@ -66,6 +115,10 @@ class Meeting:
                     "ranges would belong to different checkpoints, so nothing was done. Make the same call with the "
                     "same model and optimizers on every rank."
                 )
+
+    def everyones(self, value: Any, phase: str) -> list[Any]:
+        """Collective: every rank's JSON-able value, by rank."""
+        return self.world.exchange_json(value, self._device, phase)
 
     def from_rank_0(self, value: Any, phase: str) -> Any:
         """Collective: rank 0's JSON-able value."""

@@ -1,19 +1,23 @@
 """What there is to save or to fill, by name: params with their optimizer and shard, and buffers."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..binding import Binding
+from ..composition import Turn
 from ..entry import Entry
 from ..errors import CheckpointError
+from ..local_params import Place, is_dtensor, place_of
 from ..optimizer import ShardedOptimizer
 from ..partition.collectives import Ranks
 from ..partition.released import is_sharded
 from ..shard import Shard
+from .meeting import Meeting
 
 # What torch puts between a module and its name when it compiles or wraps it: not a part of the model.
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
@@ -25,12 +29,15 @@ class Home:
 
     name: str
     aliases: tuple[str, ...]  # its other names, where it is tied
-    param: nn.Parameter
+    param: nn.Parameter  # the local one of a DTensor
     optimizer: int | None  # index of the one that it is given to
     binding: Binding | None  # that keeps it in a shard
     shard: Shard | None
     index: int = 0  # in the shard's bucket
     entry: Entry | None = None  # where it is trained
+    place: Place | None = None  # of a DTensor
+    turn: Turn | None = None  # of a group with a process_group of its own: ranks outside of it hold others
+    world: Ranks | None = None  # that hold the same; None: all that make the checkpoint
 
 
 @dataclass
@@ -52,12 +59,12 @@ class Model:
         for name, param in self.module.named_parameters(remove_duplicate=False):
             names.setdefault(param, []).append(plain_name(name))
         owner = {
-            param: number
+            param: (number, group)
             for number, optimizer in enumerate(self.optimizers)
             for group in optimizer.param_groups
             for param in group["params"]
         }
-        for param, number in owner.items():
+        for param, (number, _) in owner.items():
             if param not in names:
                 raise CheckpointError(
                     f"a param of shape {tuple(param.shape)} of optimizer {number} is not in the module: checkpoints go "
@@ -65,23 +72,48 @@ class Model:
                 )
         sharded = {id(param): place for place in self._shards() for param in place[1].bucket.params}
         for param, (name, *aliases) in names.items():
-            owned_by = owner.get(param)
-            binding: Binding | None = None
-            shard: Shard | None = None
-            at = 0
-            found = self.optimizers[owned_by]._binding if owned_by is not None else None
-            entry = found.entries.get(param) if found is not None else None
+            if param not in owner:
+                yield self._frozen(name, tuple(aliases), param, sharded)
+                continue
+            number, group = owner[param]
+            optimizer = self.optimizers[number]
+            composition, local = optimizer._compose(), optimizer._locals.of(param)
+            turn = composition.turn_of(group)
+            binding = composition.binding_of(local)
+            entry = None if binding is None else binding.entries[local]
+            home = Home(name, tuple(aliases), local, number, None, None, place=place_of(param))
             if entry is not None:
-                binding, shard, at = found, entry.shard, entry.index
+                home = replace(home, binding=binding, shard=entry.shard, index=entry.index, entry=entry)
             elif id(param) in sharded:
-                binding, shard = sharded[id(param)]
-                at = next(index for index, each in enumerate(shard.bucket.params) if each is param)
-            elif is_sharded(param):
-                raise CheckpointError(
-                    f"{name!r} lies in slices, by an optimizer that was not given: its values are not here. Give all "
-                    "optimizers that work on the module."
-                )
-            yield Home(name, tuple(aliases), param, owned_by, binding, shard, at, entry)
+                home = self._frozen(name, tuple(aliases), param, sharded, number)
+            if turn is not None:
+                named = [f"{each}@{turn}" for each in (name, *aliases)]
+                world = composition.world_of(group)
+                home = replace(home, name=named[0], aliases=tuple(named[1:]), turn=turn, world=world)
+            yield home
+
+    @staticmethod
+    def _frozen(
+        name: str,
+        aliases: tuple[str, ...],
+        param: nn.Parameter,
+        sharded: Mapping[int, tuple[Binding, Shard]],
+        number: int | None = None,
+    ) -> Home:
+        """Of a param that is not trained."""
+        if id(param) in sharded:
+            binding, shard = sharded[id(param)]
+            at = next(index for index, each in enumerate(shard.bucket.params) if each is param)
+            return Home(name, aliases, param, number, binding, shard, at)
+        if is_sharded(param):
+            raise CheckpointError(
+                f"{name!r} lies in slices, by an optimizer that was not given: its values are not here. Give all "
+                "optimizers that work on the module."
+            )
+        values: Any = param
+        if is_dtensor(param):
+            param = nn.Parameter(values._local_tensor.detach(), requires_grad=False)
+        return Home(name, aliases, param, number, None, None, place=place_of(values))
 
     def _shards(self) -> Iterator[tuple[Binding, Shard]]:
         """Those of frozen params that are sharded."""
@@ -94,7 +126,7 @@ class Model:
     def names_in(self, optimizer: ShardedOptimizer) -> list[list[str]]:
         """Names of the params of each group."""
         name_of = {home.param: name for name, home in self.homes.items()}
-        return [[name_of[param] for param in group["params"]] for group in optimizer.param_groups]
+        return [[name_of[param] for param in group["params"]] for group in optimizer._local_groups()]
 
     @property
     def world(self) -> Ranks:
@@ -107,7 +139,7 @@ class Model:
     def check_whole(self) -> None:
         """Raises CheckpointError while params and states may not belong together."""
         for optimizer in self.optimizers:
-            binding = optimizer._binding
+            binding = next((each for each in optimizer._bindings if each.broken is not None), optimizer._binding)
             if binding is not None and binding.broken is not None:
                 raise CheckpointError(
                     f"a step failed half-way ({binding.broken}): params and states of the ranks may belong to "
@@ -149,6 +181,19 @@ def world_of(optimizers: Sequence[ShardedOptimizer]) -> Ranks:
     return worlds[0]
 
 
+def meeting_of(optimizers: Sequence[ShardedOptimizer], module: nn.Module) -> Meeting:
+    """Collective, where an optimizer's process groups are not numbered yet."""
+    world, beyond = world_of(optimizers), []
+    for optimizer in optimizers:
+        optimizer._parties()
+        composition = optimizer._compose()
+        own = composition.main.mesh.world
+        whole = composition.whole(optimizer.param_groups)
+        composition.take_turns()
+        beyond += [ranks for ranks in whole if ranks.group is not own.group and ranks.size > 1]
+    return Meeting(world, device_of(module), beyond)
+
+
 def device_of(module: nn.Module) -> torch.device:
     """On which its ranks talk."""
     return next((param.device for param in module.parameters()), torch.device("cpu"))
@@ -177,4 +222,9 @@ def _persistent_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]
         for name, buffer in each.named_buffers(recurse=False):
             if name not in each._non_persistent_buffers_set and buffer not in seen:
                 seen.add(buffer)
+                if is_dtensor(buffer):
+                    raise CheckpointError(
+                        f"buffer {plain_name(f'{prefix}.{name}')!r} is a DTensor: ranks hold others of it, and that of "
+                        "one would be saved. Make it a plain tensor, or not persistent."
+                    )
                 yield plain_name(f"{prefix}.{name}" if prefix else name), buffer

@@ -1,22 +1,25 @@
 """What a checkpoint will hold and which ranges of it this rank writes: decided first, then followed."""
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
+from ..composition import Turn
+from ..entry import without_process_group
 from ..errors import CheckpointError
 from ..kernels.formats import FP32, BlockFormat
 from ..part import Part
+from ..partition.collectives import Ranks
 from ..partition.layout import BLOCK
 from ..partition.mesh import Mesh
 from ..shard import Shard, scales_name
 from ..states import ParamState
 from . import gradients, rng, values
 from .elements import Elements, Flat, InShard, Kept, chunks_of, flat_of, strides_of
-from .manifest import NAME_OF_DTYPE, Key, Tensor, Tensors
+from .manifest import NAME_OF_DTYPE, Key, Tensor, Tensors, tensors_from_json, tensors_to_json
 from .model import Home, Model
 
 
@@ -69,10 +72,32 @@ class SavePlan:
     shared: Mapping[str, Any]
     own: Mapping[str, Any]
     must_be_finite: bool = True
+    step_is_counted: bool = True  # and not given
 
     @property
     def step(self) -> int:
         return int(self.shared["step"])
+
+    def of_this_rank(self) -> dict[str, Any]:
+        """What other ranks do not know: params of groups with a process_group of their own. JSON-able."""
+        params = {name: about for name, about in self.shared["params"].items() if "turn" in about}
+        tensors = {key: each for key, each in self.tensors.items() if key.section == "params" and key.name in params}
+        return {"params": params, "tensors": tensors_to_json(tensors)}
+
+    def joined(self, told: Sequence[Mapping[str, Any]]) -> "SavePlan":
+        """With what all ranks told, the same on all of them."""
+        params = {name: about for name, about in self.shared["params"].items() if "turn" not in about}
+        tensors = {key: each for key, each in self.tensors.items() if key.section != "params" or key.name in params}
+        for theirs in told:
+            params.update({name: about for name, about in theirs["params"].items() if name not in params})
+            tensors.update(tensors_from_json(theirs["tensors"]))
+        optimizers = [
+            {**each, "groups": [_with_all_turns(group, params) for group in each["groups"]]}
+            for each in self.shared["optimizers"]
+        ]
+        step = max([self.step, *(about["step"] for about in params.values())]) if self.step_is_counted else self.step
+        shared = {"step": step, "params": params, "optimizers": optimizers}
+        return replace(self, tensors=tensors, shared=shared)
 
     def skeleton(self) -> dict[str, Any]:
         """What ranks compare before anything is written."""
@@ -108,7 +133,7 @@ class _Planner:
         group_of = {
             param: group
             for optimizer in model.optimizers
-            for group in optimizer.param_groups
+            for group in optimizer._local_groups()
             for param in group["params"]
         }
         params = {name: self._param(home, group_of.get(home.param, {})) for name, home in model.homes.items()}
@@ -117,6 +142,7 @@ class _Planner:
             self._whole(Key("buffers", name, "value"), buffer, on_rank_0=True)
         optimizers = [self._optimizer(number) for number in range(len(model.optimizers))]
         reduced = {name: about for name, home in model.homes.items() if (about := self._gradient(home)) is not None}
+        is_counted = step is None
         if step is None:
             step = max((each["step"] for each in params.values()), default=0)
         own = {
@@ -128,14 +154,16 @@ class _Planner:
             key = Key("rng", str(self.world.rank), kind)
             self._add(key, _described(key, state), 0, state.numel(), Flat(state), 0)
         ordered = sorted(self.pieces, key=lambda piece: -piece.tensor.dtype.itemsize)
-        return SavePlan(tuple(ordered), self.tensors, {"step": step, "params": params, "optimizers": optimizers}, own)
+        shared = {"step": step, "params": params, "optimizers": optimizers}
+        return SavePlan(tuple(ordered), self.tensors, shared, own, step_is_counted=is_counted)
 
     def _optimizer(self, number: int) -> dict[str, Any]:
         optimizer = self.model.optimizers[number]
         groups = []
         names = self.model.names_in(optimizer)
         for index, (group, its_names) in enumerate(zip(optimizer.param_groups, names, strict=True)):
-            given = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+            kept = without_process_group(group)
+            given = {key: value for key, value in kept.items() if key not in ("params", "param_names")}
             where = f"group {index} of optimizer {number}"
             groups.append({"params": its_names, "values": values.encode(given, self._keep, where)})
         return {"rule": optimizer.rule.name, "counts_steps": optimizer.rule.counts_steps, "groups": groups}
@@ -157,7 +185,7 @@ class _Planner:
             if loaded is not None:
                 state, has_state = loaded, True
         if home.shard is None:
-            self._whole(Key("params", home.name, "param"), home.param)
+            self._whole(Key("params", home.name, "param"), home.param, home.world)
         else:
             self._sharded(home, "param", home.param.dtype)
             if home.entry is not None and home.optimizer is not None:
@@ -170,8 +198,10 @@ class _Planner:
                     f"{kind} of {home.name!r} was loaded as a part and is not bound yet: the rest of it is not here. "
                     "Take a step first, or save before loading."
                 )
-            self._whole(Key("params", home.name, kind), tensor)
+            self._whole(Key("params", home.name, kind), tensor, home.world)
         return {
+            **({} if home.place is None else {"place": str(home.place)}),
+            **({} if home.turn is None else {"turn": list(home.turn)}),
             "aliases": list(home.aliases),
             "optimizer": home.optimizer,
             "step": state.step,
@@ -227,10 +257,11 @@ class _Planner:
             scales = Kept(shard, scales_name(kind), where.local.start, BLOCK)
             self._add(key.scales, blocks, start + begin, start + end, scales, begin)
 
-    def _whole(self, key: Key, tensor: torch.Tensor, on_rank_0: bool = False) -> None:
-        """A tensor that every rank has: each writes a part of it, or rank 0 writes it."""
+    def _whole(self, key: Key, tensor: torch.Tensor, ranks: Ranks | None = None, on_rank_0: bool = False) -> None:
+        """A tensor that all of these ranks have: each writes a part of it, or rank 0 writes it."""
         described = _described(key, tensor)
-        first, last = cut(tensor.numel(), self.world.size, self.world.rank)
+        ranks = ranks or self.world
+        first, last = cut(tensor.numel(), ranks.size, ranks.rank)
         if on_rank_0:
             first, last = (0, tensor.numel()) if self.world.rank == 0 else (0, 0)
         self._add(key, described, first, last, Flat(flat_of(tensor)), first)
@@ -245,6 +276,20 @@ class _Planner:
         name = str(sum(key.section == "extra" for key in self.tensors))
         self._whole(Key("extra", name, "value"), tensor.detach().clone(), on_rank_0=True)
         return name
+
+
+def _with_all_turns(group: Mapping[str, Any], params: Mapping[str, Any]) -> dict[str, Any]:
+    """A param group that also names what other ranks hold in the place of a param of this rank."""
+    names: list[str] = []
+    for name in group["params"]:
+        if "turn" not in params[name]:
+            names.append(name)
+            continue
+        number, total = params[name]["turn"]
+        base = name.removesuffix(f"@{Turn(number, total)}")
+        turns = [f"{base}@{Turn(each, total)}" for each in range(total)]
+        names += [each for each in turns if each in params]
+    return {**group, "params": names}
 
 
 def cut(numel: int, parts: int, index: int) -> tuple[int, int]:

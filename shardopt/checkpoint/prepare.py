@@ -25,11 +25,11 @@ def prepare_states(optimizer: ShardedOptimizer) -> None:
             "only a step can tell: take one, then load over it."
         )
     ensure_bound(optimizer)
-    binding = optimizer._bound()
-    for group in optimizer.param_groups:
+    for group in optimizer._local_groups():
         names = rule.variant(group).states
         for param in group["params"]:
-            entry = binding.entries.get(param)
+            binding = optimizer._binding_of(param)
+            entry = None if binding is None else binding.entries.get(param)
             if entry is not None and not entry.has_state:
                 entry.shard.ensure_states(names)
                 entry.has_state = True

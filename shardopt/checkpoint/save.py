@@ -14,7 +14,7 @@ from ..optimizer import ShardedOptimizer
 from . import files, publish
 from .background import Background, Saving
 from .meeting import Desk, Meeting, Problem
-from .model import Model, as_list, device_of, unwrapped, world_of
+from .model import Model, as_list, meeting_of, unwrapped
 from .plan_save import SavePlan, plan_save
 from .publish import Site
 from .write import Run, as_checkpoint_error
@@ -63,7 +63,8 @@ def save_checkpoint(
     optimizers = as_list(optimizer)
     background = _BACKGROUNDS.setdefault(unwrapped(module), Background())
     background.settle()
-    meeting = Meeting(world_of(optimizers), device_of(module))
+    meeting = meeting_of(optimizers, module)
+    meeting.check_apart(Path(directory))
     plan: SavePlan | None = None
     problem: Problem = None
     try:
@@ -78,6 +79,7 @@ def save_checkpoint(
         problem = error
     meeting.share(problem, "planning a checkpoint")
     assert plan is not None
+    plan = plan.joined(meeting.everyones(plan.of_this_rank(), "planning a checkpoint"))
     skeleton = {
         **plan.skeleton(),
         "keep": keep,

@@ -97,10 +97,11 @@ class Totals:
         """1D [num_rows] int64, a view: counts of Inf and NaN."""
         return self.table[:, NONFINITE]
 
-    def of_shard(self) -> Total:
-        """All rows together."""
-        total = self.table.cpu().numpy().sum(axis=0)  # in NumPy: see launch.Native; one copy from a GPU
-        return Total(tuple(total[:LIMBS].tolist()), int(total[NONFINITE]))
+    def of_shard(self, uncounted: Sequence[int] = ()) -> Total:
+        """All rows together; of the ``uncounted`` ones only what is not finite."""
+        table = self.table.cpu().numpy()  # in NumPy: see launch.Native; one copy from a GPU
+        limbs = table[:, :LIMBS].sum(axis=0) - table[list(uncounted), :LIMBS].sum(axis=0)
+        return Total(tuple(limbs.tolist()), int(table[:, NONFINITE].sum()))
 
 
 def sum_of_squares(limbs: Sequence[int]) -> float:

@@ -50,11 +50,22 @@ class Mesh:
         return Mesh(world, Ranks.alone(), world, (0,))
 
 
+def everyone_of(group: dist.ProcessGroup | DeviceMesh) -> dist.ProcessGroup:
+    """One group of all ranks of a mesh. Collective where it has to be made."""
+    if not isinstance(group, DeviceMesh):
+        return group
+    if group.ndim == 1:
+        return group.get_group()
+    if group.size() == dist.get_world_size():
+        assert dist.group.WORLD is not None
+        return dist.group.WORLD
+    return group._flatten().get_group()
+
+
 def _of_device_mesh(mesh: DeviceMesh, sharded: bool, deadline: timedelta | None) -> Mesh:
     if mesh.ndim == 1:
         return Mesh.of(mesh.get_group(), sharded, deadline)
-    everyone = mesh.size() == dist.get_world_size()
-    world = Ranks(dist.group.WORLD if everyone else mesh._flatten().get_group(), deadline)
+    world = Ranks(everyone_of(mesh), deadline)
     if not sharded:
         return Mesh(world, Ranks.alone(), world, (0,))
     assert world.group is not None
