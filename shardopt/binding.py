@@ -21,7 +21,7 @@ from .entry import Candidate, Entry, Group, named_params
 from .errors import OffloadError
 from .exhibit import Exhibit
 from .kept import NOTHING
-from .offload.store import Store
+from .offload.store import Home, Store
 from .part import Part
 from .partition.bucket import Bucket
 from .partition.collectives import Ranks
@@ -212,8 +212,16 @@ class Binding:
             OffloadError: it was not opened yet, and cannot be.
         """
         if self._store is None:
-            self._store = make_store(self.options)
+            self._store = make_store(self.options.rests, self.options.tuning)
         return self._store
+
+    def rest_in(self, store: Store, homes: Sequence[Home]) -> Store:
+        """From now on masters and states of the shards lie in these homes. Returns the store of before."""
+        before, self._store = self.store, store
+        for shard, home in zip(self.shards, homes, strict=True):
+            shard.home, old = home, shard.home
+            old.release()
+        return before
 
     def release(self) -> None:
         """Gives every param storage of its own and forgets the states."""

@@ -108,7 +108,7 @@ class Offload:
         gradients: sums of gradients, at stage 2 and 3: None, on the device.
         params: this rank's slices, at stage 3: None, on the device.
         step: where the update runs: ``"cpu"``, or ``"auto"``: the only place that there is so far.
-        fraction: of the states that is offloaded: 1.0.
+        fraction: of masters and states that is offloaded; the rest stays on the device, in whole buckets.
         pin_memory: whether host memory is registered with the GPU, where there is one.
     """
 
@@ -130,7 +130,6 @@ class Offload:
             "gradients": self.gradients is not None,
             "params": self.params is not None,
             "step": self.step == "gpu",
-            "fraction": self.fraction != 1,
         }
         found = [name for name, is_asked in lacking.items() if is_asked]
         if found:

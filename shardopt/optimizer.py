@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,7 +17,7 @@ from .agreement import View, agree
 from .averaged import averaged
 from .bind import bind
 from .binding import Binding
-from .config import OptionKeywords, Options
+from .config import Offload, OptionKeywords, Options
 from .consolidate import consolidate
 from .entry import Candidate, named_params
 from .errors import ShardoptError, StateError
@@ -26,12 +27,13 @@ from .kept import check_formats
 from .materialise import check_materialisable, give_devices, give_values, meta_params
 from .partition.mesh import Mesh
 from .partition.placement import Placement, Placements
+from .relocate import relocate
 from .rules import Rule
 from .state_view import StateView
 from .states import ParamState
 from .step import Call, run_step
 from .survey import Scaling, check_numbers, plain_numbers
-from .tiers import tier_of
+from .tiers import make_store, tier_of
 from .timings import Timings
 
 Optimizer = TypeVar("Optimizer", bound="ShardedOptimizer")
@@ -90,6 +92,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._binding: Binding | None = None
         self._loaded: dict[torch.nn.Parameter, ParamState] = {}  # from load_state_dict, until the params are bound
         self._consolidated: dict[torch.nn.Parameter, ParamState] | None = None  # until the next step
+        self._away: Offload | None = None  # where offload() moved masters and states
         self._closed = False
         self.grad_norm: float | None = None
         """Global 2-norm of the last step's gradients before clipping, where ``max_grad_norm`` was given."""
@@ -463,6 +466,50 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.param_groups = groups
         self._consolidated = None
 
+    # -- where states rest -----------------------------------------------------------------------------------------
+
+    def offload(self, to: str | os.PathLike[str] = "cpu") -> None:
+        """Collective: moves all masters and states out of the way, until :meth:`reload`; for inference beside training.
+
+        Everything works as ever meanwhile: ``step()``, at the speed of the tier, state dicts and checkpoints. The bits
+        of a training do not depend on where it was offloaded. Before the first step there is nothing to move, and this
+        does nothing.
+
+        Args:
+            to: ``"cpu"``: host memory; for params on a CPU that is where they are, and nothing is copied. A directory:
+                a file in it, as with ``offload=directory``, and the memory is free.
+
+        Raises:
+            OffloadError: they cannot be kept there. They are where they were, on every rank.
+        """
+        self._move(Offload(to))
+
+    def reload(self) -> None:
+        """Collective: brings masters and states back to where the constructor's ``offload`` says: to the device.
+
+        Without an :meth:`offload` before it does nothing.
+
+        Raises:
+            OffloadError: they cannot be read, or not be kept. They are where they were, on every rank.
+        """
+        if self._away is not None:
+            self._move(None)
+
+    def _move(self, to: Offload | None) -> None:
+        self._check_open()
+        binding = self._binding
+        if binding is None or not binding.shards:
+            return
+        rests, tuning = self.options.rests if to is None else to, self.options.tuning
+        with torch.no_grad():
+            relocate(binding, tier_of(rests), lambda: make_store(rests, tuning))
+        self._away = to
+
+    @property
+    def _tier(self) -> str:
+        """Where masters and states rest, or most of them."""
+        return tier_of(self.options.rests if self._away is None else self._away)
+
     # -- copies and ends -------------------------------------------------------------------------------------------
 
     def __deepcopy__(self: Optimizer, memo: dict[int, Any]) -> Optimizer:
@@ -472,7 +519,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         module = copy.deepcopy(self.options.module, memo)
         other.rule, other.options = self.rule, dataclasses.replace(self.options, module=module)
         other._closed, other.grad_norm, other.updates = self._closed, self.grad_norm, self.updates
-        other._binding, other._consolidated, other._handover = None, None, None
+        other._binding, other._consolidated, other._handover, other._away = None, None, None, None
         other._loaded = {copy.deepcopy(param, memo): state.copy() for param, state in self._param_states().items()}
         # As torch's copies: hooks, and what schedulers patched onto this instance, are left behind.
         other.__setstate__(copy.deepcopy({"defaults": self.defaults, "param_groups": self.param_groups}, memo))
@@ -500,6 +547,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             with torch.no_grad():
                 self._binding.release()
         self._binding, self._loaded, self._consolidated, self._closed = None, {}, None, True
+        self._away = None
 
     # -- reports ---------------------------------------------------------------------------------------------------
 
@@ -531,10 +579,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
             "buffer": (*(shard.row_of_block for shard in shards), *(reducer.buffers if reducer else ())),
         }
         memory = {kind: {"device": sum(map(_nbytes, tensors))} for kind, tensors in kinds.items()}
-        homes = [shard.home.nbytes for shard in shards]
-        masters = sum(home.get("master", 0) for home in homes)
-        rest = {"master": masters, "state": sum(sum(home.values()) for home in homes) - masters}
-        memory.update({kind: {tier_of(self.options): nbytes} for kind, nbytes in rest.items()})
+        rests = {kind: {self._tier: 0} for kind in ("master", "state")}
+        for shard in shards:
+            for name, nbytes in shard.home.nbytes.items():
+                tiers = rests["master" if name == "master" else "state"]
+                tiers[shard.home.tier] = tiers.get(shard.home.tier, 0) + nbytes
+        memory.update(rests)
         if shards and self._binding is not None and self._binding.store.buffer_bytes:
             memory["buffer"]["host"] = self._binding.store.buffer_bytes
         return memory

@@ -1,10 +1,14 @@
 """Which store an optimizer's states rest in: the only place that knows all of them."""
 
+import os
+from pathlib import Path
+
 import torch
 
-from .config import Options
+from .config import Offload, Options, Tuning
 from .errors import BindingError
 from .offload.disk import DiskStore
+from .offload.mixed import MixedStore, RevocableStore
 from .offload.store import ResidentStore, Store
 from .partition.room import zeros
 
@@ -16,21 +20,26 @@ def in_memory(tier: str) -> ResidentStore:
     return ResidentStore(tier, zeros)
 
 
-def tier_of(options: Options) -> str:
+def tier_of(rests: Offload | None) -> str:
     """ "device", "host" or "disk"."""
-    if options.rests is None:
+    if rests is None:
         return "device"
-    return "host" if options.rests.directory is None else "disk"
+    return "host" if rests.directory is None else "disk"
 
 
-def make_store(options: Options) -> Store:
+def make_store(rests: Offload | None, tuning: Tuning) -> Store:
     """
     Raises:
         OffloadError: the directory cannot be used.
     """
-    if options.rests is None or options.rests.directory is None:
-        return in_memory(tier_of(options))
-    return DiskStore(options.rests.directory, options.tuning.chunk_bytes, options.tuning.timeout or _PATIENCE)
+    if rests is None:
+        return in_memory("device")
+    away = in_memory("host") if rests.directory is None else _on_disk(rests.directory, tuning)
+    return away if rests.fraction == 1 else MixedStore(away, RevocableStore("device", zeros), rests.fraction)
+
+
+def _on_disk(directory: str | os.PathLike[str], tuning: Tuning) -> DiskStore:
+    return DiskStore(Path(directory), tuning.chunk_bytes, tuning.timeout or _PATIENCE)
 
 
 def check_offload(options: Options, device: torch.device) -> None:

@@ -1,0 +1,64 @@
+"""Masters and states move to another tier between two steps: on all ranks or on none."""
+
+from collections.abc import Callable
+from contextlib import suppress
+
+from .agreement import View, agree
+from .binding import Binding
+from .errors import OffloadError
+from .offload.store import Home, ResidentHome, Store
+from .partition.room import return_free_pages
+from .shard import Shard
+
+
+def relocate(binding: Binding, tier: str, open_store: Callable[[], Store]) -> None:
+    """Collective. What is read meanwhile by other ranks is read where it was.
+
+    Raises:
+        OffloadError: they cannot be kept there; nothing changed, on any rank.
+    """
+    store: Store | None = None
+    homes: list[Home] = []
+    problem: Exception | None = None
+    view = {"tier to move masters and states to": tier, "calls of step()": binding.rounds}
+    try:
+        try:
+            store = open_store()
+            _copy(binding, store, homes)
+        except Exception as error:
+            problem = error
+        agree(View(view, lambda: view, problem), binding.mesh.world, binding.device)
+    except BaseException:
+        if store is not None:
+            store.roll_back()
+            for home in reversed(homes):
+                home.release()
+            store.close()
+        raise
+    assert store is not None
+    store.commit()
+    before = binding.rest_in(store, homes)
+    with suppress(OffloadError):  # a disk that hangs keeps the old file open, as long as it does
+        before.close()
+    return_free_pages()
+
+
+def _copy(binding: Binding, store: Store, homes: list[Home]) -> None:
+    store.begin()
+    for shard in binding.shards:
+        homes.append(store.home(shard.param.numel(), shard.param.dtype, shard.param.device))
+        _copy_streams(shard, homes[-1])
+    store.flush()
+
+
+def _copy_streams(shard: Shard, new: Home) -> None:
+    old = shard.home
+    if isinstance(old, ResidentHome) and isinstance(new, ResidentHome):  # in the same memory
+        new.streams.update(old.streams)
+        new.planes.update(old.planes)
+        return
+    new.ensure(old.planes)
+    bounds = max(old.chunks(), new.chunks(), key=len)
+    for name in old.names:
+        for start, stop in bounds:
+            new.write(name, start, old.read(name, start, stop))
