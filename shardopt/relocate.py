@@ -30,17 +30,17 @@ def relocate(binding: Binding, tier: str, open_store: Callable[[], Store]) -> No
         agree(View(view, lambda: view, problem), binding.mesh.world, binding.device)
     except BaseException:
         if store is not None:
-            store.roll_back()
-            for home in reversed(homes):
-                home.release()
-            store.close()
+            _close(store)
         raise
     assert store is not None
     store.commit()
-    before = binding.rest_in(store, homes)
-    with suppress(OffloadError):  # a disk that hangs keeps the old file open, as long as it does
-        before.close()
+    _close(binding.rest_in(store, homes))
     return_free_pages()
+
+
+def _close(store: Store) -> None:
+    with suppress(OffloadError):  # a disk that hangs keeps its file open, as long as it does
+        store.close()
 
 
 def _copy(binding: Binding, store: Store, homes: list[Home]) -> None:

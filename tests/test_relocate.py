@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from ranks import Pool
 from test_offload import RECIPES, Resting, advance, bits, make
+from test_offload_faults import Faulty, system
 from test_stages import Setting, train
 from torch import Tensor
 from torch.nn import Parameter
@@ -127,20 +128,27 @@ def test_a_move_that_fails_has_not_happened(tmp_path: Path) -> None:
             call()
 
 
-def test_what_is_loaded_into_memory_and_a_file_is_in_both_or_in_neither(tmp_path: Path) -> None:
+def test_what_is_written_to_memory_and_a_file_is_in_both_or_in_neither(tmp_path: Path) -> None:
     params, optimizer = make(ShardedAdamW, Offload(tmp_path, fraction=0.5), torch.bfloat16)
     advance(params, optimizer, range(2))
     saved = copy.deepcopy(optimizer.state_dict())
     advance(params, optimizer, range(2, 4))
-    before = bits(params, optimizer)
-    (folder,) = tmp_path.iterdir()
-    os.truncate(folder / "states", 4096)  # half of it can be loaded without a look into the file
-    with torch.no_grad():
-        params[-1][1000:1100] = 0.25
-    with pytest.raises(OffloadError, match="cut it off"):
-        optimizer.refresh_masters()
-    optimizer.load_state_dict(saved)
-    assert bits(params, optimizer) != before
+    for param in params:
+        param.data.mul_(2)
+    before, failures = bits(params, optimizer), 0
+    for call in (optimizer.refresh_masters, lambda: optimizer.load_state_dict(saved)):
+        for at in itertools.count():
+            try:
+                with system(Faulty("write", "EIO", at)):
+                    call()
+                break
+            except OffloadError:
+                failures += 1
+                assert bits(params, optimizer) == before, (call, at)
+        assert bits(params, optimizer) != before
+        before = bits(params, optimizer)
+    assert failures > 4
+    optimizer.close()
 
 
 # -- several ranks -----------------------------------------------------------------------------------------------------
