@@ -9,6 +9,7 @@ from .agreement import View, agree
 from .bindable import check_bindable
 from .binding import Binding
 from .entry import Candidate, Group, named_params
+from .partition.room import return_free_pages
 from .tiers import check_offload, tier_of
 
 
@@ -54,6 +55,7 @@ def bind(
     try:
         agree(View("bound", dict, problem), world, device)
         binding.adopt(plan, shards)
+        return_free_pages()  # what came and went while params moved and masters were made
     except BaseException:
         for shard in reversed(shards):
             shard.home.release()
