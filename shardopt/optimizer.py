@@ -4,7 +4,7 @@ import copy
 import dataclasses
 import os
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar, Unpack
 
@@ -21,10 +21,10 @@ from .config import Offload, OptionKeywords, Options
 from .consolidate import consolidate
 from .entry import Candidate, named_params
 from .errors import ShardoptError, StateError
-from .gradient import GradientPart
 from .handover import Handover
 from .kept import check_formats
 from .materialise import check_materialisable, give_devices, give_values, meta_params
+from .memory import memory_of
 from .partition.mesh import Mesh
 from .partition.placement import Placement, Placements
 from .relocate import relocate
@@ -560,34 +560,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def memory(self) -> dict[str, dict[str, int]]:
         """Bytes on this rank by kind (param, gradient, master, state, buffer) and tier (device, host, disk)."""
-        shards = self._binding.shards if self._binding is not None else []
-        sharded = self._binding.sharded if self._binding is not None else None
-        frozen = sharded.frozen if sharded is not None else []
         grouped = [param for _, param, _ in named_params(self.param_groups)]
         others = () if self._handover is None else self._handover.module.parameters()
-        params = list(dict.fromkeys([*grouped, *others]))
-        bound = self._binding.entries if self._binding is not None else {}
-        reducer = self._binding.reducer if self._binding is not None else None
-        own = (param.grad for param in params if param.grad is not None and not isinstance(param.grad, GradientPart))
-        kinds: dict[str, Iterable[torch.Tensor]] = {
-            "param": (
-                *(shard.bucket.flat for shard in (*shards, *frozen) if shard.bucket.resident_bytes),
-                *(shard.param for shard in (*shards, *frozen) if shard.gathered is not None),
-                *(param for param in params if param not in bound and (sharded is None or param not in sharded.where)),
-            ),
-            "gradient": (*own, *(each for bucket in (reducer.buckets if reducer else ()) for each in bucket.sums)),
-            "buffer": (*(shard.row_of_block for shard in shards), *(reducer.buffers if reducer else ())),
-        }
-        memory = {kind: {"device": sum(map(_nbytes, tensors))} for kind, tensors in kinds.items()}
-        rests = {kind: {self._tier: 0} for kind in ("master", "state")}
-        for shard in shards:
-            for name, nbytes in shard.home.nbytes.items():
-                tiers = rests["master" if name == "master" else "state"]
-                tiers[shard.home.tier] = tiers.get(shard.home.tier, 0) + nbytes
-        memory.update(rests)
-        if shards and self._binding is not None and self._binding.store.buffer_bytes:
-            memory["buffer"]["host"] = self._binding.store.buffer_bytes
-        return memory
+        return memory_of(self._binding, dict.fromkeys([*grouped, *others]), self.options.rests, self._tier)
 
     def __repr__(self) -> str:
         options = f"stage={self.options.stage}"
@@ -596,7 +571,3 @@ class ShardedOptimizer(torch.optim.Optimizer):
             transport = binding.wires.shards.name if binding.wires is not None else "none"
             options += f", ranks={binding.mesh.world.size}, buckets={len(binding.shards)}, transport={transport}"
         return f"{super().__repr__()[:-1]}Sharded ({options})\n)"
-
-
-def _nbytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()

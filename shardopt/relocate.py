@@ -45,8 +45,8 @@ def _close(store: Store) -> None:
 
 def _copy(binding: Binding, store: Store, homes: list[Home]) -> None:
     store.begin()
-    for shard in binding.shards:
-        homes.append(store.home(shard.param.numel(), shard.param.dtype, shard.param.device))
+    for shard in binding.resting:
+        homes.append(store.home(shard.numel, shard.bucket.dtype, shard.device))
         _copy_streams(shard, homes[-1])
     store.flush()
 

@@ -343,6 +343,7 @@ def _launch(launch: Launch, chunk: Chunk, streams: Mapping[str, torch.Tensor], f
     assert folded is not None  # the survey settled all others
     masters = streams.get("master") if launch.spec.has_master else None
     noise = None if launch.noise is None else launch.noise.part(chunk.start)
-    backend = backend_of(chunk.param.device)
-    kept = Streams(chunk.param, masters, states, scales)
+    param = streams["param"] if chunk.param is None else chunk.param
+    backend = backend_of(param.device)
+    kept = Streams(param, masters, states, scales)
     backend.step(launch.spec, kept, gradients, launch.scalars, folded, noise)

@@ -152,12 +152,16 @@ def test_memory_and_room(tmp_path: Path) -> None:
 
 
 def test_what_is_not_offered_is_refused(tmp_path: Path) -> None:
-    for keywords in ({"gradients": "cpu"}, {"params": "cpu"}, {"step": "gpu"}):
-        with pytest.raises(NotImplementedError, match=next(iter(keywords))):
-            Offload(**keywords)
-    for wrong in ({"step": "disk"}, {"fraction": 0.0}):
+    with pytest.raises(NotImplementedError, match="step"):
+        Offload(step="gpu")
+    nonsense: list[dict[str, Any]] = [{"step": "disk"}, {"fraction": 0.0}, {"gradients": "/tmp"}, {"params": "/tmp"}]
+    for wrong in nonsense:
         with pytest.raises(ValueError, match=next(iter(wrong))):
             Offload(**wrong)
+    model = torch.nn.Linear(2, 2)
+    for stage, vain in ((1, Offload(gradients="cpu")), (2, Offload(params="cpu"))):
+        with pytest.raises(ValueError, match="no effect"):
+            ShardedSGD(model, lr=0.5, stage=stage, offload=vain)
     params = [Parameter(torch.ones(3))]
     params[0].grad = torch.ones(3)
     expected = ShardedSGD([Parameter(params[0].detach().clone())], lr=0.5)
@@ -216,13 +220,38 @@ def ends(stage: int, offload: Any, neighbours: bool) -> list[Tensor]:
 def test_every_stage_leaves_the_same_bits(stage: int, ranks: Pool, tmp_path: Path) -> None:
     expected = ranks.run(ends, stage, None, True, world=2)
     half = Offload(tmp_path, fraction=0.5)
-    for offload, neighbours in (("cpu", True), (str(tmp_path), True), (str(tmp_path), False), (half, True)):
+    grid: list[tuple[Any, bool]] = [("cpu", True), (str(tmp_path), True), (str(tmp_path), False), (half, True)]
+    if stage >= 2:
+        grid.append((Offload(tmp_path, gradients="cpu"), True))
+    for offload, neighbours in grid:
         found = ranks.run(ends, stage, offload, neighbours, world=2)
         for mine, theirs in zip(found, expected, strict=True):
             assert len(mine) == len(theirs) > 10
             assert all(raw(one) == raw(other) for one, other in zip(mine, theirs, strict=True)), (offload, neighbours)
     # Nothing was closed; at stage 3 a sharded module keeps its optimizer until it is.
     assert stage == 3 or not os.listdir(tmp_path)
+
+
+def ends_with_params_away(root: str | None, neighbours: bool, world: int) -> list[Tensor]:
+    """At stage 3; all ranks run the same modules in the same order, as messages need."""
+    offloads = [Offload(root, params=root), Offload(root, params=root, fraction=0.5)] if root else [None]
+    found = []
+    for offload in offloads:
+        for recipe in RECIPES.values():
+            ended = train(recipe, Resting(stage=3, neighbours=neighbours, live_bytes=6000, offload=offload))
+            found.append([*ended.params, *(value for state in ended.states for value in state.values())])
+    return found
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_params_in_a_file_leave_the_same_bits(world: int, ranks: Pool, tmp_path: Path) -> None:
+    expected = ranks.run(ends_with_params_away, None, False, world, world=world)
+    found = ranks.run(ends_with_params_away, str(tmp_path), False, world, world=world)
+    for mine, theirs in zip(found, expected, strict=True):
+        for index, tensors in enumerate(mine):
+            still = theirs[index % len(theirs)]
+            assert len(tensors) == len(still) > 3
+            assert all(raw(one) == raw(other) for one, other in zip(tensors, still, strict=True)), index
 
 
 def saved_on_rank_0(offload: str | None) -> list[bytes]:

@@ -189,8 +189,9 @@ class DiskStore:
 
     def fetch(self, chunk: Chunk) -> Sequence[torch.Tensor]:
         parts = self._pipeline.fetch(self._turns[chunk]) if chunk.names else []
-        _copy(_kept(chunk), chunk.param)
-        self._fetched.append(chunk)
+        if chunk.param is not None:
+            _copy(_kept(chunk), chunk.param)
+            self._fetched.append(chunk)
         home = chunk.home
         assert isinstance(home, DiskHome)
         return [
@@ -222,6 +223,7 @@ class DiskStore:
     def roll_back(self) -> None:
         self.segments.drop()
         for chunk in self._fetched:
+            assert chunk.param is not None
             _copy(chunk.param, _kept(chunk))
         self._turns, self._fetched = {}, []
         self._pipeline.abandon()

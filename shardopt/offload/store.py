@@ -98,7 +98,9 @@ class Chunk:
     start: int  # in the shard
     stop: int
     names: tuple[str, ...]  # of the streams that the update needs
-    param: torch.Tensor  # 1D [stop - start]: the shard's params, which the update writes as well
+    param: (
+        torch.Tensor | None
+    )  # 1D [stop - start]: the shard's params, which the update writes; None: one of the streams
 
 
 class Store(Protocol):
