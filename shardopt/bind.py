@@ -34,7 +34,7 @@ def bind(
     plan, sums = [], []
     try:
         device = binding.device if binding.shards else candidates[0][1].device
-        check_offload(binding.options, device)
+        check_offload(binding.options.rests, device)
         check_bindable(candidates, groups, device)
         plan = binding.plan(candidates)
         if binding.mesh.world.size > 1:

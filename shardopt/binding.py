@@ -111,7 +111,8 @@ class Binding:
         shard: Shard | None = None
         try:
             rests = planned.is_released and self.params_rest
-            shard = Shard(bucket, self.mesh.shard.rank, planned.states, self.store, planned.kept, rests)
+            store = self._store_for(bucket.device)
+            shard = Shard(bucket, self.mesh.shard.rank, planned.states, store, planned.kept, rests)
             for index, param in enumerate(params):
                 if param in self.loaded:
                     self._write_tensors(shard, index, self.loaded[param])
@@ -182,7 +183,8 @@ class Binding:
         shards: list[Shard] = []
         problem: Exception | None = None
         try:
-            store = self.store if self.params_rest else in_memory("device")
+            device = layouts[0][0][0].device
+            store = self._store_for(device) if self.params_rest else in_memory("device")
             for members, layout in layouts:
                 bucket = Bucket(members, layout, self.fresh, is_released=True)
                 try:
@@ -246,8 +248,11 @@ class Binding:
         Raises:
             OffloadError: it was not opened yet, and cannot be.
         """
+        return self._store_for(self.device)
+
+    def _store_for(self, device: torch.device) -> Store:
         if self._store is None:
-            self._store = make_store(self.options.rests, self.options.tuning)
+            self._store = make_store(self.options.rests, self.options.tuning, device)
         return self._store
 
     def rest_in(self, store: Store, homes: Sequence[Home]) -> Store:

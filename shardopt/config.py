@@ -108,7 +108,8 @@ class Offload:
         gradients: sums of gradients, at stage 2 and 3: ``"cpu"``, or None: on the device.
         params: this rank's slices at stage 3, those of frozen params too: ``"cpu"``, the directory of ``states``, or
             None: on the device. From a directory they are read whenever their module runs, and travel in messages.
-        step: where the update runs: ``"cpu"``, or ``"auto"``: the only place that there is so far.
+        step: where the update runs: ``"gpu"`` (states stream through it), ``"cpu"``, or ``"auto"``: where the params
+            are, the only place that there is so far.
         fraction: of masters and states that is offloaded; the rest stays on the device, in whole buckets.
         pin_memory: whether host memory is registered with the GPU, where there is one.
     """
@@ -134,11 +135,6 @@ class Offload:
                 f"Offload.params={os.fspath(self.params or '')!r} and Offload.states={os.fspath(self.states)!r}: on a "
                 "disk params are written in one go with their masters and states, so that a step that fails leaves "
                 "both as they were; in two places one could fail alone. Give both the same directory."
-            )
-        if self.step == "gpu":
-            raise NotImplementedError(
-                f"Offload(step={self.step!r}) is not there yet, and would silently do nothing: masters and states that "
-                "are offloaded are updated by the CPU. Leave step away."
             )
 
     @property

@@ -31,8 +31,8 @@ def memory_of(
     if binding is not None:
         _add_shards(found, binding, "host" if rests is not None and rests.params == "cpu" else "device")
         _add_reducer(found, binding, "host" if rests is not None and rests.gradients == "cpu" else "device")
-        if binding.shards and binding.store.buffer_bytes:
-            found["buffer"]["host"] += binding.store.buffer_bytes
+        if binding.shards:
+            found["buffer"].update(binding.store.buffer_bytes)
     return {kind: dict(tiers) for kind, tiers in found.items()}
 
 

@@ -25,6 +25,7 @@ from .handover import Handover
 from .kept import check_formats
 from .materialise import check_materialisable, give_devices, give_values, meta_params
 from .memory import memory_of
+from .offload.store import Store
 from .partition.mesh import Mesh
 from .partition.placement import Placement, Placements
 from .relocate import relocate
@@ -33,7 +34,7 @@ from .state_view import StateView
 from .states import ParamState
 from .step import Call, run_step
 from .survey import Scaling, check_numbers, plain_numbers
-from .tiers import make_store, tier_of
+from .tiers import check_offload, make_store, tier_of
 from .timings import Timings
 
 Optimizer = TypeVar("Optimizer", bound="ShardedOptimizer")
@@ -501,8 +502,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if binding is None or not binding.shards:
             return
         rests, tuning = self.options.rests if to is None else to, self.options.tuning
+
+        def open_store() -> Store:
+            check_offload(rests, binding.device)
+            return make_store(rests, tuning, binding.device)
+
         with torch.no_grad():
-            relocate(binding, tier_of(rests), lambda: make_store(rests, tuning))
+            relocate(binding, tier_of(rests), open_store)
         self._away = to
 
     @property

@@ -6,6 +6,7 @@ from contextlib import suppress
 from .agreement import View, agree
 from .binding import Binding
 from .errors import OffloadError
+from .offload.ring import RingHome
 from .offload.store import Home, ResidentHome, Store
 from .partition.room import return_free_pages
 from .shard import Shard
@@ -53,12 +54,14 @@ def _copy(binding: Binding, store: Store, homes: list[Home]) -> None:
 
 def _copy_streams(shard: Shard, new: Home) -> None:
     old = shard.home
-    if isinstance(old, ResidentHome) and isinstance(new, ResidentHome):  # in the same memory
-        new.streams.update(old.streams)
-        new.planes.update(old.planes)
-        return
-    new.ensure(old.planes)
     bounds = max(old.chunks(), new.chunks(), key=len)
+    if isinstance(old, ResidentHome) and isinstance(new, ResidentHome):
+        if not (isinstance(old, RingHome) or isinstance(new, RingHome)):
+            new.streams.update(old.streams)  # it stays where it is
+            new.planes.update(old.planes)
+            return
+        bounds = [(0, shard.numel)]
+    new.ensure(old.planes)
     for name in old.names:
         for start, stop in bounds:
             new.write(name, start, old.read(name, start, stop))

@@ -264,7 +264,10 @@ class Shard:
     def _refresh(self, name: str, start: int, stop: int, slices: Sequence[slice]) -> None:
         masters = self.home.read(name, start, stop)
         for each in slices:
-            master, param = masters[each.start - start : each.stop - start], self.params(each.start, each.stop)
+            master, param = (
+                masters[each.start - start : each.stop - start],
+                self.params(each.start, each.stop).to(masters.device),
+            )
             is_followed = master.to(param.dtype) == param
             if not is_followed.all():
                 self.home.write(name, each.start, torch.where(is_followed, master, param.float()))
@@ -288,7 +291,7 @@ class Shard:
             return self.params(start, stop)
         format, items = self.format_of(name), self.home.read(name, start, stop)
         if name == "master" and format is not FP32:
-            return codecs.join(self.params(start, stop), items, format)
+            return codecs.join(self.params(start, stop).to(items.device), items, format)
         scales = self.home.read(scales_name(name), start, stop) if isinstance(format, BlockFormat) else None
         return codecs.decode(codecs.Encoded(items, scales), format)
 

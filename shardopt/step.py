@@ -263,11 +263,11 @@ def _update_or_put_back(binding: Binding, works: Sequence[Work], factors: tuple[
     try:
         try:
             store.begin()
-            _run(
-                binding,
-                [(chunk, work) for work in works for chunk in work.chunks() if not chunk.home.is_final],
-                factors,
-            )
+            ordered = [(chunk, work) for work in works for chunk in work.chunks() if not chunk.home.is_final]
+            store.prefetch([chunk for chunk, _ in ordered])
+            _run(binding, ordered, factors)
+            with binding.clock.phase("write back"):
+                store.flush()
         except Exception as error:
             problem = error
         try:
@@ -292,15 +292,21 @@ def _update_and_gather(
     assert binding.wires is not None
     gather = binding.wires.shards.gather("gathering updated params")
     problem: Exception | None = None
+    chunks: dict[Shard, list[Chunk]] = {}
+    try:
+        chunks = {work.shard: [chunk for chunk in work.chunks() if chunk.home.is_final] for work in works}
+        binding.store.prefetch([chunk for each in chunks.values() for chunk in each])
+    except Exception as error:  # the other ranks wait for this one's shards: they are told when these have met
+        problem = error
     for work in works:
         try:
-            chunks = [chunk for chunk in work.chunks() if chunk.home.is_final]
-            if problem is None and chunks:
-                _run(binding, [(chunk, work) for chunk in chunks], factors)
-        except Exception as error:  # the other ranks wait for this one's shards: they are told when these have met
+            if problem is None:
+                _run(binding, [(chunk, work) for chunk in chunks[work.shard]], factors)
+        except Exception as error:
             problem = error
         if work.shard in updated and work.shard.gathered is None:
             gather.start(work.shard.window)
+    binding.store.flush()
     _finish(binding, gather, problem)
 
 
@@ -321,7 +327,6 @@ def _finish(binding: Binding, gather: Gather, problem: Exception | None) -> None
 def _run(binding: Binding, ordered: Sequence[tuple[Chunk, Work]], factors: tuple[float, float]) -> None:
     """Brings each chunk in, updates it, takes it back."""
     store, clock = binding.store, binding.clock
-    store.prefetch([chunk for chunk, _ in ordered])
     for chunk, work in ordered:
         with clock.phase("fetch"):
             streams = dict(zip(chunk.names, store.fetch(chunk), strict=True))
@@ -330,8 +335,6 @@ def _run(binding: Binding, ordered: Sequence[tuple[Chunk, Work]], factors: tuple
                 _launch(launch, chunk, streams, Factors(launch.divisor, *factors))
         with clock.phase("write back"):
             store.write_back(chunk)
-    with clock.phase("write back"):
-        store.flush()
 
 
 def _launch(launch: Launch, chunk: Chunk, streams: Mapping[str, torch.Tensor], factors: Factors) -> None:

@@ -244,9 +244,9 @@ class DiskStore:
         self.commit()
 
     @property
-    def buffer_bytes(self) -> int:
+    def buffer_bytes(self) -> Mapping[str, int]:
         kept = sum(home.kept_bytes for home in self._homes)
-        return kept + self._pipeline.buffer_bytes + self.segments.scratch_bytes
+        return {"host": kept + self._pipeline.buffer_bytes + self.segments.scratch_bytes}
 
     def close(self) -> None:
         self._pipeline.close()

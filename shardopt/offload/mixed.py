@@ -5,7 +5,7 @@ A step does not need that: it updates the rest last, when nothing can fail any m
 """
 
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 
@@ -100,7 +100,7 @@ class MixedStore:
         self._away.roll_back()
 
     @property
-    def buffer_bytes(self) -> int:
+    def buffer_bytes(self) -> Mapping[str, int]:
         return self._away.buffer_bytes
 
     def close(self) -> None:

@@ -136,8 +136,8 @@ class Store(Protocol):
         """It has not happened, and neither have the updates of params of fetched chunks; nothing in memory."""
 
     @property
-    def buffer_bytes(self) -> int:
-        """Of host memory that the store itself takes."""
+    def buffer_bytes(self) -> Mapping[str, int]:
+        """Of memory that the store itself takes, by tier."""
 
     def close(self) -> None:
         """Nothing of it is left."""
@@ -229,8 +229,8 @@ class ResidentStore:
         pass
 
     @property
-    def buffer_bytes(self) -> int:
-        return 0
+    def buffer_bytes(self) -> Mapping[str, int]:
+        return {}
 
     def close(self) -> None:
         pass
