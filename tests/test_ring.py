@@ -18,6 +18,7 @@ from shardopt import ShardedAdamW
 from shardopt.offload.lanes import AtOnce, Copy, Lanes
 from shardopt.offload.pinned import Pages
 from shardopt.offload.ring import SLOTS, RingStore
+from shardopt.offload.store import Chunk, Plane
 from shardopt.partition.room import zeros
 
 
@@ -140,3 +141,18 @@ def test_pages_are_registered_within_the_limit_and_given_back() -> None:
     pages.zeros(1 << 20, torch.float32)  # said once
     assert pages.pinned_bytes == 8 << 20
     pages._registered.clear()  # there is no CUDA here to forget them
+
+
+def test_what_is_written_behind_a_step_is_not_overwritten_by_it() -> None:
+    store = ring(AsLateAsAllowed())
+    home = store.home(1024, torch.float32, torch.device("cpu"))
+    home.ensure({"exp_avg": Plane(torch.float32)})
+    chunks = [Chunk(home, start, stop, ("exp_avg",), torch.empty(0)) for start, stop in home.chunks()]
+    store.prefetch(chunks)
+    for chunk in chunks:
+        (stream,) = store.fetch(chunk)
+        stream.fill_(1.0)
+        store.write_back(chunk)
+    store.flush()
+    home.write("exp_avg", 0, torch.full((1024,), 2.0))
+    assert home.read("exp_avg", 0, 1024).eq(2.0).all()
