@@ -11,8 +11,8 @@
   that moved most in this run is the 100 %.
 * The peak: resident memory of a process that steps from the disk, read by another one, above that of the same process
   with its params and gradients alone; at several sizes of the model.
-* The moves: `offload()` and `reload()` of masters and states, to the directory, or on a GPU to host memory, as bytes over
-  time; there also a step whose states stream through the GPU (`--device cuda`, and nothing else is measured then).
+* The moves: `offload()` and `reload()` of masters and states, to the directory, or on a GPU to host memory, as bytes
+  over time, and a step from there (`--device cuda`: nothing else is measured then).
 * The training step: stage 2 in bf16 on 2 ranks (bench/train.py's model and engines), states in memory and on the disk
   of the system's temporary directory, and DeepSpeed where it is installed.
 """
