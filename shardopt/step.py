@@ -306,7 +306,11 @@ def _update_and_gather(
             problem = error
         if work.shard in updated and work.shard.gathered is None:
             gather.start(work.shard.window)
-    binding.store.flush()
+    try:
+        if any(chunks.values()):
+            binding.store.flush()
+    except Exception as error:
+        problem = problem or error
     _finish(binding, gather, problem)
 
 
