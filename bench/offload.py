@@ -2,27 +2,34 @@
 
     python bench/offload.py --directory /nvme              256M elements: a file of 6 GiB
     python bench/offload.py --elements 64                  on a small disk
+    python bench/offload.py --only peak
 
 * The disk step: `optimizer.step()` of AdamW on one bf16 param, with fp32 master and states in a file, as bytes read and
   written over time. Beside it, in turn with it, a loop that does nothing but move the same bytes in a file of the same
   size: direct I/O, sequential, each transfer as long as one of the step's, at every number of requests in flight,
   reading one half and writing the other in turn ("mixed") or first all of this and then all of that ("apart"). The one
   that moved most in this run is the 100 %.
+* The peak: resident memory of a process that steps from the disk, read by another one, above that of the same process
+  with its params and gradients alone; at several sizes of the model.
+* The moves: `offload()` and `reload()` of masters and states, to the directory, or on a GPU to host memory, as bytes
+  over time, and a step from there (`--device cuda`: nothing else is measured then).
 * The training step: stage 2 in bf16 on 2 ranks (bench/train.py's model and engines), states in memory and on the disk
   of the system's temporary directory, and DeepSpeed where it is installed.
 """
 
 import argparse
+import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
 import train
-from common import Median, describe_machine, median_of, parser_of, ratios, show, write_result
+from common import Median, describe_machine, median_of, parser_of, pick_device, ratios, show, write_result
 from torch.nn import Parameter
 from tqdm import tqdm
 
@@ -132,6 +139,104 @@ def in_memory_step(numel: int, rounds: int) -> Median:
     return median_of(seconds[1:])
 
 
+PEAK = """
+import sys, torch
+from shardopt import ShardedAdamW, Tuning
+from shardopt.partition.room import return_free_pages
+numel, chunk, root = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+def trained(numels):
+    params = [torch.nn.Parameter(torch.ones(each, dtype=torch.bfloat16)) for each in numels]
+    for param in params:
+        param.grad = torch.ones_like(param)
+    return params, ShardedAdamW(params, offload=root, tuning=Tuning(chunk_bytes=chunk, nonfinite="propagate"))
+trained([1])[1].step()  # compiles
+params, optimizer = trained([min(1 << 24, numel - start) for start in range(0, numel, 1 << 24)])
+return_free_pages()
+print("ready", flush=True)
+sys.stdin.readline()
+for _ in range(3):
+    optimizer.step()
+print(sum(optimizer.memory()["buffer"].values()), flush=True)
+sys.stdin.readline()
+"""
+
+
+def measure_peak(args: argparse.Namespace) -> dict[str, Any]:
+    """By elements of the model."""
+    found = {}
+    for elements in (args.elements // 4, args.elements, 3 * args.elements):
+        numel, chunk = elements * MI, args.chunk * MI
+        command = [sys.executable, "-c", PEAK, str(numel), str(chunk), str(args.directory)]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdin is not None and process.stdout is not None
+            process.stdout.readline()
+            before = _status(process.pid, "VmRSS")
+            Path(f"/proc/{process.pid}/clear_refs").write_text("5")  # the peak begins anew
+            print(file=process.stdin, flush=True)
+            told = int(process.stdout.readline())
+            peak = _status(process.pid, "VmHWM") - before
+        found[f"{elements}M"] = {
+            "params and gradients MB": 4 * numel / 1e6,
+            "states in the file MB": BYTES_AN_ELEMENT * numel / 1e6,
+            "peak above MB": peak / 1e6,
+            "6 chunks MB": 6 * 3 * chunk / 1e6,
+            "low-precision shard MB": 2 * numel / 1e6,
+            "of these two": peak / (6 * 3 * chunk + 2 * numel),
+            "memory() says MB": told / 1e6,
+        }
+    return found
+
+
+def _status(pid: int, name: str) -> int:
+    """Bytes."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return 1024 * int(next(line for line in lines if line.startswith(name)).split()[1])
+
+
+def measure_moves(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
+    numel = args.elements * MI
+    params = [Parameter(torch.ones(1 << 24, dtype=torch.bfloat16, device=device)) for _ in range(numel >> 24)]
+    for param in params:
+        param.grad = torch.ones_like(param)
+    optimizer = ShardedAdamW(params, lr=1e-3, tuning=Tuning(chunk_bytes=args.chunk * MI, nonfinite="propagate"))
+
+    def seconds(call: Callable[[], Any]) -> float:
+        start = time.perf_counter()
+        call()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter() - start
+
+    for _ in range(2):
+        optimizer.step()
+    to = "cpu" if device.type == "cuda" else args.directory
+    calls: dict[str, Callable[[], Any]] = {
+        "step, states on the device": optimizer.step,
+        "offload": lambda: optimizer.offload(to),
+        "step, states offloaded": optimizer.step,
+        "reload": optimizer.reload,
+    }
+    found: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in tqdm(range(args.rounds), desc="moves", unit="round", disable=None):
+        for name, call in calls.items():
+            found[name].append(seconds(call))
+    optimizer.close()
+    moved = {"offload": 1, "reload": 1, "step, states offloaded": 2}  # times all masters and states
+    nbytes = BYTES_AN_ELEMENT * (numel >> 24 << 24) / 1e9
+    return {
+        "to": "host memory" if device.type == "cuda" else "disk",
+        "masters and states GB": nbytes,
+        "s": {name: median_of(each) for name, each in found.items()},
+        "GB/s": {name: median_of([times * nbytes / each for each in found[name]]) for name, times in moved.items()},
+    }
+
+
+def show_moves(found: dict[str, Any]) -> None:
+    rows = [[name, str(each), str(found["GB/s"].get(name, ""))] for name, each in found["s"].items()]
+    title = f"{found['masters and states GB']:.2f} GB of masters and states, to {found['to']} and back"
+    show(title, ("what", "s", "GB/s moved"), rows)
+
+
 def measure_training(args: argparse.Namespace) -> dict[str, Any]:
     command = ["train", "--dtype", "bf16", "--rounds", str(args.rounds), "--engines", *args.engines]
     sys.argv = command
@@ -165,6 +270,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--directory", type=Path, default=Path(tempfile.gettempdir()), help="where the files are made")
     parser.add_argument("--chunk", type=int, default=4, help="MiB of one state in a chunk: of one transfer")
     parser.add_argument("--rounds", type=int, default=9, help="turns of each")
+    parser.add_argument("--only", choices=("peak", "moves"), help="this alone")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of the params that move")
     parser.add_argument(
         "--engines",
         nargs="*",
@@ -182,10 +289,40 @@ def parse_args() -> argparse.Namespace:
     return args
 
 
+def show_peak(found: dict[str, Any]) -> None:
+    show(
+        "resident memory while stepping from the disk, above params and gradients; read from outside",
+        ("elements", "states MB", "above MB", "6 chunks and a low-precision shard MB", "of these"),
+        [
+            [
+                elements,
+                f"{each['states in the file MB']:.0f}",
+                f"{each['peak above MB']:.0f}",
+                f"{each['6 chunks MB'] + each['low-precision shard MB']:.0f}",
+                f"{each['of these two']:.3f}",
+            ]
+            for elements, each in found.items()
+        ],
+    )
+
+
 def main() -> None:
     args = parse_args()
-    device = torch.device("cpu")
-    disk = measure_disk(args)
+    device = pick_device(args.device)
+    results: dict[str, Any] = {}
+    if args.only != "peak":
+        results["moves"] = measure_moves(args, device)
+        show_moves(results["moves"])
+    if args.only != "moves" and device.type == "cpu":
+        results["peak"] = measure_peak(args)
+        show_peak(results["peak"])
+    if not args.only and device.type == "cpu":
+        measure_and_show_steps(args, device, results)
+    write_result("offload" + (f"-{args.only}" if args.only else ""), args, device, results)
+
+
+def measure_and_show_steps(args: argparse.Namespace, device: torch.device, results: dict[str, Any]) -> None:
+    disk = results["disk"] = measure_disk(args)
     where = describe_machine(device)["device"]
     rows = [
         ["step, states on disk", str(disk["step GB/s"]), str(disk["of plain"])],
@@ -198,7 +335,6 @@ def main() -> None:
         f"6 chunks of {disk['chunk of all states MB']:.0f} MB and a low-precision shard of "
         f"{disk['low-precision shard MB']:.0f}"
     )
-    results = {"disk": disk}
     if args.engines:
         results["training"] = trained = measure_training(args)
         show(
@@ -216,7 +352,6 @@ def main() -> None:
                 for each in trained["engines"].values()
             ],
         )
-    write_result("offload", args, device, results)
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ def averaged(binding: Binding) -> Iterator[None]:
     if not any(entry.has_state for entry in binding.entries.values()):
         raise ShardoptError("unsharded(ema=True) was called before the first step: there is no average yet.")
     averages = {shard: _averages(binding, shard) for shard in binding.shards if EMA in shard.states}
-    weights = {shard: shard.param.clone() for shard in averages}
+    weights = {shard: shard.params(0, shard.numel).clone() for shard in averages}
     followed = [entry for entry in binding.entries.values() if entry.version == entry.param._version]
     _put(binding, averages)
     try:
@@ -46,7 +46,7 @@ def averaged(binding: Binding) -> Iterator[None]:
 def _averages(binding: Binding, shard: Shard) -> torch.Tensor:
     """1D, as long as the shard and of its params' dtype."""
     own = binding.read_together(shard, EMA, binding.mesh.world)
-    shown = shard.param.clone()
+    shown = shard.params(0, shard.numel).clone()
     for entry in _updated(binding, shard):
         where = shard.slice_of(entry.index).local
         shown[where] = own[where].to(shown.dtype)
@@ -60,10 +60,9 @@ def _updated(binding: Binding, shard: Shard) -> list[Entry]:
 def _put(binding: Binding, values: dict[Shard, torch.Tensor]) -> None:
     """Collective: every rank's slices become these, and travel wherever params are whole."""
     if binding.sharded is not None:
-        nothing = torch.empty(0)
-        binding.gatherer.write_slice(nothing, nothing)  # nobody still gathers what is about to be overwritten
+        binding.gatherer.write_slice(lambda: None)  # nobody still gathers what is about to be overwritten
     for shard, own in values.items():
-        shard.param.copy_(own)
+        shard.write_chunk("param", 0, own)
     if binding.sharded is not None:
         binding.gatherer.settle()  # until all ranks have written theirs
     assert binding.wires is not None

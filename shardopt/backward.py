@@ -257,7 +257,7 @@ class Backward:
         sums = np.zeros((len(self._entries), LIMBS + 2), dtype=np.int64)
         for shard, (gradients, numbers) in self._tables.items():
             if len(numbers):
-                backend = backend_of(shard.param.device)
+                backend = backend_of(shard.device)
                 found = backend.totals(backend.block_sums(FP32, gradients, Factors(mesh.world.size)), gradients)
                 sums[numbers] = found.table[: len(numbers)].cpu().numpy()
         facts = np.zeros((len(self._entries), _COLUMNS), dtype=np.int64)

@@ -9,6 +9,7 @@ from .agreement import View, agree
 from .bindable import check_bindable
 from .binding import Binding
 from .entry import Candidate, Group, named_params
+from .partition.room import return_free_pages
 from .tiers import check_offload, tier_of
 
 
@@ -33,7 +34,7 @@ def bind(
     plan, sums = [], []
     try:
         device = binding.device if binding.shards else candidates[0][1].device
-        check_offload(binding.options, device)
+        check_offload(binding.options.rests, device)
         check_bindable(candidates, groups, device)
         plan = binding.plan(candidates)
         if binding.mesh.world.size > 1:
@@ -54,6 +55,7 @@ def bind(
     try:
         agree(View("bound", dict, problem), world, device)
         binding.adopt(plan, shards)
+        return_free_pages()  # what came and went while params moved and masters were made
     except BaseException:
         for shard in reversed(shards):
             shard.home.release()
@@ -75,7 +77,9 @@ def _description(
             "rule": binding.rule.name,
             "stage": options.stage,
             "module": options.module is not None,
-            "offload": tier_of(options),
+            "offload": tier_of(options.rests),
+            "offloaded params": binding.params_rest,
+            "offloaded fraction": 1.0 if options.rests is None else options.rests.fraction,
             "reduce_dtype": str(options.reduce_dtype),
             "shards": binding.mesh.shard.size,
             "replicas": binding.mesh.replicate.size,

@@ -21,7 +21,7 @@ from .entry import Candidate, Entry, Group, named_params
 from .errors import OffloadError
 from .exhibit import Exhibit
 from .kept import NOTHING
-from .offload.store import Store
+from .offload.store import Home, Store
 from .part import Part
 from .partition.bucket import Bucket
 from .partition.collectives import Ranks
@@ -111,7 +111,9 @@ class Binding:
         bucket = Bucket(params, planned.layout, self.fresh, planned.is_released)
         shard: Shard | None = None
         try:
-            shard = Shard(bucket, self.mesh.shard.rank, planned.states, self.store, planned.kept)
+            rests = planned.is_released and self.params_rest
+            store = self._store_for(bucket.device)
+            shard = Shard(bucket, self.mesh.shard.rank, planned.states, store, planned.kept, rests)
             for index, param in enumerate(params):
                 if param in self.loaded:
                     self._write_tensors(shard, index, self.loaded[param])
@@ -130,7 +132,7 @@ class Binding:
                 shard.window = wires.shards.open(shard.bucket.flat, planned.layout.shard_numel)
             if self.reducer is not None:
                 numels, dtype = planned.layout.numels, self.options.reduce_dtype or shard.bucket.dtype
-                reduced = ReducedBucket(numels, shard.param.numel(), dtype, shard.param.device, self.mesh)
+                reduced = ReducedBucket(numels, shard.numel, dtype, shard.device, self.mesh)
                 shard.reduce_into(reduced, self.reducer.add(reduced))
         for planned, shard in zip(plan, shards, strict=True):
             self.shards.append(shard)
@@ -165,17 +167,42 @@ class Binding:
         agree(view, self.mesh.world, params[0].device)
         self._choose_wires(params[0].device)
         assert self.sharded is not None
+        layouts = []
         for _, same_dtype in groupby(sorted(params, key=lambda param: str(param.dtype)), key=lambda param: param.dtype):
             kind = list(same_dtype)
             sizes = [param.numel() * param.element_size() for param in kind]
             for indices in split_into_buckets(sizes, self._bucket_bytes(kind[0].device)):
                 members = [kind[index] for index in indices]
-                layout = BucketLayout(tuple(param.numel() for param in members), self.mesh.shard.size)
-                bucket = Bucket(members, layout, self.fresh, is_released=True)
-                shard = Shard(bucket, self.mesh.shard.rank, (), in_memory("device"), NOTHING)
-                self.sharded.frozen.append(shard)
-                self.sharded.take(shard)
+                layouts.append((members, BucketLayout(tuple(param.numel() for param in members), self.mesh.shard.size)))
+        for shard in self._make_frozen(layouts):
+            self.sharded.frozen.append(shard)
+            self.sharded.take(shard)
         self.on_adopt()
+
+    def _make_frozen(self, layouts: Sequence[tuple[list[torch.nn.Parameter], BucketLayout]]) -> list[Shard]:
+        """Collective: on all ranks or on none."""
+        shards: list[Shard] = []
+        problem: Exception | None = None
+        try:
+            device = layouts[0][0][0].device
+            store = self._store_for(device) if self.params_rest else in_memory("device")
+            for members, layout in layouts:
+                bucket = Bucket(members, layout, self.fresh, is_released=True)
+                try:
+                    shards.append(Shard(bucket, self.mesh.shard.rank, (), store, NOTHING, self.params_rest))
+                except BaseException:
+                    bucket.release()
+                    raise
+        except Exception as error:
+            problem = error
+        try:
+            agree(View("frozen", dict, problem), self.mesh.world, layouts[0][0][0].device)
+        except BaseException:
+            for shard in reversed(shards):
+                shard.home.release()
+                shard.bucket.release()
+            raise
+        return shards
 
     def _choose_wires(self, device: torch.device) -> "Wires":
         if self.wires is None:
@@ -188,12 +215,22 @@ class Binding:
             if self.options.module is not None:
                 self.reducer = Reducer(self.mesh, shards, replicas)
             if Placements.of_stage(self.options.stage).param is Placement.SHARD:
-                self.sharded = ShardedParams(
-                    Gatherer(shards, self.options.tuning.live_bytes), self.gather_slices, self.fetcher
-                )
+                # What rests on a disk is in nobody's memory to be read.
+                wires = Transport(self.mesh.shard, device, debug=tuning.debug) if self.params_rest else shards
+                self.sharded = ShardedParams(Gatherer(wires, tuning.live_bytes), self._gather, self.fetcher)
             if self.mesh.shard.size > 1:
                 self.exhibit = Exhibit(self)
         return self.wires
+
+    @property
+    def params_rest(self) -> bool:
+        """Whether slices of sharded params rest where masters and states do."""
+        return self.options.rests is not None and self.options.rests.params not in (None, "cpu")
+
+    @property
+    def resting(self) -> list[Shard]:
+        """The shards whose homes are the store's."""
+        return [*self.shards, *(self.sharded.frozen if self.sharded is not None and self.params_rest else ())]
 
     @property
     def gatherer(self) -> Gatherer:
@@ -203,7 +240,7 @@ class Binding:
     @property
     def device(self) -> torch.device:
         """Of all bound params; the CPU before there are any."""
-        return self.shards[0].param.device if self.shards else torch.device("cpu")
+        return self.shards[0].device if self.shards else torch.device("cpu")
 
     @property
     def store(self) -> Store:
@@ -212,9 +249,20 @@ class Binding:
         Raises:
             OffloadError: it was not opened yet, and cannot be.
         """
+        return self._store_for(self.device)
+
+    def _store_for(self, device: torch.device) -> Store:
         if self._store is None:
-            self._store = make_store(self.options)
+            self._store = make_store(self.options.rests, self.options.tuning, device)
         return self._store
+
+    def rest_in(self, store: Store, homes: Sequence[Home]) -> Store:
+        """From now on masters and states of the shards lie in these homes. Returns the store of before."""
+        before, self._store = self.store, store
+        for shard, home in zip(self.resting, homes, strict=True):
+            shard.home, old = home, shard.home
+            old.release()
+        return before
 
     def release(self) -> None:
         """Gives every param storage of its own and forgets the states."""
@@ -324,7 +372,7 @@ class Binding:
 
     def gather_slices(self, shard: Shard, own: torch.Tensor, name: str) -> torch.Tensor:
         """Collective: what every rank holds as ``own`` for its slice of one bucket, 1D, as long as the bucket."""
-        layout, device = shard.bucket.layout, shard.param.device
+        layout, device = shard.bucket.layout, shard.device
         flat = torch.empty(layout.numel, dtype=own.dtype, device=device)
         flat[layout.shard_slice(self.mesh.shard.rank)] = own
         transport = self._choose_wires(device).shards

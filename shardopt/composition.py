@@ -225,8 +225,8 @@ class Composition:
             if beyond:
                 raise BindingError(
                     f"ranks {sorted(beyond)} share states or params with this one and are not in {what}, "
-                    f"{_ranks(ranks)}: the norm and the decision to skip a step would differ between ranks of one model. Give norm_group= "
-                    "all ranks that train the model (torch.distributed.group.WORLD, say)."
+                    f"{_ranks(ranks)}: the norm and the decision to skip a step would differ between ranks of one "
+                    "model. Give norm_group= all ranks that train the model (torch.distributed.group.WORLD, say)."
                 )
 
 

@@ -106,10 +106,12 @@ class Offload:
 
     Attributes:
         states: masters and states: ``"cpu"`` or a directory.
-        gradients: sums of gradients, at stage 2 and 3: None, on the device.
-        params: this rank's slices, at stage 3: None, on the device.
-        step: where the update runs: ``"cpu"``, or ``"auto"``: the only place that there is so far.
-        fraction: of the states that is offloaded: 1.0.
+        gradients: sums of gradients, at stage 2 and 3: ``"cpu"``, or None: on the device.
+        params: this rank's slices at stage 3, those of frozen params too: ``"cpu"``, the directory of ``states``, or
+            None: on the device. From a directory they are read whenever their module runs, and travel in messages.
+        step: where the update runs: ``"gpu"`` (states stream through it), ``"cpu"``, or ``"auto"``: where the params
+            are, the only place that there is so far.
+        fraction: of masters and states that is offloaded; the rest stays on the device, in whole buckets.
         pin_memory: whether host memory is registered with the GPU, where there is one.
     """
 
@@ -127,18 +129,13 @@ class Offload:
             raise ValueError(f"Offload.step must be 'auto', 'cpu' or 'gpu', found {self.step!r}.")
         if not 0 < self.fraction <= 1:
             raise ValueError(f"Offload.fraction must be above 0 and at most 1, found {self.fraction!r}.")
-        lacking = {
-            "gradients": self.gradients is not None,
-            "params": self.params is not None,
-            "step": self.step == "gpu",
-            "fraction": self.fraction != 1,
-        }
-        found = [name for name, is_asked in lacking.items() if is_asked]
-        if found:
-            raise NotImplementedError(
-                f"Offload({', '.join(f'{name}={getattr(self, name)!r}' for name in found)}) is not there yet, and "
-                "would silently do nothing: masters and states can be offloaded as a whole, and are updated by the "
-                f"CPU. Leave {' and '.join(found)} away."
+        if self.gradients not in (None, "cpu"):
+            raise ValueError(f"Offload.gradients must be 'cpu' or None, found {self.gradients!r}.")
+        if self.params not in (None, "cpu") and (self.states == "cpu" or Path(self.params or "") != self.directory):
+            raise ValueError(
+                f"Offload.params={os.fspath(self.params or '')!r} and Offload.states={os.fspath(self.states)!r}: on a "
+                "disk params are written in one go with their masters and states, so that a step that fails leaves "
+                "both as they were; in two places one could fail alone. Give both the same directory."
             )
 
     @property
@@ -231,7 +228,7 @@ class Options:
             )
         if not isinstance(self.offload, str | os.PathLike | Offload | None):
             raise TypeError(f"offload takes 'cpu', a directory or a shardopt.Offload, found {self.offload!r}.")
-        self.rests  # noqa: B018  an empty path is refused now
+        self._check_offload()
         if not isinstance(self.tuning, Tuning):
             raise TypeError(f"tuning takes a shardopt.Tuning, found {type(self.tuning).__name__}.")
 
@@ -246,6 +243,19 @@ class Options:
                 raise ValueError(f"state_format must be 'fp32', 'bf16' or 'int8', or name one a state, found {each!r}.")
         if self.ema is not None and not 0 <= self.ema < 1:
             raise ValueError(f"ema is the decay of a moving average, at least 0 and below 1, found {self.ema!r}.")
+
+    def _check_offload(self) -> None:
+        rests = self.rests  # an empty path is refused now
+        if rests is not None and rests.gradients is not None and self.stage < 2:
+            raise ValueError(
+                f"Offload(gradients={rests.gradients!r}) was given at stage {self.stage}, where gradients lie where "
+                "backward puts them, so it would have no effect. Give stage=2 or 3, or leave it away."
+            )
+        if rests is not None and rests.params is not None and self.stage < 3:
+            raise ValueError(
+                f"Offload(params={os.fspath(rests.params)!r}) was given at stage {self.stage}, where params are whole "
+                "on every rank, so it would have no effect. Give stage=3, or leave it away."
+            )
 
     @property
     def rests(self) -> Offload | None:

@@ -30,7 +30,7 @@ def consolidate(binding: Binding, to: int, groups: Sequence[Group]) -> dict[torc
     # One state of one bucket at a time, so that the other ranks' slices never lie here all at once.
     for shard, its_names in zip(binding.shards, names, strict=True):
         for name in its_names:
-            own = binding.read_together(shard, name, binding.mesh.world)
+            own = binding.read_together(shard, name, binding.mesh.world).to(shard.device)
             parts = binding.mesh.shard.collect(own, coordinate, f"consolidating {name}")
             whole = None if parts is None else torch.cat([part.cpu() for part in parts])
             for entry in members[shard]:

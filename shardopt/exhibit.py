@@ -112,11 +112,11 @@ class Exhibit:
             raise StateError(f"a step of this rank failed half-way ({binding.broken}).")
         if self._settled > step or shard >= len(shown):
             raise StateError(f"this rank is behind step {self._settled}, not {step}, or closed.")
-        if shown[shard].param.device.type == "cpu":
+        if shown[shard].device.type == "cpu":
             return shown[shard].read_chunk(name, start, stop)
         # On a stream of its own behind the step's kernels. It allocates nothing on the device, where a collective may
         # be waiting for the rank that asks.
-        with torch.cuda.stream(torch.cuda.Stream(shown[shard].param.device)):
+        with torch.cuda.stream(torch.cuda.Stream(shown[shard].device)):
             if self._written is not None:
                 self._written.wait()
             return shown[shard].read_chunk(name, start, stop).cpu()

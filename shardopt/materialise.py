@@ -81,6 +81,9 @@ def give_values(
     constructors do: a module behind those that it holds."""
     without, waiting = set(fresh), set(fresh)
     where = {} if binding.sharded is None else binding.sharded.where
+    for tensor in fresh:
+        if tensor not in binding.entries and tensor not in where:  # no bucket gave it memory: frozen, and small
+            tensor.untyped_storage().resize_(tensor.numel() * tensor.element_size())
     with _random_numbers_of_rank_0(binding.mesh.world, binding.device):
         for prefix, each in _inside_out(module, "", set()):
             own = [*each.parameters(recurse=False), *each.buffers(recurse=False)]

@@ -2,8 +2,9 @@
 
 import copy
 import dataclasses
+import os
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar, Unpack
 
@@ -19,24 +20,26 @@ from .averaged import averaged
 from .bind import bind
 from .binding import Binding
 from .composition import Composition, Party
-from .config import OptionKeywords, Options, check_process_group
+from .config import Offload, OptionKeywords, Options, check_process_group
 from .consolidate import consolidate
 from .entry import Candidate, Group, named_params, without_process_group
 from .errors import ShardoptError, StateError
-from .gradient import GradientPart
 from .handover import Handover
 from .kept import check_formats
 from .local_params import LocalParams, local_gradient
 from .materialise import check_materialisable, give_devices, give_values, meta_params
+from .memory import memory_of
+from .offload.store import Store
 from .partition.collectives import Ranks
 from .partition.mesh import Mesh
 from .partition.placement import Placement, Placements
+from .relocate import relocate
 from .rules import Rule
 from .state_view import StateView
 from .states import ParamState
 from .step import Call, Outcome, run_step
 from .survey import Scaling, check_numbers, plain_numbers
-from .tiers import tier_of
+from .tiers import check_offload, make_store, tier_of
 from .timings import Timings
 
 Optimizer = TypeVar("Optimizer", bound="ShardedOptimizer")
@@ -97,6 +100,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._loaded: dict[torch.nn.Parameter, ParamState] = {}  # from load_state_dict, until the params are bound
         self._consolidated: dict[torch.nn.Parameter, ParamState] | None = None  # until the next step
         self._retire: list[weakref.finalize[Any, ShardedOptimizer]] = []
+        self._away: Offload | None = None  # where offload() moved masters and states
         self._closed = False
         self.grad_norm: float | None = None
         """Global 2-norm of the last step's gradients before clipping, where ``max_grad_norm`` was given."""
@@ -541,6 +545,60 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.param_groups = groups
         self._consolidated = None
 
+    # -- where states rest -----------------------------------------------------------------------------------------
+
+    def offload(self, to: str | os.PathLike[str] = "cpu") -> None:
+        """Collective: moves all masters and states out of the way, until :meth:`reload`; for inference beside training.
+
+        Everything works as ever meanwhile: ``step()``, at the speed of the tier, state dicts and checkpoints. The bits
+        of a training do not depend on where it was offloaded. Before the first step there is nothing to move, and this
+        does nothing.
+
+        Args:
+            to: ``"cpu"``: host memory; for params on a CPU that is where they are, and nothing is copied. A directory:
+                a file in it, as with ``offload=directory``, and the memory is free.
+
+        Raises:
+            OffloadError: they cannot be kept there. They are where they were, on every rank.
+        """
+        self._move(Offload(to))
+
+    def reload(self) -> None:
+        """Collective: brings masters and states back to where the constructor's ``offload`` says: to the device.
+
+        Without an :meth:`offload` before it does nothing.
+
+        Raises:
+            OffloadError: they cannot be read, or not be kept. They are where they were, on every rank.
+        """
+        if self._away is not None:
+            self._move(None)
+
+    def _move(self, to: Offload | None) -> None:
+        self._check_open()
+        binding = self._binding
+        if len(self._bindings) > 1:
+            raise ShardoptError(
+                "offload() and reload() move states on all ranks or on none, and this optimizer's params are shared by "
+                "several process groups, which could not undo what one of them did. Give each its own optimizer."
+            )
+        if binding is None or not binding.shards:
+            return
+        rests, tuning = self.options.rests if to is None else to, self.options.tuning
+
+        def open_store() -> Store:
+            check_offload(rests, binding.device)
+            return make_store(rests, tuning, binding.device)
+
+        with torch.no_grad():
+            relocate(binding, tier_of(rests), open_store)
+        self._away = to
+
+    @property
+    def _tier(self) -> str:
+        """Where masters and states rest, or most of them."""
+        return tier_of(self.options.rests if self._away is None else self._away)
+
     # -- copies and ends -------------------------------------------------------------------------------------------
 
     def __deepcopy__(self: Optimizer, memo: dict[int, Any]) -> Optimizer:
@@ -550,7 +608,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         module = copy.deepcopy(self.options.module, memo)
         other.rule, other.options = self.rule, dataclasses.replace(self.options, module=module)
         other._closed, other.grad_norm, other.updates = self._closed, self.grad_norm, self.updates
-        other._composition, other._consolidated, other._handover = None, None, None
+        other._composition, other._consolidated, other._handover, other._away = None, None, None, None
         other._retire, other._locals = [], LocalParams()
         for group in self.param_groups:
             memo[id(group.get("process_group"))] = group.get("process_group")  # the same ranks
@@ -585,6 +643,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 binding.release()
         self._locals.show()
         self._composition, self._loaded, self._consolidated, self._closed = None, {}, None, True
+        self._away = None
 
     # -- reports ---------------------------------------------------------------------------------------------------
 
@@ -597,33 +656,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def memory(self) -> dict[str, dict[str, int]]:
         """Bytes on this rank by kind (param, gradient, master, state, buffer) and tier (device, host, disk)."""
-        shards = [shard for binding in self._bindings for shard in binding.shards]
-        sharded = self._binding.sharded if self._binding is not None else None
-        frozen = sharded.frozen if sharded is not None else []
         others = [] if self._handover is None else list(self._handover.module.parameters())
-        params = list(dict.fromkeys([*map(self._locals.of, self._grouped()), *others]))
-        bound = {param for binding in self._bindings for param in binding.entries}
-        reducer = self._binding.reducer if self._binding is not None else None
-        grads = map(local_gradient, dict.fromkeys([*self._grouped(), *others]))
-        own = (grad for grad in grads if grad is not None and not isinstance(grad, GradientPart))
-        kinds: dict[str, Iterable[torch.Tensor]] = {
-            "param": (
-                *(shard.bucket.flat for shard in (*shards, *frozen) if shard.bucket.resident_bytes),
-                *(shard.param for shard in (*shards, *frozen) if shard.gathered is not None),
-                *(param for param in params if param not in bound and (sharded is None or param not in sharded.where)),
-            ),
-            "gradient": (*own, *(each for bucket in (reducer.buckets if reducer else ()) for each in bucket.sums)),
-            "buffer": (*(shard.row_of_block for shard in shards), *(reducer.buffers if reducer else ())),
-        }
-        memory = {kind: {"device": sum(map(_nbytes, tensors))} for kind, tensors in kinds.items()}
-        homes = [shard.home.nbytes for shard in shards]
-        masters = sum(home.get("master", 0) for home in homes)
-        rest = {"master": masters, "state": sum(sum(home.values()) for home in homes) - masters}
-        memory.update({kind: {tier_of(self.options): nbytes} for kind, nbytes in rest.items()})
-        buffer_bytes = sum(binding.store.buffer_bytes for binding in self._bindings if binding.shards)
-        if buffer_bytes:
-            memory["buffer"]["host"] = buffer_bytes
-        return memory
+        params = dict.fromkeys([*map(self._locals.of, self._grouped()), *others])
+        grads = [local_gradient(param) for param in dict.fromkeys([*self._grouped(), *others])]
+        return memory_of(self._bindings, params, grads, self.options.rests, self._tier)
 
     def __repr__(self) -> str:
         options = f"stage={self.options.stage}"
@@ -631,7 +667,3 @@ class ShardedOptimizer(torch.optim.Optimizer):
             transport = binding.wires.shards.name if binding.wires is not None else "none"
             options += f", ranks={binding.mesh.world.size}, buckets={len(binding.shards)}, transport={transport}"
         return f"{super().__repr__()[:-1]}Sharded ({options})\n)"
-
-
-def _nbytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()

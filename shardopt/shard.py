@@ -12,9 +12,9 @@ from .kernels.formats import BF16, BF16_RANDOM, FP32, BlockFormat, Format
 from .kernels.formats import format_of as dtype_format
 from .kernels.spec import StepSpec
 from .kernels.tables import BLOCK, Gradients, Noise
-from .offload.store import Chunk, Plane, Store
+from .offload.store import Chunk, Home, Plane, Store
 from .partition.bucket import Bucket, dense_strides, flattened, in_storage_order
-from .partition.gather import GatheredBucket, Gatherer
+from .partition.gather import GatheredBucket, Gatherer, MemorySlice
 from .partition.layout import Piece
 from .partition.reducer import ReducedBucket
 from .partition.room import zeros
@@ -46,26 +46,34 @@ class Shard:
     number: int  # of the bucket, in the reducer
     gathered: GatheredBucket | None = None  # where params are sharded
 
-    def __init__(self, bucket: Bucket, rank: int, states: Iterable[str], store: Store, kept: Kept):
+    def __init__(
+        self, bucket: Bucket, rank: int, states: Iterable[str], store: Store, kept: Kept, params_rest: bool = False
+    ):
         """
         Args:
             states: names of those to make now.
             kept: the formats of masters and of all states that there may be.
+            params_rest: whether this rank's slice of the params rests in the store as well.
 
         Raises:
             OffloadError: the store has no room for masters and states.
         """
         self.bucket = bucket
         self.pieces: tuple[Piece, ...] = bucket.layout.pieces(rank)
-        numel = bucket.layout.shard_numel
+        self.numel = bucket.layout.shard_numel
         is_there = bucket.resident_bytes == bucket.nbytes
-        self.param = bucket.shard(rank) if is_there else zeros(numel, bucket.dtype, bucket.device)  # 1D [shard_numel]
+        # 1D [shard_numel]; None where it rests in the store
+        self.param = None if params_rest else bucket.shard(rank) if is_there else self._zeros()
         self.format: Format = dtype_format(bucket.dtype, "a param")
         self.kept = kept
         self.masters = ("master",) if kept.master is not None else ()
-        self.home = store.home(numel, bucket.dtype, bucket.device)  # of masters and states
+        self.home = store.home(self.numel, bucket.dtype, bucket.device)  # of masters and states
         try:
             self.home.ensure(self._planes((*self.masters, *states)))
+            if params_rest:
+                self.home.ensure({"param": Plane(bucket.dtype)})
+                if is_there:
+                    self.home.write("param", 0, bucket.shard(rank))
             self.restart_masters()
         except BaseException:
             self.home.release()
@@ -76,10 +84,22 @@ class Shard:
         self.row_of_block = self._make_row_of_block()
 
     def _make_row_of_block(self) -> torch.Tensor:
-        rows = np.full(self.param.numel() // BLOCK, self._no_row, dtype=np.int32)
+        rows = np.full(self.numel // BLOCK, self._no_row, dtype=np.int32)
         for row, piece in enumerate(self.pieces):
             rows[piece.shard_start // BLOCK : -(-piece.shard_end // BLOCK)] = row
-        return torch.from_numpy(rows).to(self.param.device)
+        return torch.from_numpy(rows).to(self.device)
+
+    @property
+    def device(self) -> torch.device:
+        return self.bucket.device
+
+    @property
+    def param_bytes(self) -> int:
+        """Of memory that the slice of the params takes beside the bucket."""
+        return 0 if self.gathered is None or self.param is None else self.param.nbytes
+
+    def _zeros(self) -> torch.Tensor:
+        return zeros(self.numel, self.bucket.dtype, self.bucket.device)
 
     @property
     def states(self) -> tuple[str, ...]:
@@ -113,18 +133,19 @@ class Shard:
 
     def renew(self, keeps_masters: bool) -> None:
         """Zeroes all states, and masters unless they are kept; a state dict taken before keeps what it showed."""
-        self.home.renew(zeroed=[name for name in self.home.names if not (keeps_masters and name in self.masters)])
+        kept = ("param", *(self.masters if keeps_masters else ()))
+        self.home.renew(zeroed=[name for name in self.home.names if name not in kept])
 
     def chunks(self, states: Iterable[str], pieces: Sequence[Piece]) -> list[Chunk]:
         """What an update of these pieces, with these states, takes through the store."""
         names, bounds = tuple(self._planes((*self.masters, *states))), self.home.chunks()
-        if len(bounds) == 1:
-            return [Chunk(self.home, 0, self.param.numel(), names, self.param)] if pieces else []
-        return [
-            Chunk(self.home, start, stop, names, self.param[start:stop])
-            for start, stop in bounds
-            if any(piece.shard_start < stop and start < piece.shard_end for piece in pieces)
-        ]
+        if len(bounds) > 1:
+            bounds = [each for each in bounds if any(p.shard_start < each[1] and each[0] < p.shard_end for p in pieces)]
+        elif not pieces:
+            bounds = []
+        if self.param is None:
+            return [Chunk(self.home, start, stop, (*names, "param"), None) for start, stop in bounds]
+        return [Chunk(self.home, start, stop, names, self.param[start:stop]) for start, stop in bounds]
 
     def reduce_into(self, reduced: ReducedBucket, number: int) -> None:
         """Gradients of this shard will be found in ``reduced.total``, where bucket ``number`` is summed."""
@@ -132,8 +153,11 @@ class Shard:
 
     def part_with_params(self, gatherer: Gatherer) -> GatheredBucket:
         """Collective: keeps this rank's slice of the params, and gives the rest to the gatherer."""
-        self.param = zeros(self.param.numel(), self.param.dtype, self.param.device).copy_(self.param)
-        self.gathered = gatherer.add(self.bucket, self.param)
+        if self.param is None:
+            self.gathered = gatherer.add(self.bucket, RestingSlice(self))
+        else:
+            self.param = self._zeros().copy_(self.param)
+            self.gathered = gatherer.add(self.bucket, MemorySlice(self.param))
         return self.gathered
 
     def spec(self, variant: Variant, grad: Format) -> StepSpec:
@@ -154,7 +178,7 @@ class Shard:
             rows[row, 0] = grad.data_ptr() + (piece.start - start - piece.shard_start) * grad.element_size()
             rows[row, 1] = piece.shard_end
         aligned = not np.any(rows[:, 0] % 16)
-        return Gradients(self.row_of_block, torch.from_numpy(rows).to(self.param.device), aligned)
+        return Gradients(self.row_of_block, torch.from_numpy(rows).to(self.device), aligned)
 
     def noise(self, counters: Mapping[int, tuple[int, int, int]]) -> Noise:
         """The table for these rows: (key, key, phase), what their noise depends on beside the element."""
@@ -162,7 +186,7 @@ class Shard:
         for row, (key, other_key, phase) in counters.items():
             piece = self.pieces[row]
             rows[row] = (key, other_key, piece.start - piece.shard_start, phase)
-        return Noise(torch.from_numpy(rows.astype(np.int32)).to(self.param.device))
+        return Noise(torch.from_numpy(rows.astype(np.int32)).to(self.device))
 
     def strides(self, index: int) -> tuple[int, ...]:
         """In which the bucket's param ``index`` lies."""
@@ -203,7 +227,7 @@ class Shard:
         """Makes the average of the bucket's param ``index`` what the param is."""
         self.ensure_states((EMA,))
         where = self.slice_of(index).local
-        self.write_chunk(EMA, where.start, self.param[where].float())
+        self.write_chunk(EMA, where.start, self.params(where.start, where.stop).float())
 
     def zero(self, index: int) -> None:
         """Zeroes the states of the bucket's param ``index``; its master stays."""
@@ -230,7 +254,7 @@ class Shard:
                     self._refresh(name, start, stop, inside)
                 else:
                     for each in inside:
-                        self.write_chunk(name, each.start, self.param[each].float())
+                        self.write_chunk(name, each.start, self.params(each.start, each.stop).float())
 
     @property
     def has_whole_masters(self) -> bool:
@@ -240,7 +264,10 @@ class Shard:
     def _refresh(self, name: str, start: int, stop: int, slices: Sequence[slice]) -> None:
         masters = self.home.read(name, start, stop)
         for each in slices:
-            master, param = masters[each.start - start : each.stop - start], self.param[each]
+            master, param = (
+                masters[each.start - start : each.stop - start],
+                self.params(each.start, each.stop).to(masters.device),
+            )
             is_followed = master.to(param.dtype) == param
             if not is_followed.all():
                 self.home.write(name, each.start, torch.where(is_followed, master, param.float()))
@@ -249,7 +276,11 @@ class Shard:
         """Makes them what the params are."""
         for name in self.masters:
             for start, stop in self.home.chunks():
-                self.write_chunk(name, start, self.param[start:stop].float())
+                self.write_chunk(name, start, self.params(start, stop).float())
+
+    def params(self, start: int, stop: int) -> torch.Tensor:
+        """Elements [start, stop) of the params, 1D; not a copy where they lie in memory."""
+        return self.home.read("param", start, stop) if self.param is None else self.param[start:stop]
 
     def read_chunk(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Elements ``[start, stop)`` of this shard's "param", "master" or state ``name``, 1D; from a block on.
@@ -257,10 +288,10 @@ class Shard:
         fp32, but for "param"; not a copy where they lie in memory like that.
         """
         if name == "param":
-            return self.param[start:stop]
+            return self.params(start, stop)
         format, items = self.format_of(name), self.home.read(name, start, stop)
         if name == "master" and format is not FP32:
-            return codecs.join(self.param[start:stop], items, format)
+            return codecs.join(self.params(start, stop).to(items.device), items, format)
         scales = self.home.read(scales_name(name), start, stop) if isinstance(format, BlockFormat) else None
         return codecs.decode(codecs.Encoded(items, scales), format)
 
@@ -270,11 +301,14 @@ class Shard:
         A master that is kept beside its param is that of the param as it is now.
         """
         if name == "param":
-            self.param[start : start + values.numel()].copy_(values)
+            if self.param is None:
+                self.home.write(name, start, values)
+            else:
+                self.param[start : start + values.numel()].copy_(values)
             return
         format = self.format_of(name)
         if name == "master" and format is not FP32:
-            param = self.param[start : start + values.numel()]
+            param = self.params(start, start + values.numel())
             self.home.write(name, start, codecs.rest_of(values.to(param.device), param, format))
             return
         encoded = codecs.encode(values, format)
@@ -285,4 +319,32 @@ class Shard:
 
     def whole(self, name: str) -> torch.Tensor:
         """The state ``name`` (or "master") of the whole shard, 1D; not a copy where it lies in memory in fp32."""
-        return self.read_chunk(name, 0, self.param.numel())
+        return self.read_chunk(name, 0, self.numel)
+
+
+class RestingSlice:
+    """A shard's params in its store."""
+
+    memory: torch.Tensor | None = None
+
+    def __init__(self, shard: Shard):
+        self._shard = shard
+
+    @property
+    def _home(self) -> Home:
+        return self._shard.home  # of this moment
+
+    def read(self, into: torch.Tensor) -> None:
+        for start, stop in self._home.chunks():
+            into[start:stop] = self._home.read("param", start, stop)
+
+    def write(self, values: torch.Tensor) -> None:
+        """Nothing, where they are what is there: whoever looks at whole params seldom writes to them."""
+        kind = torch.int16 if values.element_size() == 2 else torch.int32
+        bounds = self._home.chunks()
+        if not all(torch.equal(self._bits(low, high), values[low:high].view(kind)) for low, high in bounds):
+            self._home.write("param", 0, values)
+
+    def _bits(self, start: int, stop: int) -> torch.Tensor:
+        values = self._home.read("param", start, stop)
+        return values.view(torch.int16 if values.element_size() == 2 else torch.int32)

@@ -8,24 +8,25 @@ from contextlib import contextmanager
 
 import torch
 
+from .errors import OffloadError
 from .part import Part
 from .partition.bucket import flattened
 from .partition.gather import GatheredBucket, Gatherer
 from .partition.released import Read, Write, forget, stand_in
 from .shard import Shard
 
-GatherSlices = Callable[[Shard, torch.Tensor, str], torch.Tensor]
+Gather = Callable[[Shard, str], torch.Tensor]
 Fetcher = Callable[[Shard, int, str], Callable[[], torch.Tensor] | None]
 
 
 class ShardedParams:
     """The table from sharded params to their buckets."""
 
-    def __init__(self, gatherer: Gatherer, gather_slices: GatherSlices, fetcher: Fetcher):
+    def __init__(self, gatherer: Gatherer, gather: Gather, fetcher: Fetcher):
         self.gatherer = gatherer
         self.where: dict[torch.nn.Parameter, GatheredBucket] = {}
         self.frozen: list[Shard] = []  # of params that are not trained
-        self._gather_slices, self._fetcher = gather_slices, fetcher
+        self._gather, self._fetcher = gather, fetcher
 
     @property
     def buckets(self) -> list[GatheredBucket]:
@@ -58,13 +59,19 @@ class ShardedParams:
         try:
             yield
         finally:
+            problem: Exception | None = None
             for each, holders in zip(buckets, before, strict=True):
-                gatherer.write_back(each)
+                try:
+                    gatherer.write_back(each)
+                except OffloadError as error:
+                    problem = error
                 if each.bucket.holders > holders:  # state_dict(), say: what it shows is to be saved later
                     gatherer.leave(each)
                 else:
                     gatherer.done(each, drop=True)
             gatherer.settle()
+            if any(each.slice.memory is None for each in buckets):
+                gatherer.written(problem)
             gatherer.begin_pass()  # each rank may have called what it liked
 
     def give_back(self) -> None:
@@ -83,16 +90,16 @@ class ShardedParams:
         where = shard.slice_of(index)
 
         def gather(_: torch.Tensor) -> torch.Tensor:
-            return shard.as_param(self._gather_slices(shard, shard.param, "params"), index).clone()
+            return shard.as_param(self._gather(shard, "param"), index).clone()
 
         def read() -> torch.Tensor:
             fetch = self._fetcher(shard, index, "param")
-            return Part(shard.param[where.local], where.start, param, gather, fetch=fetch)
+            return Part(shard.read("param", index), where.start, param, gather, fetch=fetch)
 
         def write(whole: torch.Tensor) -> None:
-            values = flattened(shard.ordered(index, whole.detach().to(shard.param).expand(param.size())))
-            own = values[where.start : where.start + where.local.stop - where.local.start]
-            self.gatherer.write_slice(shard.param[where.local], own)
+            cast = whole.detach().to(shard.device, shard.bucket.dtype)
+            values = flattened(shard.ordered(index, cast.expand(param.size())))
+            self.gatherer.write_slice(lambda: shard.write("param", index, 0, values))
             torch.autograd.graph.increment_version([param])
 
         return read, write

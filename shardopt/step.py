@@ -326,41 +326,27 @@ def _update(binding: Binding, seen: Survey, unscale: float, clip: float) -> Exce
         return None
     if binding.sharded is not None:
         binding.gatherer.drop_all()  # they travel when they are needed; what is here will be out of date
-    updated = {each.entry.shard for each in seen.ready}
-    if binding.store.is_final:
-        _update_and_gather(binding, seen, updated, unscale, clip)
-        return None
-    return _update_then_gather(binding, seen, updated, unscale, clip)
+    works, factors = _works(binding, seen), (unscale, clip)
+    if not binding.store.is_final:
+        undone = _update_or_put_back(binding, works, factors)
+        if undone is not None:
+            return undone
+    _update_and_gather(binding, works, {each.entry.shard for each in seen.ready}, factors)
+    return None
 
 
-def _update_and_gather(binding: Binding, seen: Survey, updated: set[Shard], unscale: float, clip: float) -> None:
-    """Every shard travels as soon as it is updated."""
-    assert binding.wires is not None
-    gather = binding.wires.shards.gather("gathering updated params")
-    problem: Exception | None = None
-    for work in _works(binding, seen):
-        try:
-            chunks = work.chunks()
-            if problem is None:
-                _run(binding, [(chunk, work) for chunk in chunks], unscale, clip)
-        except Exception as error:  # the other ranks wait for this one's shards: they are told when these have met
-            problem = error
-        if work.shard in updated and work.shard.gathered is None:
-            gather.start(work.shard.window)
-    _finish(binding, gather, problem)
-
-
-def _update_then_gather(
-    binding: Binding, seen: Survey, updated: set[Shard], unscale: float, clip: float
-) -> Exception | None:
-    """Shards travel once every rank's store has said that it can keep what was updated; else all is put back."""
-    assert binding.wires is not None
+def _update_or_put_back(binding: Binding, works: Sequence[Work], factors: tuple[float, float]) -> Exception | None:
+    """What every rank's store says that it can keep is updated; else all is put back, and this is why."""
     store = binding.store
     problem: Exception | None = None
     try:
         try:
             store.begin()
-            _run(binding, [(chunk, work) for work in _works(binding, seen) for chunk in work.chunks()], unscale, clip)
+            ordered = [(chunk, work) for work in works for chunk in work.chunks() if not chunk.home.is_final]
+            store.prefetch([chunk for chunk, _ in ordered])
+            _run(binding, ordered, factors)
+            with binding.clock.phase("write back"):
+                store.flush()
         except Exception as error:
             problem = error
         try:
@@ -375,12 +361,36 @@ def _update_then_gather(
         store.roll_back()
         raise
     store.commit()
-    gather = binding.wires.shards.gather("gathering updated params")
-    for shard in reversed(binding.shards):
-        if shard in updated and shard.gathered is None:
-            gather.start(shard.window)
-    _finish(binding, gather, None)
     return None
+
+
+def _update_and_gather(
+    binding: Binding, works: Sequence[Work], updated: set[Shard], factors: tuple[float, float]
+) -> None:
+    """What lies in memory is updated, and every shard travels as soon as it is."""
+    assert binding.wires is not None
+    gather = binding.wires.shards.gather("gathering updated params")
+    problem: Exception | None = None
+    chunks: dict[Shard, list[Chunk]] = {}
+    try:
+        chunks = {work.shard: [chunk for chunk in work.chunks() if chunk.home.is_final] for work in works}
+        binding.store.prefetch([chunk for each in chunks.values() for chunk in each])
+    except Exception as error:  # the other ranks wait for this one's shards: they are told when these have met
+        problem = error
+    for work in works:
+        try:
+            if problem is None:
+                _run(binding, [(chunk, work) for chunk in chunks[work.shard]], factors)
+        except Exception as error:
+            problem = error
+        if work.shard in updated and work.shard.gathered is None:
+            gather.start(work.shard.window)
+    try:
+        if any(chunks.values()):
+            binding.store.flush()
+    except Exception as error:
+        problem = problem or error
+    _finish(binding, gather, problem)
 
 
 def _finish(binding: Binding, gather: Gather, problem: Exception | None) -> None:
@@ -397,20 +407,17 @@ def _finish(binding: Binding, gather: Gather, problem: Exception | None) -> None
         raise problem
 
 
-def _run(binding: Binding, ordered: Sequence[tuple[Chunk, Work]], unscale: float, clip: float) -> None:
+def _run(binding: Binding, ordered: Sequence[tuple[Chunk, Work]], factors: tuple[float, float]) -> None:
     """Brings each chunk in, updates it, takes it back."""
     store, clock = binding.store, binding.clock
-    store.prefetch([chunk for chunk, _ in ordered])
     for chunk, work in ordered:
         with clock.phase("fetch"):
             streams = dict(zip(chunk.names, store.fetch(chunk), strict=True))
         with clock.phase("update"):
             for launch in work.launches:
-                _launch(launch, chunk, streams, Factors(launch.divisor, unscale, clip))
+                _launch(launch, chunk, streams, Factors(launch.divisor, *factors))
         with clock.phase("write back"):
             store.write_back(chunk)
-    with clock.phase("write back"):
-        store.flush()
 
 
 def _launch(launch: Launch, chunk: Chunk, streams: Mapping[str, torch.Tensor], factors: Factors) -> None:
@@ -422,6 +429,7 @@ def _launch(launch: Launch, chunk: Chunk, streams: Mapping[str, torch.Tensor], f
     assert folded is not None  # the survey settled all others
     masters = streams.get("master") if launch.spec.has_master else None
     noise = None if launch.noise is None else launch.noise.part(chunk.start)
-    backend = backend_of(chunk.param.device)
-    kept = Streams(chunk.param, masters, states, scales)
+    param = streams["param"] if chunk.param is None else chunk.param
+    backend = backend_of(param.device)
+    kept = Streams(param, masters, states, scales)
     backend.step(launch.spec, kept, gradients, launch.scalars, folded, noise)

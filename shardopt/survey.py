@@ -226,11 +226,11 @@ def _plan_launches(
         for (variant, dtype), members in rows.items():
             spec = shard.spec(variant, format_of(dtype, "a gradient"))
             gradients = shard.gradients({row: (each.grad, each.start) for row, each in members.items()})
-            backend_of(shard.param.device).prepare(spec, shard.param.device, gradients.aligned)
+            backend_of(shard.device).prepare(spec, shard.device, gradients.aligned)
             table = np.zeros((shard.num_rows, len(variant.scalars)), dtype=np.float32)
             for row, each in members.items():
                 table[row] = scalars.now[each.entry]
-            on_device = torch.from_numpy(table).to(shard.param.device)
+            on_device = torch.from_numpy(table).to(shard.device)
             noise = _noise(binding.options.tuning.seed, shard, members) if spec.needs_noise else None
             launches.append(Launch(shard, spec, gradients, on_device, members, _divisor(members.values()), noise))
     return launches
@@ -273,7 +273,7 @@ def _look_at_gradients(
     nonfinite, limbs = 0, [0] * LIMBS
     unscale = 1.0 / scaling.scale
     for launch in launches:
-        backend = backend_of(launch.shard.param.device)
+        backend = backend_of(launch.shard.device)
         if options.max_grad_norm is None:
             nonfinite += backend.count_nonfinite(launch.spec.grad, launch.gradients)
         else:

@@ -317,7 +317,7 @@ def neighbours_of_codes(format: BlockFormat) -> Tensor:
     return torch.cat([near, -near, -near.new_zeros(1)]) if format.has_sign else near
 
 
-# Of the block's largest magnitude: subnormal, around where a scale becomes it, ordinary, with inverses that are it, huge.
+# Of the block's largest magnitude: subnormal, around where a scale becomes it, ordinary, with such inverses, huge.
 LARGEST_OF_BLOCK = (
     2.0**-149,
     2.0**-140,

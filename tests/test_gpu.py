@@ -116,3 +116,59 @@ def test_stages(ranks: Pool, stage: int) -> None:
         on_cpu, on_cuda = (ranks.run(trains, stage, device, world=world) for device in ("cpu", "cuda"))
         assert on_cuda == on_cpu
         assert all(each == on_cpu[0] for each in on_cpu)
+
+
+# -- states in host memory ---------------------------------------------------------------------------------------------
+
+
+def rests(name: str, dtype: torch.dtype, offload: Any) -> tuple[list[bytes], dict[str, Any]]:
+    """Five steps of params that take several chunks; with a state dict saved and loaded in between."""
+    generator = torch.Generator().manual_seed(0)
+    shapes: list[tuple[int, ...]] = [(257,), (64, 33), (300, 700), (), (5000,)]
+    params = [Parameter(torch.randn(shape, generator=generator).to(dtype).cuda()) for shape in shapes]
+    tuning = shardopt.Tuning(chunk_bytes=64 << 10, bucket_bytes=200_000)
+    optimizer = getattr(shardopt, f"Sharded{name}")(params, lr=0.01, offload=offload, tuning=tuning)
+    for step in range(5):
+        for param in params:
+            param.grad = torch.randn(param.shape, generator=generator).to(param)
+        optimizer.step()
+        if step == 2:
+            optimizer.load_state_dict(optimizer.state_dict())
+    tensors = [*params, *(value for state in optimizer.state.values() for value in state.values())]
+    found, memory = [raw(each.detach().cpu()) for each in tensors], optimizer.memory()
+    optimizer.close()
+    return found, memory
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["AdamW", "SGD", "Lion", "Adagrad"])
+def test_states_in_host_memory_leave_the_same_bits(name: str, dtype: torch.dtype) -> None:
+    expected, _ = rests(name, dtype, None)
+    for offload in ("cpu", shardopt.Offload(pin_memory=False), shardopt.Offload(fraction=0.5)):
+        found, memory = rests(name, dtype, offload)
+        assert found == expected, offload
+        if name != "SGD":  # which keeps no state without momentum
+            assert memory["state"]["host"] > 0
+
+
+def test_offload_frees_the_device_and_reload_takes_it_back() -> None:
+    param = Parameter(torch.zeros(64 << 20, device="cuda"))
+    optimizer = shardopt.ShardedAdamW([param])
+    expected = shardopt.ShardedAdamW([Parameter(param.detach().clone())])
+    other = expected.param_groups[0]["params"][0]
+
+    def step() -> None:
+        for each, one in ((param, optimizer), (other, expected)):
+            each.grad = torch.full_like(each, 0.25)
+            one.step()
+            each.grad = None
+
+    step()
+    torch.cuda.synchronize()
+    full = torch.cuda.memory_allocated()
+    optimizer.offload()
+    assert full - torch.cuda.memory_allocated() > 0.9 * 2 * param.nbytes
+    step()  # states stream through the device
+    optimizer.reload()
+    step()
+    assert torch.equal(param, other)

@@ -1,5 +1,6 @@
 """The file that states rest in: made safely, never taken for another's, gone afterwards; it does not grow."""
 
+import fcntl
 import gc
 import os
 import signal
@@ -9,7 +10,7 @@ import sys
 import textwrap
 import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -131,6 +132,38 @@ def test_the_next_run_reclaims_what_a_killed_one_left(tmp_path: Path) -> None:
     next_one.close()
 
 
+def test_the_number_of_a_process_serves_where_there_are_no_locks(tmp_path: Path) -> None:
+    optimizer = trained(tmp_path)
+    assert optimizer._binding is not None
+    fcntl.flock(cast(Any, optimizer._binding.store)._file.fd, fcntl.LOCK_UN)
+    left = folder_of(tmp_path)
+    trained(tmp_path).close()
+    assert left.exists()
+    optimizer.close()
+
+
+def test_a_lock_serves_where_the_number_of_a_process_says_nothing(tmp_path: Path) -> None:
+    """A child that was forked, or a process in another container, holds the file of one that is not to be seen."""
+    optimizer = trained(tmp_path)
+    left = folder_of(tmp_path)
+    gone = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, check=True)
+    header = (left / "states").read_bytes()[:PAGE].rstrip(b"\0")
+    told = header.replace(b'"pid": %d' % os.getpid(), b'"pid": %d' % int(gone.stdout))
+    with open(left / "states", "r+b") as file:
+        file.write(told.ljust(PAGE, b"\0"))
+    trained(tmp_path).close()
+    assert left.exists() and told != header
+    optimizer.close()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory to another user")
+def test_a_directory_of_another_user_is_refused(tmp_path: Path) -> None:
+    os.chown(tmp_path, 12345, -1)
+    with pytest.raises(OffloadError, match="owner 12345"):
+        trained(tmp_path)
+    os.chown(tmp_path, 0, -1)
+
+
 def test_what_is_not_ours_stays(tmp_path: Path) -> None:
     """Traps that look like leftovers."""
     run = start(tmp_path)
@@ -155,6 +188,8 @@ def test_what_is_not_ours_stays(tmp_path: Path) -> None:
     os.mkfifo(trap(3) / "states")
     (trap(4) / "states").write_bytes(header)  # another run's
     (trap(5) / "states").write_bytes(b"notes")
+    for number in (4, 5):  # or their modes would save them
+        (tmp_path / f"shardopt-{number:032x}" / "states").chmod(0o600)
     (trap(6, 0o755) / "states").write_bytes(owned(6))
     with_notes = trap(7)
     (with_notes / "notes").write_bytes(b"mine")
@@ -182,20 +217,26 @@ def test_nothing_grows_with_the_number_of_steps(tmp_path: Path) -> None:
         return (
             len(os.listdir("/proc/self/fd")),
             threading.active_count(),
-            (folder_of(tmp_path) / "states").stat().st_size,
+            sum(each.stat().st_size for each in tmp_path.glob("*/states")),
         )
 
-    param = Parameter(torch.ones(10_000, dtype=torch.bfloat16))
+    param = Parameter(torch.ones(2000, dtype=torch.bfloat16))
     optimizer = ShardedAdamW([param], offload=tmp_path, tuning=Tuning(chunk_bytes=4096))
     param.grad = torch.ones_like(param)
-    for _ in range(20):
-        optimizer.step()
+
+    def steps(count: int) -> None:
+        for _ in range(count // 10):
+            for _ in range(10):
+                optimizer.step()
+            optimizer.state_dict()
+            optimizer.offload("cpu")
+            optimizer.reload()
+
+    steps(500)
     before, bytes_before = taken(), resident()
-    for _ in range(300):
-        optimizer.step()
-        optimizer.state_dict()
-    assert taken() == before
-    assert resident() - bytes_before < 8 << 20
+    steps(10_000)
+    assert taken() == before and len(os.listdir(tmp_path)) == 1
+    assert resident() - bytes_before < 4 << 20  # 420 bytes a step
     optimizer.close()
 
 

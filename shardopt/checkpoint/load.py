@@ -273,8 +273,7 @@ def _before_writing(optimizer: ShardedOptimizer) -> None:
     """Collective: no rank still gathers what is about to be overwritten, and nothing gathered stays."""
     binding = optimizer._bound()
     if binding.sharded is not None:
-        nothing = torch.empty(0)
-        binding.gatherer.write_slice(nothing, nothing)
+        binding.gatherer.write_slice(lambda: None)
 
 
 def _update_group(group: dict[str, Any], saved: dict[str, Any]) -> None:

@@ -5,6 +5,7 @@ on its disk. Params are updated where they lie, and kept until then to be put ba
 """
 
 import ctypes
+import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -34,12 +35,15 @@ class _Stream(NamedTuple):
 class DiskHome:
     """The streams of one shard, by name."""
 
+    tier = "disk"
+    is_final = False
+
     def __init__(self, store: "DiskStore", numel: int, dtype: torch.dtype):
         self._store, self._segments, self._numel = store, store.segments, numel
         self._chunk_numel = store.chunk_bytes // _FP32
         self._streams: dict[str, _Stream] = {}
         self._extents: list[int] = []  # where what was reserved begins
-        self.kept = torch.empty(numel, dtype=dtype)  # 1D: params before the step that is under way
+        self._dtype, self._kept = dtype, torch.empty(0, dtype=dtype)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -49,6 +53,21 @@ class DiskHome:
     def nbytes(self) -> dict[str, int]:
         return {name: stream.plane.nbytes(self._numel) for name, stream in self._streams.items()}
 
+    @property
+    def kept(self) -> torch.Tensor:
+        """1D [numel]: params before the step that is under way."""
+        if self._kept.numel() < self._numel:  # until a first step, states that only rest there cost no memory
+            self._kept = torch.empty(self._numel, dtype=self._dtype)
+        return self._kept
+
+    @property
+    def kept_bytes(self) -> int:
+        return self._kept.nbytes
+
+    @property
+    def planes(self) -> dict[str, Plane]:
+        return {name: stream.plane for name, stream in self._streams.items()}
+
     def ensure(self, planes: Mapping[str, Plane]) -> None:
         fresh = {name: plane for name, plane in planes.items() if name not in self._streams}
         if not fresh:
@@ -56,7 +75,8 @@ class DiskHome:
         pitches = {name: padded(plane.nbytes(min(self._chunk_numel, self._numel))) for name, plane in fresh.items()}
         strides = {name: pitch * len(self.chunks()) for name, pitch in pitches.items()}
         offset = self._segments.reserve(2 * sum(strides.values()))
-        self._extents.append(offset)
+        if self._numel:  # nothing at all begins where the next range does, which is another's to give back
+            self._extents.append(offset)
         for name, plane in fresh.items():
             self._streams[name] = _Stream(plane, offset, pitches[name], strides[name])
             offset += 2 * strides[name]
@@ -118,7 +138,7 @@ class DiskHome:
     def release(self) -> None:
         for offset in reversed(self._extents):
             self._segments.give_back(offset)
-        self._streams, self._extents = {}, []
+        self._streams, self._extents, self._kept = {}, [], self._kept[:0].clone()
 
 
 class DiskStore:
@@ -145,12 +165,12 @@ class DiskStore:
         self._pipeline = Pipeline(deadline)
         self._turns: dict[Chunk, Turn] = {}
         self._fetched: list[Chunk] = []  # whose params may have been updated
-        self._kept_bytes = 0
+        self._homes: weakref.WeakSet[DiskHome] = weakref.WeakSet()
 
     def home(self, numel: int, dtype: torch.dtype, device: torch.device) -> DiskHome:
         assert device.type == "cpu"
         home = DiskHome(self, numel, dtype)
-        self._kept_bytes += home.kept.nbytes
+        self._homes.add(home)
         return home
 
     # -- a step ----------------------------------------------------------------------------------------------------
@@ -169,8 +189,9 @@ class DiskStore:
 
     def fetch(self, chunk: Chunk) -> Sequence[torch.Tensor]:
         parts = self._pipeline.fetch(self._turns[chunk]) if chunk.names else []
-        _copy(_kept(chunk), chunk.param)
-        self._fetched.append(chunk)
+        if chunk.param is not None:
+            _copy(_kept(chunk), chunk.param)
+            self._fetched.append(chunk)
         home = chunk.home
         assert isinstance(home, DiskHome)
         return [
@@ -202,6 +223,7 @@ class DiskStore:
     def roll_back(self) -> None:
         self.segments.drop()
         for chunk in self._fetched:
+            assert chunk.param is not None
             _copy(chunk.param, _kept(chunk))
         self._turns, self._fetched = {}, []
         self._pipeline.abandon()
@@ -222,8 +244,9 @@ class DiskStore:
         self.commit()
 
     @property
-    def buffer_bytes(self) -> int:
-        return self._kept_bytes + self._pipeline.buffer_bytes + self.segments.scratch_bytes
+    def buffer_bytes(self) -> Mapping[str, int]:
+        kept = sum(home.kept_bytes for home in self._homes)
+        return {"host": kept + self._pipeline.buffer_bytes + self.segments.scratch_bytes}
 
     def close(self) -> None:
         self._pipeline.close()

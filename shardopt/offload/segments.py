@@ -144,8 +144,8 @@ class Segments:
         begin = self._end
         if nbytes:
             self._file.reserve(begin, nbytes)
-        self._end += nbytes
-        self._ends[begin] = self._end
+            self._end += nbytes
+            self._ends[begin] = self._end
         return begin
 
     def give_back(self, begin: int) -> None:

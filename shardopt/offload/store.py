@@ -37,11 +37,23 @@ class Plane:
 
 
 class Home(Protocol):
-    """The streams of one shard. Bounds are elements of the shard, and a start is a multiple of the plane's grain."""
+    """The streams of one shard. Bounds are elements of the shard, and a start is a multiple of the plane's grain.
+
+    Attributes:
+        tier: as its store's.
+        is_final: as its store's: an update of what rests here cannot be taken back.
+    """
+
+    tier: str
+    is_final: bool
 
     @property
     def names(self) -> tuple[str, ...]:
         """Of the streams that there are."""
+
+    @property
+    def planes(self) -> Mapping[str, Plane]:
+        """Of each stream."""
 
     @property
     def nbytes(self) -> dict[str, int]:
@@ -86,7 +98,9 @@ class Chunk:
     start: int  # in the shard
     stop: int
     names: tuple[str, ...]  # of the streams that the update needs
-    param: torch.Tensor  # 1D [stop - start]: the shard's params, which the update writes as well
+    param: (
+        torch.Tensor | None
+    )  # 1D [stop - start]: the shard's params, which the update writes; None: one of the streams
 
 
 class Store(Protocol):
@@ -122,8 +136,8 @@ class Store(Protocol):
         """It has not happened, and neither have the updates of params of fetched chunks; nothing in memory."""
 
     @property
-    def buffer_bytes(self) -> int:
-        """Of host memory that the store itself takes."""
+    def buffer_bytes(self) -> Mapping[str, int]:
+        """Of memory that the store itself takes, by tier."""
 
     def close(self) -> None:
         """Nothing of it is left."""
@@ -135,9 +149,11 @@ class Store(Protocol):
 class ResidentHome:
     """Streams as tensors."""
 
-    def __init__(self, numel: int, zeros: Callable[[int, torch.dtype], torch.Tensor]):
-        self._numel, self._zeros = numel, zeros
-        self._planes: dict[str, Plane] = {}
+    is_final = True
+
+    def __init__(self, numel: int, zeros: Callable[[int, torch.dtype], torch.Tensor], tier: str):
+        self._numel, self._zeros, self.tier = numel, zeros, tier
+        self.planes: dict[str, Plane] = {}
         self.streams: dict[str, torch.Tensor] = {}
 
     def _fresh(self, plane: Plane) -> torch.Tensor:
@@ -154,22 +170,22 @@ class ResidentHome:
     def ensure(self, planes: Mapping[str, Plane]) -> None:
         fresh = {name: self._fresh(plane) for name, plane in planes.items() if name not in self.streams}
         self.streams.update(fresh)
-        self._planes.update({name: planes[name] for name in fresh})
+        self.planes.update({name: planes[name] for name in fresh})
 
     def chunks(self) -> Sequence[tuple[int, int]]:
         return ((0, self._numel),)
 
     def read(self, name: str, start: int, stop: int) -> torch.Tensor:
-        plane = self._planes[name]
+        plane = self.planes[name]
         return self.streams[name][start // plane.grain : plane.items(stop)]
 
     def write(self, name: str, start: int, values: torch.Tensor) -> None:
-        first = start // self._planes[name].grain
+        first = start // self.planes[name].grain
         self.streams[name][first : first + values.numel()].copy_(values)
 
     def renew(self, zeroed: Collection[str]) -> None:
         for name, stream in self.streams.items():
-            fresh = self._fresh(self._planes[name])
+            fresh = self._fresh(self.planes[name])
             self.streams[name] = fresh if name in zeroed else fresh.copy_(stream)
 
     def release(self) -> None:
@@ -187,7 +203,7 @@ class ResidentStore:
         self._zeros = zeros
 
     def home(self, numel: int, dtype: torch.dtype, device: torch.device) -> ResidentHome:
-        return ResidentHome(numel, lambda items, dtype: self._zeros(items, dtype, device))
+        return ResidentHome(numel, lambda items, dtype: self._zeros(items, dtype, device), self.tier)
 
     def prefetch(self, chunks: Sequence[Chunk]) -> None:
         pass
@@ -213,8 +229,8 @@ class ResidentStore:
         pass
 
     @property
-    def buffer_bytes(self) -> int:
-        return 0
+    def buffer_bytes(self) -> Mapping[str, int]:
+        return {}
 
     def close(self) -> None:
         pass

@@ -11,13 +11,41 @@ may be dropped, at the latest when another one needs the room::
 On wires that carry shards while this rank computes, the bucket that came next in the last pass is asked for early.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 import torch
 
+from ..errors import CommunicationError
 from .bucket import Bucket
-from .transport import Transport
+from .transport import Transport, meet
 from .wire import Window, Wire
+
+
+class Slice(Protocol):
+    """This rank's slice of a bucket, wherever it rests."""
+
+    memory: torch.Tensor | None  # 1D [shard_numel]: where it lies, if it lies in memory
+
+    def read(self, into: torch.Tensor) -> None: ...
+
+    def write(self, values: torch.Tensor) -> None:
+        """All of it."""
+
+
+class MemorySlice:
+    """In memory of its own."""
+
+    def __init__(self, memory: torch.Tensor):
+        self._memory = memory
+        self.memory: torch.Tensor | None = memory
+
+    def read(self, into: torch.Tensor) -> None:
+        into.copy_(self._memory)
+
+    def write(self, values: torch.Tensor) -> None:
+        self._memory.copy_(values)
 
 
 @dataclass(eq=False)
@@ -25,7 +53,7 @@ class GatheredBucket:
     """A bucket, this rank's slice of it, and what keeps it here."""
 
     bucket: Bucket
-    shard: torch.Tensor  # 1D [shard_numel]: the slice, in memory of its own
+    slice: Slice
     window: Window  # on the bucket's buffer; the ranks' slices lie apart from it
     rank: int
     users: int = 0  # that run now
@@ -50,17 +78,21 @@ class Gatherer:
     """Gathers and drops buckets."""
 
     def __init__(self, transport: Transport, live_bytes: int):
+        """``transport``: one by which no rank reads another's memory, if any slice does not lie in memory."""
         self._transport, self._live_bytes = transport, live_bytes
         self._here: dict[GatheredBucket, None] = {}  # from the least recently used
         self._held = 0  # bytes of these
         self._trace = Trace()
         self._was_written = False  # slices, since ranks last met
 
-    def add(self, bucket: Bucket, shard: torch.Tensor) -> GatheredBucket:
-        """Collective: takes a whole bucket over and drops it; ``shard`` holds this rank's slice."""
-        window = self._transport.open_apart(bucket.flat, shard)
+    def add(self, bucket: Bucket, own: Slice) -> GatheredBucket:
+        """Collective: takes a whole bucket over and drops it; ``own`` holds this rank's slice."""
+        if own.memory is None:
+            window = self._transport.open(bucket.flat, bucket.layout.shard_numel)
+        else:
+            window = self._transport.open_apart(bucket.flat, own.memory)
         bucket.drop()
-        return GatheredBucket(bucket, shard, window, self._transport.ranks.rank)
+        return GatheredBucket(bucket, own, window, self._transport.ranks.rank)
 
     @property
     def buffers(self) -> list[torch.Tensor]:
@@ -115,7 +147,11 @@ class Gatherer:
 
     def _ask(self, each: GatheredBucket) -> Wire:
         each.bucket.take_room()
-        each.bucket.shard(each.rank).copy_(each.shard)
+        try:
+            each.slice.read(each.bucket.shard(each.rank))
+        except BaseException:  # from a disk
+            each.bucket.drop()
+            raise
         wire = self._transport.wire("gathering params")
         wire.start(each.window)
         self._transport.traffic.params += each.window.nbytes_received
@@ -158,13 +194,13 @@ class Gatherer:
     def write_back(self, each: GatheredBucket) -> None:
         """This rank's slice follows a whole bucket whose params were written, on every rank."""
         self._before_write()
-        each.shard.copy_(each.bucket.shard(each.rank))
+        each.slice.write(each.bucket.shard(each.rank))
 
-    def write_slice(self, target: torch.Tensor, values: torch.Tensor) -> None:
-        """Writes to a slice outside of a step; every rank does so with the same whole."""
+    def write_slice(self, write: Callable[[], None]) -> None:
+        """Writes to slices outside of a step; every rank does so with the same whole."""
         self._before_write()
         self.drop_all()  # what is here no longer holds
-        target.copy_(values)
+        write()
 
     def _before_write(self) -> None:
         """Collective at the first of several writes: nobody may still be reading what was there before."""
@@ -177,6 +213,21 @@ class Gatherer:
         if self._was_written:
             self._was_written = False
             self._transport.settle("waiting for params that were written")
+
+    def written(self, problem: Exception | None) -> None:
+        """Collective: whether every rank could write its slices.
+
+        Raises:
+            Exception: this rank's problem.
+            CommunicationError: another one's.
+        """
+        try:
+            meet(self._transport.ranks, problem is not None, "writing params to where they rest")
+        except CommunicationError:
+            raise problem or CommunicationError(
+                "another rank could not write its slices of the params, and says why: those of the ranks may now be of "
+                "different times. Load a checkpoint."
+            ) from None
 
     def meet(self) -> None:
         """Collective: until no rank gathers any more."""

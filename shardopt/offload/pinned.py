@@ -1,0 +1,82 @@
+"""Host memory that a GPU copies to and from at the speed of the bus: pages of our own, registered with CUDA.
+
+torch's pinned allocator rounds every request up to a power of two, nearly twice the bytes at worst. Where registering
+fails, or would take more than the system may do without, memory stays pageable: copies are slower, the bits the same.
+"""
+
+import os
+import warnings
+import weakref
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+
+_PAGE = 4096  # bytes
+# Of the memory that this process may have at most: pages that are registered cannot be reclaimed.
+_MOST_PINNED = 0.9
+_CGROUP = Path("/sys/fs/cgroup/memory.max")
+
+
+class Pages:
+    """Makes and forgets streams."""
+
+    def __init__(self, zeros: Callable[[int, torch.dtype], torch.Tensor], register: Callable[[int, int], bool] | None):
+        """
+        Args:
+            zeros: 1D tensors in host memory.
+            register: makes (address, bytes) known to the GPU; whether it could. None: nothing is registered.
+        """
+        self._make, self._register = zeros, register
+        self._registered: dict[int, int] = {}  # address -> bytes
+        self._has_warned = False
+        weakref.finalize(self, _unregister, self._registered).atexit = False
+
+    @property
+    def pinned_bytes(self) -> int:
+        return sum(self._registered.values())
+
+    def zeros(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        tensor = self._make(numel, dtype)
+        address, nbytes = tensor.data_ptr(), tensor.nbytes
+        # What is small shares its pages with others.
+        if self._register is None or nbytes < _PAGE or address % _PAGE:
+            return tensor
+        if self.pinned_bytes + nbytes <= _MOST_PINNED * memory_limit() and self._register(address, nbytes):
+            self._registered[address] = nbytes
+        elif not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"{nbytes} bytes of host memory for states could not be pinned, beside {self.pinned_bytes} that are: "
+                "copies to and from the GPU will be slower. Raise the limits of locked memory (ulimit -l) or of the "
+                "container, or give Offload(pin_memory=False).",
+                stacklevel=2,
+            )
+        return tensor
+
+    def give_back(self, tensors: Iterable[torch.Tensor]) -> None:
+        """They are not copied any more. Their memory lives on as long as anybody looks at it."""
+        for tensor in tensors:
+            nbytes = self._registered.pop(tensor.data_ptr(), None)
+            if nbytes is not None:
+                _unregister({tensor.data_ptr(): nbytes})
+
+
+def memory_limit() -> int:
+    """Bytes that this process may have: the machine's, or its container's."""
+    limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    with suppress(OSError, ValueError):  # no control group, or "max"
+        limit = min(limit, int(_CGROUP.read_text()))
+    return limit
+
+
+def register_with_cuda(address: int, nbytes: int) -> bool:
+    code = torch.cuda.cudart().cudaHostRegister(address, nbytes, 0)
+    return int(code) == 0
+
+
+def _unregister(registered: dict[int, int]) -> None:
+    for address in list(registered):
+        torch.cuda.cudart().cudaHostUnregister(address)
+        del registered[address]

@@ -1,0 +1,67 @@
+"""Masters and states move to another tier between two steps: on all ranks or on none."""
+
+from collections.abc import Callable
+from contextlib import suppress
+
+from .agreement import View, agree
+from .binding import Binding
+from .errors import OffloadError
+from .offload.ring import RingHome
+from .offload.store import Home, ResidentHome, Store
+from .partition.room import return_free_pages
+from .shard import Shard
+
+
+def relocate(binding: Binding, tier: str, open_store: Callable[[], Store]) -> None:
+    """Collective. What is read meanwhile by other ranks is read where it was.
+
+    Raises:
+        OffloadError: they cannot be kept there; nothing changed, on any rank.
+    """
+    store: Store | None = None
+    homes: list[Home] = []
+    problem: Exception | None = None
+    view = {"tier to move masters and states to": tier, "calls of step()": binding.rounds}
+    try:
+        try:
+            store = open_store()
+            _copy(binding, store, homes)
+        except Exception as error:
+            problem = error
+        agree(View(view, lambda: view, problem), binding.mesh.world, binding.device)
+    except BaseException:
+        if store is not None:
+            _close(store)
+        raise
+    assert store is not None
+    store.commit()
+    _close(binding.rest_in(store, homes))
+    return_free_pages()
+
+
+def _close(store: Store) -> None:
+    with suppress(OffloadError):  # a disk that hangs keeps its file open, as long as it does
+        store.close()
+
+
+def _copy(binding: Binding, store: Store, homes: list[Home]) -> None:
+    store.begin()
+    for shard in binding.resting:
+        homes.append(store.home(shard.numel, shard.bucket.dtype, shard.device))
+        _copy_streams(shard, homes[-1])
+    store.flush()
+
+
+def _copy_streams(shard: Shard, new: Home) -> None:
+    old = shard.home
+    bounds = max(old.chunks(), new.chunks(), key=len)
+    if isinstance(old, ResidentHome) and isinstance(new, ResidentHome):
+        if not (isinstance(old, RingHome) or isinstance(new, RingHome)):
+            new.streams.update(old.streams)  # it stays where it is
+            new.planes.update(old.planes)
+            return
+        bounds = [(0, shard.numel)]
+    new.ensure(old.planes)
+    for name in old.names:
+        for start, stop in bounds:
+            new.write(name, start, old.read(name, start, stop))
