@@ -1,18 +1,25 @@
-"""Write the README's tables of numbers from the newest committed results; nothing is measured.
+"""Write the tables of the README and the pages, from the newest committed results and the planner; nothing is measured.
 
-python bench/readme.py            rewrite what stands between the README's markers
-python bench/readme.py --check    exit code 1 if that would change it (a test asks)
+python bench/readme.py            rewrite what stands between their markers
+python bench/readme.py --check    exit code 1 if that would change something (a test asks)
 """
 
 import argparse
 import json
 import sys
+from collections.abc import Callable
+from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
+
+import torch
+
+import shardopt
+from shardopt.config import Master, StateFormat
+from shardopt.plan import Way, plan, transformer
 
 ROOT = Path(__file__).resolve().parent.parent
-README, RESULTS = ROOT / "README.md", ROOT / "bench" / "results"
-BEGIN, END = "<!-- numbers: written by bench/readme.py -->", "<!-- end of numbers -->"
+RESULTS = ROOT / "bench" / "results"
 DEVICE = "amd-epyc-2-cores"
 
 
@@ -141,20 +148,62 @@ def numbers() -> str:
     )
 
 
+def formula(stage: int, **formats: str) -> str:
+    """Bytes a param of AdamW with bf16 params, as the planner counts them."""
+    way = Way(stage, True, torch.bfloat16, **formats)
+    return plan(transformer(10**6), shardopt.ShardedAdamW([torch.zeros(1)]), 8, way).formula
+
+
+def bytes_of_formats() -> str:
+    """Every master, format of states and stage."""
+    lines = ["| `master` | `state_format` | stage 0 | stages 1 and 2 | stage 3 |", "|---|---|---|---|---|"]
+    for master, states in product(get_args(Master), get_args(StateFormat)):
+        cells = [formula(stage, master=master, state_format=states) for stage in (0, 2, 3)]
+        lines.append(f"| {master} | {states} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def bytes_of_stage_2() -> str:
+    """The same in short."""
+    states = get_args(StateFormat)
+    lines = [f"| bytes a param | {' | '.join(f'states {each}' for each in states)} |", "|---|---|---|---|"]
+    for master in get_args(Master):
+        cells = [formula(2, master=master, state_format=each) for each in states]
+        lines.append(f"| `master={master!r}` | {' | '.join(cells)} |".replace("'", '"'))
+    return "\n".join(lines)
+
+
+# (page, name between its markers) -> what stands there.
+SECTIONS: dict[tuple[str, str], Callable[[], str]] = {
+    ("README.md", "numbers"): numbers,
+    ("README.md", "formats"): bytes_of_stage_2,
+    ("docs/formats.md", "bytes"): bytes_of_formats,
+}
+
+
+def written(text: str, name: str, section: str) -> str:
+    """The page's text with this section in its place."""
+    begin, end = f"<!-- {name}: written by bench/readme.py -->", f"<!-- end of {name} -->"
+    before, found, rest = text.partition(begin)
+    _, closed, after = rest.partition(end)
+    if not (found and closed):
+        raise SystemExit(f"no markers of {name!r} where its numbers should stand: add {begin} and {end}")
+    return f"{before}{begin}\n{section}\n{end}{after}"
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--check", action="store_true", help="change nothing; exit code 1 if the README is not up to date"
-    )
+    parser.add_argument("--check", action="store_true", help="change nothing; exit code 1 if a page is not up to date")
     check = parser.parse_args().check
-    text = README.read_text()
-    before, _, rest = text.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    wanted = f"{before}{BEGIN}\n{numbers()}\n{END}{after}"
-    if check:
-        return int(text != wanted)
-    README.write_text(wanted)
-    return 0
+    differ = False
+    for (page, name), section in SECTIONS.items():
+        path = ROOT / page
+        text = path.read_text()
+        wanted = written(text, name, section())
+        differ = differ or text != wanted
+        if not check:
+            path.write_text(wanted)
+    return int(check and differ)
 
 
 if __name__ == "__main__":
