@@ -76,8 +76,9 @@ class Need:
         bytes: by kind and tier: those of ``opt.memory()`` between steps, at most (``buffer``: as many as can be under
             way); ``window``: params gathered while modules run; ``ddp``: the buckets of DistributedDataParallel.
         formula: bytes a param for N ranks, without padding, buffers and window; small params keep fp32 states.
-        moved: bytes in a step of one backward: that one rank receives ("wire"), that go over the bus where params are
-            on a GPU and states are not ("bus"), that its disk reads and writes ("disk").
+        moved: bytes in a step of one backward: that one rank receives ("wire"), that stream through a GPU and back
+            where states rest in host memory ("bus"; between CPUs and their memory none does), that its disk reads and
+            writes ("disk").
     """
 
     way: Way
@@ -157,8 +158,9 @@ def plan(module: nn.Module, optimizer: ShardedOptimizer, ranks: int, way: Way, o
     kept = kept_for(rule, asked, way.dtype, given.tuning.compress_from)
     moved = {
         "wire": _on_the_wire(numel, ranks, way, given),
-        "bus": _over_the_bus(numel, shards, way),
-        "disk": sum(2 * kinds[kind].get("disk", 0) for kind in KINDS),  # read and written
+        # Masters and states come and go.
+        "bus": 2 * sum(kinds[kind].get("host", 0) for kind in ("master", "state")),
+        "disk": 2 * sum(kinds[kind].get("disk", 0) for kind in ("master", "state")),
     }
     return Need(way, kinds, _formula(way, kept, rule.variant(optimizer.defaults).states), moved)
 
@@ -239,13 +241,6 @@ def _on_the_wire(numel: int, ranks: int, way: Way, options: Options) -> int:
     else:
         gradients, params = travels, way.dtype.itemsize * (2 if way.stage == 3 else 1)
     return numel * (ranks - 1) * (gradients + params) // ranks
-
-
-def _over_the_bus(numel: int, shards: int, way: Way) -> int:
-    """A gradient comes down and a param goes up: the CPU updates what rests with it."""
-    if way.tier == "device":
-        return 0
-    return numel // shards * ((_FP32 if way.has_module else way.dtype.itemsize) + way.dtype.itemsize)
 
 
 def cheapest(needs: Sequence[Need], device_bytes: int, host_bytes: int | None = None) -> Need | None:

@@ -201,4 +201,4 @@ def _train(module: nn.Module, optimizer: torch.optim.Optimizer, batch: Any, loss
         value = getattr(output, "loss", output)
     value.backward()
     optimizer.step()
-    return float(value)
+    return float(value.detach())
