@@ -1,18 +1,25 @@
-"""Write the README's tables of numbers from the newest committed results; nothing is measured.
+"""Write the tables of the README and the pages, from the newest committed results and the planner; nothing is measured.
 
-python bench/readme.py            rewrite what stands between the README's markers
-python bench/readme.py --check    exit code 1 if that would change it (a test asks)
+python bench/readme.py            rewrite what stands between their markers
+python bench/readme.py --check    exit code 1 if that would change something (a test asks)
 """
 
 import argparse
 import json
 import sys
+from collections.abc import Callable
+from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
+
+import torch
+
+import shardopt
+from shardopt.config import Master, StateFormat
+from shardopt.plan import Way, plan, transformer
 
 ROOT = Path(__file__).resolve().parent.parent
-README, RESULTS = ROOT / "README.md", ROOT / "bench" / "results"
-BEGIN, END = "<!-- numbers: written by bench/readme.py -->", "<!-- end of numbers -->"
+RESULTS = ROOT / "bench" / "results"
 DEVICE = "amd-epyc-2-cores"
 
 
@@ -83,19 +90,21 @@ def offload_table(results: dict[str, Any]) -> list[str]:
     return lines
 
 
+MEDIANS = "medians of interleaved pairs, ratios within one run; in parentheses the 95 % interval. No GPU has been measured yet"
+
+
 def numbers() -> str:
+    """The README's: the update, and stages in fp32."""
     kernels, cold = newest("kernels"), newest("cold-start")["results"]["seconds"]
-    fp32, bf16, four = newest("train-fp32"), newest("train-bf16"), newest("train-fp32-4-ranks")
-    hooks, plan = newest("hooks")["results"], newest("plan")
-    offload, checkpoint = newest("offload")["results"], newest("checkpoint")["results"]
-    disk = offload["disk"]
+    fp32 = newest("train-fp32")
+    hooks, layout = newest("hooks")["results"], newest("plan")
+    checkpoint, disk = newest("checkpoint")["results"], newest("offload")["results"]["disk"]
     over = fp32["results"]["shardopt-1 over zero"]
     machine = kernels["machine"]
     first, second = cold["first step"]["median"], cold["second step"]["median"]
     return "\n".join(
         [
-            f"On {machine['device']} ({kernels['settings']['threads']} threads), torch {machine['torch']}: medians of "
-            "interleaved pairs, ratios within one run; in parentheses the 95 % interval. No GPU has been measured yet.",
+            f"On {machine['device']} ({kernels['settings']['threads']} threads), torch {machine['torch']}: {MEDIANS}.",
             "",
             f"**The update** of {kernels['settings']['elements'] / 2**20:.0f}M elements, as bytes read and written "
             "over time, beside `dst.copy_(src)` with the same threads (a copy reads the lines that it overwrites, so "
@@ -105,23 +114,13 @@ def numbers() -> str:
             "",
             mixed_sentence(kernels),
             "",
-            f"**A training step** of a GPT of {fp32['results']['params'] / 1e6:.1f}M params on 2 gloo ranks, fp32:",
+            f"**A training step** of a GPT of {fp32['results']['params'] / 1e6:.1f}M params on 2 gloo ranks, fp32 "
+            "([bf16, 4 ranks, tiers](docs/stages.md#measured)):",
             "",
             *train_table(fp32),
             "",
             f"Stage 1 over ZeroRedundancyOptimizer in the same rounds: whole step {interval(over['step'])}, optimizer "
-            f"part {interval(over['update'])}. The same in bf16, where only shardopt and the row of FSDP2 with "
-            "fp32 params have masters:",
-            "",
-            *train_table(bf16),
-            "",
-            "Stage 3 on 4 ranks of the same machine, fp32:",
-            "",
-            *train_table(four),
-            "",
-            "States elsewhere, stage 2, bf16, 2 ranks:",
-            "",
-            *offload_table(offload),
+            f"part {interval(over['update'])}.",
             "",
             f"**The disk.** A step of {disk['elements'] / 2**20:.0f}M params with master and states in a file moves "
             f"{interval(disk['step GB/s'])} GB/s, {interval(disk['of plain'])} of what plain direct I/O reaches at its "
@@ -132,8 +131,8 @@ def numbers() -> str:
             f"Host time that forward, backward and step of two linears of width 16 take beyond the plain model's: "
             f"{1e6 * hooks['added seconds']['shardopt stage 3']['median']:.0f} us at stage 3, "
             f"{1e6 * hooks['added seconds']['FSDP2, torch fused AdamW']['median']:.0f} us with FSDP2. Laying out "
-            f"{plan['results']['params'] / 1e12:.2f}T params over {plan['settings']['ranks']:,} ranks on the meta "
-            f"device takes {plan['results']['seconds']:.2f} s and {plan['results']['bytes'] / 2**20:.0f} MiB.",
+            f"{layout['results']['params'] / 1e12:.2f}T params over {layout['settings']['ranks']:,} ranks on the meta "
+            f"device takes {layout['results']['seconds']:.2f} s and {layout['results']['bytes'] / 2**20:.0f} MiB.",
             "",
             f"`import shardopt` takes {cold['import shardopt']['median']:.2f} s beyond torch, the first step "
             f"{first:.1f} s (compilation), the second {1e3 * second:.1f} ms.",
@@ -141,20 +140,92 @@ def numbers() -> str:
     )
 
 
+def stages() -> str:
+    """Every stage and tier that was measured."""
+    fp32, bf16, four = newest("train-fp32"), newest("train-bf16"), newest("train-fp32-4-ranks")
+    offload, machine = newest("offload")["results"], fp32["machine"]
+    return "\n".join(
+        [
+            f"A training step of a GPT of {fp32['results']['params'] / 1e6:.1f}M params on {machine['device']}, "
+            f"torch {machine['torch']}, gloo: {MEDIANS}. Peaks are resident bytes above the process before the "
+            "model was built: params, activations and gloo's buffers are in them.",
+            "",
+            "2 ranks, fp32:",
+            "",
+            *train_table(fp32),
+            "",
+            "2 ranks, bf16, where only shardopt and the row of FSDP2 with fp32 params have masters:",
+            "",
+            *train_table(bf16),
+            "",
+            "4 ranks of the same machine, fp32:",
+            "",
+            *train_table(four),
+            "",
+            "States elsewhere, stage 2, bf16, 2 ranks:",
+            "",
+            *offload_table(offload),
+        ]
+    )
+
+
+def formula(stage: int, **formats: str) -> str:
+    """Bytes a param of AdamW with bf16 params, as the planner counts them."""
+    way = Way(stage, True, torch.bfloat16, **formats)
+    return plan(transformer(10**6), shardopt.ShardedAdamW([torch.zeros(1)]), 8, way).formula
+
+
+def bytes_of_formats() -> str:
+    """Every master, format of states and stage."""
+    lines = ["| `master` | `state_format` | stage 0 | stages 1 and 2 | stage 3 |", "|---|---|---|---|---|"]
+    for master, states in product(get_args(Master), get_args(StateFormat)):
+        cells = [formula(stage, master=master, state_format=states) for stage in (0, 2, 3)]
+        lines.append(f"| {master} | {states} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def bytes_of_stage_2() -> str:
+    """The same in short."""
+    states = get_args(StateFormat)
+    lines = [f"| bytes a param | {' | '.join(f'states {each}' for each in states)} |", "|---|---|---|---|"]
+    for master in get_args(Master):
+        cells = [formula(2, master=master, state_format=each) for each in states]
+        lines.append(f"| `master={master!r}` | {' | '.join(cells)} |".replace("'", '"'))
+    return "\n".join(lines)
+
+
+# (page, name between its markers) -> what stands there.
+SECTIONS: dict[tuple[str, str], Callable[[], str]] = {
+    ("README.md", "numbers"): numbers,
+    ("README.md", "formats"): bytes_of_stage_2,
+    ("docs/formats.md", "bytes"): bytes_of_formats,
+    ("docs/stages.md", "measured"): stages,
+}
+
+
+def written(text: str, name: str, section: str) -> str:
+    """The page's text with this section in its place."""
+    begin, end = f"<!-- {name}: written by bench/readme.py -->", f"<!-- end of {name} -->"
+    before, found, rest = text.partition(begin)
+    _, closed, after = rest.partition(end)
+    if not (found and closed):
+        raise SystemExit(f"no markers of {name!r} where its numbers should stand: add {begin} and {end}")
+    return f"{before}{begin}\n{section}\n{end}{after}"
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--check", action="store_true", help="change nothing; exit code 1 if the README is not up to date"
-    )
+    parser.add_argument("--check", action="store_true", help="change nothing; exit code 1 if a page is not up to date")
     check = parser.parse_args().check
-    text = README.read_text()
-    before, _, rest = text.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    wanted = f"{before}{BEGIN}\n{numbers()}\n{END}{after}"
-    if check:
-        return int(text != wanted)
-    README.write_text(wanted)
-    return 0
+    differ = False
+    for (page, name), section in SECTIONS.items():
+        path = ROOT / page
+        text = path.read_text()
+        wanted = written(text, name, section())
+        differ = differ or text != wanted
+        if not check:
+            path.write_text(wanted)
+    return int(check and differ)
 
 
 if __name__ == "__main__":

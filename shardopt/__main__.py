@@ -5,13 +5,15 @@ import inspect
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
 import shardopt
 from shardopt.checkpoint.commands import add_commands, run
+from shardopt.config import Master, StateFormat
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -52,17 +54,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _add_plan(commands: Any) -> None:
     plan = commands.add_parser(
         "plan",
-        help="what each stage would need: bytes on a rank by kind, bytes on the wire, what fits",
-        description="Prints, for each stage and dtype, the bytes on one rank by kind, the formula behind them, the "
-        "bytes that a rank receives in a step, and the cheapest way that fits: the one that moves least. "
+        help="what each stage would need: bytes on a rank by kind, bytes that move, what fits",
+        description="Prints, for each stage and dtype, the bytes on one rank by kind, the formula behind them, and the "
+        "bytes that move in a step: those that a rank receives (wire), those of states in host memory that stream "
+        "through a GPU (bus), and the disk's. Of all combinations of stage, master, format of states and tier, "
+        "whether shown or not, the cheapest that fits is named: the one that keeps all of fp32, then moves least. "
         "Activations are not counted. From Python, shardopt.plan.plan() takes your own module, on the meta device too.",
     )
     plan.add_argument("--params", required=True, type=_size, help="of the model, such as 7e9")
     plan.add_argument("--ranks", type=int, default=1, help="default: %(default)s")
     plan.add_argument("--device-memory", type=_size, help="of one rank, such as 80G")
+    plan.add_argument("--host-memory", type=_size, help="for one rank, such as 200G (default: any)")
     plan.add_argument("--optimizer", default="AdamW", choices=sorted(_optimizers()), help="default: %(default)s")
     plan.add_argument("--dtype", choices=("fp32", "bf16"), help="of params (default: both)")
-    plan.add_argument("--plot", type=Path, help="a file for a stacked bar chart (.png, .svg, .pdf)")
+    plan.add_argument(
+        "--master", choices=get_args(Master), default="fp32", help="of bf16 params (default: %(default)s)"
+    )
+    plan.add_argument("--state-format", choices=get_args(StateFormat), default="fp32", help="default: %(default)s")
+    plan.add_argument("--offload", choices=("cpu", "disk"), help="where masters and states rest (default: the device)")
+    plan.add_argument("--ema", action="store_true", help="keep a moving average of the weights")
+    plan.add_argument("--all", action="store_true", help="show every master, format and tier")
+    plan.add_argument("--plot", type=Path, help="a file for a stacked bar chart of what is shown (.png, .svg, .pdf)")
     plan.set_defaults(run=_plan)
 
 
@@ -80,27 +92,30 @@ def _size(text: str) -> int:
 
 
 def _plan(options: argparse.Namespace) -> int:
-    from .plan import WAYS, cheapest, plan, transformer
-    from .plan_report import chart, table
+    from .plan import WAYS, Tier, every_way, plan, transformer
+    from .plan_report import advice, chart, table
 
     module = transformer(options.params)
     instance = _optimizers()[options.optimizer]([torch.zeros(1)])
-    ways = [way for way in WAYS if options.dtype is None or way.dtype is _DTYPES[options.dtype]]
-    needs = [plan(module, instance, options.ranks, way) for way in ways]
+    ways = [
+        replace(way, has_average=options.ema)
+        for way in WAYS
+        if options.dtype is None or way.dtype is _DTYPES[options.dtype]
+    ]
+    needs = {way: plan(module, instance, options.ranks, way) for way in every_way(ways)}
+    tier: Tier = "device" if options.offload is None else "host" if options.offload == "cpu" else "disk"
+    asked = [replace(way, state_format=options.state_format, tier=tier) for way in ways]
+    asked = [way if way.dtype is torch.float32 else replace(way, master=options.master) for way in asked]
+    shown = list(needs.values()) if options.all else [needs[way] for way in asked]
     print(f"{options.optimizer}, {options.params:,} params, {options.ranks} ranks; GB on one rank\n")
-    print(table(needs, options.params, options.device_memory))
+    print(table(shown, options.params, options.device_memory, options.host_memory))
     if options.plot is not None:
-        chart(needs, options.device_memory, options.plot)
+        chart(shown, options.device_memory, options.plot)
     if options.device_memory is None:
         return 0
-    best = cheapest(needs, options.device_memory)
-    if best is None:
-        least = min(needs, key=lambda need: need.total)
-        print(f"\nnone fits: {least.way} needs least, {least.total / 1e9:.1f} GB. Take more ranks or larger devices.")
-        return 1
-    left = (options.device_memory - best.total) / 1e9
-    print(f"\ncheapest that fits: {best.way}; it leaves {left:.1f} GB for activations")
-    return 0
+    text, is_found = advice(list(needs.values()), options.optimizer, options.device_memory, options.host_memory)
+    print(f"\n{text}")
+    return int(not is_found)
 
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

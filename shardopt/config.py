@@ -78,6 +78,7 @@ class Tuning:
         return None if self.timeout is None else timedelta(seconds=self.timeout)
 
 
+Master = Literal["fp32", "split", "split24", "none"]
 StateFormat = Literal["fp32", "bf16", "int8"]
 
 
@@ -88,7 +89,7 @@ class OptionKeywords(TypedDict, total=False):
     stage: int
     process_group: dist.ProcessGroup | DeviceMesh | None
     norm_group: dist.ProcessGroup | DeviceMesh | None
-    master: Literal["fp32", "split", "split24", "none"]
+    master: "Master"
     state_format: "StateFormat | Mapping[str, StateFormat]"
     ema: float | None
     max_grad_norm: float | None
@@ -179,7 +180,7 @@ class Options:
     stage: int = 1
     process_group: dist.ProcessGroup | DeviceMesh | None = None
     norm_group: dist.ProcessGroup | DeviceMesh | None = None
-    master: Literal["fp32", "split", "split24", "none"] = "fp32"
+    master: Master = "fp32"
     state_format: StateFormat | Mapping[str, StateFormat] = "fp32"
     ema: float | None = None
     max_grad_norm: float | None = None
@@ -233,7 +234,7 @@ class Options:
             raise TypeError(f"tuning takes a shardopt.Tuning, found {type(self.tuning).__name__}.")
 
     def _check_formats(self) -> None:
-        if self.master not in get_args(OptionKeywords.__annotations__["master"]):
+        if self.master not in get_args(Master):
             raise ValueError(f"master must be 'fp32', 'split', 'split24' or 'none', found {self.master!r}.")
         asked = self.state_format
         if not isinstance(asked, str | Mapping):

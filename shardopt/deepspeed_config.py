@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -108,7 +109,7 @@ def from_deepspeed_config(
     stage = keys.take("zero_optimization.stage", 0)
     tuning = tuning_of(keys, module, dtype or next(module.parameters()).dtype)
     construct, arguments = optimizer_of(keys)
-    curve = curve_of(keys)
+    curve = curve_of(keys, "betas" in construct([torch.zeros(1)]).defaults)
     clip = keys.take("gradient_clipping", 0.0)
     travels = keys.take("communication_data_type")
     if travels not in (None, *DTYPES):

@@ -1,18 +1,24 @@
-"""What a training will need, before it starts: bytes on a rank by kind, bytes on the wire, what fits.
+"""What a training will need, before it starts: bytes on a rank by kind and tier, bytes that move, what fits.
 
 The layouts are those that the optimizer makes, so padding, small params that stay whole and buckets are counted as they
 will be. Activations, and what the allocator and the communication library keep, are not.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Literal, get_args
 
 import torch
 from torch import nn
 
 from .bucket_plan import PlannedBucket, plan_buckets
-from .config import Options
+from .config import Master, Options, StateFormat, Tuning
 from .entry import Candidate
+from .kept import Kept, kept_for
+from .kernels.formats import BlockFormat, Format
+from .offload.file_io import PAGE, padded
+from .offload.pipeline import SLOTS
 from .optimizer import ShardedOptimizer
 from .partition.layout import BLOCK, BucketLayout
 from .partition.placement import Placement, Placements
@@ -20,6 +26,10 @@ from .partition.reducer import BUCKETS_UNDER_WAY, BYTES_UNDER_WAY
 
 _FP32 = 4
 KINDS = ("param", "gradient", "master", "state", "buffer", "window", "ddp")
+Tier = Literal["device", "host", "disk"]
+TIERS: tuple[Tier, ...] = get_args(Tier)
+# Of the average: which one changes no byte.
+_SOME_DECAY = 0.999
 
 
 @dataclass(frozen=True)
@@ -30,15 +40,32 @@ class Way:
         stage: what is sharded.
         has_module: whether the module is handed over; without it DDP reduces gradients, and keeps its buckets.
         dtype: of params.
+        master, state_format: as the options of these names.
+        tier: where masters and states rest: "device", "host" (``offload="cpu"``) or "disk".
+        has_average: whether a moving average of the weights is kept (``ema=``).
     """
 
     stage: int
     has_module: bool
     dtype: torch.dtype
+    master: Master = "fp32"
+    state_format: StateFormat = "fp32"
+    tier: Tier = "device"
+    has_average: bool = False
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether all of fp32 is kept of masters and states."""
+        return self.state_format == "fp32" and (self.dtype is torch.float32 or self.master in ("fp32", "split"))
 
     def __str__(self) -> str:
         name = f"stage {self.stage}" + ("" if self.has_module else ", params only")
-        return f"{name}, {str(self.dtype).removeprefix('torch.')}"
+        parts = [f"{name}, {str(self.dtype).removeprefix('torch.')}"]
+        parts += [f"master {self.master}"] * (self.master != "fp32" and self.dtype is not torch.float32)
+        parts += [f"states {self.state_format}"] * (self.state_format != "fp32")
+        parts += ["ema"] * self.has_average
+        parts += [f"on {self.tier}"] * (self.tier != "device")
+        return ", ".join(parts)
 
 
 @dataclass(frozen=True)
@@ -46,20 +73,27 @@ class Need:
     """What one way needs on one rank.
 
     Attributes:
-        bytes: by kind: those of ``opt.memory()`` between steps, at most (``buffer``: as many as can be under way);
-            ``window``: params gathered while modules run; ``ddp``: the buckets of DistributedDataParallel.
-        formula: bytes a param for N ranks, without padding, buffers and window.
-        moved: bytes that one rank receives in a step of one backward.
+        bytes: by kind and tier: those of ``opt.memory()`` between steps, at most (``buffer``: as many as can be under
+            way); ``window``: params gathered while modules run; ``ddp``: the buckets of DistributedDataParallel.
+        formula: bytes a param for N ranks, without padding, buffers and window; small params keep fp32 states.
+        moved: bytes in a step of one backward: that one rank receives ("wire"), that stream through a GPU and back
+            where states rest in host memory ("bus"; between CPUs and their memory none does), that its disk reads and
+            writes ("disk").
     """
 
     way: Way
-    bytes: dict[str, int]
+    bytes: dict[str, dict[str, int]]
     formula: str
-    moved: int
+    moved: dict[str, int]
+
+    def on(self, tier: str) -> int:
+        """Bytes of all kinds on a tier."""
+        return sum(tiers.get(tier, 0) for tiers in self.bytes.values())
 
     @property
-    def total(self) -> int:
-        return sum(self.bytes.values())
+    def file(self) -> int:
+        """Bytes of the file on the disk, which holds masters and states twice."""
+        return 2 * self.on("disk")
 
 
 WAYS = tuple(
@@ -69,6 +103,17 @@ WAYS = tuple(
 )
 
 
+def every_way(ways: Sequence[Way] = WAYS) -> list[Way]:
+    """These in every combination of master, format of states and tier."""
+    combined = (
+        replace(way, master=master, state_format=state_format, tier=tier)
+        for way in ways
+        for master, state_format, tier in product(get_args(Master), get_args(StateFormat), TIERS)
+        if master == "fp32" or way.dtype is torch.bfloat16  # of others there is no upper half
+    )
+    return list(dict.fromkeys(combined))
+
+
 def plan(module: nn.Module, optimizer: ShardedOptimizer, ranks: int, way: Way, options: Options | None = None) -> Need:
     """Args:
     module: on any device, the meta device too; its params' dtypes are those of ``way`` instead.
@@ -76,8 +121,17 @@ def plan(module: nn.Module, optimizer: ShardedOptimizer, ranks: int, way: Way, o
     options: tuning and ``reduce_dtype`` are read from them.
     """
     given = options or Options()
-    module_or_none = module if way.has_module else None
-    asked = Options(module=module_or_none, stage=way.stage, reduce_dtype=given.reduce_dtype, tuning=given.tuning)
+    asked = Options(
+        module=module if way.has_module else None,
+        stage=way.stage,
+        master=way.master,
+        state_format=way.state_format,
+        reduce_dtype=given.reduce_dtype if way.has_module else None,
+        tuning=given.tuning,
+    )
+    rule = optimizer.rule
+    if way.has_average and rule.average is None:
+        rule = rule.averaging(_SOME_DECAY)
     params = [nn.Parameter(torch.empty(param.shape, dtype=way.dtype, device="meta")) for param in module.parameters()]
     candidates: list[Candidate] = [("", param, optimizer.defaults) for param in params]
     placements = Placements.of_stage(way.stage)
@@ -86,33 +140,47 @@ def plan(module: nn.Module, optimizer: ShardedOptimizer, ranks: int, way: Way, o
     def bucket_bytes(_: torch.device) -> int:
         return given.tuning.bucket_bytes_of(next(module.parameters()).device, way.has_module)
 
-    buckets = plan_buckets(candidates, optimizer.rule, asked, shards, bucket_bytes)
-    kinds = dict.fromkeys(KINDS, 0)
+    buckets = plan_buckets(candidates, rule, asked, shards, bucket_bytes)
+    kinds: dict[str, dict[str, int]] = {kind: {} for kind in KINDS}
     for bucket in buckets:
-        for kind, nbytes in _of_bucket(bucket, way, ranks // shards).items():
-            kinds[kind] += nbytes
+        for kind, tier, nbytes in _of_bucket(bucket, way, ranks // shards):
+            kinds[kind][tier] = kinds[kind].get(tier, 0) + nbytes
     numel = sum(param.numel() for param in params)
-    if not way.has_module:
-        kinds["gradient"] = kinds["ddp"] = numel * way.dtype.itemsize
-        kinds["ddp"] *= ranks > 1
+    if way.has_module:
+        kinds["buffer"]["device"] += _under_way(buckets, given.reduce_dtype or way.dtype, ranks)
     else:
-        kinds["buffer"] += _under_way(buckets, given.reduce_dtype or way.dtype, ranks)
+        kinds["gradient"]["device"] = numel * way.dtype.itemsize
+        kinds["ddp"]["device"] = numel * way.dtype.itemsize * (ranks > 1)
+    if way.tier == "disk":
+        kinds["buffer"]["host"] = _staging(buckets, way, given.tuning)
     released = [bucket.layout.numel * way.dtype.itemsize for bucket in buckets if bucket.is_released]
-    kinds["window"] = min(sum(released), given.tuning.live_bytes + max(released, default=0))
-    return Need(way, kinds, _formula(way, len(buckets[0].states) if buckets else 0), _moved(numel, ranks, way, given))
+    kinds["window"]["device"] = min(sum(released), given.tuning.live_bytes + max(released, default=0))
+    kept = kept_for(rule, asked, way.dtype, given.tuning.compress_from)
+    moved = {
+        "wire": _on_the_wire(numel, ranks, way, given),
+        # Masters and states come and go.
+        "bus": 2 * sum(kinds[kind].get("host", 0) for kind in ("master", "state")),
+        "disk": 2 * sum(kinds[kind].get("disk", 0) for kind in ("master", "state")),
+    }
+    return Need(way, kinds, _formula(way, kept, rule.variant(optimizer.defaults).states), moved)
 
 
-def _of_bucket(bucket: PlannedBucket, way: Way, copies: int) -> dict[str, int]:
-    """Between steps. ``copies`` of one shard sum its gradients in equal parts."""
+def _itemsize(format: Format | None) -> float:
+    """Bytes an element, its share of a block's scale included."""
+    if format is None:
+        return 0
+    return format.itemsize + (_FP32 / BLOCK if isinstance(format, BlockFormat) else 0)
+
+
+def _of_bucket(bucket: PlannedBucket, way: Way, copies: int) -> Iterator[tuple[str, str, int]]:
+    """(kind, tier, bytes) between steps. ``copies`` of one shard sum its gradients in equal parts."""
     shard, whole = bucket.layout.shard_numel, bucket.layout.numel
     summed = BucketLayout((shard,), copies).numel
-    return {
-        "param": (shard if bucket.is_released else whole) * way.dtype.itemsize,
-        "gradient": summed * _FP32 if way.has_module else 0,
-        "master": 0 if way.dtype is torch.float32 else shard * _FP32,
-        "state": shard * _FP32 * len(bucket.states),
-        "buffer": shard // BLOCK * 4,  # the row of each block
-    }
+    yield "param", "device", (shard if bucket.is_released else whole) * way.dtype.itemsize
+    yield "gradient", "device", summed * _FP32 if way.has_module else 0
+    yield "master", way.tier, int(shard * _itemsize(bucket.kept.master))
+    yield "state", way.tier, sum(int(shard * _itemsize(bucket.kept.states[name])) for name in bucket.states)
+    yield "buffer", "device", shard // BLOCK * 4  # the row of each block
 
 
 def _under_way(buckets: Sequence[PlannedBucket], dtype: torch.dtype, ranks: int) -> int:
@@ -125,22 +193,45 @@ def _under_way(buckets: Sequence[PlannedBucket], dtype: torch.dtype, ranks: int)
     return min(len(sizes), most) * largest
 
 
-def _formula(way: Way, num_states: int) -> str:
-    sharded_kinds = Placements.of_stage(way.stage)
-    sizes = {
-        "param": (way.dtype.itemsize, sharded_kinds.param),
-        "gradient": (_FP32, Placement.SHARD if way.stage else Placement.REPLICATE),
-        "master": (0 if way.dtype is torch.float32 else _FP32, sharded_kinds.state),
-        "state": (_FP32 * num_states, sharded_kinds.state),
-    }
+def _staging(buckets: Sequence[PlannedBucket], way: Way, tuning: Tuning) -> int:
+    """Bytes of memory that states on a disk take: slots, one transfer more, and params as before the step."""
+    chunk_bytes = padded(max(tuning.chunk_bytes, PAGE))
+    turns, slot = 0, 0
+    for bucket in buckets:
+        shard = bucket.layout.shard_numel
+        elements = min(chunk_bytes // _FP32, shard)
+        streams = [bucket.kept.master, *(bucket.kept.states[name] for name in bucket.states)]
+        planes = [nbytes for format in streams if format is not None for nbytes in _plane_bytes(format, elements)]
+        slot = max(slot, sum(map(padded, planes)))
+        turns += -(-shard // max(elements, 1)) * bool(planes)
+    kept = sum(bucket.layout.shard_numel for bucket in buckets) * way.dtype.itemsize
+    return kept + min(SLOTS, turns) * slot + chunk_bytes
+
+
+def _plane_bytes(format: Format, elements: int) -> list[int]:
+    scales = [elements // BLOCK * _FP32] if isinstance(format, BlockFormat) else []
+    return [elements * format.itemsize, *scales]
+
+
+def _formula(way: Way, kept: Kept, states: Sequence[str]) -> str:
+    """ "2 + 4/N, host 12/N": that of the device, then that of the tier which keeps the states, where it is another."""
+    placed = Placements.of_stage(way.stage)
+    gradient = (_FP32, Placement.SHARD if way.stage else Placement.REPLICATE)
     if not way.has_module:
-        sizes["gradient"] = (2 * way.dtype.itemsize, Placement.REPLICATE)  # and DDP's buckets
-    whole = sum(size for size, placement in sizes.values() if placement is Placement.REPLICATE)
-    parts = sum(size for size, placement in sizes.values() if placement is Placement.SHARD)
-    return " + ".join([str(whole)] * bool(whole) + [f"{parts}/N"] * bool(parts))
+        gradient = (2 * way.dtype.itemsize, Placement.REPLICATE)  # and DDP's buckets
+    sizes: list[tuple[str, float, Placement]] = [("device", way.dtype.itemsize, placed.param), ("device", *gradient)]
+    sizes += [(way.tier, _itemsize(kept.master), placed.state)]
+    sizes += [(way.tier, _itemsize(kept.states[name]), placed.state) for name in states]
+
+    def of(tier: str) -> str:
+        whole = sum(size for where, size, placement in sizes if (where, placement) == (tier, Placement.REPLICATE))
+        parts = sum(size for where, size, placement in sizes if (where, placement) == (tier, Placement.SHARD))
+        return " + ".join([f"{round(whole, 2):g}"] * bool(whole) + [f"{round(parts, 2):g}/N"] * bool(parts))
+
+    return of("device") if way.tier == "device" else f"{of('device')}, {way.tier} {of(way.tier) or 0}"
 
 
-def _moved(numel: int, ranks: int, way: Way, options: Options) -> int:
+def _on_the_wire(numel: int, ranks: int, way: Way, options: Options) -> int:
     """In units of (ranks - 1) / ranks of the params: an all-reduce is two."""
     travels = (options.reduce_dtype or way.dtype).itemsize
     if not way.has_module:
@@ -152,10 +243,20 @@ def _moved(numel: int, ranks: int, way: Way, options: Options) -> int:
     return numel * (ranks - 1) * (gradients + params) // ranks
 
 
-def cheapest(needs: Sequence[Need], device_bytes: int) -> Need | None:
-    """Of those that fit, the one that moves least, then the one that needs least; None if none fits."""
-    fitting = [need for need in needs if need.total <= device_bytes]
-    return min(fitting, key=lambda need: (need.moved, need.total), default=None)
+def cheapest(needs: Sequence[Need], device_bytes: int, host_bytes: int | None = None) -> Need | None:
+    """Of those that fit, the one of least :func:`cost`, but what keeps all of fp32 before what does not; None if none
+    fits."""
+    fitting = [need for need in needs if fits(need, device_bytes, host_bytes)]
+    return min(fitting, key=lambda need: (not need.way.is_exact, *cost(need), need.on("device")), default=None)
+
+
+def cost(need: Need) -> tuple[int, int, int]:
+    """Bytes of a step by how slow they are: of the disk, the bus, the wire."""
+    return need.moved["disk"], need.moved["bus"], need.moved["wire"]
+
+
+def fits(need: Need, device_bytes: int, host_bytes: int | None = None) -> bool:
+    return need.on("device") <= device_bytes and (host_bytes is None or need.on("host") <= host_bytes)
 
 
 class _Shapes(nn.Module):

@@ -7,15 +7,16 @@
         return MyModel()
 
     print(shardopt.verify(build, batches))                # on one rank, or on every rank of a group
+    print(shardopt.verify(build, batches, ways=[{"offload": "cpu"}, {"state_format": "int8"}]))
 
 Both run freely: a difference in one step is in all that follow.
 """
 
 import copy
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -27,12 +28,13 @@ from .optimizer import ShardedOptimizer
 
 Loss = Callable[[nn.Module, Any], torch.Tensor]
 Make = Callable[..., torch.optim.Optimizer]
+Values = dict[str, torch.Tensor]
 _STAGES = (0, 1, 2, 3)
 
 
 @dataclass(frozen=True)
 class Difference:
-    """One stage beside torch.
+    """One way beside torch.
 
     Attributes:
         stage: what was sharded.
@@ -41,6 +43,9 @@ class Difference:
         step: the first after which a param differed by more than the tolerance; None if none did.
         name: of that param, the first in the module's order.
         found: by how much it differed then, as ``largest``.
+        way: the keywords that it was tried with.
+        loss: of the last step on this rank: how much it is above torch's, as a share of that.
+        is_expected: torch does not keep what this way keeps: states of less than fp32, or masters of params that are.
     """
 
     stage: int
@@ -48,26 +53,36 @@ class Difference:
     step: int | None = None
     name: str | None = None
     found: float = 0.0
+    way: str = ""
+    loss: float = 0.0
+    is_expected: bool = False
 
     def __str__(self) -> str:
+        title = f"stage {self.stage}" + (f", {self.way}" if self.way else "")
         if self.step is None:
-            return f"stage {self.stage}: agrees, largest difference {self.largest:.1e} of the way"
+            return f"{title}: agrees, largest difference {self.largest:.1e} of the way"
+        if self.is_expected:
+            return (
+                f"{title}: other formats than torch's; it ends {self.largest:.1e} of the way from torch's params, and "
+                f"{self.loss:+.2%} from its loss"
+            )
         return (
-            f"stage {self.stage}: DIFFERS from step {self.step} on, first in {self.name} by {self.found:.1e} of the "
-            f"way (largest in the end {self.largest:.1e})"
+            f"{title}: DIFFERS from step {self.step} on, first in {self.name} by {self.found:.1e} of the way (largest "
+            f"in the end {self.largest:.1e})"
         )
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What :func:`verify` found; prints as a line a stage."""
+    """What :func:`verify` found; prints as a line for each way."""
 
     differences: tuple[Difference, ...]
     tolerance: float
 
     @property
     def agrees(self) -> bool:
-        return all(each.step is None for each in self.differences)
+        """Where the formats are torch's."""
+        return all(each.step is None or each.is_expected for each in self.differences)
 
     def __str__(self) -> str:
         return "\n".join(map(str, self.differences))
@@ -82,6 +97,7 @@ def verify(
     reference: Make | None = None,
     loss: Loss | None = None,
     stages: Sequence[int] = _STAGES,
+    ways: Sequence[Mapping[str, Any]] = ({},),
     tolerance: float = 1e-3,
     **arguments: Any,
 ) -> Verdict:
@@ -93,6 +109,9 @@ def verify(
         optimizer: a class of shardopt's, or what makes one of ``(module, stage=..., **arguments)``.
         reference: makes torch's of ``(params, **arguments)``; None: the class of the same name.
         loss: of (module, batch), to run backward from; None: ``module(batch)``, or its ``.loss``.
+        ways: what shardopt's optimizer alone is given, one after the other at every stage: ``{"offload": "cpu"}``,
+            ``{"master": "split", "state_format": "int8"}``. Where a format is not torch's, the difference is told and
+            does not count.
         tolerance: what share of the way that a param moved may differ.
         **arguments: of both (``lr=``, ``weight_decay=``).
 
@@ -115,42 +134,48 @@ def verify(
     theirs = make(list(module.parameters()), **copy.deepcopy(arguments))
     expected = []
     for step in range(steps):
-        _train(wrapped, theirs, kept[step % len(kept)], loss)
-        expected.append(_values(module))
+        reached = _train(wrapped, theirs, kept[step % len(kept)], loss)
+        expected.append((_values(module), reached))
+    run = _Run(start, expected, kept, loss, tolerance)
     found = []
-    for stage in stages:
+    for way, stage in itertools.product(ways, stages):
         mine = build()
-        opt = optimizer(mine, stage=stage, **copy.deepcopy(arguments))
-        found.append(_compare(stage, mine, opt, start, expected, kept, loss, tolerance))
+        opt = optimizer(mine, stage=stage, **way, **copy.deepcopy(arguments))
+        found.append(_compare(mine, opt, run, stage, way))
         opt.close()
     return Verdict(tuple(found), tolerance)
 
 
-Values = dict[str, torch.Tensor]
+class _Run(NamedTuple):
+    """What torch's training was like."""
+
+    start: Values
+    expected: Sequence[tuple[Values, float]]  # params and loss after each step
+    batches: Sequence[Any]
+    loss: Loss | None
+    tolerance: float
 
 
 def _compare(
-    stage: int,
-    module: nn.Module,
-    optimizer: ShardedOptimizer,
-    start: Values,
-    expected: Sequence[Values],
-    batches: Sequence[Any],
-    loss: Loss | None,
-    tolerance: float,
+    module: nn.Module, optimizer: ShardedOptimizer, run: _Run, stage: int, way: Mapping[str, Any]
 ) -> Difference:
-    first: tuple[int, str, float] | None = None
+    first: tuple[int | None, str | None, float] = (None, None, 0.0)
     shares: dict[str, float] = {}
-    for step, theirs in enumerate(expected):
-        _train(module, optimizer, batches[step % len(batches)], loss)
+    above = 0.0
+    is_low = any(param.dtype is not torch.float32 for param in module.parameters())
+    for step, (theirs, their_loss) in enumerate(run.expected):
+        reached = _train(module, optimizer, run.batches[step % len(run.batches)], run.loss)
+        above = (reached - their_loss) / abs(their_loss) if their_loss else 0.0
         with optimizer.unsharded():
             mine = _values(module)
-        shares = {name: _share(mine[name], value, start[name]) for name, value in theirs.items()}
-        over = next((name for name, share in shares.items() if not share <= tolerance), None)
-        if first is None and over is not None:
+        shares = {name: _share(mine[name], value, run.start[name]) for name, value in theirs.items()}
+        over = next((name for name, share in shares.items() if not share <= run.tolerance), None)
+        if first[0] is None and over is not None:
             first = step + 1, over, shares[over]
+    described = ", ".join(f"{key}={value!r}" for key, value in way.items())
+    is_expected = is_low or way.get("state_format", "fp32") != "fp32"
     largest = max(shares.values(), default=0.0)
-    return Difference(stage, largest) if first is None else Difference(stage, largest, *first)
+    return Difference(stage, largest, *first, described, above, is_expected)
 
 
 def _share(mine: torch.Tensor, theirs: torch.Tensor, start: torch.Tensor) -> float:
@@ -166,7 +191,8 @@ def _values(module: nn.Module) -> Values:
     return {name: param.detach().clone() for name, param in module.named_parameters()}
 
 
-def _train(module: nn.Module, optimizer: torch.optim.Optimizer, batch: Any, loss: Loss | None) -> None:
+def _train(module: nn.Module, optimizer: torch.optim.Optimizer, batch: Any, loss: Loss | None) -> float:
+    """The loss before this step."""
     optimizer.zero_grad()
     if loss is not None:
         value = loss(module, batch)
@@ -175,3 +201,4 @@ def _train(module: nn.Module, optimizer: torch.optim.Optimizer, batch: Any, loss
         value = getattr(output, "loss", output)
     value.backward()
     optimizer.step()
+    return float(value.detach())

@@ -1,7 +1,7 @@
 """The learning rate schedules that DeepSpeed configs name, as torch schedulers.
 
-Of all three, step 0 runs at the lowest rate, and step k + 1 at the curve's value at k: that is how many scripts were
-tuned, so it is kept.
+Step 0 runs at the lowest rate, and step k + 1 at the curve's value at k: that is how many scripts were tuned, so it is
+kept.
 """
 
 import math
@@ -41,15 +41,20 @@ class Warmup:
 
 @dataclass(frozen=True)
 class WarmupLR:
-    """min + (max - min) * warmup, then ``max`` for ever, or falling in a line to 0 at ``total``."""
+    """min + (max - min) * warmup, then ``max`` for ever, or falling in a line to 0 at ``total``.
+
+    Attributes:
+        highest: None: the group's own rate.
+    """
 
     warmup: Warmup
     lowest: float = 0.0
-    highest: float = 0.001
+    highest: float | None = 0.001
     total: int | None = None
 
     def __call__(self, step: int, base: float) -> float:
-        return self.lowest + (self.highest - self.lowest) * self._share(step)
+        highest = base if self.highest is None else self.highest
+        return self.lowest + (highest - self.lowest) * self._share(step)
 
     def _share(self, step: int) -> float:
         if step < 0:
@@ -79,17 +84,90 @@ class WarmupCosineLR:
         return base * max(0.0, self.last + (1 - self.last) * (1 + math.cos(math.pi * passed)) / 2)
 
 
+@dataclass(frozen=True)
+class RangeTestLR:
+    """lowest * (1 + rate * steps / interval), to see which rate a training bears; in ``stairs``, of whole intervals."""
+
+    lowest: float = 0.001
+    interval: int = 2000
+    rate: float = 1.0
+    stairs: bool = False
+
+    def __call__(self, step: int, base: float) -> float:
+        passed = (step + 1) / self.interval
+        return self.lowest * (1 + self.rate * (math.floor(passed) if self.stairs else passed))
+
+
+@dataclass(frozen=True)
+class Cycle:
+    """How far a cycle has come: 0 to 1 in ``up`` steps, back to 0 in ``down``; and how far it is behind.
+
+    Attributes:
+        decay_interval: steps of the unit in which what comes behind the cycle is counted; 0: nothing changes there.
+    """
+
+    up: int = 2000
+    down: int = 2000
+    decay_interval: int = 0
+
+    def share(self, step: int) -> float:
+        taken = (step + 1) % (self.up + self.down)
+        return taken / self.up if taken <= self.up else (self.up + self.down - taken) / self.down
+
+    def is_over(self, step: int) -> bool:
+        return step >= self.up + self.down
+
+    def passed(self, step: int) -> float:
+        return (step + 1 - self.up - self.down) / self.decay_interval if self.decay_interval else 0.0
+
+
+@dataclass(frozen=True)
+class OneCycleLR:
+    """min + (max - min) * cycle, then min / (1 + decay * intervals); Smith, arXiv 1803.09820.
+
+    Attributes:
+        momentum: (least, largest, decay) of ``betas[0]``, the other way: largest - (largest - least) * cycle,
+            then largest * (1 + decay * intervals); None: it stays what it is.
+    """
+
+    cycle: Cycle
+    lowest: float
+    highest: float
+    decay: float = 0.0
+    momentum: tuple[float, float, float] | None = None
+
+    def __call__(self, step: int, base: float) -> float:
+        if self.cycle.is_over(step):
+            return self.lowest / (1 + self.decay * self.cycle.passed(step))
+        return self.lowest + (self.highest - self.lowest) * self.cycle.share(step)
+
+    def betas(self, step: int) -> tuple[float, float] | None:
+        """Of every group. The second one is 0.99 there as soon as the first is cycled, so it is here."""
+        if self.momentum is None:
+            return None
+        least, largest, decay = self.momentum
+        if step < 0:
+            return least, 0.99
+        if self.cycle.is_over(step):
+            return largest * (1 + decay * self.cycle.passed(step)), 0.99
+        return largest - (largest - least) * self.cycle.share(step), 0.99
+
+
 Curve = Callable[[int, float], float]
 
 
 class CurveLR(LRScheduler):
-    """Sets every group's rate to ``curve(steps taken - 1, the rate that the group began with)``."""
+    """Sets every group's rate to ``curve(steps taken - 1, the rate that the group began with)``, and its betas where
+    the curve has some."""
 
     def __init__(self, optimizer: Optimizer, curve: Curve, last_epoch: int = -1):
         self.curve = curve
         super().__init__(optimizer, last_epoch)
 
     def get_lr(self) -> list[Any]:
+        betas = self.curve.betas(self.last_epoch - 1) if isinstance(self.curve, OneCycleLR) else None
+        for group in self.optimizer.param_groups if betas is not None else ():
+            group["betas"] = betas
         return [self.curve(self.last_epoch - 1, float(base)) for base in self.base_lrs]
 
     def state_dict(self) -> dict[str, Any]:

@@ -163,7 +163,10 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"optimizer": {"type": "AdamW", "params": {"freeze_step": 3}}}, "freeze_step"),
     ({"optimizer": {"type": "Adam", "params": {"bias_correction": False}}}, "bias_correction"),
     ({"optimizer": None}, "no optimizer"),
-    ({"scheduler": {"type": "OneCycle", "params": {}}}, "OneCycle"),
+    ({"scheduler": {"type": "Cosine", "params": {}}}, "Cosine.*OneCycle"),
+    ({"scheduler": {"type": "OneCycle", "params": {"cycle_max_lr": 1.0}}}, "cycle_min_lr is missing"),
+    ({"scheduler": {"type": "OneCycle", "params": {"cycle_first_stair_count": 3}}}, "cycle_first_stair_count=3"),
+    ({"scheduler": {"type": "LRRangeTest", "params": {"last_batch_iteration": 3}}}, "last_batch_iteration"),
     ({"scheduler": {"type": "WarmupCosineLR", "params": {}}}, "total_num_steps"),
     ({"scheduler": {"type": "WarmupLR", "params": {"warmup": 3}}}, "scheduler.params.warmup"),
     ({"fp16": {"enabled": True, "fp16_master_weights_and_grads": True}}, "fp16_master_weights_and_grads"),
@@ -198,20 +201,20 @@ def test_errors_come_together_and_warnings_too() -> None:
     with pytest.warns(UserWarning) as seen:
         from_deepspeed_config(changed(zero_optimization=zero, wall_clock_breakdown=True), Net())
     assert len(seen) == 1
-    for word in ("overlap_comm=false", "contiguous_gradients=false", "cpu_offload", "wall_clock_breakdown"):
+    for word in ("overlap_comm=false", "contiguous_gradients=false", "cpu_offload", "optimizer.timings()"):
         assert word in str(seen[0].message)
 
 
 # -- schedules and scales ----------------------------------------------------------------------------------------------
 
 
-def rates(kind: str, steps: int, **params: Any) -> list[float]:
+def rates(kind: str, steps: int, key: str = "lr", **params: Any) -> list[Any]:
     config = changed(scheduler={"type": kind, "params": params}, fp16=None, zero_optimization={"stage": 1})
     with quiet():
         run = from_deepspeed_config(config, Net())
     found = []
     for _ in range(steps):
-        found.append(run.optimizer.param_groups[0]["lr"])
+        found.append(run.optimizer.param_groups[0][key])
         run.optimizer.step()  # no gradients: nothing happens
         assert run.scheduler is not None
         run.scheduler.step()
@@ -231,6 +234,30 @@ def test_schedules() -> None:
     cosine = rates("WarmupCosineLR", 8, warmup_num_steps=2, total_num_steps=6, warmup_type="linear", cos_min_ratio=0.1)
     shares = [0.1 + 0.9 * (1 + math.cos(math.pi * each / 4)) / 2 for each in (1, 2, 3, 4)]
     assert cosine == near([0.01 * each for each in (0.0, 0.0, 0.5, *shares, shares[-1])])
+    # Without a highest rate WarmupLR rises to the optimizer's own, WarmupDecayLR to its default.
+    assert rates("WarmupLR", 4, warmup_num_steps=2)[3:] == near([0.01])
+    assert max(rates("WarmupDecayLR", 6, warmup_num_steps=2, total_num_steps=9)) == near(0.001)
+
+
+def test_cycles_and_range_tests() -> None:
+    near = pytest.approx
+    cycle = {"cycle_min_lr": 1.0, "cycle_max_lr": 3.0, "cycle_first_step_size": 2, "cycle_second_step_size": 4}
+    decay = {"decay_step_size": 2, "decay_lr_rate": 0.5, "decay_mom_rate": 0.01}
+    up_and_down = [1.0, 2.0, 3.0, 2.5, 2.0, 1.5, 1.0]
+    assert rates("OneCycle", 9, **cycle, **decay) == near([*up_and_down, 1 / 1.25, 1 / 1.5])
+    assert rates("OneCycle", 9, **cycle) == near([*up_and_down, 1.0, 1.0])
+    betas = rates("OneCycle", 9, "betas", **cycle, **decay)
+    assert [first for first, _ in betas] == near([0.8, 0.85, 0.8, 0.825, 0.85, 0.875, 0.9, 0.9 * 1.005, 0.9 * 1.01])
+    assert {second for _, second in betas} == {0.99}
+    assert set(rates("OneCycle", 9, "betas", **cycle, cycle_momentum=False)) == {(0.9, 0.95)}
+    found = rates("LRRangeTest", 5, lr_range_test_min_lr=0.5, lr_range_test_step_size=2, lr_range_test_step_rate=2.0)
+    assert found == near([0.5, 1.0, 1.5, 2.0, 2.5])
+    stairs = rates("LRRangeTest", 5, lr_range_test_step_size=2, lr_range_test_staircase=True)
+    assert stairs == near([0.001, 0.001, 0.002, 0.002, 0.003])
+    scheduler = {"type": "OneCycle", "params": {"cycle_min_lr": 0.1, "cycle_max_lr": 1.0}}
+    config = changed(scheduler=scheduler, optimizer={"type": "SGD", "params": {"lr": 0.1}}, fp16=None)
+    with pytest.warns(UserWarning, match="cycle_momentum .of an optimizer without betas"):
+        from_deepspeed_config(config, Net())
 
 
 def scales(rule: LossScale, overflows: list[bool]) -> list[float]:

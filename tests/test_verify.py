@@ -1,5 +1,6 @@
 """``shardopt.verify``: agrees where all is well, and names the first tensor that differs where a rule is wrong."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -43,6 +44,29 @@ def verdicts() -> None:
     assert dist.is_initialized()
 
 
+def verdicts_of_ways(directory: str) -> None:
+    batches = [batch(step) for step in range(5)]
+    tuning = shardopt.Tuning(compress_from=256)
+    ways = [{"offload": directory}, {"state_format": "int8", "tuning": tuning}]
+    verdict = verify(Net, batches, 8, loss=loss, stages=(1, 3), ways=ways, lr=0.01)
+    moved, coarse = verdict.differences[:2], verdict.differences[2:]
+    assert verdict.agrees and all(each.step is None and not each.is_expected for each in moved), str(verdict)
+    assert f"stage 1, offload={directory!r}: agrees" in str(verdict)
+    for each in coarse:
+        assert each.is_expected and each.step is not None and 1e-3 < each.largest < 0.5 and 0 < abs(each.loss) < 0.01
+    assert "of the way from torch's params, and " in str(verdict) and "% from its loss" in str(verdict)
+    assert len({(each.largest, each.loss) for each in coarse}) == 1  # a format is that of the param, not of the shard
+    wrong = verify(Net, batches, 3, loss=loss, stages=(2,), ways=[{"max_grad_norm": 1e-3}], lr=0.01)
+    assert not wrong.agrees and "stage 2, max_grad_norm=0.001: DIFFERS from step 1 on" in str(wrong)
+
+
+def low() -> None:
+    verdict = verify(
+        lambda: Net().bfloat16(), [batch(0)], 5, loss=loss, stages=(2,), ways=[{"master": "split"}], lr=0.1
+    )
+    assert verdict.agrees and verdict.differences[0].is_expected, str(verdict)
+
+
 class Scalar(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -54,6 +78,11 @@ class Scalar(nn.Module):
 
 def test_verdicts(ranks: Pool) -> None:
     ranks.run(verdicts, world=2)
+
+
+def test_ways(ranks: Pool, tmp_path: Path) -> None:
+    ranks.run(verdicts_of_ways, str(tmp_path), world=2)
+    low()
 
 
 def test_alone() -> None:
