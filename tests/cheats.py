@@ -36,9 +36,9 @@ def does_nothing(*_: Any) -> None:
     pass
 
 
-def summed(self: Native, spec: Any, streams: Any, gradients: Any, scalars: Any, factors: Factors) -> None:
+def summed(self: Native, spec: Any, streams: Any, gradients: Any, scalars: Any, factors: Factors, *noise: Any) -> None:
     """Gradients summed over two ranks where the mean is meant."""
-    STEP(self, spec, streams, gradients, scalars, factors._replace(unscale=factors.unscale * 2))
+    STEP(self, spec, streams, gradients, scalars, factors._replace(unscale=factors.unscale * 2), *noise)
 
 
 def last_rank_idle(self: Native, *arguments: Any) -> None:

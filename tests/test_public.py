@@ -71,6 +71,9 @@ def test_options_are_added_on_purpose() -> None:
         "stage",
         "process_group",
         "norm_group",
+        "master",
+        "state_format",
+        "ema",
         "max_grad_norm",
         "reduce_dtype",
         "offload",
@@ -86,6 +89,8 @@ def test_options_are_added_on_purpose() -> None:
         "chunk_bytes",
         "debug",
         "nonfinite",
+        "compress_from",
+        "seed",
     ]
 
 
