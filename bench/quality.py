@@ -1,6 +1,6 @@
 """What the formats of masters and states cost in held-out loss: the example's GPT, in bf16, trained in each of them.
 
-    python bench/quality.py                   half an hour on 2 cores
+    python bench/quality.py                   an hour on 2 cores
     python bench/quality.py --seeds 1 --steps 300
     python bench/quality.py --quick           does it run?
 
@@ -32,14 +32,15 @@ def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--steps", type=int, default=1000, help="of each training")
     parser.add_argument("--seeds", type=int, default=3, help="trainings in each format")
+    parser.add_argument("--batch", type=int, default=16, help="sequences a step")
     parser.add_argument("--at-once", type=int, default=2, help="trainings that run at a time, on one thread each")
     args = parser.parse_args()
     if args.quick:
         args.steps, args.seeds = 10, 1
-    runs = [(*formats, seed, args.steps) for seed in range(args.seeds) for formats in (BASE, *FORMATS)]
+    runs = [(*formats, seed, args.steps, args.batch) for seed in range(args.seeds) for formats in (BASE, *FORMATS)]
     losses: dict[tuple[str, str], dict[int, float]] = {formats: {} for formats in (BASE, *FORMATS)}
     with multiprocessing.get_context("spawn").Pool(args.at_once) as pool:
-        for (master, states, seed, _), loss in tqdm(pool.imap_unordered(held_out, runs), total=len(runs)):
+        for (master, states, seed, *_), loss in tqdm(pool.imap_unordered(held_out, runs), total=len(runs)):
             losses[master, states][seed] = loss
     rows = [row(formats, losses) for formats in (BASE, *FORMATS)]
     titles = ("master", "states", "held-out loss", "over fp32", "seed by seed")
@@ -47,15 +48,15 @@ def main() -> None:
     write_result("quality", args, pick_device("cpu"), {"rows": rows})
 
 
-def held_out(run: tuple[str, str, int, int]) -> tuple[tuple[str, str, int, int], float]:
+def held_out(run: tuple[str, str, int, int, int]) -> tuple[tuple[str, str, int, int, int], float]:
     """Nats a byte at the end of one training."""
     sys.path.insert(0, str(ROOT / "examples"))
     import train_gpt
 
     torch.set_num_threads(1)
-    master, states, seed, steps = run
+    master, states, seed, steps, batch = run
     sys.argv = ["train_gpt.py", "--dtype", "bf16", "--stage", "1", "--master", master, "--state-format", states]
-    sys.argv += ["--seed", str(seed), "--steps", str(steps), "--seconds", "1e9"]
+    sys.argv += ["--seed", str(seed), "--steps", str(steps), "--batch", str(batch), "--seconds", "1e9"]
     args = train_gpt.parse_args()
     train_gpt.tqdm = _silent
     train_gpt.print = lambda *_, **__: None
