@@ -106,7 +106,8 @@ def numbers() -> str:
     first, second = cold["first step"]["median"], cold["second step"]["median"]
     return "\n".join(
         [
-            f"On {machine['device']} ({kernels['settings']['threads']} threads), torch {machine['torch']}: {MEDIANS} yet.",
+            f"On {machine['device']} ({kernels['settings']['threads']} threads), torch {machine['torch']}: "
+            f"{MEDIANS} yet.",
             "",
             f"**The update** of {kernels['settings']['elements'] / 2**20:.0f}M elements, as bytes read and written "
             "over time, beside `dst.copy_(src)` with the same threads (a copy reads the lines that it overwrites, so "
