@@ -90,7 +90,9 @@ def offload_table(results: dict[str, Any]) -> list[str]:
     return lines
 
 
-MEDIANS = "medians of interleaved pairs, ratios within one run; in parentheses the 95 % interval. No GPU has been measured yet"
+MEDIANS = (
+    "medians of interleaved pairs, ratios within one run; in parentheses the 95 % interval. No GPU has been measured"
+)
 
 
 def numbers() -> str:
@@ -104,7 +106,8 @@ def numbers() -> str:
     first, second = cold["first step"]["median"], cold["second step"]["median"]
     return "\n".join(
         [
-            f"On {machine['device']} ({kernels['settings']['threads']} threads), torch {machine['torch']}: {MEDIANS}.",
+            f"On {machine['device']} ({kernels['settings']['threads']} threads), torch {machine['torch']}: "
+            f"{MEDIANS} yet.",
             "",
             f"**The update** of {kernels['settings']['elements'] / 2**20:.0f}M elements, as bytes read and written "
             "over time, beside `dst.copy_(src)` with the same threads (a copy reads the lines that it overwrites, so "
@@ -147,7 +150,7 @@ def stages() -> str:
     return "\n".join(
         [
             f"A training step of a GPT of {fp32['results']['params'] / 1e6:.1f}M params on {machine['device']}, "
-            f"torch {machine['torch']}, gloo: {MEDIANS}. Peaks are resident bytes above the process before the "
+            f"torch {machine['torch']}, gloo: {MEDIANS} yet. Peaks are resident bytes above the process before the "
             "model was built: params, activations and gloo's buffers are in them.",
             "",
             "2 ranks, fp32:",

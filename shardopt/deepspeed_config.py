@@ -24,12 +24,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LRScheduler
 
 from .deepspeed_keys import Keys
+from .deepspeed_scheduler import curve_of
 from .deepspeed_sections import (
     DERIVED,
     DTYPES,
     batch_of,
     check_rest,
-    curve_of,
     offload_of,
     optimizer_of,
     precision_of,
@@ -114,7 +114,7 @@ def from_deepspeed_config(
     travels = keys.take("communication_data_type")
     if travels not in (None, *DTYPES):
         keys.errors.append(f"communication_data_type={travels!r}: one of {', '.join(DTYPES)} is")
-    offload = offload_of(keys)
+    offload = offload_of(keys, stage, next(module.parameters()).device)
     check_rest(keys)
     keys.finish()
     if keys.warnings:

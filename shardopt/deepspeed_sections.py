@@ -8,17 +8,17 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from .config import Tuning
+from .config import Offload, Tuning
 from .deepspeed_keys import Keys
 from .loss_scaler import LossScale
 from .optim import ShardedAdagrad, ShardedAdam, ShardedAdamW, ShardedLion, ShardedSGD
 from .optimizer import ShardedOptimizer
-from .warmup import Curve, Cycle, OneCycleLR, RangeTestLR, Warmup, WarmupCosineLR, WarmupLR
 
+_ZERO = "zero_optimization"
 BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 _SIZES = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
 # Their "auto" follows from each other, and from the width of the model.
-DERIVED = (*BATCH, *(f"zero_optimization.{name}" for name in _SIZES))
+DERIVED = (*BATCH, *(f"{_ZERO}.{name}" for name in _SIZES))
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bfp16": torch.bfloat16, "bf16": torch.bfloat16}
 
@@ -110,93 +110,12 @@ def optimizer_of(keys: Keys) -> tuple[Construct, dict[str, Any]]:
     return construct, {**({} if is_torchs else defaults), **{k: v for k, v in arguments.items() if k in known}}
 
 
-def curve_of(keys: Keys, has_betas: bool) -> Curve | None:
-    if not keys.has("scheduler"):
-        return None
-    kind = str(keys.take("scheduler.type"))
-    found = keys.take_all("scheduler.params")
-    make = _CURVES.get(kind)
-    if make is None:
-        keys.errors.append(
-            f"scheduler.type={kind!r}: there are {', '.join(_CURVES)}; leave it out and use one of torch's on the "
-            "optimizer"
-        )
-        return None
-    if found.pop("last_batch_iteration", -1) != -1:
-        keys.errors.append("scheduler.params.last_batch_iteration: load the state dict of the run that is resumed")
-    for name in _CURVE_NEEDS.get(kind, ()):
-        if name not in found:
-            keys.errors.append(f"scheduler.params.{name} is missing, which {kind} needs")
-            found[name] = 1
-    curve = make(found)
-    if isinstance(curve, OneCycleLR) and curve.momentum is not None and not has_betas:
-        curve = replace(curve, momentum=None)
-        keys.warnings.append("scheduler.params.cycle_momentum (of an optimizer without betas nothing is cycled)")
-    keys.errors += [f"scheduler.params.{name}={value!r}: not known here" for name, value in found.items()]
-    return curve
-
-
-# Each takes what it knows out of the section's params.
-Found = dict[str, Any]
-
-
-def _warmup(found: Found) -> Warmup:
-    return Warmup(found.pop("warmup_num_steps", 1000), found.pop("warmup_type", "log"))
-
-
-def _warmup_lr(found: Found) -> Curve:
-    return WarmupLR(_warmup(found), found.pop("warmup_min_lr", 0.0), found.pop("warmup_max_lr", None))
-
-
-def _warmup_decay(found: Found) -> Curve:
-    rates = found.pop("warmup_min_lr", 0.0), found.pop("warmup_max_lr", 1e-3)
-    return WarmupLR(_warmup(found), *rates, found.pop("total_num_steps"))
-
-
-def _cosine(found: Found) -> Curve:
-    shares = found.pop("warmup_min_ratio", 0.0), found.pop("cos_min_ratio", 1e-4)
-    return WarmupCosineLR(_warmup(found), found.pop("total_num_steps"), *shares)
-
-
-def _one_cycle(found: Found) -> Curve:
-    up = found.pop("cycle_first_step_size", 2000)
-    down = found.pop("cycle_second_step_size", None)
-    for stairs in ("cycle_first_stair_count", "cycle_second_stair_count"):
-        if not found.get(stairs, 0):
-            found.pop(stairs, None)
-    rates = found.pop("cycle_min_lr"), found.pop("cycle_max_lr"), found.pop("decay_lr_rate", 0.0)
-    momentum = found.pop("cycle_min_mom", 0.8), found.pop("cycle_max_mom", 0.9), found.pop("decay_mom_rate", 0.0)
-    cycle = Cycle(up, up if down is None else down, found.pop("decay_step_size", 0))
-    return OneCycleLR(cycle, *rates, momentum if found.pop("cycle_momentum", True) else None)
-
-
-def _range_test(found: Found) -> Curve:
-    start, steps = found.pop("lr_range_test_min_lr", 1e-3), found.pop("lr_range_test_step_size", 2000)
-    rate, stairs = found.pop("lr_range_test_step_rate", 1.0), found.pop("lr_range_test_staircase", False)
-    return RangeTestLR(start, steps, rate, stairs)
-
-
-_CURVES: dict[str, Callable[[Found], Curve]] = {
-    "WarmupLR": _warmup_lr,
-    "WarmupDecayLR": _warmup_decay,
-    "WarmupCosineLR": _cosine,
-    "OneCycle": _one_cycle,
-    "LRRangeTest": _range_test,
-}
-_CURVE_NEEDS = {
-    "WarmupDecayLR": ("total_num_steps",),
-    "WarmupCosineLR": ("total_num_steps",),
-    "OneCycle": ("cycle_min_lr", "cycle_max_lr"),
-}
-
-
 def tuning_of(keys: Keys, module: nn.Module, dtype: torch.dtype) -> Tuning:
     """Sizes are elements there and bytes here."""
-    zero = "zero_optimization"
     hidden = _hidden_size(module)
 
     def elements(name: str, of_hidden: float | None) -> int | None:
-        path = f"{zero}.{name}"
+        path = f"{_ZERO}.{name}"
         is_auto, found = keys.is_auto(path), keys.take(path)
         if is_auto and of_hidden is None:
             keys.errors.append(f"{path} is 'auto', and module.config has no hidden_size: give it in auto=")
@@ -220,7 +139,7 @@ def tuning_of(keys: Keys, module: nn.Module, dtype: torch.dtype) -> Tuning:
         "stage3_max_reuse_distance": "what was used longest ago goes first, once stage3_max_live_parameters are there",
         "sub_group_size": "a shard is updated in one launch, which needs no buffers",
     }.items():
-        keys.note(f"{zero}.{name}", why)
+        keys.note(f"{_ZERO}.{name}", why)
     return tuning
 
 
@@ -236,40 +155,68 @@ def _hidden_size(module: nn.Module) -> int | None:
     return None
 
 
-def offload_of(keys: Keys) -> dict[str, Any]:
-    """The ``offload=`` of the config, as a keyword for the optimizer.
+def offload_of(keys: Keys, stage: int, device: torch.device) -> dict[str, Any]:
+    """The ``offload=`` of the config, as a keyword for the optimizer. Nothing of it changes a result.
 
-    Not mapped yet: GPUs' states cannot rest elsewhere so far, so everything stays on the device, which changes memory
-    and time, no result. When they can, this function alone changes.
+    Args:
+        device: of the params.
     """
-    for section in ("offload_optimizer", "offload_param"):
-        path = f"zero_optimization.{section}"
-        device = keys.take(f"{path}.device", "none")
-        keys.ignore(path)
-        if device in ("cpu", "nvme"):
-            keys.warnings.append(f"{path} (not mapped yet: it stays on the device, which takes that memory)")
-        elif device not in (None, "none"):
-            keys.errors.append(f"{path}.device={device!r}: none, cpu or nvme is")
-    for old in ("cpu_offload", "cpu_offload_params"):
-        if keys.take(f"zero_optimization.{old}", False):
-            keys.warnings.append(f"zero_optimization.{old} (not mapped yet)")
-    return {}
+    pinned = keys.take(f"{_ZERO}.offload_param.pin_memory", keys.take(f"{_ZERO}.cpu_offload_use_pin_memory"))
+    pinned = keys.take(f"{_ZERO}.offload_optimizer.pin_memory", pinned)
+    ratio = keys.take(f"{_ZERO}.offload_optimizer.ratio", 1.0)
+    states = _place_of(keys, "offload_optimizer", "cpu_offload") if ratio else None
+    params = _place_of(keys, "offload_param", "cpu_offload_params")
+    keys.ignore(f"{_ZERO}.offload_optimizer", f"{_ZERO}.offload_param")
+    if params is not None and stage < 3:
+        keys.warnings.append(f"{_ZERO}.offload_param (below stage 3 params are whole on every rank)")
+        params = None
+    if device.type != "cpu" and params is not None:
+        keys.warnings.append(f"{_ZERO}.offload_param (params of a GPU stay there so far, which takes that memory)")
+        params = None
+    if device.type != "cpu" and states not in (None, "cpu"):
+        keys.warnings.append(f"{_ZERO}.offload_optimizer (files serve CPUs so far: host memory takes the states)")
+        states = "cpu"
+    if states is None and params is None:
+        return {}
+    if states is None:
+        keys.warnings.append(f"{_ZERO}.offload_param without offload_optimizer (masters and states go with the params)")
+    try:
+        found = Offload(states=states or params or "cpu", params=params, fraction=ratio or 1.0)
+    except (ValueError, NotImplementedError) as error:
+        keys.errors.append(str(error).removesuffix("."))
+        return {}
+    return {"offload": found if pinned is None else replace(found, pin_memory=bool(pinned))}
+
+
+def _place_of(keys: Keys, section: str, old: str) -> str | None:
+    """ "cpu", a directory, or None: where the section leaves it."""
+    path = f"{_ZERO}.{section}"
+    device = keys.take(f"{path}.device", "none")
+    directory: str | None = keys.take(f"{path}.nvme_path")
+    if keys.take(f"{_ZERO}.{old}", False):
+        return "cpu"
+    if device == "nvme":
+        if directory is None:
+            keys.errors.append(f"{path}.device='nvme' without nvme_path: there is no directory for its files")
+        return directory
+    if device not in (None, "none", "cpu"):
+        keys.errors.append(f"{path}.device={device!r}: none, cpu or nvme is")
+    return "cpu" if device == "cpu" else None
 
 
 def check_rest(keys: Keys) -> None:
-    zero = "zero_optimization"
     for name in ("overlap_comm", "contiguous_gradients"):
-        if keys.take(f"{zero}.{name}", True) is False:
-            keys.warnings.append(f"{zero}.{name}=false (it is always on)")
+        if keys.take(f"{_ZERO}.{name}", True) is False:
+            keys.warnings.append(f"{_ZERO}.{name}=false (it is always on)")
     for name in ("stage3_gather_16bit_weights_on_model_save", "stage3_gather_fp16_weights_on_model_save"):
-        if keys.take(f"{zero}.{name}", True) is False:
-            keys.warnings.append(f"{zero}.{name}=false (a saved state_dict() is whole all the same)")
+        if keys.take(f"{_ZERO}.{name}", True) is False:
+            keys.warnings.append(f"{_ZERO}.{name}=false (a saved state_dict() is whole all the same)")
     if keys.take("wall_clock_breakdown", False):
         keys.warnings.append("wall_clock_breakdown (print(optimizer.timings()) tells it, at any time)")
     keys.ignore(
         *("steps_per_print", "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "dump_state"),
         *("comms_logger", "flops_profiler", "memory_breakdown", "tensorboard", "wandb", "csv_monitor", "checkpoint"),
-        *(f"{zero}.{name}" for name in _MEANINGLESS),
+        *(f"{_ZERO}.{name}" for name in _MEANINGLESS),
     )
     keys.expect("prescale_gradients", False, "gradients are summed in fp32 and divided once")
     keys.expect("gradient_predivide_factor", 1.0, "gradients are summed in fp32 and divided once")
@@ -277,10 +224,10 @@ def check_rest(keys: Keys) -> None:
     keys.expect("data_types.grad_accum_dtype", "fp32", "gradients accumulate in fp32")
     keys.expect("amp.enabled", False, "use torch.autocast")
     for name in ("zero_quantized_weights", "zero_quantized_gradients"):
-        keys.expect(f"{zero}.{name}", False, "nothing is quantised on the way")
+        keys.expect(f"{_ZERO}.{name}", False, "nothing is quantised on the way")
     for name in ("zero_hpz_partition_size", "mics_shard_size"):
-        if keys.take(f"{zero}.{name}", 1) > 1:
-            keys.errors.append(f"{zero}.{name}: pass a 2D DeviceMesh (replicate, shard) as process_group instead")
+        if keys.take(f"{_ZERO}.{name}", 1) > 1:
+            keys.errors.append(f"{_ZERO}.{name}: pass a 2D DeviceMesh (replicate, shard) as process_group instead")
 
 
 _MEANINGLESS = (

@@ -17,7 +17,7 @@ from torch import nn
 from training import Net, loss_of, raises
 
 import shardopt
-from shardopt import ShardoptError, from_deepspeed_config
+from shardopt import Offload, ShardoptError, from_deepspeed_config
 from shardopt.loss_scaler import LossScale, LossScaler
 
 # As in DeepSpeed's documentation of ZeRO-3 with offload.
@@ -63,6 +63,9 @@ DOCUMENTED: dict[str, Any] = {
 }
 
 
+NVME = {"device": "nvme", "nvme_path": "/a"}
+
+
 def changed(**sections: Any) -> dict[str, Any]:
     """The documented config at one rank, with sections replaced (None: left out)."""
     config = {**DOCUMENTED, "train_batch_size": 8, **sections}
@@ -86,18 +89,50 @@ def test_what_the_keys_become(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="change no result") as seen:
         run = from_deepspeed_config(path, module)
     assert len(seen) == 1
-    for name in ("offload_optimizer", "offload_param", "sub_group_size", "allgather_bucket_size", "prefetch", "reuse"):
+    for name in ("sub_group_size", "allgather_bucket_size", "prefetch", "reuse"):
         assert name in str(seen[0].message)
-    assert "overlap_comm" not in str(seen[0].message) and "steps_per_print" not in str(seen[0].message)
+    assert (
+        "offload" not in str(seen[0].message)
+        and "overlap_comm" not in str(seen[0].message)
+        and "steps_per_print" not in str(seen[0].message)
+    )
     opt = run.optimizer
     assert type(opt) is shardopt.ShardedAdamW and opt.options.module is module
     assert (opt.options.stage, opt.options.max_grad_norm) == (3, 0.5)
     assert opt.defaults["betas"] == (0.9, 0.95) and opt.defaults["weight_decay"] == 0.1
     tuning = opt.options.tuning
     assert (tuning.bucket_bytes, tuning.keep_below, tuning.live_bytes) == (1000, 100, 4000)
+    assert opt.options.offload == Offload("/local_nvme", params="cpu", fraction=0.5, pin_memory=True)
     assert (run.accumulation_steps, run.micro_batch_size) == (2, 4)
     assert run.scaler.is_enabled() and run.scaler.get_scale() == 65536
     assert all(param.dtype is torch.float16 for param in module.parameters())
+
+
+@pytest.mark.parametrize(
+    ("section", "expected", "warned"),
+    [
+        ({"stage": 2, "offload_optimizer": {"device": "cpu"}}, Offload("cpu"), ""),
+        ({"stage": 2, "offload_optimizer": {"device": "cpu", "pin_memory": False}}, Offload(pin_memory=False), ""),
+        ({"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.0}}, None, ""),
+        ({"stage": 3, "offload_optimizer": {"device": "none", "nvme_path": "/a"}}, None, ""),
+        ({"stage": 1, "cpu_offload": True, "cpu_offload_params": True}, Offload(), "below stage 3"),
+        ({"stage": 3, "offload_param": {"device": "cpu"}}, Offload(params="cpu"), "without offload_optimizer"),
+        (
+            {
+                "stage": 3,
+                **{name: {"device": "nvme", "nvme_path": "/a"} for name in ("offload_optimizer", "offload_param")},
+            },
+            Offload("/a", params="/a"),
+            "",
+        ),
+    ],
+)
+def test_offload(section: dict[str, Any], expected: Offload | None, warned: str) -> None:
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        run = from_deepspeed_config(changed(zero_optimization=section), Net())
+    assert run.optimizer.options.offload == expected
+    assert warned in "".join(str(each.message) for each in seen) and len(seen) == bool(warned)
 
 
 @pytest.mark.parametrize(
@@ -178,6 +213,18 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"zero_optimization": {"stage": 3, "zero_quantized_weights": True}}, "zero_quantized_weights"),
     ({"zero_optimization": {"stage": 3, "mics_shard_size": 2}}, "DeviceMesh"),
     ({"zero_optimization": {"stage": 3, "offload_param": {"device": "tape"}}}, "tape"),
+    ({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}}}, "without nvme_path"),
+    ({"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu", "ratio": 2}}}, "fraction"),
+    (
+        {
+            "zero_optimization": {
+                "stage": 3,
+                "offload_param": {"device": "nvme", "nvme_path": "/a"},
+                "cpu_offload": True,
+            }
+        },
+        "same directory",
+    ),
     ({"pipeline": {"stages": 2}}, "pipeline.stages"),
     ({"gradient_clipping": "auto"}, "gradient_clipping is 'auto'"),
     ({"fp16": {"enabled": "auto"}}, "fp16.enabled is 'auto'"),
@@ -197,11 +244,11 @@ def test_errors_come_together_and_warnings_too() -> None:
     with pytest.raises(ShardoptError) as error, quiet():
         from_deepspeed_config(changed(prescale_gradients=True, elsewhere=3), Net())
     assert "prescale_gradients" in str(error.value) and "elsewhere=3" in str(error.value)
-    zero = {"stage": 1, "overlap_comm": False, "contiguous_gradients": False, "cpu_offload": True}
+    zero = {"stage": 1, "overlap_comm": False, "contiguous_gradients": False}
     with pytest.warns(UserWarning) as seen:
         from_deepspeed_config(changed(zero_optimization=zero, wall_clock_breakdown=True), Net())
     assert len(seen) == 1
-    for word in ("overlap_comm=false", "contiguous_gradients=false", "cpu_offload", "optimizer.timings()"):
+    for word in ("overlap_comm=false", "contiguous_gradients=false", "optimizer.timings()"):
         assert word in str(seen[0].message)
 
 
@@ -308,9 +355,10 @@ def train(run: Any, module: nn.Module, begin: int, end: int) -> list[float]:
     return losses
 
 
-def saves_and_resumes(fp16: bool, stage: int) -> None:
+def saves_and_resumes(fp16: bool, stage: int, directory: str) -> None:
     warnings.simplefilter("ignore")
     config = json.loads(json.dumps(DOCUMENTED))
+    config["zero_optimization"]["offload_optimizer"]["nvme_path"] = directory
     config["fp16"]["enabled"], config["bf16"] = fp16, {"enabled": not fp16}
     config["fp16"]["initial_scale_power"] = 8
     config["zero_optimization"]["stage"] = stage
@@ -340,6 +388,7 @@ def saves_and_resumes(fp16: bool, stage: int) -> None:
     box = [file.getvalue(), weights.getvalue()]
     dist.broadcast_object_list(box, 0)
     assert run.scaler.get_scale() == (256.0 if fp16 else 1.0)
+    assert run.optimizer.memory()["state"]["disk"]
     rest = train(run, module, 4, 6)
     again = Net()
     resumed = from_deepspeed_config(config, again)
@@ -354,6 +403,6 @@ def saves_and_resumes(fp16: bool, stage: int) -> None:
     resumed.optimizer.close()
 
 
-def test_trains_saves_and_resumes(ranks: Pool) -> None:
+def test_trains_saves_and_resumes(ranks: Pool, tmp_path: Path) -> None:
     for fp16, stage in ((True, 3), (False, 3), (True, 2), (False, 1)):
-        ranks.run(saves_and_resumes, fp16, stage, world=2, timeout=30)
+        ranks.run(saves_and_resumes, fp16, stage, str(tmp_path), world=2, timeout=30)

@@ -63,5 +63,5 @@ def test_links_between_pages_lead_somewhere() -> None:
 
 def test_pages_are_there_and_found() -> None:
     names = {page.name for page in PAGES}
-    linked = set(re.findall(r"\(docs/(\w+\.md)\)", (ROOT / "README.md").read_text()))
+    linked = set(re.findall(r"\(docs/([\w-]+\.md)(?:#[\w-]+)?\)", (ROOT / "README.md").read_text()))
     assert names == linked and len(BLOCKS) >= 6
