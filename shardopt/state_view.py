@@ -8,6 +8,7 @@ import torch
 
 from .entry import named_params
 from .errors import StateError
+from .kept import counts_steps
 
 if TYPE_CHECKING:
     from .optimizer import ShardedOptimizer
@@ -18,6 +19,7 @@ class StateView(Mapping[torch.nn.Parameter, Mapping[str, Any]]):
 
     def __init__(self, optimizer: "ShardedOptimizer"):
         self._optimizer = optimizer
+        self._counts_steps = counts_steps(optimizer.rule, optimizer.options)
 
     def _find(self, param: torch.nn.Parameter) -> tuple[str, Mapping[str, Any]]:
         for name, each, group in named_params(self._optimizer.param_groups):
@@ -28,7 +30,7 @@ class StateView(Mapping[torch.nn.Parameter, Mapping[str, Any]]):
     def __getitem__(self, param: torch.nn.Parameter) -> Mapping[str, Any]:
         _, group = self._find(param)
         state = self._optimizer._param_state(param, group)
-        return MappingProxyType({} if state is None else state.to_torch(self._optimizer.rule))
+        return MappingProxyType({} if state is None else state.to_torch(self._counts_steps))
 
     def __setitem__(self, param: torch.nn.Parameter, state: Mapping[str, Any]) -> None:
         """Loads the state of one param: frameworks assign what they moved to a device."""
@@ -38,7 +40,7 @@ class StateView(Mapping[torch.nn.Parameter, Mapping[str, Any]]):
     def __iter__(self) -> Iterator[torch.nn.Parameter]:
         states = self._optimizer._param_states()
         # SGD without momentum keeps none.
-        return iter([param for param, state in states.items() if state.to_torch(self._optimizer.rule)])
+        return iter([param for param, state in states.items() if state.to_torch(self._counts_steps)])
 
     def __len__(self) -> int:
         return len(list(iter(self)))
