@@ -40,6 +40,9 @@ from .states import ParamState, check_part
 from .tiers import in_memory, make_store
 from .timings import Clock
 
+# No param ever has it: what is kept beside a param is of no use, and the next step finds that it was written.
+_OF_OTHER_WEIGHTS = -1
+
 
 class Wires(NamedTuple):
     """The two directions of the mesh."""
@@ -140,7 +143,9 @@ class Binding:
                 entry = Entry(param, name, shard, index, None)
                 self.entries[param] = entry
                 if param in self.loaded:
-                    entry.take_counters(self.loaded.pop(param))
+                    state = self.loaded.pop(param)
+                    entry.take_counters(state)
+                    self._expect_weights(entry, state)
         for planned, shard in zip(plan, shards, strict=True):
             if planned.is_released and self.sharded is not None:
                 self.sharded.take(shard)
@@ -283,20 +288,34 @@ class Binding:
     def follow_written_params(self) -> None:
         """Masters follow params whose version moved: weights were loaded, clamped or averaged in place."""
         written = (entry for entry in self.entries.values() if entry.param._version != entry.version)
-        # Halves of masters that were just loaded are those of the params as they were then.
-        self._refresh(entry for entry in written if entry.shard.has_whole_masters or entry.version is not None)
+        # Halves of masters that were just loaded and fitted their params are those of these params.
+        self._refresh(
+            entry
+            for entry in written
+            if entry.shard.has_whole_masters or entry.version is not None or entry.awaiting is not None
+        )
 
     def refresh_masters(self) -> None:
         self._refresh(self.entries.values())
 
     def _refresh(self, entries: Iterable[Entry]) -> None:
         written: dict[Shard, list[int]] = defaultdict(list)
+        awaiting = []
         for entry in entries:
-            written[entry.shard].append(entry.index)
-        if written:
-            with self.all_or_nothing():
-                for shard, indices in written.items():
-                    shard.refresh_masters(indices)
+            if entry.awaiting is None:
+                written[entry.shard].append(entry.index)
+            else:
+                awaiting.append(entry)
+        if not written and not awaiting:
+            return
+        with self.all_or_nothing():
+            for shard, indices in written.items():
+                shard.refresh_masters(indices)
+            for entry in awaiting:
+                assert entry.awaiting is not None
+                entry.shard.write("master", entry.index, entry.shard.slice_of(entry.index).start, entry.awaiting)
+        for entry in awaiting:
+            entry.awaiting = None
 
     @contextmanager
     def all_or_nothing(self) -> Iterator[None]:
@@ -403,9 +422,10 @@ class Binding:
             if has_state:
                 self._write_tensors(entry.shard, entry.index, state)
         entry.forget()
+        entry.version = None
         if has_state:
             entry.take_counters(state)
-        entry.version = None
+            self._expect_weights(entry, state)
 
     @staticmethod
     def _shows(entry: Entry, state: ParamState) -> bool:
@@ -438,8 +458,21 @@ class Binding:
             entry.forget()
             if param in loaded:
                 entry.take_counters(loaded[param])
-                # At the next step: the model's weights, which the master must round to, may be loaded after its states.
-                entry.version = None
+                self._expect_weights(entry, loaded[param])
+
+    @staticmethod
+    def _expect_weights(entry: Entry, state: ParamState) -> None:
+        """The model's weights, which the master must round to, may be loaded after its states: the next step looks."""
+        shard, master = entry.shard, state.tensors.get("master")
+        entry.version = None
+        if not shard.masters or shard.has_whole_masters:
+            return
+        if master is None:
+            entry.version = _OF_OTHER_WEIGHTS
+            return
+        own = _own_values(shard, entry.index, master)
+        if not torch.equal(shard.read("master", entry.index), own.to(shard.device)):
+            entry.awaiting = own.clone()
 
     @staticmethod
     def _write_tensors(shard: Shard, index: int, state: ParamState) -> None:
@@ -447,12 +480,19 @@ class Binding:
         for name, tensor in state.tensors.items():
             if name == "master" and not shard.masters:
                 continue
-            if isinstance(tensor, Part):
-                shard.write(name, index, tensor.start, tensor.local)
-            else:
-                shard.write_whole(name, index, tensor.detach())
+            shard.write(name, index, shard.slice_of(index).start, _own_values(shard, index, tensor))
         if state.step and EMA in shard.kept.states and EMA not in state.tensors:
             shard.begin_average(index)
+
+
+def _own_values(shard: Shard, index: int, tensor: torch.Tensor) -> torch.Tensor:
+    """Of a state of the bucket's param ``index``, what lies in this shard, 1D."""
+    where = shard.slice_of(index)
+    if isinstance(tensor, Part):
+        first, flat = where.start - tensor.start, tensor.local
+    else:
+        first, flat = where.start, shard.in_order(index, tensor.detach())
+    return flat[first : first + where.local.stop - where.local.start]
 
 
 def _own(shard: Shard, index: int, name: str) -> torch.Tensor:

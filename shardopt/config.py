@@ -66,6 +66,8 @@ class Tuning:
             raise ValueError(f"Tuning.timeout is in seconds and must be above 0, found {self.timeout!r}.")
         if self.nonfinite not in ("skip", "raise", "propagate"):
             raise ValueError(f"Tuning.nonfinite must be 'skip', 'raise' or 'propagate', found {self.nonfinite!r}.")
+        if not isinstance(self.seed, int) or isinstance(self.seed, bool) or not -(2**63) <= self.seed < 2**63:
+            raise ValueError(f"Tuning.seed must be an int of 64 bits, found {self.seed!r}.")
 
     def bucket_bytes_of(self, device: torch.device, has_module: bool) -> int:
         """The bytes to use where they were left open."""

@@ -23,18 +23,20 @@ class Entry:
     name: str
     shard: Shard
     index: int  # in the shard's bucket
-    version: int | None  # of the param's data at the end of the last step; None: its master must follow the param
+    version: int | None  # of the param's data at the end of the last step; None: its master was loaded since
     step: int = 0  # updates so far; an int: a float counter stops counting (bf16 at 256, fp32 at 2**24)
     carried: dict[str, float] = field(default_factory=dict)
     has_state: bool = False
     slot: Slot | None = None  # of its reduced gradient, where the module was handed over
+    # 1D fp32, this rank's slice of a master that was loaded and is not that of the param: which may be loaded after it.
+    awaiting: torch.Tensor | None = None
 
     def take_counters(self, state: ParamState) -> None:
         self.step, self.carried, self.has_state = state.step, dict(state.carried), True
 
     def forget(self) -> None:
         """Back to before the param's first step; its states are zeroed with its shard's."""
-        self.step, self.carried, self.has_state = 0, {}, False
+        self.step, self.carried, self.has_state, self.awaiting = 0, {}, False, None
 
     def check(self) -> None:
         """Raises BindingError if the param is not where it was put."""

@@ -65,6 +65,12 @@ def check_formats(rule: Rule, options: Options) -> None:
             )
 
 
+def counts_steps(rule: Rule, options: Options) -> bool:
+    """Whether a state dict holds each param's count of steps: its rule does, or rounding depends on it."""
+    states = (_state(rule, options, name, options.tuning.compress_from) for name in rule.states)
+    return rule.counts_steps or options.master == "none" or any(each.rounding != "nearest" for each in states)
+
+
 def _master(asked: str, dtype: torch.dtype) -> Format | None:
     if dtype is torch.float32:
         return None

@@ -617,6 +617,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         }
         # As torch's copies: hooks, and what schedulers patched onto this instance, are left behind.
         other.__setstate__(copy.deepcopy({"defaults": self.defaults, "param_groups": self.param_groups}, memo))
+        # torch added what groups of our own rules do not have, and a step would look for.
+        other.defaults = {key: other.defaults[key] for key in self.defaults}
         if module is not None:
             other._hand_over(module)
         return other

@@ -218,10 +218,9 @@ class Shard:
         numel = where.local.stop - where.local.start
         self.write_chunk(name, where.local.start, values[where.start - start : where.start - start + numel])
 
-    def write_whole(self, name: str, index: int, tensor: torch.Tensor) -> None:
-        """Sets them from a tensor with the param's full shape."""
-        if tensor.numel():
-            self.write(name, index, 0, flattened(in_storage_order(tensor, self._strides[index])))
+    def in_order(self, index: int, tensor: torch.Tensor) -> torch.Tensor:
+        """1D, a tensor with the full shape of the bucket's param ``index``, in the param's storage order."""
+        return flattened(in_storage_order(tensor, self._strides[index]))
 
     def begin_average(self, index: int) -> None:
         """Makes the average of the bucket's param ``index`` what the param is."""
@@ -264,11 +263,9 @@ class Shard:
     def _refresh(self, name: str, start: int, stop: int, slices: Sequence[slice]) -> None:
         masters = self.home.read(name, start, stop)
         for each in slices:
-            master, param = (
-                masters[each.start - start : each.stop - start],
-                self.params(each.start, each.stop).to(masters.device),
-            )
-            is_followed = master.to(param.dtype) == param
+            master = masters[each.start - start : each.stop - start]
+            param = self.params(each.start, each.stop).to(masters.device)
+            is_followed = codecs.rounds_to(master, param)
             if not is_followed.all():
                 self.home.write(name, each.start, torch.where(is_followed, master, param.float()))
 

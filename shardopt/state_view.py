@@ -8,6 +8,7 @@ import torch
 
 from .entry import named_params
 from .errors import StateError
+from .kept import counts_steps
 from .local_params import LocalParams
 
 if TYPE_CHECKING:
@@ -19,6 +20,7 @@ class StateView(Mapping[torch.nn.Parameter, Mapping[str, Any]]):
 
     def __init__(self, optimizer: "ShardedOptimizer"):
         self._optimizer = optimizer
+        self._counts_steps = counts_steps(optimizer.rule, optimizer.options)
 
     def _find(self, param: torch.nn.Parameter) -> tuple[str, Mapping[str, Any]]:
         for name, each, group in named_params(self._optimizer.param_groups):
@@ -29,7 +31,7 @@ class StateView(Mapping[torch.nn.Parameter, Mapping[str, Any]]):
     def __getitem__(self, param: torch.nn.Parameter) -> Mapping[str, Any]:
         _, group = self._find(param)
         state = self._optimizer._param_state(param, group)
-        shown = {} if state is None else LocalParams.outside(param, state.to_torch(self._optimizer.rule))
+        shown = {} if state is None else LocalParams.outside(param, state.to_torch(self._counts_steps))
         return MappingProxyType(shown)
 
     def __setitem__(self, param: torch.nn.Parameter, state: Mapping[str, Any]) -> None:
@@ -40,7 +42,7 @@ class StateView(Mapping[torch.nn.Parameter, Mapping[str, Any]]):
     def __iter__(self) -> Iterator[torch.nn.Parameter]:
         states = self._optimizer._param_states()
         # SGD without momentum keeps none.
-        return iter([param for param, state in states.items() if state.to_torch(self._optimizer.rule)])
+        return iter([param for param, state in states.items() if state.to_torch(self._counts_steps)])
 
     def __len__(self) -> int:
         return len(list(iter(self)))

@@ -34,10 +34,10 @@ class ParamState:
     carried: dict[str, float] = field(default_factory=dict)
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
 
-    def to_torch(self, rule: Rule) -> dict[str, Any]:
+    def to_torch(self, counts_steps: bool) -> dict[str, Any]:
         """In the form of ``torch.optim``'s state dicts."""
         counters: dict[str, Any] = {}
-        if rule.counts_steps:
+        if counts_steps:
             counters["step"] = count_as_torch(self.step)
         carried = {name: torch.tensor(value, dtype=torch.float64) for name, value in self.carried.items()}
         return {**counters, **carried, **self.tensors}

@@ -23,7 +23,19 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from shardopt.kernels import triton_reductions, triton_step
-from shardopt.kernels.formats import BF16, FP16, FP32, Format
+from shardopt.kernels.formats import (
+    BF16,
+    BF16_DITHERED,
+    BF16_RANDOM,
+    FP16,
+    FP32,
+    SIGNED8,
+    SPLIT,
+    SPLIT24,
+    UNSIGNED8,
+    BlockFormat,
+    Format,
+)
 from shardopt.kernels.launch import Triton
 from shardopt.kernels.spec import StepSpec
 from shardopt.kernels.tables import BLOCK, Factors, Gradients, Streams
@@ -35,19 +47,39 @@ TARGETS = {
 }
 # As the launches pass them, which the test checks.
 OPTIONS = {"num_warps": triton_step.NUM_WARPS, "enable_fp_fusion": False}
-POINTERS = {"fp32": "*fp32", "bf16": "*i16", "fp16": "*fp16"}
+POINTERS = {
+    torch.float32: "*fp32",
+    torch.float16: "*fp16",
+    torch.int16: "*i16",
+    torch.int8: "*i8",
+    torch.uint8: "*u8",
+}
 BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
 def specs() -> Iterator[tuple[str, StepSpec, bool]]:
-    """Every rule with most of its flags on; AdamW plain and in all formats, gradients aligned and not."""
+    """Every rule with most of its flags on, in fp32 and in the fewest bytes; AdamW plain and in all formats, gradients
+    aligned and not.
+    """
     for case in CASES:
         group = case.ours([torch.nn.Parameter(torch.zeros(1))], **case.keywords[-1]).param_groups[0]
-        yield case.name, StepSpec(case.rule.variant(group), FP32, FP32), True
+        variant = case.rule.variant(group)
+        yield case.name, StepSpec(variant, FP32, FP32), True
+        least = {"fp32": FP32, "bf16": BF16_DITHERED}
+        states = [
+            least.get(case.rule.tolerates(name), UNSIGNED8 if name in case.rule.nonnegative else SIGNED8)
+            for name in variant.states
+        ]
+        yield f"{case.name} kept", StepSpec(variant, BF16_RANDOM, BF16, None, tuple(states)), True
     plain = CASES[0].rule.variant({**group_of_adamw(), "amsgrad": False})
     for param in (FP32, BF16, FP16):
         for grad in (FP32, BF16, FP16):
             yield "AdamW plain", StepSpec(plain, param, grad), True
+    for param, master in ((FP32, FP32), (BF16, FP32), (BF16, SPLIT), (BF16, SPLIT24), (BF16_RANDOM, None)):
+        for states in ((FP32, FP32), (SIGNED8, UNSIGNED8), (BF16, BF16_DITHERED)):
+            if master is FP32 and states == (FP32, FP32):
+                continue  # above
+            yield "AdamW kept", StepSpec(plain, param, BF16 if param is not FP32 else FP32, master, states), True
     yield "AdamW plain", StepSpec(plain, FP32, FP32), False
     yield "AdamW plain", StepSpec(plain, BF16, BF16), False
 
@@ -68,12 +100,16 @@ def quotients_alone(source_ptr, target_ptr, divisor, BLOCK: tl.constexpr):
 def compile_step(spec: StepSpec, aligned: bool, target: GPUTarget, kernel: Any = triton_step.step_kernel) -> Any:
     constants = triton_step.constants(spec, aligned)
     arguments = {
-        "param_ptr": POINTERS[spec.param.name],
-        "master_ptr": "*fp32",
-        "state_ptrs": ("*fp32",) * len(spec.variant.states),
+        "param_ptr": POINTERS[spec.param.storage],
+        "master_ptr": POINTERS[(spec.master if spec.has_master and spec.master else spec.param).storage],
+        "state_ptrs": tuple(POINTERS[each.storage] for each in spec.states),
+        "scale_ptrs": tuple(
+            "*fp32" if isinstance(each, BlockFormat) else POINTERS[each.storage] for each in spec.states
+        ),
         "row_of_block_ptr": "*i32",
         "rows_ptr": "*i64",
         "scalars_ptr": "*fp32",
+        "noise_ptr": "*i32",
         "num_blocks": "i32",
         "unscale": "fp32",
         "clip": "fp32",
@@ -295,6 +331,24 @@ def launch_facts() -> dict[str, Any]:
     }
 
 
+def label_of(label: str, spec: StepSpec, aligned: bool) -> str:
+    kept = [] if "kept" not in label else [spec.master, *spec.states]
+    names = [spec.param.name, spec.grad.name, *("-" if each is None else each.name for each in kept)]
+    return " ".join([label, *names, *["unaligned"][aligned:]])
+
+
+def itemsizes(spec: StepSpec, verb: str, aligned: bool) -> list[int]:
+    """Bytes of an element of every stream that one pass reads or writes whole."""
+    found = [each.itemsize for each in spec.states]
+    if spec.has_master and spec.master is not None:
+        found.append(spec.master.itemsize)
+    if verb == "store" or spec.reads_param:
+        found.append(spec.param.itemsize)
+    if verb == "load" and aligned:
+        found.append(spec.grad.itemsize)
+    return found
+
+
 def main(folder: Path) -> None:
     kernels = []
     for name, target in TARGETS.items():
@@ -302,13 +356,11 @@ def main(folder: Path) -> None:
             threads = triton_step.NUM_WARPS * target.warp_size
             kernels.append(
                 {
-                    "label": f"{label} {spec.param.name} {spec.grad.name}{'' if aligned else ' unaligned'}",
+                    "label": label_of(label, spec, aligned),
                     "target": name,
                     "elements": triton_step.BLOCKS_PER_PROGRAM * BLOCK // threads,  # a thread
-                    "full_streams": len(spec.variant.states) + 1,
-                    "param_bytes": spec.param.itemsize,
-                    "grad_bytes": spec.grad.itemsize,
-                    "aligned": aligned,
+                    "streams": {verb: itemsizes(spec, verb, aligned) for verb in ("load", "store")},
+                    "scales": sum(isinstance(each, BlockFormat) for each in spec.states),
                     **facts(compile_step(spec, aligned, target), target),
                 }
             )

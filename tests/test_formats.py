@@ -190,9 +190,8 @@ def test_the_param_is_the_master_rounded(backend: Backend, device: torch.device,
         param, rest, _ = through_kernel(backend, master.to(device), format)
         expected_param, expected_rest = part_master(master.numpy(), format)
         assert np.array_equal(u16(param), expected_param) and np.array_equal(rest.cpu().numpy(), expected_rest)
-    assert u16(through_kernel(backend, torch.tensor([0x3F808000]).int().view(torch.float32).to(device), format)[0]) == [
-        0x3F81
-    ]
+    tie = torch.tensor([0x3F808000]).int().view(torch.float32)
+    assert u16(through_kernel(backend, tie.to(device), format)[0]) == [0x3F81]
 
 
 @MASTERS
@@ -205,10 +204,8 @@ def test_a_master_beside_a_param_that_was_rounded_to_even(format: Format) -> Non
         joined = codecs.join(param, codecs.rest_of(master, param, format), format)
         away = (bits(joined).long() - bits(master).long()).abs()
         dropped = dropped_bits(format)
-        limit = (1 << dropped >> 1) + (1 << dropped) * (
-            low >> dropped == 0x8000 >> dropped or low + (1 << dropped >> 1) >= 0x8000 > low
-        )
-        assert int(away.max()) <= limit, hex(low)
+        is_tie = abs(low - 0x8000) <= 1 << dropped >> 1
+        assert int(away.max()) <= (1 << dropped >> 1) + (is_tie << dropped), hex(low)
 
 
 @MASTERS

@@ -222,7 +222,8 @@ class Loading:
         for name, home in model.homes.items():
             saved = fitting.states.get(name)
             if home.entry is not None and name in fitting.params:
-                home.entry.version = None  # its master follows at the next step, where it does not round to it
+                # Its master follows at the next step, where it does not round to it.
+                home.entry.version, home.entry.awaiting = None, None
                 if "master" not in self._kinds.get(saved or "", ()):
                     _renew_master(home)
             if home.entry is None or saved is None:

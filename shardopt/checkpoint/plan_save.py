@@ -253,7 +253,8 @@ class _Planner:
         self._add(key, tensor, where.start + first, where.start + last, elements, first)
         if isinstance(format, BlockFormat):
             blocks = Tensor((-(-home.param.numel() // BLOCK),), (1,), torch.float32, ())
-            start, begin, end = where.start // BLOCK, first // BLOCK, -(-last // BLOCK)
+            start, begin = where.start // BLOCK, first // BLOCK
+            end = -(-last // BLOCK) if first < last else begin  # a copy that writes nothing: its cut is in mid-block
             scales = Kept(shard, scales_name(kind), where.local.start, BLOCK)
             self._add(key.scales, blocks, start + begin, start + end, scales, begin)
 

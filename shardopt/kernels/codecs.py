@@ -82,6 +82,14 @@ def join(param: torch.Tensor, rest: torch.Tensor, format: Format) -> torch.Tenso
     return (upper + lower).view(torch.float32)
 
 
+def rounds_to(master: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
+    """Whether each fp32 master is that of its param; all 1D. Ties were rounded to even, or as ``split`` does."""
+    to_even = master.to(param.dtype) == param
+    if param.dtype is not torch.bfloat16:
+        return to_even
+    return to_even | ((master.view(torch.int32) + 0x8000 >> 16).short() == param.view(torch.int16))
+
+
 def rest_of(master: torch.Tensor, param: torch.Tensor, format: Format) -> torch.Tensor:
     """What is to be kept beside bf16 ``param`` so that ``master`` comes back; all 1D.
 
