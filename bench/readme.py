@@ -197,11 +197,38 @@ def bytes_of_stage_2() -> str:
     return "\n".join(lines)
 
 
+def costs_of_formats() -> str:
+    """What an update takes, and what a training ends with."""
+    formats, quality = newest("formats"), newest("quality")
+    losses = {(row["master"], row["states"]): row for row in quality["results"]["rows"]}
+    machine, settings = formats["machine"], quality["settings"]
+    lines = [
+        f"One update of {formats['settings']['elements'] / 2**20:.0f}M elements of AdamW, bf16 gradient in and bf16 "
+        f"param out, on {machine['device']}: time over that of fp32 masters and states, {MEDIANS} yet. `kept`: bytes a "
+        "param "
+        "on one rank that was given params only, its own 2 and the gradient's 2 in it. Loss: the example's GPT in bf16, "
+        f"{settings['steps']} steps of {settings['batch']} sequences, held-out loss over that of fp32 masters and "
+        f"states, mean of {settings['seeds']} seeds and each of them. `split` with fp32 states differs from the "
+        "yardstick in nothing but rounding of ties: what it shows is chance.",
+        "",
+        "| `master` | `state_format` | time, x fp32 | kept | loss over fp32 | seed by seed |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in formats["results"]["rows"]:
+        found = losses.get((row["master"], row["states"]))
+        by_seed = "" if found is None else ", ".join(f"{100 * each:+.2f} %" for each in found["by seed"])
+        mean = "" if found is None else f"{100 * found['over fp32']:+.2f} %"
+        cells = (row["master"], row["states"], interval(row["x fp32"]), f"{row['kept']:.2f}", mean, by_seed)
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 # (page, name between its markers) -> what stands there.
 SECTIONS: dict[tuple[str, str], Callable[[], str]] = {
     ("README.md", "numbers"): numbers,
     ("README.md", "formats"): bytes_of_stage_2,
     ("docs/formats.md", "bytes"): bytes_of_formats,
+    ("docs/formats.md", "costs"): costs_of_formats,
     ("docs/stages.md", "measured"): stages,
 }
 
