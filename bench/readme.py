@@ -205,8 +205,8 @@ def costs_of_formats() -> str:
     lines = [
         f"One update of {formats['settings']['elements'] / 2**20:.0f}M elements of AdamW, bf16 gradient in and bf16 "
         f"param out, on {machine['device']}: time over that of fp32 masters and states, {MEDIANS} yet. `kept`: bytes a "
-        "param on one rank that was given params only, its own 2 and the gradient's 2 in it. Loss: the example's GPT in "
-        "bf16, "
+        "param on one rank that was given params only, its own 2 and the gradient's 2 in it. Loss: the example's GPT "
+        "in bf16, "
         f"{settings['steps']} steps of {settings['batch']} sequences, held-out loss over that of fp32 masters and "
         f"states, mean of {settings['seeds']} seeds and each of them. `split` with fp32 states differs from the "
         "yardstick in nothing but rounding of ties: what it shows is chance.",
