@@ -161,9 +161,10 @@ def test_a_split_master_comes_back(backend: Backend, device: torch.device, forma
 
 @pytest.mark.slow
 @MASTERS
-def test_all_masters_come_back(format: Format) -> None:
-    chunk = 2**22
-    for start in range(-(2**31), 2**31, chunk):
+@pytest.mark.parametrize("eighth", range(8))
+def test_all_masters_come_back(format: Format, eighth: int) -> None:
+    chunk, first = 2**22, -(2**31) + eighth * 2**29
+    for start in range(first, first + 2**29, chunk):
         check_masters(Native(), torch.arange(start, start + chunk, dtype=torch.int64).int(), format)
 
 
