@@ -84,10 +84,12 @@ def _check_names(tensors: Mapping[str, Any], step: int, rule: Rule, group: Mappi
     missing = [state for state in needed if state not in tensors and state != EMA] if step else []
     unknown = [state for state in tensors if state not in (*needed, "master")]
     if missing or unknown:
+        likely = "It is probably the state of another optimizer, or of other flags (amsgrad, momentum, centered)."
+        if not missing and unknown == [EMA]:
+            likely = "It holds an average of the weights: construct the optimizer with ema=, or take 'ema' out of it."
         raise StateError(
             f"the state of {name} does not fit {rule.name}, which needs {list(needed)}: missing {missing}, not known "
-            f"{unknown}. Training would go on from other moments than were saved, so nothing was loaded. It is "
-            "probably the state of another optimizer, or of other flags (amsgrad, momentum, centered)."
+            f"{unknown}. Training would go on from other moments than were saved, so nothing was loaded. {likely}"
         )
 
 

@@ -139,7 +139,9 @@ class _Fitting:
         if EMA not in kinds:  # which begins with the weights
             differ.discard(EMA)
         if differ or wrong or lacking:
-            self._note(f"{name!r} needs the states {list(needed)} and {list(rule.carried)}, found {kinds}")
+            carried = f" and {list(rule.carried)}" if rule.carried else ""
+            average = f" (an {EMA!r} is kept by optimizers that are given ema=)" if EMA in differ else ""
+            self._note(f"{name!r} needs the states {list(needed)}{carried}, found {kinds}{average}")
             return False
         return True
 
