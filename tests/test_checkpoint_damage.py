@@ -17,7 +17,7 @@ from torch import nn
 from training import raises
 
 import shardopt
-from shardopt import CheckpointError, ShardedAdamW, ShardedSGD
+from shardopt import CheckpointError, ShardedAdamW, ShardedSGD, StateError
 from shardopt.checkpoint import rng
 from shardopt.checkpoint.inspect import verify
 from shardopt.checkpoint.manifest import Manifest
@@ -214,6 +214,18 @@ def test_other_models_are_refused_by_name_and_loaded_in_part(tmp_path: Path) -> 
         shardopt.load_checkpoint(path, *two(two_groups, **fits))
     model, _ = two(**fits)
     assert not shardopt.load_checkpoint(path, model).mismatches  # weights alone
+
+
+def test_an_average_that_nobody_keeps_is_refused_with_the_keyword_that_keeps_it(tmp_path: Path) -> None:
+    model, optimizer = two(lambda model: ShardedAdamW(model, ema=0.9), a=torch.zeros(4))
+    path = save(tmp_path, model, optimizer)
+    other, without = two(a=torch.ones(4))
+    before = facts(other, without)
+    with raises(CheckpointError, "found ['exp_avg', 'exp_avg_sq', 'ema'] (", "given ema=", "Nothing was loaded"):
+        shardopt.load_checkpoint(path, other, without)
+    with raises(StateError, "an average of the weights", "with ema=, or take 'ema' out", "nothing was loaded"):
+        without.load_state_dict(optimizer.state_dict())
+    assert facts(other, without) == before
 
 
 def test_ties_buffers_and_unbound_optimizers(tmp_path: Path) -> None:
