@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from shardopt.kernels.formats import GOLDEN, SCALE_DROPPED_BITS, SMALLEST_SCALE, SPLIT, BlockFormat, Format
+from shardopt.kernels.formats import BELOW_TOP, GOLDEN, SCALE_DROPPED_BITS, SMALLEST_SCALE, SPLIT, BlockFormat, Format
 
 BLOCK = 256
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -145,8 +145,9 @@ def encode_blocks(values: Array, format: BlockFormat, added: Array | None = None
     up = np.full(padded.shape, step // 2)
     if added is not None:
         up[: len(values)] = added.astype(np.int64) * step // 2**32
-    codes = (near - int(bits_of(np.float32(format.offset))) + up.reshape(near.shape)) // step
-    codes = np.minimum(codes, format.top)
+    near -= int(bits_of(np.float32(format.offset)))
+    codes = np.minimum((near + up.reshape(near.shape)) // step, format.top)
+    codes[near >= format.top * step - BELOW_TOP] = format.top
     if format.has_sign:
         signs = np.zeros(padded.shape, np.int64)
         signs[: len(values)] = np.signbit(values)

@@ -544,6 +544,26 @@ def test_dithering_keeps_the_mean(backend: Backend, device: torch.device, format
     assert max(map(abs, over_elements)) < 0.05  # 1 / sqrt(512) / sqrt(12): 0.013
 
 
+@KERNELS
+def test_the_largest_of_a_block_keeps_the_top_code(backend: Backend, device: torch.device) -> None:
+    """Whatever the dither, so that what is decoded has the scale that it came from, and encodes to itself."""
+    generator = torch.Generator().manual_seed(0)
+    largest = torch.rand(512, 1, generator=generator) + 1
+    largest *= 2.0 ** torch.randint(-120, 120, (512, 1), generator=generator)
+    values = torch.rand(512, BLOCK, generator=generator) * largest
+    values[:, ::2] = largest
+    spec = StepSpec(put.variant({}), FP32, FP32, states=(UNSIGNED8,))
+    kept, scales = torch.zeros(values.numel(), dtype=torch.uint8, device=device), torch.zeros(512, device=device)
+    streams = Streams(torch.zeros(values.numel(), device=device), None, (kept,), (scales,))
+    for step in range(1, 4):
+        phase = (step * ROOT2 + 2**31) % 2**32 - 2**31
+        launch(backend, spec, streams, values.flatten().to(device), (0, 0, 0, phase))
+        assert bool((kept.view(512, BLOCK)[:, ::2] == UNSIGNED8.top).all())
+        again = codecs.encode(codecs.decode(Encoded(kept.cpu(), scales.cpu()), UNSIGNED8), UNSIGNED8)
+        assert again.scales is not None
+        assert torch.equal(again.items, kept.cpu()) and torch.equal(again.scales, scales.cpu())
+
+
 def gaps(format: Format, values: Tensor) -> Tensor:
     """fp64: how far apart the two numbers are that a value lies between."""
     if not isinstance(format, BlockFormat):

@@ -29,7 +29,7 @@ where it is. Instead of one half is added
 
 the fractional part, for element :math:`i` of the param in its step :math:`t`, with :math:`\varphi` the golden ratio:
 spread more evenly over elements and steps than random numbers are, and one multiplication. An element is then off by
-less than a gap, and right on average.
+less than a gap, and right on average. The largest of a block has the top code whatever is added.
 """
 
 import math
@@ -106,6 +106,9 @@ FORMATS = {
 # Fractions of 2**32 for the dither: the golden ratio's, made odd, and that of the root of 2.
 GOLDEN, ROOT2 = 0x9E3779B1, 0x6A09E667
 
+# Rounding the scale may take the block's largest this far below the top code, of 2**18 or more to the next: dithered, it
+# would now and then get the code below, and what is decoded would have another scale.
+BELOW_TOP = 1 << 9
 # A block's scale is rounded to 16 bits of mantissa, and is never subnormal: its inverse would be infinite.
 SCALE_DROPPED_BITS = 8
 SMALLEST_SCALE = 2.0**-126

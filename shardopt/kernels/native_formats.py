@@ -8,7 +8,7 @@ from typing import Any
 
 from numba import njit, types
 
-from .formats import GOLDEN, LARGEST_FP32, SCALE_DROPPED_BITS, SMALLEST_SCALE
+from .formats import BELOW_TOP, GOLDEN, LARGEST_FP32, SCALE_DROPPED_BITS, SMALLEST_SCALE
 from .native_words import (
     COMPILE_OPTIONS,
     abs,
@@ -154,8 +154,9 @@ def inverse_of(scale: Any) -> Any:
 
 @njit(**COMPILE_OPTIONS)
 def _code(magnitude: Any, inverse: Any, up: Any, shift: Any, offset_bits: Any, offset: Any, top: Any) -> Any:
-    bits = to_bits(from_bits(magnitude) * inverse + f32(offset))
-    return smaller(shr(add(add(bits, i32(-offset_bits)), up), i32(shift)), i32(top))
+    bits = add(to_bits(from_bits(magnitude) * inverse + f32(offset)), i32(-offset_bits))
+    up = larger(up, sub(bits, i32((top << shift) - 2 * BELOW_TOP)))
+    return smaller(shr(add(bits, up), i32(shift)), i32(top))
 
 
 @njit(**COMPILE_OPTIONS)

@@ -6,12 +6,13 @@ Blocks are rows: tiles are 2D [BLOCKS, 256], scales 1D [BLOCKS].
 import triton
 import triton.language as tl
 
-from .formats import GOLDEN, LARGEST_FP32, SCALE_DROPPED_BITS, SMALLEST_SCALE
+from .formats import BELOW_TOP, GOLDEN, LARGEST_FP32, SCALE_DROPPED_BITS, SMALLEST_SCALE
 
 _NAN = tl.constexpr(0x7FC00000)
 _HALF_SCALE = tl.constexpr(1 << (SCALE_DROPPED_BITS - 1))
 _KEPT_OF_SCALE = tl.constexpr(-1 << SCALE_DROPPED_BITS)
 _SMALLEST_SCALE = tl.constexpr(SMALLEST_SCALE)
+_BELOW_TOP = tl.constexpr(BELOW_TOP)
 _GOLDEN = tl.constexpr(GOLDEN - 2**32)  # as an int32
 _LARGEST_FP32 = tl.constexpr(LARGEST_FP32)
 
@@ -125,8 +126,10 @@ def encode(x, valid, noise, FORMAT: tl.constexpr):
     rounded = tl.where(rounded < _SMALLEST_SCALE, _SMALLEST_SCALE, rounded)
     scales = tl.where(largest == 0.0, 0.0, tl.where(largest <= _LARGEST_FP32, rounded, largest))
     inverses = tl.div_rn(1.0, tl.where(scales < _SMALLEST_SCALE, _SMALLEST_SCALE, scales))
-    bits = bits_of(from_bits(magnitude) * inverses[:, None] + OFFSET)
-    codes = shr(bits - OFFSET_BITS + shr(noise, 32 - SHIFT), SHIFT)
+    bits = bits_of(from_bits(magnitude) * inverses[:, None] + OFFSET) - OFFSET_BITS
+    TOP: tl.constexpr = 127 if HAS_SIGN else 255
+    up = tl.maximum(shr(noise, 32 - SHIFT), bits - ((TOP << SHIFT) - 2 * _BELOW_TOP))
+    codes = shr(bits + up, SHIFT)
     if HAS_SIGN:
         codes = tl.minimum(codes, 127) | (shr(bits_of(x), 31) << 7)
     else:
