@@ -153,21 +153,23 @@ def inverse_of(scale: Any) -> Any:
 
 
 @njit(**COMPILE_OPTIONS)
-def _code(magnitude: Any, inverse: Any, up: Any, shift: Any, offset_bits: Any, offset: Any, top: Any) -> Any:
-    bits = add(to_bits(from_bits(magnitude) * inverse + f32(offset)), i32(-offset_bits))
-    up = larger(up, sub(bits, i32((top << shift) - 2 * BELOW_TOP)))
-    return smaller(shr(add(bits, up), i32(shift)), i32(top))
+def _above_offset(magnitude: Any, inverse: Any, offset_bits: Any, offset: Any) -> Any:
+    """Bits from which a code is what is left when the lower ones are cut off."""
+    return add(to_bits(from_bits(magnitude) * inverse + f32(offset)), i32(-offset_bits))
 
 
 @njit(**COMPILE_OPTIONS)
 def encode_signed8(x: Any, inverse: Any, noise: Any, shift: Any, offset_bits: Any, offset: Any) -> Any:
-    up = shr(noise, i32(32 - shift))
-    code = _code(magnitude_signed8(x), inverse, up, shift, offset_bits, offset, 127)
+    bits = _above_offset(magnitude_signed8(x), inverse, offset_bits, offset)
+    code = smaller(shr(add(bits, shr(noise, i32(32 - shift))), i32(shift)), i32(127))
     return u8(either(code, shl(shr(to_bits(x), i32(31)), i32(7))))
 
 
 @njit(**COMPILE_OPTIONS)
 def encode_unsigned8(x: Any, inverse: Any, noise: Any, shift: Any, offset_bits: Any, offset: Any) -> Any:
-    magnitude, up = magnitude_unsigned8(x), shr(noise, i32(32 - shift))
-    code = _code(magnitude, inverse, up, shift, offset_bits, offset, 255)
+    magnitude = magnitude_unsigned8(x)
+    bits = _above_offset(magnitude, inverse, offset_bits, offset)
+    # Dithered: to nearest, as what has a sign is rounded, the largest has the top code by itself.
+    up = larger(shr(noise, i32(32 - shift)), sub(bits, i32((255 << shift) - 2 * BELOW_TOP)))
+    code = smaller(shr(add(bits, up), i32(shift)), i32(255))
     return u8(larger(code, smaller(magnitude, i32(1))))
