@@ -226,6 +226,11 @@ def test_an_average_that_nobody_keeps_is_refused_with_the_keyword_that_keeps_it(
     with raises(StateError, "an average of the weights", "with ema=, or take 'ema' out", "nothing was loaded"):
         without.load_state_dict(optimizer.state_dict())
     assert facts(other, without) == before
+    loaded = shardopt.load_checkpoint(path, other, without, strict=False)
+    assert "'ema'" in loaded.mismatches[0]
+    (state,), (saved,) = (list(dict(each.state).values()) for each in (without, optimizer))
+    assert state["step"] == saved["step"] and torch.equal(state["exp_avg_sq"], saved["exp_avg_sq"])
+    assert "ema" not in state
 
 
 def test_ties_buffers_and_unbound_optimizers(tmp_path: Path) -> None:

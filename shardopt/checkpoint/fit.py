@@ -142,7 +142,7 @@ class _Fitting:
             carried = f" and {list(rule.carried)}" if rule.carried else ""
             average = f" (an {EMA!r} is kept by optimizers that are given ema=)" if EMA in differ else ""
             self._note(f"{name!r} needs the states {list(needed)}{carried}, found {kinds}{average}")
-            return False
+            return differ == {EMA} and not wrong and not lacking  # the rest is what it was
         return True
 
     # -- buffers and groups ----------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import torch
 from ..errors import CheckpointError
 from ..kernels.formats import FP32
 from ..partition.bucket import flattened
+from ..rules.rule import EMA
 from ..states import ParamState
 from .elements import Elements, Flat, InShard, flat_of, is_dense, same_order, strides_of
 from .fit import Fit
@@ -125,7 +126,8 @@ class _Planner:
             self._slice(home, key)
 
     def _states(self, home: Home, saved: str) -> None:
-        kinds = [kind for kind in self.kinds[saved] if kind != "param"]
+        keeps_average = home.optimizer is not None and self.model.optimizers[home.optimizer].rule.average is not None
+        kinds = [kind for kind in self.kinds[saved] if kind != "param" and (kind != EMA or keeps_average)]
         if home.entry is not None and home.shard is not None:
             home.shard.ensure_states(kind for kind in kinds if kind != "master")
             for kind in kinds:

@@ -106,8 +106,8 @@ FORMATS = {
 # Fractions of 2**32 for the dither: the golden ratio's, made odd, and that of the root of 2.
 GOLDEN, ROOT2 = 0x9E3779B1, 0x6A09E667
 
-# Rounding the scale may take the block's largest this far below the top code, of 2**18 or more to the next: dithered, it
-# would now and then get the code below, and what is decoded would have another scale.
+# Rounding the scale may take the block's largest this far below the top code, of 2**18 or more to the next: dithered,
+# it would now and then get the code below, and what is decoded would have another scale.
 BELOW_TOP = 1 << 9
 # A block's scale is rounded to 16 bits of mantissa, and is never subnormal: its inverse would be infinite.
 SCALE_DROPPED_BITS = 8
