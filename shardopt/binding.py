@@ -243,6 +243,11 @@ class Binding:
         return self.sharded.gatherer
 
     @property
+    def is_averaged(self) -> bool:
+        """Whether params show the average of the weights at this moment."""
+        return any(shard.aside is not None for shard in self.shards)
+
+    @property
     def device(self) -> torch.device:
         """Of all bound params; the CPU before there are any."""
         return self.shards[0].device if self.shards else torch.device("cpu")
