@@ -25,6 +25,8 @@ def averaged(binding: Binding) -> Iterator[None]:
     Raises:
         OffloadError: a rank cannot read its own; nothing changed.
     """
+    with torch.no_grad():
+        binding.begin_averages()
     shards = [shard for shard in binding.shards if EMA in shard.states]
     weights: Slices = {}
     averages: Slices = {}

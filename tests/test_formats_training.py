@@ -593,6 +593,36 @@ def test_the_average_is_that_of_torch(world: int, ranks: Pool, tmp_path: Path) -
         ranks.run(averages_beside_torch, dtype, settings, str(tmp_path), world=world)
 
 
+@pytest.mark.parametrize("is_bound", [False, True])
+def test_an_average_begins_with_the_weights_that_are_loaded(is_bound: bool) -> None:
+    """Whichever is loaded first, they or states that were saved without one."""
+
+    def linear(seed: int) -> nn.Linear:
+        torch.manual_seed(seed)
+        model = nn.Linear(40, 30)
+        for param in model.parameters():
+            param.grad = torch.ones_like(param)
+        return model
+
+    source = linear(0)
+    saved = ShardedAdamW(source.parameters())
+    saved.step()
+    model = linear(1)
+    optimizer = ShardedAdamW(model.parameters(), ema=0.9)
+    if is_bound:
+        optimizer.step()
+    optimizer.load_state_dict(saved.state_dict())
+    model.load_state_dict(source.state_dict())
+    if is_bound:
+        with optimizer.unsharded(ema=True):
+            assert raw(model.weight) == raw(source.weight)
+    begun = source.weight.detach().clone()
+    optimizer.step()
+    expected = begun + torch.tensor(1 - 0.9) * (model.weight.detach() - begun)
+    with optimizer.unsharded(ema=True):
+        torch.testing.assert_close(model.weight.detach(), expected, rtol=1e-6, atol=0)
+
+
 def test_there_is_no_average_before_a_step() -> None:
     model = nn.Linear(40, 30)
     optimizer = ShardedAdamW(model.parameters(), ema=0.9)
