@@ -1,15 +1,18 @@
 """The moving average of the weights in the place of the weights, for a while."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 
 import torch
 
+from .agreement import View, agree
 from .binding import Binding
 from .entry import Entry
-from .errors import ShardoptError
+from .errors import OffloadError
 from .rules.rule import EMA
 from .shard import Shard
+
+Slices = dict[Shard, torch.Tensor]  # 1D, as long as the shard and of its params' dtype
 
 
 @contextmanager
@@ -20,33 +23,46 @@ def averaged(binding: Binding) -> Iterator[None]:
     rank's slices.
 
     Raises:
-        ShardoptError: no average is kept, or none yet.
         OffloadError: a rank cannot read its own; nothing changed.
     """
-    if binding.rule.average is None:
-        raise ShardoptError(
-            "unsharded(ema=True) was called and no average of the weights is kept: construct the optimizer with "
-            "ema=0.999, say; it begins with the next step."
-        )
-    if not any(entry.has_state for entry in binding.entries.values()):
-        raise ShardoptError("unsharded(ema=True) was called before the first step: there is no average yet.")
-    averages = {shard: _averages(binding, shard) for shard in binding.shards if EMA in shard.states}
-    weights = {shard: shard.params(0, shard.numel).clone() for shard in averages}
+    with torch.no_grad():
+        binding.begin_averages()
+    shards = [shard for shard in binding.shards if EMA in shard.states]
+    weights: Slices = {}
+    averages: Slices = {}
+
+    def read() -> None:
+        weights.update({shard: shard.params(0, shard.numel).clone() for shard in shards})
+        averages.update({shard: _average(binding, shard, weights[shard]) for shard in shards})
+
+    _on_all(binding, read)
     followed = [entry for entry in binding.entries.values() if entry.version == entry.param._version]
-    _put(binding, averages)
     try:
+        for shard in shards:
+            shard.aside = weights[shard]
+        _put(binding, averages)
         with binding.sharded.unsharded() if binding.sharded is not None else nullcontext():
             yield
     finally:
-        _put(binding, weights)
+        try:
+            _put(binding, weights)
+        except BaseException as error:
+            binding.broken = f"while putting weights back in the place of their average: {error}"
+            raise
+        finally:
+            for shard in shards:
+                shard.aside = None
         for entry in followed:  # what was written inside is gone: masters have nothing to follow
             entry.version = entry.param._version
 
 
-def _averages(binding: Binding, shard: Shard) -> torch.Tensor:
-    """1D, as long as the shard and of its params' dtype."""
-    own = binding.read_together(shard, EMA, binding.mesh.world)
-    shown = shard.params(0, shard.numel).clone()
+def has_average(binding: Binding) -> bool:
+    """Whether any param was updated while one is kept; the same on all ranks of the binding."""
+    return binding.rule.average is not None and any(entry.step for entry in binding.entries.values())
+
+
+def _average(binding: Binding, shard: Shard, weights: torch.Tensor) -> torch.Tensor:
+    own, shown = shard.whole(EMA), weights.clone()
     for entry in _updated(binding, shard):
         where = shard.slice_of(entry.index).local
         shown[where] = own[where].to(shown.dtype)
@@ -54,15 +70,20 @@ def _averages(binding: Binding, shard: Shard) -> torch.Tensor:
 
 
 def _updated(binding: Binding, shard: Shard) -> list[Entry]:
-    return [entry for entry in binding.entries.values() if entry.shard is shard and entry.has_state]
+    return [entry for entry in binding.entries.values() if entry.shard is shard and entry.step]
 
 
-def _put(binding: Binding, values: dict[Shard, torch.Tensor]) -> None:
+@torch.no_grad()
+def _put(binding: Binding, values: Slices) -> None:
     """Collective: every rank's slices become these, and travel wherever params are whole."""
     if binding.sharded is not None:
         binding.gatherer.write_slice(lambda: None)  # nobody still gathers what is about to be overwritten
-    for shard, own in values.items():
-        shard.write_chunk("param", 0, own)
+
+    def write() -> None:
+        for shard, own in values.items():
+            shard.write_chunk("param", 0, own)
+
+    _on_all(binding, write)
     if binding.sharded is not None:
         binding.gatherer.settle()  # until all ranks have written theirs
     assert binding.wires is not None
@@ -72,3 +93,14 @@ def _put(binding: Binding, values: dict[Shard, torch.Tensor]) -> None:
             gather.start(shard.window)
     gather.finish()
     binding.wires.shards.traffic.params += gather.received
+
+
+def _on_all(binding: Binding, act: Callable[[], None]) -> None:
+    """Collective where it can fail on one rank alone: then on all."""
+    problem: Exception | None = None
+    try:
+        act()
+    except OffloadError as error:
+        problem = error
+    if not binding.store.is_final:
+        agree(View("average", dict, problem), binding.mesh.world, binding.device)

@@ -243,6 +243,11 @@ class Binding:
         return self.sharded.gatherer
 
     @property
+    def is_averaged(self) -> bool:
+        """Whether params show the average of the weights at this moment."""
+        return any(shard.aside is not None for shard in self.shards)
+
+    @property
     def device(self) -> torch.device:
         """Of all bound params; the CPU before there are any."""
         return self.shards[0].device if self.shards else torch.device("cpu")
@@ -287,6 +292,7 @@ class Binding:
 
     def follow_written_params(self) -> None:
         """Masters follow params whose version moved: weights were loaded, clamped or averaged in place."""
+        self.begin_averages()
         written = (entry for entry in self.entries.values() if entry.param._version != entry.version)
         # Halves of masters that were just loaded and fitted their params are those of these params.
         self._refresh(
@@ -294,6 +300,14 @@ class Binding:
             for entry in written
             if entry.shard.has_whole_masters or entry.version is not None or entry.awaiting is not None
         )
+
+    def begin_averages(self) -> None:
+        """Averages that were not loaded with their states begin with the weights, which may be loaded after these."""
+        late = [e for e in self.entries.values() if e.begins_average and e.param._version != e.version]
+        if late:
+            with self.all_or_nothing():
+                for entry in late:
+                    entry.shard.begin_average(entry.index)
 
     def refresh_masters(self) -> None:
         self._refresh(self.entries.values())
@@ -465,6 +479,7 @@ class Binding:
         """The model's weights, which the master must round to, may be loaded after its states: the next step looks."""
         shard, master = entry.shard, state.tensors.get("master")
         entry.version = None
+        entry.begins_average = bool(state.step) and EMA in shard.kept.states and EMA not in state.tensors
         if not shard.masters or shard.has_whole_masters:
             return
         if master is None:

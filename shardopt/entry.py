@@ -30,13 +30,15 @@ class Entry:
     slot: Slot | None = None  # of its reduced gradient, where the module was handed over
     # 1D fp32, this rank's slice of a master that was loaded and is not that of the param: which may be loaded after it.
     awaiting: torch.Tensor | None = None
+    begins_average: bool = False  # with the weights as its next step finds them
 
     def take_counters(self, state: ParamState) -> None:
         self.step, self.carried, self.has_state = state.step, dict(state.carried), True
 
     def forget(self) -> None:
         """Back to before the param's first step; its states are zeroed with its shard's."""
-        self.step, self.carried, self.has_state, self.awaiting = 0, {}, False, None
+        self.step, self.carried, self.has_state = 0, {}, False
+        self.awaiting, self.begins_average = None, False
 
     def check(self) -> None:
         """Raises BindingError if the param is not where it was put."""

@@ -16,7 +16,7 @@ from torch._compile import _disable_dynamo
 from torch.distributed.device_mesh import DeviceMesh
 
 from .agreement import View, agree
-from .averaged import averaged
+from .averaged import averaged, has_average
 from .bind import bind
 from .binding import Binding
 from .composition import Composition, Party
@@ -222,8 +222,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         binding = self._binding
         if ema:
-            with torch.no_grad(), ExitStack() as stack:
-                for each in [each for each in self._bindings if each.entries] or [self._bound()]:
+            with ExitStack() as stack:
+                for each in self._averaging():
                     stack.enter_context(averaged(each))
                 yield
             return
@@ -232,6 +232,26 @@ class ShardedOptimizer(torch.optim.Optimizer):
             return
         with binding.sharded.unsharded():
             yield
+
+    def _averaging(self) -> list[Binding]:
+        """Those that have an average. Experts that no token came to have none yet, on some ranks of the model."""
+        if self.rule.average is None:
+            raise ShardoptError(
+                "unsharded(ema=True) was called and no average of the weights is kept: construct the optimizer with "
+                "ema=0.999, say; it begins with the next step."
+            )
+        self._check_weights("unsharded(ema=True)")
+        found = [each for each in self._bindings if has_average(each)]
+        if not found:
+            raise ShardoptError("unsharded(ema=True) was called before the first step: there is no average yet.")
+        return found
+
+    def _check_weights(self, call: str) -> None:
+        if any(binding.is_averaged for binding in self._bindings):
+            raise ShardoptError(
+                f"{call} inside of `with optimizer.unsharded(ema=True):`, where the params are the average of the "
+                "weights: it would take them for the weights, which come back behind it. Leave the context first."
+            )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's; after an error in backward it makes the next one start afresh."""
@@ -293,6 +313,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._check_open()
         loss, problem, scaling = None, None, Scaling()
         try:
+            self._check_weights("step()")
             if closure is not None:
                 with torch.enable_grad():
                     loss = closure()
@@ -380,6 +401,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Params written in place (``load_state_dict``, ``copy_``) are noticed without this call. Local: make it on every
         rank that wrote.
         """
+        self._check_weights("refresh_masters()")
         with torch.no_grad():
             for binding in self._bindings:
                 binding.refresh_masters()
@@ -455,6 +477,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _put_state(self, param: torch.nn.Parameter, group: Mapping[str, Any], name: str, state: Any) -> None:
         read, local = self._read_state(state, group, param, name), self._locals.of(param)
+        self._check_weights("loading a state")
         self._consolidated = None
         binding = self._binding_of(local)
         if binding is not None:
@@ -535,6 +558,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return saved
 
     def _take_over(self, groups: list[dict[str, Any]], loaded: dict[torch.nn.Parameter, ParamState]) -> None:
+        self._check_weights("loading states")
         # Copied: the caller may go on training with the tensors that it saved.
         waiting = {local: state.copy() for local, state in loaded.items() if self._binding_of(local) is None}
         with torch.no_grad():
@@ -636,6 +660,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         While another rank still reads this one's states, for its ``state_dict()``, this waits: until that one closes
         too, or has asked nothing for a few seconds.
         """
+        self._check_weights("close()")
         if self._handover is not None:
             self._handover.close()
         for retire in self._retire:

@@ -45,6 +45,7 @@ class Shard:
     reduced: ReducedBucket  # where the module was handed over
     number: int  # of the bucket, in the reducer
     gathered: GatheredBucket | None = None  # where params are sharded
+    aside: torch.Tensor | None = None  # 1D [shard_numel]: the weights, while params show their average
 
     def __init__(
         self, bucket: Bucket, rank: int, states: Iterable[str], store: Store, kept: Kept, params_rest: bool = False
@@ -288,7 +289,8 @@ class Shard:
             return self.params(start, stop)
         format, items = self.format_of(name), self.home.read(name, start, stop)
         if name == "master" and format is not FP32:
-            return codecs.join(self.params(start, stop).to(items.device), items, format)
+            weights = self.params(start, stop) if self.aside is None else self.aside[start:stop]
+            return codecs.join(weights.to(items.device), items, format)
         scales = self.home.read(scales_name(name), start, stop) if isinstance(format, BlockFormat) else None
         return codecs.decode(codecs.Encoded(items, scales), format)
 

@@ -122,6 +122,7 @@ def _commit(lane: Lane) -> None:
         each.entry.step += 1
         each.entry.carried = seen.scalars.carried[each.entry]
         each.entry.has_state = True
+        each.entry.begins_average = False
     torch.autograd.graph.increment_version([each.entry.param for each in seen.ready])
     for entry in (*seen.written, *(each.entry for each in seen.ready)):
         entry.version = entry.param._version

@@ -354,6 +354,28 @@ def test_clip_grad_norm_of_torch_gives_the_same(ranks: Pool) -> None:
     ranks.run(clips_as_torch, world=2)
 
 
+def averages() -> None:
+    """An expert that no token came to has no average yet, on its ranks alone: these must not leave the others waiting."""
+    own = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
+    shared, expert = nn.Linear(6, 5), nn.Linear(6, 5)
+    groups = [{"params": [*shared.parameters()]}, {"params": [*expert.parameters()], "process_group": own}]
+    for param in (*shared.parameters(), *expert.parameters()):
+        nn.init.ones_(param)
+    optimizer = shardopt.ShardedSGD(groups, lr=1.0, ema=0.5, tuning=SMALL)
+    for _ in range(2):
+        shared.weight.grad, shared.bias.grad = torch.ones_like(shared.weight), torch.ones_like(shared.bias)
+        expert.weight.grad = torch.ones_like(expert.weight) if dist.get_rank() == 0 else None
+        optimizer.step()
+    with optimizer.unsharded(ema=True):
+        assert bool((shared.weight == -0.5).all()) and bool((shared.bias == -0.5).all())  # of 0 and -1
+        assert bool((expert.weight == (-0.5 if dist.get_rank() == 0 else 1)).all())
+    assert bool((shared.weight == -1).all()) and bool((expert.weight == (-1 if dist.get_rank() == 0 else 1)).all())
+
+
+def test_averages_of_experts(ranks: Pool) -> None:
+    ranks.run(averages, world=2)
+
+
 # -- what is refused ---------------------------------------------------------------------------------------------------
 
 

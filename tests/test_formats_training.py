@@ -28,7 +28,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from training import raises, raw
 
 import shardopt
-from shardopt import BindingError, ShardedAdamW, ShardedOptimizer, ShardedSGD, Tuning
+from shardopt import BindingError, CheckpointError, ShardedAdamW, ShardedOptimizer, ShardedSGD, ShardoptError, Tuning
 from shardopt.errors import DisagreementError
 from shardopt.kernels import codecs
 from shardopt.kernels.formats import BF16, FP32, SIGNED8, UNSIGNED8, BlockFormat
@@ -591,6 +591,80 @@ def test_the_average_is_that_of_torch(world: int, ranks: Pool, tmp_path: Path) -
     settings = [Setting(stage, TIERS[stage % 3]) for stage in STAGES]
     for dtype in (torch.float32, torch.bfloat16):
         ranks.run(averages_beside_torch, dtype, settings, str(tmp_path), world=world)
+
+
+@pytest.mark.parametrize("is_bound", [False, True])
+def test_an_average_begins_with_the_weights_that_are_loaded(is_bound: bool) -> None:
+    """Whichever is loaded first, they or states that were saved without one."""
+
+    def linear(seed: int) -> nn.Linear:
+        torch.manual_seed(seed)
+        model = nn.Linear(40, 30)
+        for param in model.parameters():
+            param.grad = torch.ones_like(param)
+        return model
+
+    source = linear(0)
+    saved = ShardedAdamW(source.parameters())
+    saved.step()
+    model = linear(1)
+    optimizer = ShardedAdamW(model.parameters(), ema=0.9)
+    if is_bound:
+        optimizer.step()
+    optimizer.load_state_dict(saved.state_dict())
+    model.load_state_dict(source.state_dict())
+    if is_bound:
+        with optimizer.unsharded(ema=True):
+            assert raw(model.weight) == raw(source.weight)
+    begun = source.weight.detach().clone()
+    optimizer.step()
+    expected = begun + torch.tensor(1 - 0.9) * (model.weight.detach() - begun)
+    with optimizer.unsharded(ema=True):
+        torch.testing.assert_close(model.weight.detach(), expected, rtol=1e-6, atol=0)
+
+
+def test_there_is_no_average_before_a_step() -> None:
+    model = nn.Linear(40, 30)
+    optimizer = ShardedAdamW(model.parameters(), ema=0.9)
+    shardopt.prepare_states(optimizer)
+    with pytest.raises(ShardoptError, match="before the first step"), optimizer.unsharded(ema=True):
+        pass
+
+
+def guards_its_weights(setting: Setting, folder: str) -> None:
+    recipe = Recipe(0, "split", "fp32", keywords={"lr": 0.05}, ema=DECAY)
+    expected = trained(replace(recipe, steps=4), setting, folder)
+    model, optimizer = build(recipe, setting, folder)
+    train(model, optimizer, range(3))
+    before, states = facts(model, optimizer), copy.deepcopy(optimizer.state_dict())
+    optimizer.zero_grad()
+    model(3).backward()
+    with optimizer.unsharded(ema=True):
+        inside = optimizer.state_dict()
+        masters = {index: raw(state["master"]) for index, state in inside["state"].items()}
+        for call, what in (
+            (lambda: optimizer.step(), r"step\(\)"),
+            (lambda: optimizer.load_state_dict(states), "loading states"),
+            (lambda: optimizer.refresh_masters(), r"refresh_masters\(\)"),
+            (lambda: optimizer.close(), r"close\(\)"),
+            (lambda: optimizer.unsharded(ema=True).__enter__(), r"unsharded\(ema=True\)"),
+        ):
+            with pytest.raises(ShardoptError, match=f"{what} inside of"):
+                call()
+        with pytest.raises(CheckpointError, match="average of the weights at this moment|gathered at this moment"):
+            shardopt.save_checkpoint(Path(folder) / "inside", model, optimizer)
+        assert torch.is_grad_enabled()
+    assert masters == {index: raw(state["master"]) for index, state in optimizer.state_dict()["state"].items()}
+    check(facts(model, optimizer), before, "behind the average")
+    optimizer.step()
+    check(facts(model, optimizer), expected, "a step behind the average")
+    optimizer.close()
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("setting", [Setting(1), Setting(3), Setting(3, "disk")], ids=lambda each: str(each)[8:28])
+def test_an_average_is_not_taken_for_the_weights(setting: Setting, world: int, ranks: Pool, tmp_path: Path) -> None:
+    ranks.run(guards_its_weights, setting, str(tmp_path), world=world)
 
 
 # -- errors ------------------------------------------------------------------------------------------------------------

@@ -145,6 +145,12 @@ class Model:
                     f"a step failed half-way ({binding.broken}): params and states of the ranks may belong to "
                     "different steps. Nothing was saved; start anew from the last checkpoint."
                 )
+            if any(each.is_averaged for each in optimizer._bindings):
+                raise CheckpointError(
+                    "params show the average of the weights at this moment: a checkpoint would hold it in their place, "
+                    "beside masters and states of others. Call this outside of `with optimizer.unsharded(ema=True):`; "
+                    "inside, save module.state_dict()."
+                )
             sharded = None if binding is None else binding.sharded
             if sharded is not None and any(each.users for each in sharded.buckets):
                 raise CheckpointError(
