@@ -253,6 +253,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 "weights: it would take them for the weights, which come back behind it. Leave the context first."
             )
 
+    def _check_released(self) -> None:
+        if any(binding.sharded is not None and binding.sharded.shown for binding in self._bindings):
+            raise ShardoptError(
+                "step() inside of `with optimizer.unsharded():` at stage 3: the whole params that are shown there "
+                "would be out of date, and be written over the update behind it. Leave the context first."
+            )
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's; after an error in backward it makes the next one start afresh."""
         with torch._C.DisableTorchFunctionSubclass():
@@ -314,6 +321,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         loss, problem, scaling = None, None, Scaling()
         try:
             self._check_weights("step()")
+            self._check_released()
             if closure is not None:
                 with torch.enable_grad():
                     loss = closure()

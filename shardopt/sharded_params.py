@@ -26,6 +26,7 @@ class ShardedParams:
         self.gatherer = gatherer
         self.where: dict[torch.nn.Parameter, GatheredBucket] = {}
         self.frozen: list[Shard] = []  # of params that are not trained
+        self.shown = 0  # contexts that show whole params at this moment
         self._gather, self._fetcher = gather, fetcher
 
     @property
@@ -56,9 +57,11 @@ class ShardedParams:
         for each in buckets:
             gatherer.need(each)
         before = [each.bucket.holders for each in buckets]
+        self.shown += 1
         try:
             yield
         finally:
+            self.shown -= 1
             problem: Exception | None = None
             for each, holders in zip(buckets, before, strict=True):
                 try:

@@ -355,7 +355,7 @@ def test_clip_grad_norm_of_torch_gives_the_same(ranks: Pool) -> None:
 
 
 def averages() -> None:
-    """An expert that no token came to has no average yet, on its ranks alone: these must not leave the others waiting."""
+    """An expert that no token came to has no average yet, on its ranks alone; the others do not wait for them."""
     own = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
     shared, expert = nn.Linear(6, 5), nn.Linear(6, 5)
     groups = [{"params": [*shared.parameters()]}, {"params": [*expert.parameters()], "process_group": own}]

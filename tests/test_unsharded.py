@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from modules import (
@@ -33,7 +34,7 @@ from torch.nn import Parameter
 from torch.nn import functional as F
 from training import raises, raw
 
-from shardopt import Part, ReleasedError, ShardedAdamW, ShardedOptimizer, StateError
+from shardopt import Part, ReleasedError, ShardedAdamW, ShardedOptimizer, ShardoptError, StateError
 
 # -- outside of modules ------------------------------------------------------------------------------------------------
 REFUSED: dict[str, Callable[[Any, Tensor], Any]] = {
@@ -124,6 +125,9 @@ def generation(neighbours: bool) -> None:
             with opt.unsharded():
                 copied = copy.deepcopy(model)
                 norm = sum(param.norm() for param in model.parameters() if param.numel())
+                if stage == 3:
+                    with pytest.raises(ShardoptError, match="written over the update behind it"):
+                        opt.step()
             opt.step()
             assert all(type(param) is Parameter for param in copied.parameters())
         results.append((snapshot(model, opt), norm.item(), copied(data(0, 1, W)).sum().item()))

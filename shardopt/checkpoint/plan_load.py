@@ -137,6 +137,9 @@ class _Planner:
                     encoding = self.manifest.tensors[key].encoding or FP32.name
                     if kept not in (FP32.name, encoding):
                         self.made.rounded[kind, encoding, kept] += 1
+                else:
+                    encoding = self.manifest.tensors[Key("params", saved, kind)].encoding or FP32.name
+                    self.made.rounded[kind, encoding, "the param"] += 1
         elif self.manifest.params[saved]["has_state"]:
             about = self.manifest.params[saved]
             state = ParamState(about["step"], carried_of(about))
