@@ -298,7 +298,7 @@ class Binding:
         self._refresh(
             entry
             for entry in written
-            if entry.shard.has_whole_masters or entry.version is not None or entry.awaiting is not None
+            if entry.shard.has_whole_masters or entry.version is not None or entry.index in entry.shard.awaiting
         )
 
     def begin_averages(self) -> None:
@@ -314,22 +314,29 @@ class Binding:
 
     def _refresh(self, entries: Iterable[Entry]) -> None:
         written: dict[Shard, list[int]] = defaultdict(list)
-        awaiting = []
+        awaiting: list[Entry] = []
         for entry in entries:
-            if entry.awaiting is None:
-                written[entry.shard].append(entry.index)
-            else:
+            if entry.index in entry.shard.awaiting:
                 awaiting.append(entry)
+            else:
+                written[entry.shard].append(entry.index)
         if not written and not awaiting:
             return
         with self.all_or_nothing():
             for shard, indices in written.items():
                 shard.refresh_masters(indices)
             for entry in awaiting:
-                assert entry.awaiting is not None
-                entry.shard.write("master", entry.index, entry.shard.slice_of(entry.index).start, entry.awaiting)
+                entry.shard.settle_master(entry.index)
         for entry in awaiting:
-            entry.awaiting = None
+            del entry.shard.awaiting[entry.index]
+
+    def settle_masters(self) -> None:
+        """What is kept of masters that were loaded is that of the weights of now; others may still be loaded."""
+        if any(shard.awaiting for shard in self.shards):
+            with self.all_or_nothing():
+                for shard in self.shards:
+                    for index in shard.awaiting:
+                        shard.settle_master(index)
 
     @contextmanager
     def all_or_nothing(self) -> Iterator[None]:
@@ -487,7 +494,7 @@ class Binding:
             return
         own = _own_values(shard, entry.index, master)
         if not torch.equal(shard.read("master", entry.index), own.to(shard.device)):
-            entry.awaiting = own.clone()
+            shard.awaiting[entry.index] = own.clone()
 
     @staticmethod
     def _write_tensors(shard: Shard, index: int, state: ParamState) -> None:

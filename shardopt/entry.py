@@ -28,8 +28,6 @@ class Entry:
     carried: dict[str, float] = field(default_factory=dict)
     has_state: bool = False
     slot: Slot | None = None  # of its reduced gradient, where the module was handed over
-    # 1D fp32, this rank's slice of a master that was loaded and is not that of the param: which may be loaded after it.
-    awaiting: torch.Tensor | None = None
     begins_average: bool = False  # with the weights as its next step finds them
 
     def take_counters(self, state: ParamState) -> None:
@@ -38,7 +36,8 @@ class Entry:
     def forget(self) -> None:
         """Back to before the param's first step; its states are zeroed with its shard's."""
         self.step, self.carried, self.has_state = 0, {}, False
-        self.awaiting, self.begins_average = None, False
+        self.begins_average = False
+        self.shard.awaiting.pop(self.index, None)
 
     def check(self) -> None:
         """Raises BindingError if the param is not where it was put."""

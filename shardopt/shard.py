@@ -79,6 +79,9 @@ class Shard:
         except BaseException:
             self.home.release()
             raise
+        # Index of a param -> 1D fp32, its slice of a master that was loaded and is not that of the param: which may be
+        # loaded after it.
+        self.awaiting: dict[int, torch.Tensor] = {}
         self._piece_of_param = {piece.param: piece for piece in self.pieces}
         self._strides = [dense_strides(param) for param in bucket.params]
         self._no_row = len(self.pieces)  # the row of blocks that hold no param; its end stays 0
@@ -240,6 +243,10 @@ class Shard:
         """A view of a whole bucket-like buffer with the shape of the bucket's param ``index``."""
         return self.bucket.view(flat, index, self.bucket.params[index])
 
+    def settle_master(self, index: int) -> None:
+        """Keeps of a master that was loaded what fits the param ``index`` as it is now."""
+        self.write("master", index, self.slice_of(index).start, self.awaiting[index])
+
     def refresh_masters(self, indices: Iterable[int]) -> None:
         """Makes masters follow these params, which were written: elements that are the master rounded keep it.
 
@@ -290,7 +297,17 @@ class Shard:
         format, items = self.format_of(name), self.home.read(name, start, stop)
         if name == "master" and format is not FP32:
             weights = self.params(start, stop) if self.aside is None else self.aside[start:stop]
-            return codecs.join(weights.to(items.device), items, format)
+            masters = codecs.join(weights.to(items.device), items, format)
+            for index, loaded in self.awaiting.items():
+                where = self.slice_of(index).local
+                first, last = max(where.start, start), min(where.stop, stop)
+                if first < last:
+                    param = weights[first - start : last - start].to(items.device)
+                    own = loaded[first - where.start : last - where.start].to(items.device)
+                    masters[first - start : last - start] = codecs.join(
+                        param, codecs.rest_of(own, param, format), format
+                    )
+            return masters
         scales = self.home.read(scales_name(name), start, stop) if isinstance(format, BlockFormat) else None
         return codecs.decode(codecs.Encoded(items, scales), format)
 

@@ -348,10 +348,20 @@ def test_a_state_dict_resumes_with_the_same_bits(recipe: Recipe, tier: str, tmp_
                 other.load_state_dict(weights)
             else:
                 fresh.load_state_dict(saved)
+        order = f"after {started} steps, {'weights' if weights_first else 'states'} first"
+        check_same_dict(fresh.state_dict(), saved, order)
+        path = shardopt.save_checkpoint(tmp_path / "of-the-loaded", other, fresh).wait()
         train(other, fresh, range(3, recipe.steps))
-        order = "weights first" if weights_first else "states first"
-        check(facts(other, fresh), alone(recipe), f"after {started} steps, {order}")
+        check(facts(other, fresh), alone(recipe), order)
+        shardopt.load_checkpoint(path, other, fresh)
+        check_same_dict(fresh.state_dict(), saved, f"{order}, from a checkpoint")
         fresh.close()
+
+
+def check_same_dict(found: dict[str, Any], expected: dict[str, Any], where: str) -> None:
+    for key, state in expected["state"].items():
+        for name, value in state.items():
+            assert torch.equal(torch.as_tensor(found["state"][key][name]), torch.as_tensor(value)), (where, key, name)
 
 
 @pytest.mark.parametrize("states", STATE_FORMATS)

@@ -223,7 +223,8 @@ class Loading:
             saved = fitting.states.get(name)
             if home.entry is not None and name in fitting.params:
                 # Its master follows at the next step, where it does not round to it.
-                home.entry.version, home.entry.awaiting, home.entry.begins_average = None, None, False
+                home.entry.version, home.entry.begins_average = None, False
+                home.entry.shard.awaiting.pop(home.entry.index, None)
                 if "master" not in self._kinds.get(saved or "", ()):
                     _renew_master(home)
             if home.entry is None or saved is None:

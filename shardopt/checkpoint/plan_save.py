@@ -110,7 +110,7 @@ class SavePlan:
 
 
 def plan_save(model: Model, extra: Mapping[str, Any], step: int | None, widens: bool = False) -> SavePlan:
-    """The plan for the values of this moment. Local, reads no element.
+    """The plan for the values of this moment. Local; reads no element.
 
     Args:
         widens: save masters and states in fp32, whatever they are kept in.
@@ -119,6 +119,9 @@ def plan_save(model: Model, extra: Mapping[str, Any], step: int | None, widens: 
         CheckpointError: something cannot be saved; nothing was written.
     """
     model.check_whole()
+    for optimizer in model.optimizers:
+        for binding in optimizer._bindings:
+            binding.settle_masters()  # their halves are saved as they are kept
     return _Planner(model, widens).plan(extra, step)
 
 
