@@ -78,7 +78,7 @@ def _description(
             "stage": options.stage,
             "module": options.module is not None,
             "offload": tier_of(options.rests),
-            "offloaded params": binding.params_rest,
+            "offloaded params": None if options.rests is None else options.rests.params_tier,
             "offloaded fraction": 1.0 if options.rests is None else options.rests.fraction,
             "reduce_dtype": str(options.reduce_dtype),
             "shards": binding.mesh.shard.size,

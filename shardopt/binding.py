@@ -37,8 +37,8 @@ from .rules.rule import EMA
 from .shard import Shard
 from .sharded_params import ShardedParams
 from .states import ParamState, check_part
-from .tiers import in_memory, make_store
-from .timings import Clock
+from .tiers import in_memory, make_store, params_rest
+from .timings import Clock, Timings
 
 # No param ever has it: what is kept beside a param is of no use, and the next step finds that it was written.
 _OF_OTHER_WEIGHTS = -1
@@ -114,7 +114,7 @@ class Binding:
         bucket = Bucket(params, planned.layout, self.fresh, planned.is_released)
         shard: Shard | None = None
         try:
-            rests = planned.is_released and self.params_rest
+            rests = planned.is_released and self._params_rest(bucket.device)
             store = self._store_for(bucket.device)
             shard = Shard(bucket, self.mesh.shard.rank, planned.states, store, planned.kept, rests)
             for index, param in enumerate(params):
@@ -190,11 +190,12 @@ class Binding:
         problem: Exception | None = None
         try:
             device = layouts[0][0][0].device
-            store = self._store_for(device) if self.params_rest else in_memory("device")
+            rests = self._params_rest(device)
+            store = self._store_for(device) if rests else in_memory("device")
             for members, layout in layouts:
                 bucket = Bucket(members, layout, self.fresh, is_released=True)
                 try:
-                    shards.append(Shard(bucket, self.mesh.shard.rank, (), store, NOTHING, self.params_rest))
+                    shards.append(Shard(bucket, self.mesh.shard.rank, (), store, NOTHING, rests))
                 except BaseException:
                     bucket.release()
                     raise
@@ -220,22 +221,23 @@ class Binding:
             if self.options.module is not None:
                 self.reducer = Reducer(self.mesh, shards, replicas)
             if Placements.of_stage(self.options.stage).param is Placement.SHARD:
-                # What rests on a disk is in nobody's memory to be read.
-                wires = Transport(self.mesh.shard, device, debug=tuning.debug) if self.params_rest else shards
+                # What rests elsewhere is in no memory that others could read.
+                rest = self._params_rest(device)
+                wires = Transport(self.mesh.shard, device, debug=tuning.debug) if rest else shards
                 self.sharded = ShardedParams(Gatherer(wires, tuning.live_bytes), self._gather, self.fetcher)
             if self.mesh.shard.size > 1:
                 self.exhibit = Exhibit(self)
         return self.wires
 
-    @property
-    def params_rest(self) -> bool:
+    def _params_rest(self, device: torch.device) -> bool:
         """Whether slices of sharded params rest where masters and states do."""
-        return self.options.rests is not None and self.options.rests.params not in (None, "cpu")
+        return params_rest(self.options.rests, device)
 
     @property
     def resting(self) -> list[Shard]:
         """The shards whose homes are the store's."""
-        return [*self.shards, *(self.sharded.frozen if self.sharded is not None and self.params_rest else ())]
+        frozen = self.sharded.frozen if self.sharded is not None and self._params_rest(self.device) else ()
+        return [*self.shards, *frozen]
 
     @property
     def gatherer(self) -> Gatherer:
@@ -293,7 +295,9 @@ class Binding:
     def follow_written_params(self) -> None:
         """Masters follow params whose version moved: weights were loaded, clamped or averaged in place."""
         self.begin_averages()
-        written = (entry for entry in self.entries.values() if entry.param._version != entry.version)
+        written = [entry for entry in self.entries.values() if entry.param._version != entry.version]
+        for entry in written:
+            entry.shard.params_were_written()
         # Halves of masters that were just loaded and fitted their params are those of these params.
         self._refresh(
             entry
@@ -310,6 +314,8 @@ class Binding:
                     entry.shard.begin_average(entry.index)
 
     def refresh_masters(self) -> None:
+        for shard in self.shards:
+            shard.params_were_written()
         self._refresh(self.entries.values())
 
     def _refresh(self, entries: Iterable[Entry]) -> None:
@@ -378,6 +384,9 @@ class Binding:
         if self.mesh.shard.size == 1:
             return partial(_own, shard, index, name)
         return None if self.exhibit is None else self.exhibit.fetcher(shard, index, name)
+
+    def timings(self) -> Timings:
+        return self.clock.read(None if self._store is None else self._store.note)
 
     def settle(self) -> None:
         """This rank has come to the end of a step."""

@@ -112,8 +112,9 @@ class Offload:
         gradients: sums of gradients, at stage 2 and 3: ``"cpu"``, or None: on the device.
         params: this rank's slices at stage 3, those of frozen params too: ``"cpu"``, the directory of ``states``, or
             None: on the device. From a directory they are read whenever their module runs, and travel in messages.
-        step: where the update runs: ``"gpu"`` (states stream through it), ``"cpu"``, or ``"auto"``: where the params
-            are, the only place that there is so far.
+        step: where the update of params on a GPU runs: on the ``"gpu"``, through which states stream; on the ``"cpu"``,
+            to which gradients come down and from which params go up; ``"auto"`` measures both in the first steps and
+            goes on with the faster one (``opt.timings()`` tells which). From a disk it is the CPU.
         fraction: of masters and states that is offloaded; the rest stays on the device, in whole buckets.
         pin_memory: whether host memory is registered with the GPU, where there is one.
     """
@@ -145,6 +146,13 @@ class Offload:
     def directory(self) -> Path | None:
         """Where files are made; None in memory."""
         return None if self.states == "cpu" else Path(self.states)
+
+    @property
+    def params_tier(self) -> str:
+        """Of slices at stage 3: "device", "host" or "disk"."""
+        if self.params is None:
+            return "device"
+        return "host" if self.params == "cpu" else "disk"
 
 
 @dataclass(frozen=True)

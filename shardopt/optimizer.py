@@ -687,7 +687,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         The phases are labels in ``torch.profiler`` as well.
         """
-        return Timings.of_all([binding.clock.read() for binding in self._bindings])
+        return Timings.of_all([binding.timings() for binding in self._bindings])
 
     def memory(self) -> dict[str, dict[str, int]]:
         """Bytes on this rank by kind (param, gradient, master, state, buffer) and tier (device, host, disk)."""

@@ -6,7 +6,7 @@ from contextlib import suppress
 from .agreement import View, agree
 from .binding import Binding
 from .errors import OffloadError
-from .offload.ring import RingHome
+from .offload.host import HostHome
 from .offload.store import Home, ResidentHome, Store
 from .partition.room import return_free_pages
 from .shard import Shard
@@ -56,7 +56,7 @@ def _copy_streams(shard: Shard, new: Home) -> None:
     old = shard.home
     bounds = max(old.chunks(), new.chunks(), key=len)
     if isinstance(old, ResidentHome) and isinstance(new, ResidentHome):
-        if not (isinstance(old, RingHome) or isinstance(new, RingHome)):
+        if not (isinstance(old, HostHome) or isinstance(new, HostHome)):
             new.streams.update(old.streams)  # it stays where it is
             new.planes.update(old.planes)
             return

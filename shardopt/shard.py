@@ -85,13 +85,14 @@ class Shard:
         self._piece_of_param = {piece.param: piece for piece in self.pieces}
         self._strides = [dense_strides(param) for param in bucket.params]
         self._no_row = len(self.pieces)  # the row of blocks that hold no param; its end stays 0
-        self.row_of_block = self._make_row_of_block()
+        self.host_row_of_block = self._make_row_of_block()  # in host memory
+        self.row_of_block = self.host_row_of_block.to(self.device)
 
     def _make_row_of_block(self) -> torch.Tensor:
         rows = np.full(self.numel // BLOCK, self._no_row, dtype=np.int32)
         for row, piece in enumerate(self.pieces):
             rows[piece.shard_start // BLOCK : -(-piece.shard_end // BLOCK)] = row
-        return torch.from_numpy(rows).to(self.device)
+        return torch.from_numpy(rows)
 
     @property
     def device(self) -> torch.device:
@@ -161,8 +162,12 @@ class Shard:
             self.gathered = gatherer.add(self.bucket, RestingSlice(self))
         else:
             self.param = self._zeros().copy_(self.param)
-            self.gathered = gatherer.add(self.bucket, MemorySlice(self.param))
+            self.gathered = gatherer.add(self.bucket, MemorySlice(self.param, self.params_were_written))
         return self.gathered
+
+    def params_were_written(self) -> None:
+        """By others than an update."""
+        self.home.knows_params = False
 
     def spec(self, variant: Variant, grad: Format) -> StepSpec:
         """What updates this shard with gradients of this format."""
@@ -190,7 +195,7 @@ class Shard:
         for row, (key, other_key, phase) in counters.items():
             piece = self.pieces[row]
             rows[row] = (key, other_key, piece.start - piece.shard_start, phase)
-        return Noise(torch.from_numpy(rows.astype(np.int32)).to(self.device))
+        return Noise(torch.from_numpy(rows.astype(np.int32)).to(self.home.device))
 
     def strides(self, index: int) -> tuple[int, ...]:
         """In which the bucket's param ``index`` lies."""
@@ -321,6 +326,7 @@ class Shard:
                 self.home.write(name, start, values)
             else:
                 self.param[start : start + values.numel()].copy_(values)
+                self.params_were_written()
             return
         format = self.format_of(name)
         if name == "master" and format is not FP32:
@@ -357,10 +363,10 @@ class RestingSlice:
     def write(self, values: torch.Tensor) -> None:
         """Nothing, where they are what is there: whoever looks at whole params seldom writes to them."""
         kind = torch.int16 if values.element_size() == 2 else torch.int32
-        bounds = self._home.chunks()
-        if not all(torch.equal(self._bits(low, high), values[low:high].view(kind)) for low, high in bounds):
+        bounds, here = self._home.chunks(), values.to("cpu")
+        if not all(torch.equal(self._bits(low, high), here[low:high].view(kind)) for low, high in bounds):
             self._home.write("param", 0, values)
 
     def _bits(self, start: int, stop: int) -> torch.Tensor:
-        values = self._home.read("param", start, stop)
+        values = self._home.read("param", start, stop).to("cpu")
         return values.view(torch.int16 if values.element_size() == 2 else torch.int32)

@@ -13,10 +13,9 @@ Nothing is changed before phase 4: whatever is wrong on any rank is raised on al
 
 import math
 import warnings
-from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -28,12 +27,13 @@ from .entry import Candidate, Group
 from .errors import CommunicationError, ShardoptError
 from .kernels.launch import backend_of
 from .kernels.reductions import sum_of_squares
-from .kernels.tables import Factors, Streams
-from .offload.store import Chunk
+from .kernels.tables import Factors, Gradients, Streams
+from .offload.store import Chunk, Fetched
 from .partition.collectives import Ranks
 from .partition.transport import Gather
 from .shard import Shard, scales_name
 from .survey import Launch, Scaling, Survey, check_numbers, plain_numbers, survey
+from .work import Task, Work, works_of
 
 # Keeps a norm of zero from dividing, as in torch.nn.utils.clip_grad_norm_.
 _CLIP_EPS = 1e-6
@@ -281,28 +281,6 @@ def _where_nonfinite(launches: Sequence[Launch], unscale: float) -> str:
 # -- 4. update, 5. gather ----------------------------------------------------------------------------------------------
 
 
-class Work(NamedTuple):
-    """What there is to do for one shard."""
-
-    shard: Shard
-    states: Iterable[str]  # that it needs, the same on all ranks
-    launches: list[Launch]
-
-    def chunks(self) -> list[Chunk]:
-        """In which it is done; none where this rank holds nothing of what is updated."""
-        self.shard.ensure_states(self.states)
-        names = dict.fromkeys(name for launch in self.launches for name in launch.spec.variant.states)
-        return self.shard.chunks(names, [self.shard.pieces[row] for launch in self.launches for row in launch.ready])
-
-
-def _works(binding: Binding, seen: Survey) -> list[Work]:
-    launches: dict[Shard, list[Launch]] = defaultdict(list)
-    for launch in seen.launches:
-        launches[launch.shard].append(launch)
-    # Backward order reversed: the first layers' params, which the next forward needs first, arrive first.
-    return [Work(shard, seen.states[shard], launches[shard]) for shard in reversed(binding.shards)]
-
-
 def _update_lanes(lanes: Sequence[Lane], unscale: float, clip: float) -> Exception | None:
     """See :func:`_update`; after an error none of the bindings goes on."""
     try:
@@ -327,7 +305,7 @@ def _update(binding: Binding, seen: Survey, unscale: float, clip: float) -> Exce
         return None
     if binding.sharded is not None:
         binding.gatherer.drop_all()  # they travel when they are needed; what is here will be out of date
-    works, factors = _works(binding, seen), (unscale, clip)
+    works, factors = works_of(binding, seen), (unscale, clip)
     if not binding.store.is_final:
         undone = _update_or_put_back(binding, works, factors)
         if undone is not None:
@@ -343,9 +321,9 @@ def _update_or_put_back(binding: Binding, works: Sequence[Work], factors: tuple[
     try:
         try:
             store.begin()
-            ordered = [(chunk, work) for work in works for chunk in work.chunks() if not chunk.home.is_final]
-            store.prefetch([chunk for chunk, _ in ordered])
-            _run(binding, ordered, factors)
+            tasks = [task for work in works for task in work.tasks() if not task.chunk.home.is_final]
+            store.prefetch([task.chunk for task in tasks])
+            _run(binding, tasks, factors)
             with binding.clock.phase("write back"):
                 store.flush()
         except Exception as error:
@@ -372,22 +350,22 @@ def _update_and_gather(
     assert binding.wires is not None
     gather = binding.wires.shards.gather("gathering updated params")
     problem: Exception | None = None
-    chunks: dict[Shard, list[Chunk]] = {}
+    tasks: dict[Shard, list[Task]] = {}
     try:
-        chunks = {work.shard: [chunk for chunk in work.chunks() if chunk.home.is_final] for work in works}
-        binding.store.prefetch([chunk for each in chunks.values() for chunk in each])
+        tasks = {work.shard: [task for task in work.tasks() if task.chunk.home.is_final] for work in works}
+        binding.store.prefetch([task.chunk for each in tasks.values() for task in each])
     except Exception as error:  # the other ranks wait for this one's shards: they are told when these have met
         problem = error
     for work in works:
         try:
             if problem is None:
-                _run(binding, [(chunk, work) for chunk in chunks[work.shard]], factors)
+                _run(binding, tasks[work.shard], factors)
         except Exception as error:
             problem = error
         if work.shard in updated and work.shard.gathered is None:
             gather.start(work.shard.window)
     try:
-        if any(chunks.values()):
+        if any(tasks.values()):
             binding.store.flush()
     except Exception as error:
         problem = problem or error
@@ -408,29 +386,29 @@ def _finish(binding: Binding, gather: Gather, problem: Exception | None) -> None
         raise problem
 
 
-def _run(binding: Binding, ordered: Sequence[tuple[Chunk, Work]], factors: tuple[float, float]) -> None:
+def _run(binding: Binding, tasks: Iterable[Task], factors: tuple[float, float]) -> None:
     """Brings each chunk in, updates it, takes it back."""
     store, clock = binding.store, binding.clock
-    for chunk, work in ordered:
+    for task in tasks:
         with clock.phase("fetch"):
-            streams = dict(zip(chunk.names, store.fetch(chunk), strict=True))
+            fetched = store.fetch(task.chunk)
         with clock.phase("update"):
-            for launch in work.launches:
-                _launch(launch, chunk, streams, Factors(launch.divisor, *factors))
+            for launch, gradients in zip(task.launches, task.tables(fetched), strict=True):
+                _launch(launch, task.chunk, fetched, gradients, Factors(launch.divisor, *factors))
         with clock.phase("write back"):
-            store.write_back(chunk)
+            store.write_back(task.chunk)
 
 
-def _launch(launch: Launch, chunk: Chunk, streams: Mapping[str, torch.Tensor], factors: Factors) -> None:
+def _launch(launch: Launch, chunk: Chunk, fetched: Fetched, gradients: Gradients, factors: Factors) -> None:
+    streams = dict(zip(chunk.names, fetched.streams, strict=True))
     names = launch.spec.variant.states
     states = tuple(streams[name] for name in names)
     scales = tuple(streams.get(scales_name(name)) for name in names)
-    gradients = launch.gradients.part(chunk.start, chunk.stop, launch.spec.grad.itemsize)
     folded = factors.folded()
     assert folded is not None  # the survey settled all others
     masters = streams.get("master") if launch.spec.has_master else None
     noise = None if launch.noise is None else launch.noise.part(chunk.start)
-    param = streams["param"] if chunk.param is None else chunk.param
+    param = streams["param"] if fetched.param is None else fetched.param
     backend = backend_of(param.device)
     kept = Streams(param, masters, states, scales)
     backend.step(launch.spec, kept, gradients, launch.scalars, folded, noise)

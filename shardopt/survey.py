@@ -58,7 +58,10 @@ class Scalars(NamedTuple):
 
 @dataclass(frozen=True)
 class Launch:
-    """One kernel launch over one shard: the params of one variant and one gradient dtype."""
+    """One kernel launch over one shard: the params of one variant and one gradient dtype.
+
+    Gradients are where backward left them, the other tables where the kernel runs.
+    """
 
     shard: Shard
     spec: StepSpec
@@ -226,13 +229,14 @@ def _plan_launches(
         for (variant, dtype), members in rows.items():
             spec = shard.spec(variant, format_of(dtype, "a gradient"))
             gradients = shard.gradients({row: (each.grad, each.start) for row, each in members.items()})
-            backend_of(shard.device).prepare(spec, shard.device, gradients.aligned)
+            where = shard.home.device
+            backend_of(where).prepare(spec, where, gradients.aligned)
             table = np.zeros((shard.num_rows, len(variant.scalars)), dtype=np.float32)
             for row, each in members.items():
                 table[row] = scalars.now[each.entry]
-            on_device = torch.from_numpy(table).to(shard.device)
+            numbers_there = torch.from_numpy(table).to(where)
             noise = _noise(binding.options.tuning.seed, shard, members) if spec.needs_noise else None
-            launches.append(Launch(shard, spec, gradients, on_device, members, _divisor(members.values()), noise))
+            launches.append(Launch(shard, spec, gradients, numbers_there, members, _divisor(members.values()), noise))
     return launches
 
 

@@ -1,11 +1,16 @@
 """Which store an optimizer's states rest in: the only place that knows all of them."""
 
+from pathlib import Path
+
 import torch
 
 from .config import Offload, Tuning
 from .errors import BindingError
+from .offload.cpu_step import CpuStepStore
 from .offload.disk import DiskStore
-from .offload.lanes import CudaLanes
+from .offload.host import HostStore
+from .offload.lanes import CudaLanes, Lanes
+from .offload.measured import MeasuredStore
 from .offload.mixed import MixedStore, RevocableStore
 from .offload.pinned import Pages, register_with_cuda
 from .offload.ring import RingStore
@@ -34,22 +39,39 @@ def make_store(rests: Offload | None, tuning: Tuning, device: torch.device) -> S
     """
     if rests is None:
         return in_memory("device")
-    away: Store
-    if rests.directory is not None:
-        away = DiskStore(rests.directory, tuning.chunk_bytes, tuning.timeout or _PATIENCE)
-    elif device.type == "cpu":
-        away = in_memory("host")
-    else:
-        away = _ring(rests, tuning, device)
+    away = _beside_cpu(rests, tuning) if device.type == "cpu" else _beside(device, CudaLanes(device), rests, tuning)
     return away if rests.fraction == 1 else MixedStore(away, RevocableStore("device", zeros), rests.fraction)
 
 
-def _ring(rests: Offload, tuning: Tuning, device: torch.device) -> RingStore:
+def _beside_cpu(rests: Offload, tuning: Tuning) -> Store:
+    return in_memory("host") if rests.directory is None else _disk(rests.directory, tuning)
+
+
+def _disk(directory: Path, tuning: Tuning) -> DiskStore:
+    return DiskStore(directory, tuning.chunk_bytes, tuning.timeout or _PATIENCE)
+
+
+def _beside(device: torch.device, lanes: Lanes, rests: Offload, tuning: Tuning) -> Store:
+    """For params that are not in the host's memory."""
     pages = Pages(
         lambda numel, dtype: zeros(numel, dtype, torch.device("cpu")),
         register_with_cuda if rests.pin_memory else None,
     )
-    return RingStore(device, CudaLanes(device), pages, tuning.chunk_bytes)
+    if rests.directory is not None:
+        return CpuStepStore(lanes, pages, _disk(rests.directory, tuning))
+    host = HostStore(pages, tuning.chunk_bytes)
+    if rests.step == "gpu":
+        return RingStore(device, lanes, host)
+    if rests.step == "cpu":
+        return CpuStepStore(lanes, pages, host)
+    return MeasuredStore(lanes, host, {"gpu": RingStore(device, lanes, host), "cpu": CpuStepStore(lanes, pages, host)})
+
+
+def params_rest(rests: Offload | None, device: torch.device) -> bool:
+    """Whether slices of sharded params on this device rest where masters and states do."""
+    if rests is None or rests.params is None:
+        return False
+    return rests.params != "cpu" or device.type != "cpu"
 
 
 def check_offload(rests: Offload | None, device: torch.device) -> None:
@@ -60,14 +82,14 @@ def check_offload(rests: Offload | None, device: torch.device) -> None:
     if device.type == "cpu":
         if rests.step == "gpu":
             wrong, instead = "step='gpu' has none to run on", "Leave step away, or move the model to a GPU"
-    elif rests.directory is not None:
+    elif rests.directory is not None and rests.step == "gpu":
+        wrong, instead = "what is read from a disk is updated by the CPU", "Leave step away, or give 'cpu' as states"
+    elif rests.gradients is not None:
+        wrong, instead = "gradients of a GPU stay there, so far", "Leave gradients= away"
+    elif rests.directory is not None and rests.params == "cpu":
         wrong, instead = (
-            "a directory serves states that a CPU updates, so far",
-            "Give 'cpu', or keep the model on the CPU",
+            "params that leave it rest where their masters do",
+            "Give params= the directory as well, or leave it away",
         )
-    elif rests.step == "cpu":
-        wrong, instead = "step='cpu' is not there yet for params on a GPU", "Leave step away: the GPU takes it"
-    elif rests.gradients is not None or rests.params is not None:
-        wrong, instead = "gradients and params of a GPU stay there, so far", "Leave gradients= and params= away"
     if wrong is not None:
         raise BindingError(f"offload={rests!r} and params on {device}: {wrong}, so nothing was bound. {instead}.")

@@ -37,8 +37,8 @@ class Clock:
         self._steps.append(dict(self._now))
         self._now.clear()
 
-    def read(self) -> "Timings":
-        return Timings({name: median(step.get(name, 0.0) for step in self._steps) for name in self._seen()})
+    def read(self, note: str | None = None) -> "Timings":
+        return Timings({name: median(step.get(name, 0.0) for step in self._steps) for name in self._seen()}, note)
 
     def _seen(self) -> list[str]:
         return [name for name in PHASES if any(name in step for step in self._steps)]
@@ -71,13 +71,16 @@ class Timings(Mapping[str, float]):
     Of the host: on a GPU kernels and collectives go on while it is ahead of them.
     """
 
-    def __init__(self, seconds: Mapping[str, float]):
+    def __init__(self, seconds: Mapping[str, float], note: str | None = None):
+        """``note``: what is told below the table."""
         self._seconds = dict(seconds)
+        self.note = note
 
     @staticmethod
     def of_all(several: "Sequence[Timings]") -> "Timings":
         """Those of bindings that take a step one after the other."""
-        return Timings({name: sum(each.get(name, 0.0) for each in several) for each in several for name in each})
+        seconds = {name: sum(each.get(name, 0.0) for each in several) for each in several for name in each}
+        return Timings(seconds, next((each.note for each in several if each.note), None))
 
     def __getitem__(self, name: str) -> float:
         return self._seconds[name]
@@ -92,4 +95,5 @@ class Timings(Mapping[str, float]):
         total = sum(self._seconds.values())
         rows = [(name, seconds, PHASES[name]) for name, seconds in self._seconds.items()]
         lines = [f"{name:<10} {1e3 * seconds:>9.3f} ms {seconds / total:>6.1%}  {what}" for name, seconds, what in rows]
-        return "\n".join([*lines, f"{'all':<10} {1e3 * total:>9.3f} ms"]) if lines else "no step was taken yet"
+        below = [] if self.note is None else [self.note]
+        return "\n".join([*lines, f"{'all':<10} {1e3 * total:>9.3f} ms", *below]) if lines else "no step was taken yet"

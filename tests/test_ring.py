@@ -1,71 +1,22 @@
-"""The ring of slots that streams states through a device: on CPU tensors, with copies as early and as late as may be.
+"""The ring of slots that streams states through a device: on CPU tensors, with copies as early and as late as may be."""
 
-An order that the ring does not ask for is one that a GPU need not keep. So copies are made at once, or not before
-somebody waits for them; and slots are full of NaN until then.
-"""
-
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from cases import CASES, Case
+from late_copies import AsLateAsAllowed
 from test_offload import CHUNK, advance, bits, make
 
 import shardopt.relocate
 from shardopt import ShardedAdamW
-from shardopt.offload.lanes import AtOnce, Copy, Lanes
+from shardopt.offload.host import HostStore
+from shardopt.offload.lanes import AtOnce, Lanes
 from shardopt.offload.pinned import Pages
 from shardopt.offload.ring import SLOTS, RingStore
 from shardopt.offload.store import Chunk, Plane
 from shardopt.partition.room import zeros
-
-
-@dataclass(eq=False)
-class Later:
-    """A copy that was asked for, and what comes before it: it is made when somebody waits for it."""
-
-    copies: list[Copy]
-    before: list["Later"]
-    is_done: bool = False
-
-    def run(self) -> None:
-        if not self.is_done:
-            for each in self.before:
-                each.run()
-            for into, source in self.copies:
-                into.copy_(source)
-            self.is_done = True
-
-
-@dataclass
-class AsLateAsAllowed:
-    """Two lanes in which nothing moves until it is waited for. Kernels are done when they return."""
-
-    last: dict[str, Later] = field(default_factory=dict)
-
-    def now(self) -> None:
-        return None
-
-    def _put(self, lane: str, copies: Sequence[Copy], behind: Later | None) -> Later:
-        before = [each for each in (self.last.get(lane), behind) if each is not None]
-        self.last[lane] = Later(list(copies), before)
-        return self.last[lane]
-
-    def bring(self, copies: Sequence[Copy], behind: Later | None) -> Later:
-        for into, _ in copies:
-            into.view(torch.uint8).fill_(0xFF) if behind is None or behind.is_done else None
-        return self._put("in", copies, behind)
-
-    def take(self, copies: Sequence[Copy], behind: Later | None) -> Later:
-        return self._put("out", copies, behind)
-
-    def join(self, mark: Later | None) -> None:
-        if mark is not None:
-            mark.run()
-
-    settle = join
 
 
 def on_cpu(numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -73,7 +24,7 @@ def on_cpu(numel: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def ring(lanes: Lanes, register: Callable[[int, int], bool] | None = None) -> RingStore:
-    return RingStore(torch.device("cpu"), lanes, Pages(on_cpu, register), CHUNK)
+    return RingStore(torch.device("cpu"), lanes, HostStore(Pages(on_cpu, register), CHUNK))
 
 
 @pytest.mark.parametrize("lanes", [AtOnce, AsLateAsAllowed])
@@ -150,7 +101,7 @@ def test_what_is_written_behind_a_step_is_not_overwritten_by_it() -> None:
     chunks = [Chunk(home, start, stop, ("exp_avg",), torch.empty(0)) for start, stop in home.chunks()]
     store.prefetch(chunks)
     for chunk in chunks:
-        (stream,) = store.fetch(chunk)
+        (stream,) = store.fetch(chunk).streams
         stream.fill_(1.0)
         store.write_back(chunk)
     store.flush()

@@ -18,7 +18,7 @@ from .file_io import PAGE, Part, padded
 from .ownership import OwnedFile
 from .pipeline import Pipeline, Turn
 from .segments import Segment, Segments
-from .store import Chunk, Plane
+from .store import Chunk, Fetched, Plane
 
 _FP32 = 4  # bytes
 
@@ -37,6 +37,9 @@ class DiskHome:
 
     tier = "disk"
     is_final = False
+    device = torch.device("cpu")
+    is_apart = False
+    knows_params = True
 
     def __init__(self, store: "DiskStore", numel: int, dtype: torch.dtype):
         self._store, self._segments, self._numel = store, store.segments, numel
@@ -146,6 +149,7 @@ class DiskStore:
 
     tier = "disk"
     is_final = False
+    note: str | None = None
 
     def __init__(self, root: Path, chunk_bytes: int, deadline: float):
         """
@@ -168,7 +172,6 @@ class DiskStore:
         self._homes: weakref.WeakSet[DiskHome] = weakref.WeakSet()
 
     def home(self, numel: int, dtype: torch.dtype, device: torch.device) -> DiskHome:
-        assert device.type == "cpu"
         home = DiskHome(self, numel, dtype)
         self._homes.add(home)
         return home
@@ -187,16 +190,16 @@ class DiskStore:
             [part.nbytes for part in parts], [*map(self.segments.reader, parts)], [*map(self.segments.writer, parts)]
         )
 
-    def fetch(self, chunk: Chunk) -> Sequence[torch.Tensor]:
+    def fetch(self, chunk: Chunk) -> Fetched:
         parts = self._pipeline.fetch(self._turns[chunk]) if chunk.names else []
         if chunk.param is not None:
             _copy(_kept(chunk), chunk.param)
             self._fetched.append(chunk)
         home = chunk.home
         assert isinstance(home, DiskHome)
-        return [
-            home.items(name, part, chunk.stop - chunk.start) for name, part in zip(chunk.names, parts, strict=False)
-        ]
+        elements = chunk.stop - chunk.start
+        streams = [home.items(name, part, elements) for name, part in zip(chunk.names, parts, strict=False)]
+        return Fetched(streams, chunk.param, chunk.gradients)
 
     def write_back(self, chunk: Chunk) -> None:
         if chunk.names:

@@ -9,14 +9,20 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 
-from .store import Chunk, Home, ResidentHome, ResidentStore, Store
+from .store import Chunk, Fetched, Home, ResidentHome, ResidentStore, Store
 
 
 class RevocableHome(ResidentHome):
     """What is written to it between ``begin`` and ``commit`` can be taken back."""
 
-    def __init__(self, store: "RevocableStore", numel: int, zeros: Callable[[int, torch.dtype], torch.Tensor]):
-        super().__init__(numel, zeros, store.tier)
+    def __init__(
+        self,
+        store: "RevocableStore",
+        numel: int,
+        zeros: Callable[[int, torch.dtype], torch.Tensor],
+        device: torch.device,
+    ):
+        super().__init__(numel, zeros, store.tier, device)
         self._store = store
 
     def write(self, name: str, start: int, values: torch.Tensor) -> None:
@@ -40,7 +46,7 @@ class RevocableStore(ResidentStore):
     kept: dict[RevocableHome, dict[str, torch.Tensor]] | None = None  # streams of before ``begin``
 
     def home(self, numel: int, dtype: torch.dtype, device: torch.device) -> RevocableHome:
-        return RevocableHome(self, numel, lambda items, dtype: self._zeros(items, dtype, device))
+        return RevocableHome(self, numel, lambda items, dtype: self._zeros(items, dtype, device), device)
 
     def begin(self) -> None:
         self.kept = {}
@@ -72,17 +78,21 @@ class MixedStore:
         self._is_near.add(home)
         return home
 
-    def _store(self, chunk: Chunk) -> Store:
-        return self._near if chunk.home in self._is_near else self._away
+    @property
+    def note(self) -> str | None:
+        return self._away.note
+
+    def _store(self, home: Home) -> Store:
+        return self._near if home in self._is_near else self._away
 
     def prefetch(self, chunks: Sequence[Chunk]) -> None:
-        self._away.prefetch([chunk for chunk in chunks if self._store(chunk) is self._away])
+        self._away.prefetch([chunk for chunk in chunks if self._store(chunk.home) is self._away])
 
-    def fetch(self, chunk: Chunk) -> Sequence[torch.Tensor]:
-        return self._store(chunk).fetch(chunk)
+    def fetch(self, chunk: Chunk) -> Fetched:
+        return self._store(chunk.home).fetch(chunk)
 
     def write_back(self, chunk: Chunk) -> None:
-        self._store(chunk).write_back(chunk)
+        self._store(chunk.home).write_back(chunk)
 
     def flush(self) -> None:
         self._away.flush()

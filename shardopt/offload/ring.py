@@ -10,54 +10,17 @@ A slot is brought its next chunk behind the copy that took its last one away, an
 last copy of the step before, which may be of the same memory. Not measured on a GPU yet.
 """
 
-import weakref
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
+from .host import HostHome, HostStore, parts_of
 from .lanes import Copy, Lanes, Mark
-from .pinned import Pages
-from .store import Chunk, Plane, ResidentHome
+from .store import Chunk, Fetched, FinalStore, Home
 
 SLOTS = 3  # one brought, one updated, one taken away
 _ALIGNMENT = 256  # bytes, of a stream in a slot
-_FP32 = 4  # bytes
-
-
-class RingHome(ResidentHome):
-    """Streams in host memory. Whoever reads them waits for what is still on its way there."""
-
-    def __init__(self, store: "RingStore", numel: int):
-        super().__init__(numel, store.pages.zeros, store.tier)
-        self._store = store
-
-    def chunks(self) -> Sequence[tuple[int, int]]:
-        numel = self._store.chunk_numel
-        return [(start, min(start + numel, self._numel)) for start in range(0, self._numel, numel)]
-
-    def ensure(self, planes: Mapping[str, Plane]) -> None:
-        self._store.settle()
-        super().ensure(planes)
-
-    def read(self, name: str, start: int, stop: int) -> torch.Tensor:
-        self._store.settle()
-        return super().read(name, start, stop)
-
-    def write(self, name: str, start: int, values: torch.Tensor) -> None:
-        self._store.settle()
-        super().write(name, start, values)
-
-    def renew(self, zeroed: Collection[str]) -> None:
-        self._store.settle()
-        before = list(self.streams.values())
-        super().renew(zeroed)
-        self._store.pages.give_back(before)
-
-    def release(self) -> None:
-        self._store.settle()
-        self._store.pages.give_back(list(self.streams.values()))
-        super().release()
 
 
 class _Slot:
@@ -84,29 +47,28 @@ class _Turn:
         self.here: Mark = None
 
 
-class RingStore:
-    """The homes of one optimizer on this rank, on a device that is not the host's memory."""
+class RingStore(FinalStore):
+    """Has the chunks of a host store updated on a device."""
 
     tier = "host"
-    is_final = True
 
-    def __init__(self, device: torch.device, lanes: Lanes, pages: Pages, chunk_bytes: int):
-        """``chunk_bytes`` of one fp32 stream in a chunk."""
-        self.chunk_numel = max(chunk_bytes // _FP32 // 256, 1) * 256
-        self.pages = pages
-        self._device, self._lanes = device, lanes
+    def __init__(self, device: torch.device, lanes: Lanes, host: HostStore):
+        self._device, self._lanes, self._host = device, lanes, host
         self._slots: list[_Slot] = []
         self._slot_bytes = 0
         self._waiting: deque[Chunk] = deque()
         self._turns: dict[Chunk, _Turn] = {}
         self._written: Mark = None  # behind the last copy to the host; None where the host has waited for it
-        self._homes: weakref.WeakSet[RingHome] = weakref.WeakSet()
+        host.settle = self.settle
 
-    def home(self, numel: int, dtype: torch.dtype, device: torch.device) -> RingHome:
-        assert device == self._device
-        home = RingHome(self, numel)
-        self._homes.add(home)
+    def home(self, numel: int, dtype: torch.dtype, device: torch.device) -> HostHome:
+        home = self._host.home(numel, dtype, device)
+        self.step_here(home)
         return home
+
+    def step_here(self, home: Home) -> None:
+        """Its updates run on the device from now on."""
+        home.device, home.is_apart = self._device, False
 
     # -- a step ----------------------------------------------------------------------------------------------------
 
@@ -120,7 +82,7 @@ class RingStore:
             self._enter(slot)
 
     def _make_slots(self) -> None:
-        nbytes = max((sum(_padded(each.nbytes) for each in _resting(chunk)) for chunk in self._waiting), default=0)
+        nbytes = max((sum(_padded(each.nbytes) for each in parts_of(chunk)) for chunk in self._waiting), default=0)
         if nbytes > self._slot_bytes:
             self.settle()  # kernels may still use the old ones, which the allocator knows; copies it does not
             self._slots, self._slot_bytes = [], nbytes
@@ -131,15 +93,16 @@ class RingStore:
     def _enter(self, slot: _Slot) -> None:
         if self._waiting:
             chunk = self._waiting.popleft()
-            turn = self._turns[chunk] = _Turn(slot, _resting(chunk))
+            turn = self._turns[chunk] = _Turn(slot, parts_of(chunk))
             turn.here = self._lanes.bring([*map(Copy, turn.streams, turn.resting)], slot.free)
 
-    def fetch(self, chunk: Chunk) -> Sequence[torch.Tensor]:
-        if not chunk.names:
-            return []
-        turn = self._turns[chunk]
-        self._lanes.join(turn.here)
-        return turn.streams
+    def fetch(self, chunk: Chunk) -> Fetched:
+        streams: Sequence[torch.Tensor] = ()
+        if chunk.names:
+            turn = self._turns[chunk]
+            self._lanes.join(turn.here)
+            streams = turn.streams
+        return Fetched(streams, chunk.param, chunk.gradients)
 
     def write_back(self, chunk: Chunk) -> None:
         if chunk.names:
@@ -148,9 +111,6 @@ class RingStore:
             turn.slot.free = self._written = taken
             self._enter(turn.slot)
 
-    def flush(self) -> None:
-        """The host does not wait: see :meth:`settle`."""
-
     def settle(self) -> None:
         """Until host memory holds what was written back."""
         written = self._written  # other ranks read in a thread of their own
@@ -158,31 +118,18 @@ class RingStore:
             self._lanes.settle(written)
             self._written = None
 
-    def begin(self) -> None:
-        pass
-
-    def commit(self) -> None:
-        pass
-
-    def roll_back(self) -> None:
-        pass
-
     @property
     def buffer_bytes(self) -> Mapping[str, int]:
         return {"device": len(self._slots) * self._slot_bytes}
 
-    def close(self) -> None:
+    def drop_buffers(self) -> None:
+        """Another step makes what it needs."""
         self.settle()
-        for home in list(self._homes):
-            home.release()
         self._slots, self._slot_bytes, self._turns = [], 0, {}
 
-
-def _resting(chunk: Chunk) -> list[torch.Tensor]:
-    """The chunk's part of each stream, where it rests."""
-    home = chunk.home
-    assert isinstance(home, RingHome)
-    return [ResidentHome.read(home, name, chunk.start, chunk.stop) for name in chunk.names]
+    def close(self) -> None:
+        self.drop_buffers()
+        self._host.close()
 
 
 def _padded(nbytes: int) -> int:

@@ -9,7 +9,8 @@ A step calls four verbs, and never asks where anything lies::
 
 In memory a chunk is a whole shard, ``fetch`` answers with views and the other verbs do nothing. From elsewhere chunks
 are read ahead of the update and written behind it, between ``begin`` and a vote of the ranks: ``commit`` on all of
-them, or ``roll_back`` on all of them.
+them, or ``roll_back`` on all of them. A store may also have an update run elsewhere than where params and gradients
+are: then it brings gradients there, and params back.
 
 A home is what a store keeps of one shard: named streams ("master", "exp_avg"). A stream is one plane of items, of
 whatever dtype: one item an element of the shard, or one for each so many elements, such as the scale of a block.
@@ -17,7 +18,7 @@ whatever dtype: one item an element of the shard, or one for each so many elemen
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -42,10 +43,16 @@ class Home(Protocol):
     Attributes:
         tier: as its store's.
         is_final: as its store's: an update of what rests here cannot be taken back.
+        device: where the kernels run that update it.
+        is_apart: whether params and gradients are elsewhere, so that a chunk must say which gradients it needs.
+        knows_params: to be unset when others than an update wrote the shard's params, of which there may be a copy.
     """
 
     tier: str
     is_final: bool
+    device: torch.device
+    is_apart: bool
+    knows_params: bool
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -98,9 +105,17 @@ class Chunk:
     start: int  # in the shard
     stop: int
     names: tuple[str, ...]  # of the streams that the update needs
-    param: (
-        torch.Tensor | None
-    )  # 1D [stop - start]: the shard's params, which the update writes; None: one of the streams
+    # 1D [stop - start]: the shard's params, which the update writes; None: one of the streams
+    param: torch.Tensor | None
+    gradients: tuple[torch.Tensor, ...] = ()  # each 1D: what a home that is apart brings to the update
+
+
+class Fetched(NamedTuple):
+    """A chunk where its update runs."""
+
+    streams: Sequence[torch.Tensor]  # 1D items, in the order of the chunk's names
+    param: torch.Tensor | None
+    gradients: Sequence[torch.Tensor]  # in the order of the chunk's
 
 
 class Store(Protocol):
@@ -109,18 +124,20 @@ class Store(Protocol):
     Attributes:
         tier: "device", "host" or "disk".
         is_final: what is written back cannot be taken back, so that no vote is taken.
+        note: what a user may want to know of how updates run; None: nothing.
     """
 
     tier: str
     is_final: bool
+    note: str | None
 
     def home(self, numel: int, dtype: torch.dtype, device: torch.device) -> Home:
         """For a shard of ``numel`` params of this dtype; it has no streams yet."""
 
     def prefetch(self, chunks: Sequence[Chunk]) -> None: ...
 
-    def fetch(self, chunk: Chunk) -> Sequence[torch.Tensor]:
-        """The items of the chunk's streams, in the order of its names, 1D, until it is written back."""
+    def fetch(self, chunk: Chunk) -> Fetched:
+        """To be read and written until the chunk is written back."""
 
     def write_back(self, chunk: Chunk) -> None: ...
 
@@ -143,6 +160,35 @@ class Store(Protocol):
         """Nothing of it is left."""
 
 
+class FinalStore:
+    """What stores have in common whose updates hold as soon as they are made."""
+
+    is_final = True
+    note: str | None = None
+
+    def prefetch(self, chunks: Sequence[Chunk]) -> None:
+        pass
+
+    def write_back(self, chunk: Chunk) -> None:
+        pass
+
+    def flush(self) -> None:
+        pass
+
+    def begin(self) -> None:
+        pass
+
+    def commit(self) -> None:
+        pass
+
+    def roll_back(self) -> None:
+        pass
+
+    @property
+    def buffer_bytes(self) -> Mapping[str, int]:
+        return {}
+
+
 # -- in memory ---------------------------------------------------------------------------------------------------------
 
 
@@ -150,9 +196,11 @@ class ResidentHome:
     """Streams as tensors."""
 
     is_final = True
+    is_apart = False
+    knows_params = True
 
-    def __init__(self, numel: int, zeros: Callable[[int, torch.dtype], torch.Tensor], tier: str):
-        self._numel, self._zeros, self.tier = numel, zeros, tier
+    def __init__(self, numel: int, zeros: Callable[[int, torch.dtype], torch.Tensor], tier: str, device: torch.device):
+        self._numel, self._zeros, self.tier, self.device = numel, zeros, tier, device
         self.planes: dict[str, Plane] = {}
         self.streams: dict[str, torch.Tensor] = {}
 
@@ -192,10 +240,8 @@ class ResidentHome:
         self.streams = {}
 
 
-class ResidentStore:
+class ResidentStore(FinalStore):
     """The trivial store: streams lie where they are computed with."""
-
-    is_final = True
 
     def __init__(self, tier: str, zeros: Callable[[int, torch.dtype, torch.device], torch.Tensor]):
         """``zeros(numel, dtype, device)`` makes a stream."""
@@ -203,34 +249,12 @@ class ResidentStore:
         self._zeros = zeros
 
     def home(self, numel: int, dtype: torch.dtype, device: torch.device) -> ResidentHome:
-        return ResidentHome(numel, lambda items, dtype: self._zeros(items, dtype, device), self.tier)
+        return ResidentHome(numel, lambda items, dtype: self._zeros(items, dtype, device), self.tier, device)
 
-    def prefetch(self, chunks: Sequence[Chunk]) -> None:
-        pass
-
-    def fetch(self, chunk: Chunk) -> Sequence[torch.Tensor]:
+    def fetch(self, chunk: Chunk) -> Fetched:
         home = chunk.home
         assert isinstance(home, ResidentHome)  # of which every chunk is the whole
-        return [home.streams[name] for name in chunk.names]
-
-    def write_back(self, chunk: Chunk) -> None:
-        pass
-
-    def flush(self) -> None:
-        pass
-
-    def begin(self) -> None:
-        pass
-
-    def commit(self) -> None:
-        pass
-
-    def roll_back(self) -> None:
-        pass
-
-    @property
-    def buffer_bytes(self) -> Mapping[str, int]:
-        return {}
+        return Fetched([home.streams[name] for name in chunk.names], chunk.param, chunk.gradients)
 
     def close(self) -> None:
         pass

@@ -1,0 +1,187 @@
+"""Updates on the CPU of params that are on a device: gradients come down, params go up, and nothing else moves.
+
+::
+
+    down      | grads 0 | grads 1 | grads 2 | grads 3 | ...        through slots of pinned host memory
+    CPU                 | update 0    | update 1    | update 2
+    up                                | params 0    | params 1     into the params, which whoever reads them waits for
+
+For a bf16 param with fp32 masters and states that is 2 bytes down and 2 up, where streaming the states through the
+device takes 12 and 12. The update writes to a copy of this rank's params in host memory; what others wrote to the
+params comes down before the next one.
+
+Around a store of host memory or of a disk. A disk's updates count only when all ranks have voted, and so its params go
+up with the vote. Not measured on a GPU yet.
+"""
+
+import weakref
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+
+from .lanes import Copy, Lanes, Mark
+from .pinned import Pages
+from .store import Chunk, Fetched, Home, Store
+
+SLOTS = 3  # one updated from, two on their way
+_ALIGNMENT = 64  # bytes, of each gradient in a slot: a line of cache
+
+
+class _Turn(NamedTuple):
+    """A chunk on its way to the update."""
+
+    inside: Chunk  # with params in host memory
+    slot: torch.Tensor  # 1D uint8
+    gradients: list[torch.Tensor]  # in the slot
+    here: Mark
+
+
+class CpuStepStore:
+    """Has chunks that rest in host memory or on a disk updated on the CPU."""
+
+    note: str | None = None
+
+    def __init__(self, lanes: Lanes, pages: Pages, rests: Store):
+        """``rests`` fetches chunks into host memory."""
+        self.tier, self.is_final = rests.tier, rests.is_final
+        self._lanes, self._pages, self._rests = lanes, pages, rests
+        # This rank's params as they were after the last update, 1D in host memory, and where the chunks begin in which
+        # they are what the params are.
+        self._params: weakref.WeakKeyDictionary[Home, torch.Tensor] = weakref.WeakKeyDictionary()
+        self._known: weakref.WeakKeyDictionary[Home, set[int]] = weakref.WeakKeyDictionary()
+        self._slots: list[torch.Tensor] = []
+        self._waiting: deque[tuple[Chunk, Chunk]] = deque()
+        self._behind: Mark = None  # what makes the gradients
+        self._turns: dict[Chunk, _Turn] = {}
+        self._unsent: list[tuple[Chunk, Chunk]] = []  # whose params wait for the vote
+        self._sent: Mark = None  # behind the last copy of params to the device
+
+    def home(self, numel: int, dtype: torch.dtype, device: torch.device) -> Home:
+        home = self._rests.home(numel, dtype, torch.device("cpu"))
+        self.step_here(home)
+        return home
+
+    def step_here(self, home: Home) -> None:
+        """Its updates run on the CPU from now on."""
+        home.device, home.is_apart, home.knows_params = torch.device("cpu"), True, False
+
+    # -- a step ----------------------------------------------------------------------------------------------------
+
+    def prefetch(self, chunks: Sequence[Chunk]) -> None:
+        self.settle()
+        for home in {chunk.home for chunk in chunks if not chunk.home.knows_params}:
+            self._known[home] = set()
+            home.knows_params = True
+        inside = [self._inside(chunk) for chunk in chunks]
+        self._rests.prefetch(inside)
+        self._make_slots(max((_slot_bytes(chunk) for chunk in chunks), default=0), len(chunks))
+        self._waiting, self._behind = deque(zip(chunks, inside, strict=True)), self._lanes.now()
+        for slot in self._slots:
+            self._enter(slot)
+
+    def _inside(self, chunk: Chunk) -> Chunk:
+        if chunk.param is None:
+            return chunk
+        if chunk.home not in self._params:
+            numel = chunk.home.chunks()[-1][1]
+            self._params[chunk.home] = self._pages.zeros(numel, chunk.param.dtype)
+        return replace(chunk, param=self._params[chunk.home][chunk.start : chunk.stop])
+
+    def _make_slots(self, nbytes: int, most: int) -> None:
+        if self._slots and self._slots[0].numel() < nbytes:
+            self._pages.give_back(self._slots)
+            self._slots = []
+        nbytes = self._slots[0].numel() if self._slots else nbytes
+        while len(self._slots) < min(SLOTS, most):
+            self._slots.append(self._pages.zeros(nbytes, torch.uint8))
+
+    def _enter(self, slot: torch.Tensor) -> None:
+        if not self._waiting:
+            return
+        chunk, inside = self._waiting.popleft()
+        gradients, start = [], 0
+        for each in chunk.gradients:
+            gradients.append(slot[start : start + each.nbytes].view(each.dtype))
+            start += _padded(each.nbytes)
+        copies = [*map(Copy, gradients, chunk.gradients)]
+        if chunk.param is not None and inside.param is not None and chunk.start not in self._known[chunk.home]:
+            copies.append(Copy(inside.param, chunk.param))
+            self._known[chunk.home].add(chunk.start)
+        self._turns[chunk] = _Turn(inside, slot, gradients, self._lanes.take(copies, self._behind))
+
+    def fetch(self, chunk: Chunk) -> Fetched:
+        turn = self._turns[chunk]
+        self._lanes.settle(turn.here)
+        streams, param, _ = self._rests.fetch(turn.inside)
+        return Fetched(streams, param, turn.gradients)
+
+    def write_back(self, chunk: Chunk) -> None:
+        turn = self._turns.pop(chunk)
+        self._rests.write_back(turn.inside)
+        self._enter(turn.slot)
+        if self.is_final:
+            self._send(chunk, turn.inside)
+        else:
+            self._unsent.append((chunk, turn.inside))
+
+    def _send(self, chunk: Chunk, inside: Chunk) -> None:
+        if chunk.param is not None and inside.param is not None:
+            # Behind all that still reads the params; what is asked for from now on reads these.
+            self._sent = self._lanes.bring([Copy(chunk.param, inside.param)], self._lanes.now())
+            self._lanes.join(self._sent)
+
+    def flush(self) -> None:
+        self._rests.flush()
+
+    def begin(self) -> None:
+        self._rests.begin()
+
+    def commit(self) -> None:
+        self._rests.commit()
+        for chunk, inside in self._unsent:
+            self._send(chunk, inside)
+        self._unsent = []
+
+    def roll_back(self) -> None:
+        self.settle()  # what still comes down would be written over what is put back
+        self._rests.roll_back()
+        self._unsent = []
+
+    def settle(self) -> None:
+        """Until nothing is copied: params of the last step, and what a step that failed had asked for."""
+        for turn in self._turns.values():
+            self._lanes.settle(turn.here)
+        self._turns = {}
+        self._waiting.clear()
+        if self._sent is not None:
+            self._lanes.settle(self._sent)
+            self._sent = None
+
+    @property
+    def buffer_bytes(self) -> Mapping[str, int]:
+        found = dict(self._rests.buffer_bytes)
+        own = (*self._params.values(), *self._slots)
+        return {**found, "host": found.get("host", 0) + sum(each.nbytes for each in own)}
+
+    def drop_buffers(self) -> None:
+        """Another step makes what it needs."""
+        self.settle()
+        self._pages.give_back([*self._params.values(), *self._slots])
+        self._params.clear()
+        self._known.clear()
+        self._slots = []
+
+    def close(self) -> None:
+        self.drop_buffers()
+        self._rests.close()
+
+
+def _slot_bytes(chunk: Chunk) -> int:
+    return sum(_padded(each.nbytes) for each in chunk.gradients)
+
+
+def _padded(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
