@@ -1,4 +1,4 @@
-"""States that rest in host memory or on a disk while params are on a GPU: the update runs on the CPU, or where it is faster.
+"""States in host memory or on a disk, params on a GPU: the update runs on the CPU, or where it is faster.
 
 A GPU of CPU tensors (``late_copies.py``): gradients come down and params go up as late as the stores allow.
 """

@@ -1,4 +1,4 @@
-"""The ring of slots that streams states through a device: on CPU tensors, with copies as early and as late as may be."""
+"""The ring of slots that streams states through a device: on CPU tensors, with copies made early and late."""
 
 from collections.abc import Callable
 from typing import Any

@@ -124,12 +124,14 @@ class Store(Protocol):
     Attributes:
         tier: "device", "host" or "disk".
         is_final: what is written back cannot be taken back, so that no vote is taken.
-        note: what a user may want to know of how updates run; None: nothing.
     """
 
     tier: str
     is_final: bool
-    note: str | None
+
+    @property
+    def note(self) -> str | None:
+        """What a user may want to know of how updates run; None: nothing."""
 
     def home(self, numel: int, dtype: torch.dtype, device: torch.device) -> Home:
         """For a shard of ``numel`` params of this dtype; it has no streams yet."""
