@@ -501,8 +501,8 @@ class Binding:
         if master is None:
             entry.version = _OF_OTHER_WEIGHTS
             return
-        own = _own_values(shard, entry.index, master)
-        if not torch.equal(shard.read("master", entry.index), own.to(shard.device)):
+        own, kept = _own_values(shard, entry.index, master), shard.read("master", entry.index)
+        if not torch.equal(kept, own.to(kept.device)):
             shard.awaiting[entry.index] = own.clone()
 
     @staticmethod

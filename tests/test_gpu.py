@@ -1,5 +1,6 @@
 """On a GPU: the compiled Triton kernel gives the bits of the native one, alone and inside of whole optimizers."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -94,12 +95,12 @@ class Chain(nn.Module):
         return x
 
 
-def trains(stage: int, device: str) -> list[bytes]:
+def trains(stage: int, device: str, offload: Any = None) -> list[bytes]:
     rank = dist.get_rank() if dist.is_initialized() else 0
     model = Chain().to(device)
     tuning = shardopt.Tuning(bucket_bytes=4000, keep_below=500, live_bytes=0)
-    optimizer = shardopt.ShardedAdamW(model, lr=0.01, stage=stage, max_grad_norm=100.0, tuning=tuning)
-    for step in range(6):
+    optimizer = shardopt.ShardedAdamW(model, lr=0.01, stage=stage, max_grad_norm=100.0, tuning=tuning, offload=offload)
+    for step in range(8):  # after six of them it is known which step is faster
         optimizer.zero_grad()
         for turn in range(1 + step % 2):
             model(torch.zeros((), device=device), 10 * step + 3 * rank + turn).backward()
@@ -118,17 +119,17 @@ def test_stages(ranks: Pool, stage: int) -> None:
         assert all(each == on_cpu[0] for each in on_cpu)
 
 
-# -- states in host memory ---------------------------------------------------------------------------------------------
+# -- states elsewhere --------------------------------------------------------------------------------------------------
 
 
 def rests(name: str, dtype: torch.dtype, offload: Any) -> tuple[list[bytes], dict[str, Any]]:
-    """Five steps of params that take several chunks; with a state dict saved and loaded in between."""
+    """Steps of params that take several chunks; with a state dict saved and loaded in between."""
     generator = torch.Generator().manual_seed(0)
     shapes: list[tuple[int, ...]] = [(257,), (64, 33), (300, 700), (), (5000,)]
     params = [Parameter(torch.randn(shape, generator=generator).to(dtype).cuda()) for shape in shapes]
     tuning = shardopt.Tuning(chunk_bytes=64 << 10, bucket_bytes=200_000)
     optimizer = getattr(shardopt, f"Sharded{name}")(params, lr=0.01, offload=offload, tuning=tuning)
-    for step in range(5):
+    for step in range(8):
         for param in params:
             param.grad = torch.randn(param.shape, generator=generator).to(param)
         optimizer.step()
@@ -142,13 +143,27 @@ def rests(name: str, dtype: torch.dtype, offload: Any) -> tuple[list[bytes], dic
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", ["AdamW", "SGD", "Lion", "Adagrad"])
-def test_states_in_host_memory_leave_the_same_bits(name: str, dtype: torch.dtype) -> None:
+def test_states_elsewhere_leave_the_same_bits(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     expected, _ = rests(name, dtype, None)
-    for offload in ("cpu", shardopt.Offload(pin_memory=False), shardopt.Offload(fraction=0.5)):
+    ways = [shardopt.Offload(step=step, pin_memory=pins) for step in ("gpu", "cpu") for pins in (True, False)]
+    halves = [shardopt.Offload(step=step, fraction=0.5) for step in ("gpu", "cpu")]
+    for offload in ("cpu", *ways, *halves, tmp_path):
         found, memory = rests(name, dtype, offload)
         assert found == expected, offload
         if name != "SGD":  # which keeps no state without momentum
-            assert memory["state"]["host"] > 0
+            assert memory["state"]["disk" if offload is tmp_path else "host"] > 0
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_stages_with_states_elsewhere(ranks: Pool, stage: int, tmp_path: Path) -> None:
+    root = str(tmp_path)
+    ways: list[Any] = ["cpu", shardopt.Offload(step="cpu"), shardopt.Offload(step="gpu"), root]
+    if stage == 3:
+        ways += [shardopt.Offload(params="cpu"), shardopt.Offload(root, params=root)]
+    for world in (1, 2):
+        expected = ranks.run(trains, stage, "cpu", world=world)
+        for offload in ways:
+            assert ranks.run(trains, stage, "cuda", offload, world=world) == expected, offload
 
 
 def test_offload_frees_the_device_and_reload_takes_it_back() -> None:
