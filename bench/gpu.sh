@@ -42,12 +42,13 @@ run() {
 }
 
 gpt=(--layers 12 --width 1024 --heads 16 --vocab 32768 --batch 4 --context 512)
-run tests 110 "$python" -m pytest -q -m gpu tests/test_gpu.py
-run kernels 90 "$python" bench/kernels.py --device cuda --out "$out"
+run tests 115 "$python" -m pytest -q -m gpu tests/test_gpu.py
+run kernels 85 "$python" bench/kernels.py --device cuda --out "$out"
 engines=(--engines ddp shardopt-1 module-0 module-1 module-2 module-2-cpu module-3 fsdp2)
 run train-fp32 65 "$python" bench/train.py --device cuda --dtype fp32 --rounds 10 "${engines[@]}" "${gpt[@]}" --out "$out"
 run train-bf16 75 "$python" bench/train.py --device cuda --dtype bf16 --rounds 10 "${engines[@]}" "${gpt[@]}" --out "$out"
 run formats 40 "$python" bench/formats.py --device cuda --out "$out"
-run offload 55 "$python" bench/offload.py --device cuda --only moves --elements 256 --rounds 7 --out "$out"
-run cold-start 40 "$python" bench/cold_start.py --device cuda --samples 3 --out "$out"
+run moves 40 "$python" bench/offload.py --device cuda --only moves --elements 256 --rounds 5 --out "$out"
+run bus 35 "$python" bench/bus.py --elements 256 --rounds 5 --out "$out"
+run cold-start 20 "$python" bench/cold_start.py --device cuda --samples 2 --out "$out"
 exit $failed
