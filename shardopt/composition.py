@@ -59,6 +59,7 @@ class Composition:
     options: Options
     locals: LocalParams
     others: dict[Any, Binding] = field(default_factory=dict)  # by process group
+    whole: tuple[Ranks, ...] = ()  # those of the last :meth:`look`
     _norm_ranks: Ranks | None = None
     _tensor_ranks: tuple[Ranks, ...] = ()  # of the main binding's tensor mesh, in each of its dimensions
     _turns: dict[Any, "Turn"] = field(default_factory=dict)  # by process group
@@ -88,7 +89,7 @@ class Composition:
             ]
             if any(group["params"] for group in mine):
                 found.append(Party(binding, mine))
-        return found
+        return found or [Party(self.main, list(groups))]  # nothing to update, and a step all the same
 
     def take_turns(self) -> None:
         """Collective over the main ranks, once: numbers the process groups of param groups, by their first rank."""
@@ -116,19 +117,20 @@ class Composition:
         """The ranks that hold the same params of a group."""
         return self.others.get(group.get("process_group"), self.main).mesh.world
 
-    def whole(self, groups: Sequence[Group]) -> tuple[Ranks, ...]:
-        """Over whose ranks, one after the other, the norm is summed and every decision is taken.
+    def look(self, groups: Sequence[Group]) -> None:
+        """Finds over whose ranks, one after the other, the norm is summed and every decision is taken: ``whole``.
 
-        Empty where the ranks that share the states are all there are. Notes which params others count.
+        Empty where the ranks that share the states are all there are. Notes which params others count. After an error
+        the ranks of before hold, so that they can be told.
 
         Raises:
             BindingError: it cannot be told which ranks hold copies and which hold something else.
         """
         has_dtensors = any(any_dtensor(group["params"]) for group in groups)
         meshes = self._tensor_meshes(groups) if has_dtensors else []
-        self._tensor_ranks = ()
         if self.options.norm_group is None and not self.others and not meshes:
-            return ()
+            self._tensor_ranks = self.whole = ()
+            return
         if self.options.module is not None:
             raise BindingError(
                 "the module was handed over, and it is composed with tensor, pipeline or expert parallelism: gradients "
@@ -149,9 +151,10 @@ class Composition:
             if self._norm_ranks is None:
                 self._norm_ranks = Ranks(everyone_of(self.options.norm_group), self.options.tuning.deadline)
             self._check_within(self._norm_ranks, "norm_group", mesh)
-            return (self._norm_ranks,)
+            self.whole = (self._norm_ranks,)
+            return
         self._check_within(self.main.mesh.world, "the optimizer's process_group")
-        return self.main.mesh.world, *self._tensor_ranks
+        self.whole = (self.main.mesh.world, *self._tensor_ranks)
 
     def agree_on_gradients(self, groups: Sequence[Group], problem: Exception | None) -> None:
         """Collective over the tensor mesh, whose ranks may have to finish sums of gradients together.

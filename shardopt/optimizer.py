@@ -30,7 +30,6 @@ from .local_params import LocalParams, local_gradient
 from .materialise import check_materialisable, give_devices, give_values, meta_params
 from .memory import memory_of
 from .offload.store import Store
-from .partition.collectives import Ranks
 from .partition.mesh import Mesh
 from .partition.placement import Placement, Placements
 from .relocate import relocate
@@ -179,7 +178,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             handover.check_covered(_SHARING[handover.module])
             assert handover.backward is not None
             handover.backward.check_free(candidates)
-            self._compose().whole(self.param_groups)
+            self._compose().look(self.param_groups)
             numbers = [plain_numbers(group) for group in self.param_groups]
             check_numbers(numbers, self.defaults)
             if meta_params(handover.module):
@@ -340,16 +339,18 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return loss
 
     def _run(self, call: Call) -> Outcome:
-        parties = self._parties()
-        whole: tuple[Ranks, ...] = ()
+        parties, composition = self._parties(), self._compose()
         try:
-            whole = self._compose().whole(self.param_groups)
-            self._compose().agree_on_gradients(self.param_groups, call.problem)
+            composition.look(self.param_groups)
+        except Exception as error:  # this rank's alone, perhaps: its tensor mates come to the exchange that follows
+            call = dataclasses.replace(call, problem=call.problem or error)
+        try:
+            composition.agree_on_gradients(self.param_groups, call.problem)
             self._locals.take_gradients()
         except Exception as error:
             call = dataclasses.replace(call, problem=error)
         try:
-            return run_step(parties, whole, call)
+            return run_step(parties, composition.whole, call)
         finally:
             self._locals.drop_gradients()
             self._locals.show()
@@ -592,7 +593,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         Raises:
             OffloadError: they cannot be kept there. They are where they were, on every rank.
+            TypeError: it is neither.
         """
+        if not isinstance(to, str | os.PathLike):
+            raise TypeError(
+                f"optimizer.offload() takes 'cpu' or a directory, and moves all masters and states there; found {to!r}. "
+                "Other ways to offload are for the constructor: offload=Offload(...)."
+            )
         self._move(Offload(to))
 
     def reload(self) -> None:

@@ -1,9 +1,11 @@
 """Tensor, pipeline and expert parallelism with torch's libraries: norms, steps, states and what is refused."""
 
 import io
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import composed
 import pytest
@@ -19,6 +21,7 @@ from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 
 import shardopt
 from shardopt import Part, ShardedOptimizer, Tuning, load_checkpoint, save_checkpoint
+from shardopt.composition import Composition
 from shardopt.errors import BindingError, CheckpointError, DisagreementError, ShardoptError, StateError
 
 STEPS, SAVED_AT = 3, 1
@@ -321,6 +324,12 @@ def decides_together(kind: type[Training]) -> None:
 
     with pytest.raises(ZeroDivisionError if dist.get_rank() == 1 else DisagreementError, match="as a loss may"):
         optimizer.step(fails_on_one)
+    assert bits(model, optimizer) == before
+    # Looking at the params may fail on one rank alone as well; the others hear of it and do not wait.
+    fails = patch.object(Composition, "_note_copies", side_effect=BindingError("as params may"))
+    told = pytest.raises(BindingError if dist.get_rank() == 1 else DisagreementError, match="as params may")
+    with fails if dist.get_rank() == 1 else nullcontext(), told:
+        optimizer.step()
     assert bits(model, optimizer) == before
     optimizer.step()
     assert bits(model, optimizer) != before

@@ -194,7 +194,8 @@ def meeting_of(optimizers: Sequence[ShardedOptimizer], module: nn.Module) -> Mee
         optimizer._parties()
         composition = optimizer._compose()
         own = composition.main.mesh.world
-        whole = composition.whole(optimizer.param_groups)
+        composition.look(optimizer.param_groups)
+        whole = composition.whole
         composition.take_turns()
         beyond += [ranks for ranks in whole if ranks.group is not own.group and ranks.size > 1]
     return Meeting(world, device_of(module), beyond)
