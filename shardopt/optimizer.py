@@ -597,7 +597,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         if not isinstance(to, str | os.PathLike):
             raise TypeError(
-                f"optimizer.offload() takes 'cpu' or a directory, and moves all masters and states there; found {to!r}. "
+                f"optimizer.offload() takes 'cpu' or a directory, where all masters and states go, found {to!r}. "
                 "Other ways to offload are for the constructor: offload=Offload(...)."
             )
         self._move(Offload(to))
