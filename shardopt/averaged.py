@@ -11,6 +11,7 @@ from .entry import Entry
 from .errors import OffloadError
 from .rules.rule import EMA
 from .shard import Shard
+from .written_params import begin_averages
 
 Slices = dict[Shard, torch.Tensor]  # 1D, as long as the shard and of its params' dtype
 
@@ -26,7 +27,7 @@ def averaged(binding: Binding) -> Iterator[None]:
         OffloadError: a rank cannot read its own; nothing changed.
     """
     with torch.no_grad():
-        binding.begin_averages()
+        begin_averages(binding)
     shards = [shard for shard in binding.shards if EMA in shard.states]
     weights: Slices = {}
     averages: Slices = {}

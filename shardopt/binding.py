@@ -5,8 +5,7 @@ step. Params that appear later (``add_param_group``, unfreezing) are bound then,
 bound never changes its place.
 """
 
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import groupby
@@ -21,6 +20,7 @@ from .entry import Candidate, Entry, Group, named_params
 from .errors import OffloadError
 from .exhibit import Exhibit
 from .kept import NOTHING
+from .loaded_state import expect_weights, write_tensors
 from .offload.store import Home, Store
 from .part import Part
 from .partition.bucket import Bucket
@@ -33,15 +33,11 @@ from .partition.reducer import ReducedBucket, Reducer
 from .partition.released import is_sharded
 from .partition.transport import Transport
 from .rules import Rule
-from .rules.rule import EMA
 from .shard import Shard
 from .sharded_params import ShardedParams
 from .states import ParamState, check_part
 from .tiers import in_memory, make_store, params_rest
 from .timings import Clock, Timings
-
-# No param ever has it: what is kept beside a param is of no use, and the next step finds that it was written.
-_OF_OTHER_WEIGHTS = -1
 
 
 class Wires(NamedTuple):
@@ -119,7 +115,7 @@ class Binding:
             shard = Shard(bucket, self.mesh.shard.rank, planned.states, store, planned.kept, rests)
             for index, param in enumerate(params):
                 if param in self.loaded:
-                    self._write_tensors(shard, index, self.loaded[param])
+                    write_tensors(shard, index, self.loaded[param])
         except BaseException:
             if shard is not None:
                 shard.home.release()
@@ -145,7 +141,7 @@ class Binding:
                 if param in self.loaded:
                     state = self.loaded.pop(param)
                     entry.take_counters(state)
-                    self._expect_weights(entry, state)
+                    expect_weights(entry, state)
         for planned, shard in zip(plan, shards, strict=True):
             if planned.is_released and self.sharded is not None:
                 self.sharded.take(shard)
@@ -224,7 +220,7 @@ class Binding:
                 # What rests elsewhere is in no memory that others could read.
                 rest = self._params_rest(device)
                 wires = Transport(self.mesh.shard, device, debug=tuning.debug) if rest else shards
-                self.sharded = ShardedParams(Gatherer(wires, tuning.live_bytes), self._gather, self.fetcher)
+                self.sharded = ShardedParams(Gatherer(wires, tuning.live_bytes), self.gather, self.fetcher)
             if self.mesh.shard.size > 1:
                 self.exhibit = Exhibit(self)
         return self.wires
@@ -290,60 +286,6 @@ class Binding:
         self._store = None
         self.shards, self.entries, self.reducer, self.sharded = [], {}, None, None
 
-    # -- weights written by others ---------------------------------------------------------------------------------
-
-    def follow_written_params(self) -> None:
-        """Masters follow params whose version moved: weights were loaded, clamped or averaged in place."""
-        self.begin_averages()
-        written = [entry for entry in self.entries.values() if entry.param._version != entry.version]
-        for entry in written:
-            entry.shard.params_were_written()
-        # Halves of masters that were just loaded and fitted their params are those of these params.
-        self._refresh(
-            entry
-            for entry in written
-            if entry.shard.has_whole_masters or entry.version is not None or entry.index in entry.shard.awaiting
-        )
-
-    def begin_averages(self) -> None:
-        """Averages that were not loaded with their states begin with the weights, which may be loaded after these."""
-        late = [e for e in self.entries.values() if e.begins_average and e.param._version != e.version]
-        if late:
-            with self.all_or_nothing():
-                for entry in late:
-                    entry.shard.begin_average(entry.index)
-
-    def refresh_masters(self) -> None:
-        for shard in self.shards:
-            shard.params_were_written()
-        self._refresh(self.entries.values())
-
-    def _refresh(self, entries: Iterable[Entry]) -> None:
-        written: dict[Shard, list[int]] = defaultdict(list)
-        awaiting: list[Entry] = []
-        for entry in entries:
-            if entry.index in entry.shard.awaiting:
-                awaiting.append(entry)
-            else:
-                written[entry.shard].append(entry.index)
-        if not written and not awaiting:
-            return
-        with self.all_or_nothing():
-            for shard, indices in written.items():
-                shard.refresh_masters(indices)
-            for entry in awaiting:
-                entry.shard.settle_master(entry.index)
-        for entry in awaiting:
-            del entry.shard.awaiting[entry.index]
-
-    def settle_masters(self) -> None:
-        """What is kept of masters that were loaded is that of the weights of now; others may still be loaded."""
-        if any(shard.awaiting for shard in self.shards):
-            with self.all_or_nothing():
-                for shard in self.shards:
-                    for index in shard.awaiting:
-                        shard.settle_master(index)
-
     @contextmanager
     def all_or_nothing(self) -> Iterator[None]:
         """What is written to the store inside holds if all of it could be written."""
@@ -355,35 +297,6 @@ class Binding:
             self.store.roll_back()
             raise
         self.store.commit()
-
-    # -- states outside of shards ----------------------------------------------------------------------------------
-
-    def read(self, entry: Entry, group: Group) -> ParamState:
-        """The state of one param: views of the shard where one rank holds everything, else parts."""
-        tensors = {name: self._read_tensor(entry, name) for name in self.names_of(entry, group)}
-        return ParamState(entry.step, dict(entry.carried), tensors)
-
-    def names_of(self, entry: Entry, group: Group) -> list[str]:
-        """Of the tensors in the param's state, in torch's order."""
-        shard = entry.shard
-        return [*(name for name in self.rule.variant(group).states if name in shard.states), *shard.masters]
-
-    def _read_tensor(self, entry: Entry, name: str) -> torch.Tensor:
-        shard, index = entry.shard, entry.index
-        if self.mesh.shard.size == 1:
-            return shard.as_param(shard.whole(name), index)
-
-        def gather(_: torch.Tensor) -> torch.Tensor:
-            return shard.as_param(self._gather(shard, name), index).clone()
-
-        where, fetch = shard.slice_of(index), self.fetcher(shard, index, name)
-        return Part(shard.read(name, index), where.start, entry.param, gather, fetch=fetch)
-
-    def fetcher(self, shard: Shard, index: int, name: str) -> Callable[[], torch.Tensor] | None:
-        """See :meth:`Exhibit.fetcher`; None where nothing can be asked for."""
-        if self.mesh.shard.size == 1:
-            return partial(_own, shard, index, name)
-        return None if self.exhibit is None else self.exhibit.fetcher(shard, index, name)
 
     def timings(self) -> Timings:
         return self.clock.read(None if self._store is None else self._store.note)
@@ -400,7 +313,15 @@ class Binding:
             self.exhibit.retire()
             self.exhibit = None  # which refers to this
 
-    def _gather(self, shard: Shard, name: str) -> torch.Tensor:
+    # -- what other ranks hold -------------------------------------------------------------------------------------
+
+    def fetcher(self, shard: Shard, index: int, name: str) -> Callable[[], torch.Tensor] | None:
+        """See :meth:`Exhibit.fetcher`; None where nothing can be asked for."""
+        if self.mesh.shard.size == 1:
+            return partial(_own, shard, index, name)
+        return None if self.exhibit is None else self.exhibit.fetcher(shard, index, name)
+
+    def gather(self, shard: Shard, name: str) -> torch.Tensor:
         """Collective: state ``name`` (or "master") of every rank's shard, 1D, as long as the bucket.
 
         Raises:
@@ -430,100 +351,6 @@ class Binding:
         gather.finish()
         transport.traffic.states += gather.received
         return flat
-
-    def check_parts(self, param: torch.nn.Parameter, state: ParamState) -> None:
-        """Raises StateError if a part does not hold what this rank needs of a bound param. Changes nothing."""
-        entry = self.entries.get(param)
-        if entry is None:
-            return  # where its slice will lie is known at binding; plan() checks then
-        where = entry.shard.slice_of(entry.index)
-        for name, tensor in state.tensors.items():
-            if isinstance(tensor, Part):
-                check_part(tensor, where.start, where.local.stop - where.local.start, f"{name} of {entry.name}")
-
-    def put(self, param: torch.nn.Parameter, state: ParamState, has_state: bool) -> None:
-        """Takes this rank's slice of one param's checked state; without one it goes back to before its first step."""
-        entry = self.entries[param]
-        if has_state and self._shows(entry, state):  # it was only looked at, by a loop that moves tensors to a device
-            return
-        with self.all_or_nothing():
-            entry.shard.home.renew(zeroed=())  # a state dict taken before keeps what it showed
-            entry.shard.zero(entry.index)
-            if has_state:
-                self._write_tensors(entry.shard, entry.index, state)
-        entry.forget()
-        entry.version = None
-        if has_state:
-            entry.take_counters(state)
-            self._expect_weights(entry, state)
-
-    @staticmethod
-    def _shows(entry: Entry, state: ParamState) -> bool:
-        """Whether this is what the shard holds, in the shard's own memory."""
-        if (state.step, state.carried) != (entry.step, entry.carried) or not entry.has_state:
-            return False
-        shard = entry.shard
-        mine = ((shard.read(name, entry.index), tensor) for name, tensor in state.tensors.items())
-        locals_ = ((own, tensor.local if isinstance(tensor, Part) else tensor) for own, tensor in mine)
-        return all(own.data_ptr() == tensor.data_ptr() for own, tensor in locals_)
-
-    def load(self, loaded: Mapping[torch.nn.Parameter, ParamState]) -> None:
-        """Takes this rank's slices of checked states; params that have none go back to before their first step.
-
-        Raises:
-            OffloadError: they cannot be kept; nothing changed.
-        """
-        if not self.shards:
-            return
-        keeps = {
-            e.shard for param, e in self.entries.items() if "master" not in loaded.get(param, ParamState()).tensors
-        }
-        with self.all_or_nothing():
-            for shard in self.shards:
-                shard.renew(keeps_masters=shard in keeps)
-            for param, entry in self.entries.items():
-                if param in loaded:
-                    self._write_tensors(entry.shard, entry.index, loaded[param])
-        for param, entry in self.entries.items():
-            entry.forget()
-            if param in loaded:
-                entry.take_counters(loaded[param])
-                self._expect_weights(entry, loaded[param])
-
-    @staticmethod
-    def _expect_weights(entry: Entry, state: ParamState) -> None:
-        """The model's weights, which the master must round to, may be loaded after its states: the next step looks."""
-        shard, master = entry.shard, state.tensors.get("master")
-        entry.version = None
-        entry.begins_average = bool(state.step) and EMA in shard.kept.states and EMA not in state.tensors
-        if not shard.masters or shard.has_whole_masters:
-            return
-        if master is None:
-            entry.version = _OF_OTHER_WEIGHTS
-            return
-        own, kept = _own_values(shard, entry.index, master), shard.read("master", entry.index)
-        if not torch.equal(kept, own.to(kept.device)):
-            shard.awaiting[entry.index] = own.clone()
-
-    @staticmethod
-    def _write_tensors(shard: Shard, index: int, state: ParamState) -> None:
-        shard.ensure_states(name for name in state.tensors if name != "master")
-        for name, tensor in state.tensors.items():
-            if name == "master" and not shard.masters:
-                continue
-            shard.write(name, index, shard.slice_of(index).start, _own_values(shard, index, tensor))
-        if state.step and EMA in shard.kept.states and EMA not in state.tensors:
-            shard.begin_average(index)
-
-
-def _own_values(shard: Shard, index: int, tensor: torch.Tensor) -> torch.Tensor:
-    """Of a state of the bucket's param ``index``, what lies in this shard, 1D."""
-    where = shard.slice_of(index)
-    if isinstance(tensor, Part):
-        first, flat = where.start - tensor.start, tensor.local
-    else:
-        first, flat = where.start, shard.in_order(index, tensor.detach())
-    return flat[first : first + where.local.stop - where.local.start]
 
 
 def _own(shard: Shard, index: int, name: str) -> torch.Tensor:

@@ -7,6 +7,7 @@ import torch
 
 from .agreement import View, agree
 from .binding import Binding
+from .bound_states import names_of
 from .entry import Entry, Group, named_params
 from .shard import Shard
 from .states import ParamState
@@ -18,7 +19,7 @@ def consolidate(binding: Binding, to: int, groups: Sequence[Group]) -> dict[torc
     for _, param, group in named_params(groups):
         entry = binding.entries.get(param)
         if entry is not None:
-            nothing = dict.fromkeys(binding.names_of(entry, group), torch.empty(0))  # which is replaced below
+            nothing = dict.fromkeys(names_of(binding, entry, group), torch.empty(0))  # which is replaced below
             states[param] = ParamState(entry.step, dict(entry.carried), nothing)
     members: dict[Shard, list[Entry]] = defaultdict(list)
     for param in states:

@@ -19,6 +19,7 @@ from .agreement import View, agree
 from .averaged import averaged, has_average
 from .bind import bind
 from .binding import Binding
+from .bound_states import check_parts, load_states, put_state, read_state
 from .composition import Composition, Party
 from .config import Offload, OptionKeywords, Options, check_process_group
 from .consolidate import consolidate
@@ -40,6 +41,7 @@ from .step import Call, Outcome, run_step
 from .survey import Scaling, check_numbers, plain_numbers
 from .tiers import check_offload, make_store, tier_of
 from .timings import Timings
+from .written_params import refresh_masters
 
 Optimizer = TypeVar("Optimizer", bound="ShardedOptimizer")
 Closure = Callable[[], Any]
@@ -413,7 +415,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._check_weights("refresh_masters()")
         with torch.no_grad():
             for binding in self._bindings:
-                binding.refresh_masters()
+                refresh_masters(binding)
 
     # -- states ----------------------------------------------------------------------------------------------------
 
@@ -467,7 +469,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         binding = self._binding_of(local)
         if binding is not None:
             entry = binding.entries[local]
-            return binding.read(entry, group) if entry.has_state else None
+            return read_state(binding, entry, group) if entry.has_state else None
         return self._loaded.get(local)
 
     def _binding_of(self, local: torch.nn.Parameter) -> Binding | None:
@@ -481,7 +483,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         read = ParamState.from_torch(LocalParams.inside(param, state, name), self.rule, group, local, name)
         binding = self._binding_of(local)
         if binding is not None:
-            binding.check_parts(local, read)
+            check_parts(binding, local, read)
         return read
 
     def _put_state(self, param: torch.nn.Parameter, group: Mapping[str, Any], name: str, state: Any) -> None:
@@ -491,7 +493,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         binding = self._binding_of(local)
         if binding is not None:
             with torch.no_grad():
-                binding.put(local, read, bool(state))
+                put_state(binding, local, read, bool(state))
         elif state:
             self._loaded[local] = read.copy()
         else:
@@ -572,7 +574,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         waiting = {local: state.copy() for local, state in loaded.items() if self._binding_of(local) is None}
         with torch.no_grad():
             for binding in self._bindings:
-                binding.load(loaded)
+                load_states(binding, loaded)
         self._loaded.clear()
         self._loaded.update(waiting)
         self.param_groups = groups

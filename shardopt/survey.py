@@ -28,6 +28,7 @@ from .kernels.tables import BLOCK, Factors, Gradients, Noise
 from .rules import Variant
 from .shard import Shard
 from .slot import Slot
+from .written_params import follow_written_params
 
 
 class Scaling(NamedTuple):
@@ -96,7 +97,7 @@ class Survey:
 def survey(binding: Binding, groups: Sequence[Group], numbers: Sequence[dict[str, Any]], scaling: Scaling) -> Survey:
     """Raises what is wrong on this rank."""
     written = [entry for entry in binding.entries.values() if entry.param._version != entry.version]
-    binding.follow_written_params()
+    follow_written_params(binding)
     ready = _find_ready(binding, groups)
     scalars = _scalars(binding, numbers, ready)
     launches = _plan_launches(binding, numbers, ready, scalars)

@@ -75,9 +75,10 @@ def test_every_way_to_write_params_is_followed(formats: dict[str, Any], lanes: A
         with nullcontext() if offload is None else as_on_a_gpu(lanes):
             params, optimizer = make(ShardedAdamW, offload, torch.bfloat16, **formats)
             found = ends[name] = []
-            for step in range(7):  # "auto" tries both ways
+            for step in range(7):  # "auto" goes from one way to the other behind the third
                 advance(params, optimizer, range(step, step + 1))
-                found.append(bits(params, optimizer))
+                if step in (0, 4, 6):  # reading waits for what is on its way
+                    found.append(bits(params, optimizer))
             with torch.no_grad():
                 params[-1][1000:1100] = 0.25
             advance(params, optimizer, range(7, 8))  # without a gradient for the last one

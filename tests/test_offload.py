@@ -34,7 +34,7 @@ class Menagerie(Zoo):
 
 def make(ours: Any, offload: Any, dtype: torch.dtype, **keywords: Any) -> tuple[list[Parameter], ShardedOptimizer]:
     params = list(Menagerie(dtype).parameters())
-    tuning = Tuning(chunk_bytes=CHUNK, bucket_bytes=6000, nonfinite="propagate")
+    tuning = Tuning(chunk_bytes=CHUNK, bucket_bytes=6000, nonfinite="propagate", compress_from=256)
     return params, ours(params, **copy.deepcopy(keywords), offload=offload, tuning=tuning)
 
 

@@ -17,6 +17,7 @@ from ..partition.layout import BLOCK
 from ..partition.mesh import Mesh
 from ..shard import Shard, scales_name
 from ..states import ParamState
+from ..written_params import settle_masters
 from . import gradients, rng, values
 from .elements import Elements, Flat, InShard, Kept, chunks_of, flat_of, strides_of
 from .manifest import NAME_OF_DTYPE, Key, Tensor, Tensors, tensors_from_json, tensors_to_json
@@ -121,7 +122,7 @@ def plan_save(model: Model, extra: Mapping[str, Any], step: int | None, widens: 
     model.check_whole()
     for optimizer in model.optimizers:
         for binding in optimizer._bindings:
-            binding.settle_masters()  # their halves are saved as they are kept
+            settle_masters(binding)  # their halves are saved as they are kept
     return _Planner(model, widens).plan(extra, step)
 
 

@@ -146,7 +146,6 @@ class CpuStepStore:
         self._unsent = []
 
     def roll_back(self) -> None:
-        self.settle()  # what still comes down would be written over what is put back
         self._rests.roll_back()
         self._unsent = []
 

@@ -1,0 +1,96 @@
+"""States of bound params as they are seen and loaded from outside: in torch's shapes, sharded ones as parts."""
+
+from collections.abc import Mapping
+
+import torch
+
+from .binding import Binding
+from .entry import Entry, Group
+from .loaded_state import expect_weights, write_tensors
+from .part import Part
+from .states import ParamState, check_part
+
+
+def read_state(binding: Binding, entry: Entry, group: Group) -> ParamState:
+    """Of one param: views of the shard where one rank holds everything, else parts."""
+    tensors = {name: _read_tensor(binding, entry, name) for name in names_of(binding, entry, group)}
+    return ParamState(entry.step, dict(entry.carried), tensors)
+
+
+def names_of(binding: Binding, entry: Entry, group: Group) -> list[str]:
+    """Of the tensors in the param's state, in torch's order."""
+    shard = entry.shard
+    return [*(name for name in binding.rule.variant(group).states if name in shard.states), *shard.masters]
+
+
+def _read_tensor(binding: Binding, entry: Entry, name: str) -> torch.Tensor:
+    shard, index = entry.shard, entry.index
+    if binding.mesh.shard.size == 1:
+        return shard.as_param(shard.whole(name), index)
+
+    def gather(_: torch.Tensor) -> torch.Tensor:
+        return shard.as_param(binding.gather(shard, name), index).clone()
+
+    where, fetch = shard.slice_of(index), binding.fetcher(shard, index, name)
+    return Part(shard.read(name, index), where.start, entry.param, gather, fetch=fetch)
+
+
+def check_parts(binding: Binding, param: torch.nn.Parameter, state: ParamState) -> None:
+    """Raises StateError if a part does not hold what this rank needs of a bound param. Changes nothing."""
+    entry = binding.entries.get(param)
+    if entry is None:
+        return  # where its slice will lie is known at binding; plan() checks then
+    where = entry.shard.slice_of(entry.index)
+    for name, tensor in state.tensors.items():
+        if isinstance(tensor, Part):
+            check_part(tensor, where.start, where.local.stop - where.local.start, f"{name} of {entry.name}")
+
+
+def put_state(binding: Binding, param: torch.nn.Parameter, state: ParamState, has_state: bool) -> None:
+    """Takes this rank's slice of one param's checked state; without one it goes back to before its first step."""
+    entry = binding.entries[param]
+    if has_state and _shows(entry, state):  # it was only looked at, by a loop that moves tensors to a device
+        return
+    with binding.all_or_nothing():
+        entry.shard.home.renew(zeroed=())  # a state dict taken before keeps what it showed
+        entry.shard.zero(entry.index)
+        if has_state:
+            write_tensors(entry.shard, entry.index, state)
+    entry.forget()
+    entry.version = None
+    if has_state:
+        entry.take_counters(state)
+        expect_weights(entry, state)
+
+
+def _shows(entry: Entry, state: ParamState) -> bool:
+    """Whether this is what the shard holds, in the shard's own memory."""
+    if (state.step, state.carried) != (entry.step, entry.carried) or not entry.has_state:
+        return False
+    shard = entry.shard
+    mine = ((shard.read(name, entry.index), tensor) for name, tensor in state.tensors.items())
+    locals_ = ((own, tensor.local if isinstance(tensor, Part) else tensor) for own, tensor in mine)
+    return all(own.data_ptr() == tensor.data_ptr() for own, tensor in locals_)
+
+
+def load_states(binding: Binding, loaded: Mapping[torch.nn.Parameter, ParamState]) -> None:
+    """Takes this rank's slices of checked states; params that have none go back to before their first step.
+
+    Raises:
+        OffloadError: they cannot be kept; nothing changed.
+    """
+    if not binding.shards:
+        return
+    entries = binding.entries
+    keeps = {e.shard for param, e in entries.items() if "master" not in loaded.get(param, ParamState()).tensors}
+    with binding.all_or_nothing():
+        for shard in binding.shards:
+            shard.renew(keeps_masters=shard in keeps)
+        for param, entry in entries.items():
+            if param in loaded:
+                write_tensors(entry.shard, entry.index, loaded[param])
+    for param, entry in entries.items():
+        entry.forget()
+        if param in loaded:
+            entry.take_counters(loaded[param])
+            expect_weights(entry, loaded[param])

@@ -1,0 +1,69 @@
+"""Params that others than an update wrote, and what of masters and averages follows them."""
+
+from collections import defaultdict
+from collections.abc import Iterable
+
+from .binding import Binding
+from .entry import Entry
+from .shard import Shard
+
+
+def follow_written_params(binding: Binding) -> None:
+    """Masters follow params whose version moved: weights were loaded, clamped or averaged in place."""
+    begin_averages(binding)
+    written = [entry for entry in binding.entries.values() if entry.param._version != entry.version]
+    for entry in written:
+        entry.shard.params_were_written()
+    # Halves of masters that were just loaded and fitted their params are those of these params.
+    _refresh(
+        binding,
+        (
+            entry
+            for entry in written
+            if entry.shard.has_whole_masters or entry.version is not None or entry.index in entry.shard.awaiting
+        ),
+    )
+
+
+def begin_averages(binding: Binding) -> None:
+    """Averages that were not loaded with their states begin with the weights, which may be loaded after these."""
+    late = [e for e in binding.entries.values() if e.begins_average and e.param._version != e.version]
+    if late:
+        with binding.all_or_nothing():
+            for entry in late:
+                entry.shard.begin_average(entry.index)
+
+
+def refresh_masters(binding: Binding) -> None:
+    """All of them, whether their params are known to have been written or not."""
+    for shard in binding.shards:
+        shard.params_were_written()
+    _refresh(binding, binding.entries.values())
+
+
+def _refresh(binding: Binding, entries: Iterable[Entry]) -> None:
+    written: dict[Shard, list[int]] = defaultdict(list)
+    awaiting: list[Entry] = []
+    for entry in entries:
+        if entry.index in entry.shard.awaiting:
+            awaiting.append(entry)
+        else:
+            written[entry.shard].append(entry.index)
+    if not written and not awaiting:
+        return
+    with binding.all_or_nothing():
+        for shard, indices in written.items():
+            shard.refresh_masters(indices)
+        for entry in awaiting:
+            entry.shard.settle_master(entry.index)
+    for entry in awaiting:
+        del entry.shard.awaiting[entry.index]
+
+
+def settle_masters(binding: Binding) -> None:
+    """What is kept of masters that were loaded is that of the weights of now; others may still be loaded."""
+    if any(shard.awaiting for shard in binding.shards):
+        with binding.all_or_nothing():
+            for shard in binding.shards:
+                for index in shard.awaiting:
+                    shard.settle_master(index)
