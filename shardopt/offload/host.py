@@ -5,12 +5,12 @@ where it takes less time (``measured.py``).
 """
 
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 
 from .pinned import Pages
-from .store import Chunk, Fetched, FinalStore, Plane, ResidentHome
+from .store import Chunk, Fetched, FinalStore, ResidentHome
 
 _FP32 = 4  # bytes
 
@@ -29,10 +29,6 @@ class HostHome(ResidentHome):
     def part(self, name: str, start: int, stop: int) -> torch.Tensor:
         """As ``read``, without waiting: for who knows what is on its way."""
         return super().read(name, start, stop)
-
-    def ensure(self, planes: Mapping[str, Plane]) -> None:
-        self._store.settle()
-        super().ensure(planes)
 
     def read(self, name: str, start: int, stop: int) -> torch.Tensor:
         self._store.settle()
