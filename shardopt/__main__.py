@@ -13,7 +13,7 @@ import torch
 
 import shardopt
 from shardopt.checkpoint.commands import add_commands, run
-from shardopt.config import Master, StateFormat
+from shardopt.config import GradientFormat, Master, StateFormat
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -71,6 +71,12 @@ def _add_plan(commands: Any) -> None:
         "--master", choices=get_args(Master), default="fp32", help="of bf16 params (default: %(default)s)"
     )
     plan.add_argument("--state-format", choices=get_args(StateFormat), default="fp32", help="default: %(default)s")
+    plan.add_argument(
+        "--gradient-format",
+        choices=get_args(GradientFormat),
+        default="fp32",
+        help="of sums of bf16 params' gradients, where the module is handed over (default: %(default)s)",
+    )
     plan.add_argument("--offload", choices=("cpu", "disk"), help="where masters and states rest (default: the device)")
     plan.add_argument("--ema", action="store_true", help="keep a moving average of the weights")
     plan.add_argument("--all", action="store_true", help="show every master, format and tier")
@@ -106,6 +112,10 @@ def _plan(options: argparse.Namespace) -> int:
     tier: Tier = "device" if options.offload is None else "host" if options.offload == "cpu" else "disk"
     asked = [replace(way, state_format=options.state_format, tier=tier) for way in ways]
     asked = [way if way.dtype is torch.float32 else replace(way, master=options.master) for way in asked]
+    asked = [
+        replace(way, gradient_format=options.gradient_format) if way.dtype is torch.bfloat16 and way.has_module else way
+        for way in asked
+    ]
     shown = list(needs.values()) if options.all else [needs[way] for way in asked]
     print(f"{options.optimizer}, {options.params:,} params, {options.ranks} ranks; GB on one rank\n")
     print(table(shown, options.params, options.device_memory, options.host_memory))

@@ -18,7 +18,6 @@ from .entry import Candidate, Entry
 from .errors import BindingError, DisagreementError, ShardoptError
 from .gradient import GradientPart
 from .kernels import reductions
-from .kernels.formats import FP32
 from .kernels.launch import backend_of
 from .kernels.reductions import LIMBS, norms_of_limbs
 from .kernels.tables import Factors, Gradients
@@ -258,7 +257,8 @@ class Backward:
         for shard, (gradients, numbers) in self._tables.items():
             if len(numbers):
                 backend = backend_of(shard.device)
-                found = backend.totals(backend.block_sums(FP32, gradients, Factors(mesh.world.size)), gradients)
+                sums_of_blocks = backend.block_sums(shard.kept.gradient, gradients, Factors(mesh.world.size))
+                found = backend.totals(sums_of_blocks, gradients)
                 sums[numbers] = found.table[: len(numbers)].cpu().numpy()
         facts = np.zeros((len(self._entries), _COLUMNS), dtype=np.int64)
         facts[:, _LARGEST] = sums[:, reductions.LARGEST]
@@ -287,7 +287,7 @@ class Backward:
             if slot is None or not (present[number] or held[number]):
                 continue
             slot.divisor, slot.is_used = self._binding.mesh.world.size, False
-            slot.norms = Norms(two[number], largest[number], counts[number])
+            slot.norms = Norms(two[number], slot.rounded(largest[number]), counts[number])
             if not held[number]:
                 entry.param.grad = GradientPart(slot, entry.param)
 

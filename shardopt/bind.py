@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from .agreement import View, agree
-from .bindable import check_bindable
+from .bindable import check_bindable, check_gradient_format
 from .binding import Binding
 from .entry import Candidate, Group, named_params
 from .partition.room import return_free_pages
@@ -36,6 +36,7 @@ def bind(
         device = binding.device if binding.shards else candidates[0][1].device
         check_offload(binding.options.rests, device)
         check_bindable(candidates, groups, device)
+        check_gradient_format(binding.options, candidates)
         plan = binding.plan(candidates)
         if binding.mesh.world.size > 1:
             sums = [0 if param in binding.fresh else checksum(param) for _, param, _ in candidates]
@@ -85,6 +86,7 @@ def _description(
             "replicas": binding.mesh.replicate.size,
             "master": options.master,
             "state_format": options.state_format if isinstance(options.state_format, str) else {**options.state_format},
+            "gradient_format": options.gradient_format,
             "ema": options.ema,
             "compress_from": options.tuning.compress_from,
             "seed": options.tuning.seed,

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from .config import Options
 from .entry import Candidate, Group, named_params
 from .errors import BindingError
 from .kernels.formats import format_of
@@ -25,6 +26,25 @@ def check_bindable(candidates: Sequence[Candidate], groups: Sequence[Group], dev
         seen[param] = name
         _check_param(name, param, device)
     _check_apart([(name, param) for name, param, _ in named_params(groups)])
+
+
+def check_gradient_format(options: Options, candidates: Sequence[Candidate]) -> None:
+    """Raises BindingError where sums of gradients cannot be kept as was asked for, or where that says nothing."""
+    if options.gradient_format == "fp32" or options.module is None:
+        return
+    asked = f"gradient_format={options.gradient_format!r} was asked for and"
+    for name, param, _ in candidates:
+        if param.dtype not in (torch.bfloat16, torch.float32):
+            raise BindingError(
+                f"{asked} {name} is {param.dtype}: its gradients have bits that bfloat16 has not, and would lose them "
+                "in the sum. Use bfloat16 params, or gradient_format='fp32'."
+            )
+    if all(param.dtype is not torch.bfloat16 for param in options.module.parameters()):
+        name, param, _ = candidates[0]
+        raise BindingError(
+            f"{asked} no param of the module is bfloat16 ({name} is {param.dtype}): sums of gradients of fp32 params "
+            "stay in fp32, so it would have no effect. Cast the module to bfloat16, or leave gradient_format away."
+        )
 
 
 def _check_param(name: str, param: torch.nn.Parameter, device: torch.device) -> None:

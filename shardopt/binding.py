@@ -131,7 +131,8 @@ class Binding:
                 shard.window = wires.shards.open(shard.bucket.flat, planned.layout.shard_numel)
             if self.reducer is not None:
                 numels, dtype = planned.layout.numels, self.options.reduce_dtype or shard.bucket.dtype
-                reduced = ReducedBucket(numels, shard.numel, dtype, shard.device, self.mesh)
+                kept = planned.kept.gradient.dtype
+                reduced = ReducedBucket(numels, shard.numel, dtype, kept, shard.device, self.mesh)
                 shard.reduce_into(reduced, self.reducer.add(reduced))
         for planned, shard in zip(plan, shards, strict=True):
             self.shards.append(shard)

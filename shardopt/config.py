@@ -82,6 +82,7 @@ class Tuning:
 
 Master = Literal["fp32", "split", "split24", "none"]
 StateFormat = Literal["fp32", "bf16", "int8"]
+GradientFormat = Literal["fp32", "bf16"]
 
 
 class OptionKeywords(TypedDict, total=False):
@@ -93,6 +94,7 @@ class OptionKeywords(TypedDict, total=False):
     norm_group: dist.ProcessGroup | DeviceMesh | None
     master: "Master"
     state_format: "StateFormat | Mapping[str, StateFormat]"
+    gradient_format: "GradientFormat"
     ema: float | None
     max_grad_norm: float | None
     reduce_dtype: torch.dtype | None
@@ -177,6 +179,10 @@ class Options:
             or down by chance, from a counter keyed by seed, step, param and element. fp16 params take ``"fp32"``.
         state_format: of states: ``"fp32"``, ``"bf16"`` or ``"int8"`` (blocks of 256), as far as the rule tolerates it,
             or one for each state by name. Params of fewer than ``Tuning.compress_from`` elements keep fp32.
+        gradient_format: of the sums of gradients that a rank keeps of its slices, where the module is handed over:
+            ``"fp32"``, in which micro-batches add up exactly, or ``"bf16"`` for bf16 params (fp32 ones keep fp32), in 2
+            bytes less: each synchronised backward is summed over ranks in fp32, added to what is kept in fp32, and
+            rounded once, which is off by half a bf16 ulp at most.
         ema: decay of a moving average of the weights, kept as one more state and read by ``unsharded(ema=True)``.
         max_grad_norm: clip gradients to this global 2-norm inside the step.
         reduce_dtype: in which gradients travel; they are summed in fp32 in any case (by NCCL: in this dtype). None:
@@ -192,6 +198,7 @@ class Options:
     norm_group: dist.ProcessGroup | DeviceMesh | None = None
     master: Master = "fp32"
     state_format: StateFormat | Mapping[str, StateFormat] = "fp32"
+    gradient_format: GradientFormat = "fp32"
     ema: float | None = None
     max_grad_norm: float | None = None
     reduce_dtype: torch.dtype | None = None
@@ -252,6 +259,14 @@ class Options:
         for each in [asked] if isinstance(asked, str) else asked.values():
             if each not in get_args(StateFormat):
                 raise ValueError(f"state_format must be 'fp32', 'bf16' or 'int8', or name one a state, found {each!r}.")
+        if self.gradient_format not in get_args(GradientFormat):
+            raise ValueError(f"gradient_format must be 'fp32' or 'bf16', found {self.gradient_format!r}.")
+        if self.gradient_format != "fp32" and self.module is None:
+            raise ValueError(
+                f"gradient_format={self.gradient_format!r} was given without the module: shardopt keeps no gradients "
+                "then, so it would have no effect. Hand the module over, or leave it away: param.grad has the param's "
+                "dtype."
+            )
         if self.ema is not None and not 0 <= self.ema < 1:
             raise ValueError(f"ema is the decay of a moving average, at least 0 and below 1, found {self.ema!r}.")
 

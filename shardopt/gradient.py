@@ -1,7 +1,7 @@
 """``param.grad`` where shardopt reduces: a part of the mean gradient.
 
-Each rank keeps its slice of the sum over ranks, in fp32 whatever the param's dtype (:class:`Slot`). Of the whole, every
-rank knows a few numbers (:class:`Norms`) that follow all that is done to it in place. So clipping, unscaling, zeroing
+Each rank keeps its slice of the sum over ranks, in fp32 or as ``gradient_format`` says (:class:`Slot`). Of the whole,
+every rank knows a few numbers (:class:`Norms`) that follow all that is done to it in place. So clipping, unscaling, zeroing
 and reading a norm need no communication and give the same on every rank::
 
     clip_grad_norm_, get_total_norm   norms, then mul_ of each slice
@@ -104,7 +104,7 @@ class GradientPart(Part):
 
     @property
     def local(self) -> Tensor:
-        """1D fp32, this rank's slice of the mean, to be read: after a write to it, norms are no longer known."""
+        """1D, this rank's slice of the mean as it is kept, to be read: a write to it makes norms unknown."""
         return self.whole_slot().lend()
 
     @property
@@ -178,7 +178,7 @@ def _multiply(function: Any, part: GradientPart, other: Any) -> GradientPart:
     slot, factor = part.whole_slot(), _number(function, other)
     slot.settle()
     slot.total.mul_(factor)
-    slot.norms = slot.norms and slot.norms.times(factor, part.whole_numel)
+    slot.norms = slot.norms and slot.norms.times(factor, part.whole_numel, slot.rounded)
     return part
 
 
@@ -186,7 +186,7 @@ def _divide(function: Any, part: GradientPart, other: Any) -> GradientPart:
     slot, divisor = part.whole_slot(), _number(function, other)
     slot.settle()
     divide_(slot.total, divisor)
-    slot.norms = slot.norms and slot.norms.over(divisor, part.whole_numel)
+    slot.norms = slot.norms and slot.norms.over(divisor, part.whole_numel, slot.rounded)
     return part
 
 
@@ -264,7 +264,7 @@ def _known(part: GradientPart) -> Norms:
     if norms is None:
         raise StateError(
             f"the norms of {part!r} are not known: since its last backward it was clamped, written to through .local, "
-            "or scaled out of fp32's range, of which every rank sees its own slice only. Read norms, unscale and look "
+            "or scaled out of its range, of which every rank sees its own slice only. Read norms, unscale and look "
             "for Inf and NaN before that, or call full_tensor() on every rank."
         )
     return norms
@@ -335,7 +335,7 @@ def _copy(function: Any, part: GradientPart, *, memory_format: Any = None, **key
 def _of_whole(function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
     """Whatever only reads, where this rank holds everything.
 
-    What it computes has the part's dtype. A view is of the slot's own memory, so fp32, that no write to it be lost.
+    What it computes has the part's dtype. A view is of the slot's own memory, so in its dtype: no write to it is lost.
     """
     if writes_to(GradientPart, function, arguments, keywords):
         raise _unwritable(function)

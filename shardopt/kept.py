@@ -1,4 +1,4 @@
-"""What masters and states of a param are kept in: chosen from what was asked for and what the rule tolerates."""
+"""What masters, states and gradients of a param are kept in: as it was asked for, and as the rule tolerates."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,20 +13,23 @@ from .rules.rule import EMA
 
 # From exact to coarse.
 _PRECISIONS = ("fp32", "bf16", "int8")
+_GRADIENTS = {"fp32": FP32, "bf16": BF16}
 _MASTERS = {"fp32": FP32, "split": SPLIT, "split24": SPLIT24, "none": None}
 
 
 @dataclass(frozen=True)
 class Kept:
-    """The formats of one bucket's masters and states.
+    """The formats of one bucket's masters, states and sums of gradients.
 
     Attributes:
         master: None where there is none: of fp32 params, and where they are rounded by chance instead.
         states: of every state that the rule may keep.
+        gradient: of the sums over ranks and backwards, where the module is handed over.
     """
 
     master: Format | None
     states: Mapping[str, Format]
+    gradient: Format = FP32
 
     @property
     def key(self) -> tuple[str, ...]:
@@ -44,7 +47,8 @@ def kept_for(rule: Rule, options: Options, dtype: torch.dtype, numel: int) -> Ke
         BindingError: a master that params of this dtype cannot have.
         ValueError: a state that the rule does not keep, or in less than it tolerates.
     """
-    return Kept(_master(options.master, dtype), {name: _state(rule, options, name, numel) for name in rule.states})
+    states = {name: _state(rule, options, name, numel) for name in rule.states}
+    return Kept(_master(options.master, dtype), states, _gradient(options.gradient_format, dtype))
 
 
 def check_formats(rule: Rule, options: Options) -> None:
@@ -81,6 +85,10 @@ def _master(asked: str, dtype: torch.dtype) -> Format | None:
             "bfloat16 params, or master='fp32'."
         )
     return _MASTERS[asked]
+
+
+def _gradient(asked: str, dtype: torch.dtype) -> Format:
+    return FP32 if dtype is torch.float32 else _GRADIENTS[asked]
 
 
 def _state(rule: Rule, options: Options, name: str, numel: int) -> Format:

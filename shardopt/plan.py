@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from .bucket_plan import PlannedBucket, plan_buckets
-from .config import Master, Options, StateFormat, Tuning
+from .config import GradientFormat, Master, Options, StateFormat, Tuning
 from .entry import Candidate
 from .kept import Kept, kept_for
 from .kernels.formats import BlockFormat, Format
@@ -40,7 +40,7 @@ class Way:
         stage: what is sharded.
         has_module: whether the module is handed over; without it DDP reduces gradients, and keeps its buckets.
         dtype: of params.
-        master, state_format: as the options of these names.
+        master, state_format, gradient_format: as the options of these names.
         tier: where masters and states rest: "device", "host" (``offload="cpu"``) or "disk".
         has_average: whether a moving average of the weights is kept (``ema=``).
     """
@@ -52,17 +52,21 @@ class Way:
     state_format: StateFormat = "fp32"
     tier: Tier = "device"
     has_average: bool = False
+    gradient_format: GradientFormat = "fp32"
 
     @property
     def is_exact(self) -> bool:
-        """Whether all of fp32 is kept of masters and states."""
-        return self.state_format == "fp32" and (self.dtype is torch.float32 or self.master in ("fp32", "split"))
+        """Whether all of fp32 is kept of masters, states and sums of gradients."""
+        if self.dtype is torch.float32:
+            return self.state_format == "fp32"
+        return (self.state_format, self.gradient_format) == ("fp32", "fp32") and self.master in ("fp32", "split")
 
     def __str__(self) -> str:
         name = f"stage {self.stage}" + ("" if self.has_module else ", params only")
         parts = [f"{name}, {str(self.dtype).removeprefix('torch.')}"]
         parts += [f"master {self.master}"] * (self.master != "fp32" and self.dtype is not torch.float32)
         parts += [f"states {self.state_format}"] * (self.state_format != "fp32")
+        parts += [f"gradients {self.gradient_format}"] * (self.gradient_format != "fp32")
         parts += ["ema"] * self.has_average
         parts += [f"on {self.tier}"] * (self.tier != "device")
         return ", ".join(parts)
@@ -104,12 +108,14 @@ WAYS = tuple(
 
 
 def every_way(ways: Sequence[Way] = WAYS) -> list[Way]:
-    """These in every combination of master, format of states and tier."""
+    """These in every combination of master, formats of states and gradients, and tier."""
+    choices = (get_args(Master), get_args(StateFormat), get_args(GradientFormat), TIERS)
     combined = (
-        replace(way, master=master, state_format=state_format, tier=tier)
+        replace(way, master=master, state_format=state, gradient_format=gradient, tier=tier)
         for way in ways
-        for master, state_format, tier in product(get_args(Master), get_args(StateFormat), TIERS)
+        for master, state, gradient, tier in product(*choices)
         if master == "fp32" or way.dtype is torch.bfloat16  # of others there is no upper half
+        if gradient == "fp32" or (way.dtype is torch.bfloat16 and way.has_module)
     )
     return list(dict.fromkeys(combined))
 
@@ -126,6 +132,7 @@ def plan(module: nn.Module, optimizer: ShardedOptimizer, ranks: int, way: Way, o
         stage=way.stage,
         master=way.master,
         state_format=way.state_format,
+        gradient_format=way.gradient_format,
         reduce_dtype=given.reduce_dtype if way.has_module else None,
         tuning=given.tuning,
     )
@@ -157,7 +164,7 @@ def plan(module: nn.Module, optimizer: ShardedOptimizer, ranks: int, way: Way, o
     kinds["window"]["device"] = min(sum(released), given.tuning.live_bytes + max(released, default=0))
     kept = kept_for(rule, asked, way.dtype, given.tuning.compress_from)
     moved = {
-        "wire": _on_the_wire(numel, ranks, way, given),
+        "wire": _on_the_wire(numel, ranks, way, kept, given),
         # Masters and states come and go.
         "bus": 2 * sum(kinds[kind].get("host", 0) for kind in ("master", "state")),
         "disk": 2 * sum(kinds[kind].get("disk", 0) for kind in ("master", "state")),
@@ -177,7 +184,7 @@ def _of_bucket(bucket: PlannedBucket, way: Way, copies: int) -> Iterator[tuple[s
     shard, whole = bucket.layout.shard_numel, bucket.layout.numel
     summed = BucketLayout((shard,), copies).numel
     yield "param", "device", (shard if bucket.is_released else whole) * way.dtype.itemsize
-    yield "gradient", "device", summed * _FP32 if way.has_module else 0
+    yield "gradient", "device", summed * bucket.kept.gradient.itemsize if way.has_module else 0
     yield "master", way.tier, int(shard * _itemsize(bucket.kept.master))
     yield "state", way.tier, sum(int(shard * _itemsize(bucket.kept.states[name])) for name in bucket.states)
     yield "buffer", "device", shard // BLOCK * 4  # the row of each block
@@ -216,7 +223,7 @@ def _plane_bytes(format: Format, elements: int) -> list[int]:
 def _formula(way: Way, kept: Kept, states: Sequence[str]) -> str:
     """ "2 + 4/N, host 12/N": that of the device, then that of the tier which keeps the states, where it is another."""
     placed = Placements.of_stage(way.stage)
-    gradient = (_FP32, Placement.SHARD if way.stage else Placement.REPLICATE)
+    gradient = (kept.gradient.itemsize, Placement.SHARD if way.stage else Placement.REPLICATE)
     if not way.has_module:
         gradient = (2 * way.dtype.itemsize, Placement.REPLICATE)  # and DDP's buckets
     sizes: list[tuple[str, float, Placement]] = [("device", way.dtype.itemsize, placed.param), ("device", *gradient)]
@@ -231,13 +238,13 @@ def _formula(way: Way, kept: Kept, states: Sequence[str]) -> str:
     return of("device") if way.tier == "device" else f"{of('device')}, {way.tier} {of(way.tier) or 0}"
 
 
-def _on_the_wire(numel: int, ranks: int, way: Way, options: Options) -> int:
+def _on_the_wire(numel: int, ranks: int, way: Way, kept: Kept, options: Options) -> int:
     """In units of (ranks - 1) / ranks of the params: an all-reduce is two."""
     travels = (options.reduce_dtype or way.dtype).itemsize
     if not way.has_module:
         gradients, params = 2 * way.dtype.itemsize, way.stage and way.dtype.itemsize
     elif way.stage == 0:
-        gradients, params = travels + _FP32, 0  # sums come back in fp32
+        gradients, params = travels + kept.gradient.itemsize, 0  # sums come back as they are kept
     else:
         gradients, params = travels, way.dtype.itemsize * (2 if way.stage == 3 else 1)
     return numel * (ranks - 1) * (gradients + params) // ranks

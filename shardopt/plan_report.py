@@ -50,6 +50,7 @@ def call(optimizer: str, way: Way) -> str:
     keywords = [f"stage={way.stage}"]
     keywords += [f"master={way.master!r}"] * (way.master != "fp32" and way.dtype is not torch.float32)
     keywords += [f"state_format={way.state_format!r}"] * (way.state_format != "fp32")
+    keywords += [f"gradient_format={way.gradient_format!r}"] * (way.gradient_format != "fp32")
     keywords += ["ema=0.999"] * way.has_average
     keywords += [f"offload={'cpu' if way.tier == 'host' else '/a/directory'!r}"] * (way.tier != "device")
     return f"Sharded{optimizer}({'model' if way.has_module else 'model.parameters()'}, {', '.join(keywords)})"

@@ -13,9 +13,22 @@ if TYPE_CHECKING:
     from .gradient import GradientPart
 
 
+Rounding = Callable[[float], float]
+
+
 def fp32(number: float) -> float:
     """Rounded to the nearest fp32 value, as the kernels that scale do with a factor."""
     return ctypes.c_float(number).value
+
+
+def bf16(number: float) -> float:
+    """Rounded to the nearest fp32 value and that to the nearest bf16 one, ties to even; not of a NaN."""
+    bits = ctypes.c_uint32.from_buffer(ctypes.c_float(number)).value
+    upper = bits + 0x7FFF + (bits >> 16 & 1) & 0xFFFF0000
+    return ctypes.c_float.from_buffer(ctypes.c_uint32(upper)).value
+
+
+_ROUNDINGS: dict[torch.dtype, Rounding] = {torch.float32: fp32, torch.bfloat16: bf16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,26 +39,25 @@ class Norms:
     """
 
     two: float  # 2-norm of the finite elements
-    largest: float  # largest magnitude of the finite elements, an fp32 value
+    largest: float  # largest magnitude of the finite elements, a value that the slot can hold
     nonfinite: int  # how many elements are Inf or NaN
 
-    def times(self, factor: float, numel: int) -> "Norms | None":
-        """After all ``numel`` elements were multiplied; None where that took finite ones out of fp32's range."""
+    def times(self, factor: float, numel: int, rounded: Rounding) -> "Norms | None":
+        """After all ``numel`` elements were multiplied; None where that took finite ones out of range."""
         factor = abs(fp32(factor))
         if not factor < math.inf:
             return Norms(0.0, 0.0, numel)
-        return self._scaled(self.two * factor, self.largest * factor)
+        return self._scaled(self.two * factor, rounded(self.largest * factor))
 
-    def over(self, divisor: float, numel: int) -> "Norms | None":
-        """After all ``numel`` elements were divided; None where that took finite ones out of fp32's range."""
+    def over(self, divisor: float, numel: int, rounded: Rounding) -> "Norms | None":
+        """After all ``numel`` elements were divided; None where that took finite ones out of range."""
         divisor = abs(fp32(divisor))
         if not divisor > 0:
             return Norms(0.0, 0.0, numel)
-        return self._scaled(self.two / divisor, self.largest / divisor)
+        return self._scaled(self.two / divisor, rounded(self.largest / divisor))
 
     def _scaled(self, two: float, largest: float) -> "Norms | None":
         # Products and quotients of fp32 values, rounded twice by way of float64, are those rounded once.
-        largest = fp32(largest)
         if largest == math.inf:
             return None  # how many there are now is not known
         return Norms(two if largest else 0.0, largest, self.nonfinite)
@@ -55,11 +67,13 @@ class Slot:
     """This rank's slice of one param's reduced gradient. The reducer fills it; it outlives the parts that show it.
 
     Attributes:
-        total: 1D fp32, sum over ranks and backwards; the same memory for life.
+        total: 1D, sum over ranks and backwards, fp32 or bf16; the same memory for life. Whatever scales it computes in
+            fp32 and rounds once to its dtype.
         start: index of its first element in the param's storage order.
         receive: takes a full local gradient that autograd adds to the part.
         gather: collective, makes the whole mean gradient (the param's shape) out of every rank's settled slice; None:
             this slice is the whole, on every rank that has one.
+        rounded: a number as ``total`` would hold it.
         divisor: what ``total`` is still to be divided by; 1 once settled.
         part: the one that shows this gradient. Any other of this slot is stale.
         is_used: by a step, since the last backward.
@@ -75,6 +89,7 @@ class Slot:
         gather: Callable[[Tensor], Tensor] | None = None,
     ):
         self.total, self.start, self.receive, self.gather = total, start, receive, gather
+        self.rounded = _ROUNDINGS[total.dtype]
         self.divisor = 1
         self.part: GradientPart | None = None
         self.is_used = False
@@ -124,5 +139,6 @@ class Slot:
 
 
 def divide_(tensor: Tensor, divisor: float) -> None:
-    """IEEE division. torch's CUDA kernel multiplies by the reciprocal where the divisor lies in host memory."""
-    tensor.div_(divisor if tensor.device.type == "cpu" else torch.full((), divisor, device=tensor.device))
+    """IEEE, in fp32. torch's CUDA kernel multiplies by the reciprocal where the divisor lies in host memory."""
+    # 1D: beside a bf16 tensor one of no dimension would be rounded to bf16 before it divides.
+    tensor.div_(divisor if tensor.device.type == "cpu" else torch.full((1,), divisor, device=tensor.device))

@@ -39,7 +39,10 @@ def restore(
         if slot.divisor != world_size:
             slot.settle()  # a mean, which as many ranks as there are now can be added to
         known = about["norms"]
-        slot.norms = None if known is None else Norms(float.fromhex(known[0]), float.fromhex(known[1]), known[2])
+        if known is not None:
+            saved = Norms(float.fromhex(known[0]), float.fromhex(known[1]), known[2])
+            known = saved.over(1.0, param.numel(), slot.rounded)  # it may have been kept in another format
+        slot.norms = known
         slot.is_used = False
         param.grad = GradientPart(slot, param)
         slot.pending = own

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..errors import CheckpointError
-from ..kernels.formats import FP32
+from ..kernels.formats import FP32, format_of
 from ..partition.bucket import flattened
 from ..rules.rule import EMA
 from ..states import ParamState
@@ -184,7 +184,10 @@ class _Planner:
                 "they would be lost. Hand the module over (ShardedAdamW(module, ...)), as it was when it was saved."
             )
         if "reduced" in kinds:
-            self._slice(home, Key("gradients", saved, "reduced"))
+            key, kept = Key("gradients", saved, "reduced"), home.entry.slot.total.dtype
+            self._slice(home, key)
+            if self.manifest.tensors[key].dtype.itemsize > kept.itemsize:
+                self.made.rounded["gradient", FP32.name, format_of(kept, "a gradient").name] += 1
         world = self.model.world
         own = [kind for kind in kinds if kind != "reduced"]
         if own and self.manifest.info["world"] != world.size:

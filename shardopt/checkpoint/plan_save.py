@@ -223,7 +223,7 @@ class _Planner:
             own = slot.pending
             if not slot.is_used:
                 about = gradients.describe(slot)
-                tensor = Tensor(tuple(home.param.shape), home.shard.strides(home.index), torch.float32, ())
+                tensor = Tensor(tuple(home.param.shape), home.shard.strides(home.index), slot.total.dtype, ())
                 key, where = Key("gradients", home.name, "reduced"), home.shard.slice_of(home.index)
                 assert home.binding is not None
                 first, last = _own_cut(slot.total.numel(), home.binding.mesh)

@@ -24,15 +24,14 @@ class CheckedScatter:
         self._inner.begin(round_number)
 
     def start(self, job: Job) -> None:
-        expected = job.target.clone() if job.add else torch.zeros_like(job.target)
+        total = torch.zeros_like(job.target, dtype=torch.float32)
         buffers = [torch.zeros_like(job.buffer) for _ in range(self._ranks.size)]
         buffers[self._ranks.rank].copy_(job.buffer)
         for rank, buffer in enumerate(buffers):
             self._ranks.broadcast([buffer], "checking a reduction", rank)
-        total = torch.zeros_like(job.target)
         for buffer in buffers:
             total += Job(buffer, job.target, job.add).slice_of(self._ranks.rank)
-        expected += total
+        expected = (job.target + total if job.add else total).to(job.target.dtype)
         self._inner.start(job)
         self._free += self._inner.finish()
         _compare(job.target, expected, "a reduction of gradients")

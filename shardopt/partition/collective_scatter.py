@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from .collectives import Pending, Ranks
 from .order import last_used
-from .scatter import PHASE, Job, sum_into
+from .scatter import PHASE, Job, take
 from .traffic import Traffic
 
 
@@ -43,7 +43,7 @@ class CollectiveScatter:
         job, result, pending = self._jobs.popleft()
         self._ranks.wait(pending)  # orders the current stream behind the reduction; the host goes on
         if result is not job.target:
-            sum_into(job.target, iter([result]), job.add)
+            take(job.target, result, job.add)
             last_used(result)
         return job.buffer
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from .collectives import Pending, Ranks
-from .scatter import PHASE, Job, sum_into
+from .scatter import PHASE, Job, chunks, sum_into
 from .traffic import Traffic
 
 
@@ -54,7 +54,8 @@ class MessageScatter:
     def _finish_first(self) -> torch.Tensor:
         job, slices, pending = self._jobs.popleft()
         self._ranks.wait(pending)
-        sum_into(job.target, iter(slices), job.add)
+        for part in chunks(job.target.numel()):
+            sum_into(job.target[part], (each[part] for each in slices), job.add)
         return job.buffer
 
     def leave(self, round_number: int) -> None:

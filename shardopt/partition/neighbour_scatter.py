@@ -8,11 +8,8 @@ import torch
 
 from .board import SLOTS, Board, Nap
 from .collectives import Ranks
-from .scatter import PHASE, Job, sum_into
+from .scatter import CHUNK, PHASE, Job, chunks, sum_into
 from .traffic import Traffic
-
-# Elements summed at a time: what is read from a neighbour is still in the cache when it is added.
-CHUNK = 1 << 17
 
 
 class NeighbourScatter:
@@ -101,20 +98,19 @@ class NeighbourScatter:
         numel, itemsize = job.target.numel(), job.buffer.element_size()
         own = job.slice_of(self._ranks.rank)
         scratch = self._scratch_of(job.buffer.dtype)
-        for start in range(0, numel, CHUNK):
-            stop = min(start + CHUNK, numel)
+        for part in chunks(numel):
 
-            def terms(start: int = start, stop: int = stop) -> Iterator[torch.Tensor]:
+            def terms(part: slice = part) -> Iterator[torch.Tensor]:
                 for rank in range(self._ranks.size):
                     if rank == self._ranks.rank:
-                        yield own[start:stop]
+                        yield own[part]
                     else:
-                        into = scratch[: stop - start]
-                        at = addresses[rank] + (self._ranks.rank * numel + start) * itemsize
+                        into = scratch[: part.stop - part.start]
+                        at = addresses[rank] + (self._ranks.rank * numel + part.start) * itemsize
                         self._board.read(rank, at, into, PHASE)
                         yield into
 
-            sum_into(job.target[start:stop], terms(), job.add)
+            sum_into(job.target[part], terms(), job.add)
         self._traffic.gradients += (self._ranks.size - 1) * numel * itemsize
         self._summed += 1
         self._board.take(position)

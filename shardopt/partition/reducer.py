@@ -44,8 +44,22 @@ _REDUCERS: "weakref.WeakSet[Reducer]" = weakref.WeakSet()
 class ReducedBucket:
     """Where the gradients of one bucket lie in a buffer, and where their sum goes."""
 
-    def __init__(self, numels: Sequence[int], shard_numel: int, dtype: torch.dtype, device: torch.device, mesh: Mesh):
-        """``numels`` of the params; ``shard_numel`` of this rank's slice; ``dtype`` of the reduction."""
+    def __init__(
+        self,
+        numels: Sequence[int],
+        shard_numel: int,
+        dtype: torch.dtype,
+        kept: torch.dtype,
+        device: torch.device,
+        mesh: Mesh,
+    ):
+        """
+        Args:
+            numels: of the params.
+            shard_numel: of this rank's slice.
+            dtype: in which gradients travel.
+            kept: in which their sum is kept: fp32, or what that is rounded to after each reduction.
+        """
         self.dtype, self.device = dtype, device
         self._mesh, self._shard_numel = mesh, shard_numel
         layout = BucketLayout(tuple(numels), mesh.first.size)
@@ -53,9 +67,10 @@ class ReducedBucket:
         # The holders of one slice sum it in parts of equal length, so it is as long as a whole number of them.
         parts = BucketLayout((shard_numel,), mesh.replicate.size)
         self.part_numel, self.part = parts.shard_numel, parts.shard_slice(mesh.replicate.rank)
-        self.padded = zeros(parts.numel, torch.float32, device)
+        self.padded = zeros(parts.numel, kept, device)
         self.total = self.padded[:shard_numel]  # 1D: this rank's slice of the sum over ranks and backwards
-        # The sum within one copy of the states, where there are several copies of several slices.
+        # The sum within one copy of the states, where there are several copies of several slices: all of it in fp32, as
+        # the sum over copies is yet to come.
         self._partial = zeros(parts.numel, torch.float32, device) if mesh.is_hybrid else None
 
     @property

@@ -1,6 +1,10 @@
 """What a reduction is, whichever way gradients travel: each is summed where it is owned, by one of several mechanisms.
 
-Where the sum is ours it is taken in fp32 and in the order of ranks, so that its bits depend on nothing else.
+Where the sum is ours it is taken in fp32 and in the order of ranks, so that its bits depend on nothing else. What it is
+added to, or replaces, may be kept in less: it is then rounded once, to nearest, when all of this reduction is in it::
+
+    target = round(sum of ranks)               the first of a step
+    target = round(target + sum of ranks)      what is added to it
 
 A buffer that was handed to ``start`` belongs to the mechanism, which other ranks may be reading from, until it comes
 back from ``progress`` or ``settle``.
@@ -13,6 +17,9 @@ from typing import Protocol
 import torch
 
 PHASE = "reducing gradients"
+# Elements summed at a time: what is read from a neighbour is still in the cache when it is added, and what is kept in
+# less than fp32 needs no more fp32 beside it than this.
+CHUNK = 1 << 17
 
 
 @dataclass(frozen=True)
@@ -20,7 +27,7 @@ class Job:
     """One bucket to be summed."""
 
     buffer: torch.Tensor  # 1D [size * slice_numel], any float dtype: this rank's gradients
-    target: torch.Tensor  # 1D [slice_numel] fp32: the sum over ranks of our slice goes here
+    target: torch.Tensor  # 1D [slice_numel], fp32 or what is kept of it: the sum over ranks of our slice goes here
     add: bool  # to what the target holds, instead of replacing it
 
     def slice_of(self, rank: int) -> torch.Tensor:
@@ -68,10 +75,7 @@ class NoScatter:
         self._done = []
 
     def start(self, job: Job) -> None:
-        if job.add:
-            job.target.add_(job.buffer)
-        else:
-            job.target.copy_(job.buffer)
+        take(job.target, job.buffer, job.add)
         self._done.append(job.buffer)
 
     def progress(self) -> list[torch.Tensor]:
@@ -91,13 +95,33 @@ class NoScatter:
         pass
 
 
+def chunks(numel: int) -> Iterator[slice]:
+    """Of so many elements, a chunk at a time."""
+    return (slice(start, min(start + CHUNK, numel)) for start in range(0, numel, CHUNK))
+
+
+def take(target: torch.Tensor, term: torch.Tensor, add: bool) -> None:
+    """``target (+)= term``, in fp32, rounded once to what the target is kept in."""
+    # Where dtypes differ torch's CPU kernels widen all of them in memory first; a GPU's do it in registers.
+    for part in chunks(target.numel()) if target.device.type == "cpu" else [slice(None)]:
+        if add:
+            target[part].add_(term[part])
+        else:
+            target[part].copy_(term[part])
+
+
 def sum_into(target: torch.Tensor, terms: Iterator[torch.Tensor], add: bool) -> None:
-    """``target (+)= terms[0] + terms[1] + ...``, in this order, in fp32. A term may be overwritten by the next one."""
-    total = torch.empty_like(target) if add else target
+    """``target (+)= terms[0] + terms[1] + ...``, in this order, in fp32, rounded once to what the target is kept in.
+
+    A term may be overwritten by the next one. The sum is made beside the target, but for one that replaces what an fp32
+    target holds: callers hand over chunks.
+    """
+    is_direct = target.dtype is torch.float32 and not add
+    total = target if is_direct else torch.empty_like(target, dtype=torch.float32)
     for index, term in enumerate(terms):
         if index == 0:
             total.copy_(term)
         else:
             total.add_(term)
-    if add:
-        target.add_(total)
+    if not is_direct:
+        take(target, total, add)
