@@ -63,6 +63,7 @@ def build(
     live_bytes: int = 0,
     group: Any = None,
     offload: str | None = None,
+    gradient_format: str = "fp32",
     **options: Any,
 ) -> Any:
     """The model, and an optimizer with two groups."""
@@ -76,6 +77,7 @@ def build(
         "tuning": tuning,
         "process_group": group,
         "offload": offload,
+        "gradient_format": gradient_format,
     }
     if kind == "AdamW":
         return model, ShardedAdamW(groups, lr=0.003, amsgrad=True, **common)

@@ -86,16 +86,16 @@ def accumulate(model: nn.Module, optimizer: shardopt.ShardedOptimizer, turn: int
         optimizer.step()
 
 
-def cut_short(root: Path, stage: int, turns: int) -> None:
-    model, optimizer = build(stage)
+def cut_short(root: Path, stage: int, turns: int, gradient_format: str) -> None:
+    model, optimizer = build(stage, gradient_format=gradient_format)
     train(model, optimizer, range(2))
     for turn in range(turns):
         accumulate(model, optimizer, turn, stage)
     save(root, model, optimizer)
 
 
-def goes_on(root: Path, stage: int, before: int, turns: int) -> dict[str, str]:
-    model, optimizer = build(stage, 5, bucket_bytes=1200)
+def goes_on(root: Path, stage: int, before: int, turns: int, gradient_format: str) -> dict[str, str]:
+    model, optimizer = build(stage, 5, bucket_bytes=1200, gradient_format=gradient_format)
     model(3).backward()  # what is there already is dropped
     shardopt.load_checkpoint(root, model, optimizer)
     norms = [param.grad.norm() for param in model.parameters() if param.grad is not None] if before != 1 else []
@@ -117,12 +117,12 @@ def test_in_the_middle_of_an_accumulation(ranks: Pool, tmp_path: Path) -> None:
     for stage in STAGES[1:]:
         for turns in (1, 2):
             root = tmp_path / f"{stage}-{turns}"
-            ranks.run(cut_short, root, stage, turns, world=2)
+            ranks.run(cut_short, root, stage, turns, ("fp32", "bf16")[turns % 2], world=2)
             for other, world in ((stage, 2), (1 + stage % 3, 3), (0, 1)):
                 if stage == 1 and turns == 2 and world != 2:  # each rank's own: they are not for others
                     ranks.run(does_not_go_on, root, other, world=world)
                     continue
-                found = ranks.run(goes_on, root, other, stage, turns, world=world)
+                found = ranks.run(goes_on, root, other, stage, turns, ("fp32", "bf16")[world % 2], world=world)
                 assert same_on_all(found, expected), f"stage {stage} after {turns} to {other} on {world}"
 
 

@@ -63,6 +63,7 @@ def plans_are_what_is_held(kind: Any, keywords: dict[str, Any], ways: Sequence[W
             module=model if way.has_module else None,
             master=way.master,
             state_format=way.state_format,
+            gradient_format=way.gradient_format,
             ema=0.9 if way.has_average else None,
             offload={"device": None, "host": "cpu", "disk": directory}[way.tier],
             tuning=TUNING,
@@ -92,6 +93,7 @@ def ways_with_formats() -> list[Way]:
         dataclasses.replace(way, master=master, state_format=states, tier=tier, has_average=states == "bf16")
         for way, (master, states, tier) in zip(low, itertools.cycle(kinds), strict=False)
     ]
+    found += [dataclasses.replace(way, gradient_format="bf16") for way in found if way.has_module]
     mixed = Way(3, True, torch.bfloat16, state_format="int8", tier="disk")
     return [*found, mixed, Way(2, True, torch.float32, tier="disk"), Way(2, True, torch.bfloat16, "split24")]
 
@@ -132,6 +134,10 @@ def test_formulas_and_traffic_of_formats_and_tiers() -> None:
     assert split == ["2 + 14/N", "2 + 13/N", "2 + 12/N"]
     assert of(master="split24", state_format="int8").formula == "2 + 7.03/N"
     assert of(master="none", state_format="bf16", has_average=True).formula == "2 + 10/N"
+    assert of(stage=1, master="split24", state_format="int8", gradient_format="bf16").formula == "2 + 5.03/N"
+    assert of(stage=3, master="split24", state_format="int8", gradient_format="bf16").formula == "7.03/N"
+    sums = [of(stage=0, gradient_format=each).moved["wire"] for each in ("fp32", "bf16")]
+    assert sums[0] * 4 == sums[1] * 6  # an all-reduce: they travel as they are, and back as they are kept
     assert of(tier="disk").formula == "2 + 4/N, disk 12/N"
     host, disk = of(tier="host"), of(tier="disk")
     assert host.on("disk") == 0 and host.moved["bus"] == disk.moved["disk"] and disk.moved["bus"] == 0
@@ -150,7 +156,7 @@ def test_the_cheapest_of_all_ways() -> None:
     low = [way for way in WAYS if way.dtype is torch.bfloat16 and way.has_module]
     needs = {way: plan(transformer(10**9), ADAMW, 8, way) for way in every_way(low)}
     everything = list(needs.values())
-    assert len(everything) == 4 * 4 * 3 * 3 == len(set(needs))
+    assert len(everything) == 4 * 4 * 3 * 2 * 3 == len(set(needs))
 
     def best(device: int, host: int | None = None) -> Way:
         found = cheapest(everything, device, host)
@@ -190,13 +196,26 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert "cheapest that fits: stage 1, bfloat16, master split;" in printed and "4 + 12/N" in printed
     assert "    ShardedAdamW(model, stage=1, master='split')" in printed and "on disk" not in printed
     assert file.read_bytes().startswith(b"\x89PNG")
-    shown = ["--master", "split24", "--state-format", "int8", "--offload", "disk", "--ema", "--dtype", "bf16"]
+    shown = [
+        "--master",
+        "split24",
+        "--state-format",
+        "int8",
+        "--gradient-format",
+        "bf16",
+        "--offload",
+        "disk",
+        "--ema",
+        "--dtype",
+        "bf16",
+    ]
     assert main(["plan", "--params", "7e8", "--ranks", "8", *shown]) == 0
     printed = capsys.readouterr().out
-    assert "stage 2, bfloat16, master split24, states int8, ema, on disk" in printed
-    assert "2 + 4/N, disk 5.03/N" in printed and "cheapest" not in printed
+    assert "stage 2, bfloat16, master split24, states int8, gradients bf16, ema, on disk" in printed
+    assert "stage 1, params only, bfloat16, master split24, states int8, ema, on disk" in printed
+    assert "2 + 2/N, disk 5.03/N" in printed and "cheapest" not in printed
     assert main(["plan", "--params", "7e5", "--all", "--plot", str(tmp_path / "all.svg")]) == 0
-    assert len(capsys.readouterr().out.splitlines()) == 3 + 6 * 3 * 3 + 6 * 4 * 3 * 3
+    assert len(capsys.readouterr().out.splitlines()) == 3 + 6 * 3 * 3 + (2 + 4 * 2) * 4 * 3 * 3
     least = ["--device-memory", "8G", "--dtype", "bf16", "--optimizer", "SGD"]
     assert main(["plan", "--params", "7e9", *least]) == 1
     assert "none fits" in capsys.readouterr().out

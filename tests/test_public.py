@@ -73,6 +73,7 @@ def test_options_are_added_on_purpose() -> None:
         "norm_group",
         "master",
         "state_format",
+        "gradient_format",
         "ema",
         "max_grad_norm",
         "reduce_dtype",

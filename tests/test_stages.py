@@ -95,6 +95,7 @@ class Setting:
     live_bytes: int = 0
     hybrid: bool = False  # on a device mesh of two copies
     taken_over: bool = True  # False: DDP reduces, and the optimizer is given params only
+    gradient_format: str = "fp32"  # where sums have few enough bits for the other one
 
     @property
     def ranks_differ(self) -> bool:
@@ -109,6 +110,8 @@ class Setting:
             neighbours=self.neighbours,
         )
         options = {"stage": self.stage, "tuning": tuning, "reduce_dtype": recipe.reduce_dtype}
+        if recipe.low is torch.bfloat16 and recipe.clip is None and self.taken_over:
+            options["gradient_format"] = self.gradient_format
         return {**options, "process_group": init_device_mesh("cpu", (2, 2))} if self.hybrid else options
 
 
@@ -123,6 +126,7 @@ def drawn_setting(stage: int, world: int, number: int) -> Setting:
         keep_below=draw.choice((1, BLOCK)),
         live_bytes=draw.choice((0, 6000, 1 << 20)),
         hybrid=world == 4 and number // 4 % 2 == 0,
+        gradient_format=draw.choice(("fp32", "bf16")),
     )
 
 
@@ -675,14 +679,14 @@ def test_moved_bytes(ranks: Pool) -> None:
 
 
 def held_bytes_are_the_formula() -> None:
-    """AdamW; per param 4 bytes of gradient and 8 of states, 4 of master where it is bf16, each over the ranks."""
+    """AdamW; per param 4 bytes of gradient or 2, 8 of states, 4 of master where it is bf16, each over the ranks."""
     world = dist.get_world_size()
-    for dtype in (torch.float32, torch.bfloat16):
+    for dtype, gradient_format in ((torch.float32, "fp32"), (torch.bfloat16, "fp32"), (torch.bfloat16, "bf16")):
         for stage in STAGES:
             model = layers(dtype)
             bucket_bytes = LAYER_NUMEL * dtype.itemsize
             tuning = Tuning(bucket_bytes=bucket_bytes, keep_below=1, live_bytes=bucket_bytes)
-            optimizer = ShardedAdamW(model, stage=stage, tuning=tuning)
+            optimizer = ShardedAdamW(model, stage=stage, tuning=tuning, gradient_format=gradient_format)
             largest = watch_params(model, optimizer)
             with patch.object(reducer_module, "BYTES_UNDER_WAY", 0):
                 run_layers(model, optimizer, steps=2)
@@ -690,11 +694,11 @@ def held_bytes_are_the_formula() -> None:
             shards = world if stage else 1
             parts = {
                 "param": dtype.itemsize / (world if stage == 3 else 1),
-                "gradient": 4 / shards,
+                "gradient": (4 if gradient_format == "fp32" else 2) / shards,
                 "master": (4 if dtype is torch.bfloat16 else 0) / shards,
                 "state": 8 / shards,
             }
-            where = f"stage {stage}, {dtype}"
+            where = f"stage {stage}, {dtype}, gradients in {gradient_format}"
             for kind, each in parts.items():
                 assert held[kind] == pytest.approx(each * NUMEL, rel=CLOSE), f"{where}: {kind}"
             assert all(isinstance(param.grad, GradientPart) for param in model.parameters())
