@@ -56,6 +56,8 @@ def norms_of(mean: Tensor) -> Norms:
 class World:
     """Params with parts on each of N ranks, and the whole mean gradients for torch to work on.
 
+    Where slices are kept in less than fp32, whoever changes the whole has to round it.
+
     Attributes:
         whole: fp32 params with plain gradients.
         ranks: by rank, params of their own dtype, with parts.
@@ -64,7 +66,13 @@ class World:
         received: what autograd added to parts.
     """
 
-    def __init__(self, size: int, sums: Sequence[Tensor] | None = None, like: Sequence[Parameter] | None = None):
+    def __init__(
+        self,
+        size: int,
+        sums: Sequence[Tensor] | None = None,
+        like: Sequence[Parameter] | None = None,
+        kept: torch.dtype = FP32,
+    ):
         torch.manual_seed(size)
         like = params() if like is None else like
         sums = [5 * torch.randn_like(param, dtype=FP32) for param in like] if sums is None else sums
@@ -73,15 +81,17 @@ class World:
         self.slots: list[list[Slot]] = []
         self.ranks = [[Parameter(param.detach().clone()) for param in like] for _ in range(size)]
         # One buffer a rank, as in a shard. What lies between two slices must never be read.
-        self.buffers, self.used = torch.full((size, sum(total.numel() + 1 for total in sums)), math.nan), [0] * size
+        numel = sum(total.numel() + 1 for total in sums)
+        self.buffers, self.used = torch.full((size, numel), math.nan, dtype=kept), [0] * size
         for index, (param, total) in enumerate(zip(like, sums, strict=True)):
             self.whole.append(Parameter(torch.zeros_like(param, dtype=FP32)))
-            self.whole[-1].grad = total / DIVISOR
+            total = total.to(kept).float()
+            self.whole[-1].grad = (total / DIVISOR).to(kept).float()
             self.slots.append(self.shared(total, index))
 
     def shared(self, total: Tensor, index: int) -> list[Slot]:
         """The slots of all ranks, of uneven lengths; some are empty."""
-        mean, slots = total / DIVISOR, []
+        mean, slots = (total / DIVISOR).to(self.buffers.dtype).float(), []
 
         def gather(mine: Tensor) -> Tensor:
             self.gathers += 1
@@ -376,18 +386,24 @@ CHANGES: dict[str, Callable[[Any, float], Any]] = {
 NUMBERS = st.sampled_from(SPECIAL) | st.floats(width=32) | st.floats(0.01, 100)
 
 
-@example([1e-30, -1e-38], [("mul", 1e-38), ("mul", 3e38)], 2)  # to nothing, and not back
-@example([1.0], [("div", 1e-45), ("neg", 0.0)], 2)  # out of range, all of it
-@example([3e38, 1.0, math.nan], [("mul in list", 2.0), ("zero", 0.0), ("div", 2.0)], 3)  # out of range, some of it
+@example([1e-30, -1e-38], [("mul", 1e-38), ("mul", 3e38)], 2, FP32)  # to nothing, and not back
+@example([1.0], [("div", 1e-45), ("neg", 0.0)], 2, FP32)  # out of range, all of it
+@example([3e38, 1.0, math.nan], [("mul in list", 2.0), ("zero", 0.0), ("div", 2.0)], 3, FP32)  # some of it
+@example([3.0, -6.0], [("mul by 0-d", 1.001), ("div by 0-d", 1.003), ("mul by 1x1", 257.0)], 2, BF16)
 @given(
     st.lists(st.sampled_from(SPECIAL) | st.floats(width=32), max_size=7),
     st.lists(st.tuples(st.sampled_from(sorted(CHANGES)), NUMBERS), max_size=6),
     st.integers(2, 4),
+    st.sampled_from([FP32, BF16]),
 )
-@settings(max_examples=500, deadline=None)
-def test_any_sequence(values: list[float], steps: list[tuple[str, float]], size: int) -> None:
-    """After any changes in place: the bits of each slice are those of the whole, norms are right or not known."""
-    world = World(size, [torch.tensor(values, dtype=FP32)], [Parameter(torch.zeros(len(values)))])
+@settings(max_examples=1000, deadline=None)
+def test_any_sequence(values: list[float], steps: list[tuple[str, float]], size: int, kept: torch.dtype) -> None:
+    """After any changes in place: the bits of each slice are those of the whole, norms are right or not known.
+
+    Kept in bf16, those of the whole that is computed with in fp32 and rounded after each change.
+    """
+    ulp, least = (2**-23, 2**-149) if kept is FP32 else (2**-8, 2**-133)
+    world = World(size, [torch.tensor(values, dtype=FP32)], [Parameter(torch.zeros(len(values)))], kept)
     mean, parts = world.whole[0].grad, [rank[0].grad for rank in world.ranks]
     off, is_known = 0.0, True  # how far the norm may be off; whether it must be known
     for name, number in steps:
@@ -399,20 +415,21 @@ def test_any_sequence(values: list[float], steps: list[tuple[str, float]], size:
             assert all(result is each for result, each in zip(found, (mean, *parts), strict=True))
         elif "unscale" in name:
             assert len(set(found)) == 1, "ranks that disagree whether to skip"
+        mean.copy_(mean.to(kept))
         true, factor = norms_of(mean), torch.tensor(number, dtype=FP32).abs().item()
         if name.startswith("div"):
             factor = 1 / factor if factor else math.inf
         if not name.startswith(("mul", "div")):
             factor = 1.0
         off = 0.0 if name == "zero" else off * (factor if factor < math.inf else 1)
-        off += true.two * 2**-23 + math.sqrt(len(values)) * 2**-149
+        off += true.two * ulp + math.sqrt(len(values)) * least
         overflowed = true.nonfinite > before.nonfinite and factor < math.inf
         is_known = name == "zero" or (is_known and not name.startswith("clamp") and not overflowed)
         for part in parts:
             part.slot.settle()
             # A NaN's sign and payload are nobody's business.
             here = mean[part.start : part.start + part.slot.total.numel()]
-            assert raw(part.slot.total.nan_to_num(1.25)) == raw(here.nan_to_num(1.25))
+            assert raw(part.slot.total.nan_to_num(1.25)) == raw(here.to(kept).nan_to_num(1.25))
             norms = part.slot.norms
             assert (norms is not None) == is_known
             if norms is not None:

@@ -1,4 +1,4 @@
-"""Sums of gradients kept in bf16: to the bit an oracle's that adds fp32 numbers in rank order and rounds once a backward.
+"""Sums of gradients kept in bf16: the bits of an oracle that adds in fp32, in rank order, and rounds once a backward.
 
 Gradients are random bf16 numbers, so that sums over ranks and backwards are no bf16 numbers, and often ties.
 """
@@ -264,11 +264,15 @@ def takes_two_bytes(setting: Setting) -> None:
                     loss.backward()
                 assert widest.numel == (300 if dist.get_world_size() > 1 else 1), setting
             optimizer.step()
-        assert optimizer._binding is not None
+        assert optimizer._binding is not None and optimizer._binding.wires is not None
         own = sum(shard.numel for shard in optimizer._binding.shards)
         tier = "device" if setting.offload is None else "host"
         held = optimizer.memory()["gradient"]
         assert held.pop(tier) == pytest.approx(2 * own, abs=2 * BLOCK * len(model.cells)) and not any(held.values())
+        # Gradients travel as they are, and at stage 0 sums come back as they are kept.
+        buckets, others = optimizer._binding.reducer.buckets, dist.get_world_size() - 1
+        nbytes = sum(4 * each.part_numel if setting.stage == 0 else 2 * each.total.numel() for each in buckets)
+        assert sum(wire.traffic.gradients for wire in optimizer._binding.wires) == 4 * others * nbytes, setting
 
 
 def all_take_two_bytes(settings: Sequence[Setting]) -> None:
