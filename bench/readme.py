@@ -179,10 +179,18 @@ def formula(stage: int, **formats: str) -> str:
 
 
 def bytes_of_formats() -> str:
-    """Every master, format of states and stage."""
-    lines = ["| `master` | `state_format` | stage 0 | stages 1 and 2 | stage 3 |", "|---|---|---|---|---|"]
+    """Every master, format of states and stage; gradients in fp32 and in bf16."""
+    columns = ((0, "fp32"), (2, "fp32"), (3, "fp32"), (2, "bf16"), (3, "bf16"))
+    lines = [
+        "| `master` | `state_format` | stage 0 | stages 1 and 2 | stage 3 "
+        "| stages 1 and 2, bf16 gradients | stage 3, bf16 gradients |",
+        "|---|---|---|---|---|---|---|",
+    ]
     for master, states in product(get_args(Master), get_args(StateFormat)):
-        cells = [formula(stage, master=master, state_format=states) for stage in (0, 2, 3)]
+        cells = [
+            formula(stage, master=master, state_format=states, gradient_format=gradients)
+            for stage, gradients in columns
+        ]
         lines.append(f"| {master} | {states} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
