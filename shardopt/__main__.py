@@ -57,7 +57,7 @@ def _add_plan(commands: Any) -> None:
         help="what each stage would need: bytes on a rank by kind, bytes that move, what fits",
         description="Prints, for each stage and dtype, the bytes on one rank by kind, the formula behind them, and the "
         "bytes that move in a step: those that a rank receives (wire), those of states in host memory that stream "
-        "through a GPU (bus), and the disk's. Of all combinations of stage, master, format of states and tier, "
+        "through a GPU (bus), and the disk's. Of all combinations of stage, master, formats and tier, "
         "whether shown or not, the cheapest that fits is named: the one that keeps all of fp32, then moves least. "
         "Activations are not counted. From Python, shardopt.plan.plan() takes your own module, on the meta device too.",
     )
