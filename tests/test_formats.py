@@ -84,6 +84,16 @@ def approach(param, grad, state, s):
     return param
 
 
+@rule(states=("kept", "other"), scalars=no_scalars)
+def by_turns(param, grad, state, s):
+    before = state.kept
+    state.kept = grad - before
+    param = param + state.kept
+    state.other = state.other + state.kept * before
+    state.kept = grad + state.other
+    return param + before / state.kept
+
+
 @rule(states=("kept",), scalars=no_scalars)
 def get(param, grad, state, s):
     return state.kept + 0 * grad  # without the state, which is +0 where it is not read, there is nothing to see
@@ -455,6 +465,34 @@ def test_kernels_and_codecs_agree(backend: Backend, device: torch.device, format
 
 
 @KERNELS
+@pytest.mark.parametrize("other", [FP32, SIGNED8], ids=lambda each: each.name)
+def test_a_rule_sees_what_it_assigned_last(backend: Backend, device: torch.device, other: Format) -> None:
+    """Old, new and intermediate values of states, read by the param and by one another; two steps."""
+    numel = 2 * BLOCK + 77
+    generator = torch.Generator().manual_seed(0)
+    param, size = torch.zeros(padded(numel), device=device), padded(numel)
+    formats = (SIGNED8, other)
+    kept = tuple(torch.zeros(size, dtype=format.dtype, device=device) for format in formats)
+    scales = tuple(
+        torch.zeros(size // BLOCK, device=device) if isinstance(format, BlockFormat) else None for format in formats
+    )
+    spec = StepSpec(by_turns.variant({}), FP32, FP32, states=formats)
+    shown, first, second = torch.zeros(3, numel)
+    for _ in range(2):
+        grad = 1 + torch.rand(numel, generator=generator)
+        launch(backend, spec, Streams(param, None, kept, scales), grad.to(device))
+        before, between = first, grad - first
+        second = second + between * before
+        last = grad + second
+        shown = shown + between + before / last
+        encoded = [codecs.encode(each, format) for each, format in zip((last, second), formats, strict=True)]
+        for each, codes, format in zip(encoded, kept, formats, strict=True):
+            assert_same_bits(codes[:numel].cpu(), each.items, format.name)
+        first, second = (codecs.decode(each, format) for each, format in zip(encoded, formats, strict=True))
+        assert_same_bits(param[:numel].cpu(), shown, "the param")
+
+
+@KERNELS
 @BLOCK_FORMATS
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan, -math.nan])
 def test_what_is_no_number_is_never_hidden(
@@ -467,6 +505,8 @@ def test_what_is_no_number_is_never_hidden(
     values[place] = bad
     if math.copysign(1, bad) < 0:
         values.view(torch.int32)[place] |= -(2**31)
+    if math.isnan(bad):
+        values.view(torch.int32)[place] |= 5  # of the many NaN one that no arithmetic makes
     kept = torch.zeros(3 * BLOCK, dtype=torch.uint8, device=device)
     scales = torch.zeros(3, device=device)
     spec = StepSpec(put.variant({}), FP32, FP32, states=(format,))
@@ -479,6 +519,8 @@ def test_what_is_no_number_is_never_hidden(
             continue
         assert not math.isfinite(decoded[place]), "hidden"
         assert math.isnan(bad) == math.isnan(decoded[place])
+        assert found.scales is not None
+        assert int(found.scales.view(torch.int32)[1]) == (0x7FC00000 if math.isnan(bad) else 0x7F800000)
         assert not bool(decoded[BLOCK : 2 * BLOCK].isfinite().any()), "finite beside what has no scale"
         assert bool(decoded[:BLOCK].isfinite().all()) and bool(decoded[2 * BLOCK :].isfinite().all())
 

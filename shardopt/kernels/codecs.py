@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from .formats import LARGEST_FP32, SCALE_DROPPED_BITS, SMALLEST_SCALE, SPLIT, BlockFormat, Format
+from .formats import LARGEST_FP32, NAN_BITS, SCALE_DROPPED_BITS, SMALLEST_SCALE, SPLIT, BlockFormat, Format
 from .tables import BLOCK
 
 
@@ -65,7 +65,7 @@ def magnitude_bits(values: torch.Tensor, format: BlockFormat) -> torch.Tensor:
 
 def scales_of(largest: torch.Tensor, format: BlockFormat) -> torch.Tensor:
     """fp32 scales of blocks, from the bits of their largest magnitudes; NaN and Inf stay what they are."""
-    magnitudes = largest.view(torch.float32)
+    magnitudes = largest.clamp(max=NAN_BITS).view(torch.float32)
     scales = magnitudes * torch.tensor(1.0 / format.largest, device=largest.device)
     half, kept = 1 << (SCALE_DROPPED_BITS - 1), -1 << SCALE_DROPPED_BITS
     rounded = ((scales.view(torch.int32) + half) & kept).view(torch.float32).clamp(SMALLEST_SCALE, format.largest_scale)

@@ -113,6 +113,7 @@ BELOW_TOP = 1 << 9
 SCALE_DROPPED_BITS = 8
 SMALLEST_SCALE = 2.0**-126
 LARGEST_FP32 = (2 - 2.0**-23) * 2.0**127
+NAN_BITS = 0x7FC00000  # of every NaN that is stored: which one arithmetic makes depends on the machine
 
 _BY_DTYPE = {format.dtype: format for format in (FP32, BF16, FP16)}
 

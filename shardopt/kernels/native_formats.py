@@ -8,7 +8,7 @@ from typing import Any
 
 from numba import njit, types
 
-from .formats import BELOW_TOP, GOLDEN, LARGEST_FP32, SCALE_DROPPED_BITS, SMALLEST_SCALE
+from .formats import BELOW_TOP, GOLDEN, LARGEST_FP32, NAN_BITS, SCALE_DROPPED_BITS, SMALLEST_SCALE
 from .native_words import (
     COMPILE_OPTIONS,
     abs,
@@ -30,13 +30,12 @@ from .native_words import (
 i32, f32, i8, u8, i16, u16 = types.int32, types.float32, types.int8, types.uint8, types.int16, types.uint16
 
 _HALF_SCALE, _KEPT_OF_SCALE = 1 << (SCALE_DROPPED_BITS - 1), -1 << SCALE_DROPPED_BITS
-_NAN = 0x7FC00000
 
 
 @njit(**COMPILE_OPTIONS)
 def one_nan(x: Any) -> Any:
     """The same NaN for all, which rounding cannot turn into infinity or -0."""
-    return where(x != x, from_bits(i32(_NAN)), x)
+    return where(x != x, from_bits(i32(NAN_BITS)), x)
 
 
 # -- masters: the param is the upper half ------------------------------------------------------------------------------
@@ -125,20 +124,26 @@ def decode_unsigned8(code: Any, scale: Any, shift: Any, offset_bits: Any, offset
 
 
 @njit(**COMPILE_OPTIONS)
+def _at_least_zero(x: Any) -> Any:
+    """A NaN stays one. Written as x86's ``max`` is, which takes one operation."""
+    return where(f32(0.0) > x, f32(0.0), x)
+
+
+@njit(**COMPILE_OPTIONS)
 def magnitude_signed8(x: Any) -> Any:
     return to_bits(abs(x))
 
 
 @njit(**COMPILE_OPTIONS)
 def magnitude_unsigned8(x: Any) -> Any:
-    # What an x86 makes of 0 * Inf is a NaN with a sign, which would become zero.
-    return larger(to_bits(one_nan(x)), i32(0))
+    # What an x86 makes of 0 * Inf is a NaN with a sign, which would count for less than zero.
+    return to_bits(abs(_at_least_zero(x)))
 
 
 @njit(**COMPILE_OPTIONS)
 def scale_of(largest: Any, to_scale: Any, largest_scale: Any) -> Any:
     """From the bits of the block's largest magnitude."""
-    magnitude = from_bits(largest)
+    magnitude = from_bits(smaller(largest, i32(NAN_BITS)))
     scale = magnitude * f32(to_scale)
     rounded = from_bits(both(add(to_bits(scale), i32(_HALF_SCALE)), i32(_KEPT_OF_SCALE)))
     smallest, most = f32(SMALLEST_SCALE), f32(largest_scale)
@@ -153,23 +158,32 @@ def inverse_of(scale: Any) -> Any:
 
 
 @njit(**COMPILE_OPTIONS)
-def _above_offset(magnitude: Any, inverse: Any, offset_bits: Any, offset: Any) -> Any:
-    """Bits from which a code is what is left when the lower ones are cut off."""
-    return add(to_bits(from_bits(magnitude) * inverse + f32(offset)), i32(-offset_bits))
+def least_of(largest: Any) -> Any:
+    """The least code of what is above zero in a block: 1 where anything is.
+
+    Of a constant 1 LLVM would make a comparison and three more operations for each vector.
+    """
+    return shr(sub(i32(0), largest), i32(31))
 
 
 @njit(**COMPILE_OPTIONS)
-def encode_signed8(x: Any, inverse: Any, noise: Any, shift: Any, offset_bits: Any, offset: Any) -> Any:
-    bits = _above_offset(magnitude_signed8(x), inverse, offset_bits, offset)
+def _above_offset(value: Any, inverse: Any, offset_bits: Any, offset: Any) -> Any:
+    """Bits from which a code is what is left when the lower ones are cut off."""
+    return add(to_bits(value * inverse + f32(offset)), i32(-offset_bits))
+
+
+@njit(**COMPILE_OPTIONS)
+def encode_signed8(x: Any, inverse: Any, noise: Any, least: Any, shift: Any, offset_bits: Any, offset: Any) -> Any:
+    bits = _above_offset(abs(x), inverse, offset_bits, offset)
     code = smaller(shr(add(bits, shr(noise, i32(32 - shift))), i32(shift)), i32(127))
     return u8(either(code, shl(shr(to_bits(x), i32(31)), i32(7))))
 
 
 @njit(**COMPILE_OPTIONS)
-def encode_unsigned8(x: Any, inverse: Any, noise: Any, shift: Any, offset_bits: Any, offset: Any) -> Any:
-    magnitude = magnitude_unsigned8(x)
-    bits = _above_offset(magnitude, inverse, offset_bits, offset)
+def encode_unsigned8(x: Any, inverse: Any, noise: Any, least: Any, shift: Any, offset_bits: Any, offset: Any) -> Any:
+    value = _at_least_zero(x)
+    bits = _above_offset(value, inverse, offset_bits, offset)
     # Dithered: to nearest, as what has a sign is rounded, the largest has the top code by itself.
     up = larger(shr(noise, i32(32 - shift)), sub(bits, i32((255 << shift) - 2 * BELOW_TOP)))
-    code = smaller(shr(add(bits, up), i32(shift)), i32(255))
-    return u8(larger(code, smaller(magnitude, i32(1))))
+    code = larger(shr(add(bits, up), i32(shift)), smaller(to_bits(value), least))
+    return u8(smaller(code, i32(255)))

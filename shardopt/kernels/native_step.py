@@ -18,8 +18,24 @@ For AdamW on bf16 params with fp32 masters the text that is compiled reads (shor
                 store_fp32(master_at, i, param, 2)
                 store_bf16(param_at, i, narrow_bf16(param), 1)
 
-A block of a skipped param has an end of 0 in its row, and is passed over. The new values of a state in 8 bits wait on
-the stack until their block's scale is known; a second loop encodes them.
+A block of a skipped param has an end of 0 in its row, and is passed over.
+
+A state in 8 bits cannot be stored before its block's scale is known, so a block is then gone over twice, by the same
+statements. The first loop keeps on the stack what is new of such states, and finds the largest. The second one reads
+it back right behind the rule's last assignment to each, and does all the storing::
+
+            for i in range(start, start + count):
+                ... loads, the rule ...
+                store_f32(exp_avg_new, i - start, state_exp_avg, 5)
+                exp_avg_largest = larger(exp_avg_largest, magnitude_signed8(state_exp_avg))
+            ... the block's scale ...
+            for i in range(start, start + count):
+                ... loads, the rule up to that assignment ...
+                state_exp_avg = load_f32(exp_avg_new, i - start, 5)
+                ... the rest of the rule, stores ...
+
+LLVM leaves out of each loop what nothing in it depends on: of AdamW the first decodes and averages, and the second
+has the root, the divisions and the encoding, which different units of a core do at the same time.
 """
 
 import functools
@@ -29,7 +45,7 @@ from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
-from .formats import BlockFormat, Format
+from .formats import GOLDEN, BlockFormat, Format
 from .spec import StepSpec
 from .tables import BLOCK
 from .translate import function_from_source, native_body
@@ -72,8 +88,10 @@ class _Text:
     block: list[str] = field(default_factory=list)  # before a block's elements
     load: list[str] = field(default_factory=list)  # for each element
     store: list[str] = field(default_factory=list)
-    after: list[str] = field(default_factory=list)  # the block's elements
-    encode: list[str] = field(default_factory=list)  # for each element, when the scales are known
+    advance: list[str] = field(default_factory=list)  # to the next element's noise
+    keep: list[str] = field(default_factory=list)  # for each element, instead of storing, until scales are known
+    scale: list[str] = field(default_factory=list)  # between the two loops
+    kept: dict[str, str] = field(default_factory=dict)  # variable of a state in 8 bits -> how it is read back
 
 
 def _pointers(spec: StepSpec) -> list[str]:
@@ -101,7 +119,7 @@ def step_source(spec: StepSpec) -> str:
             _add_block_state(text, name, format, stream, stream + len(variant.states))
         else:
             text.load.append(f"state_{name} = {_loaded(f'{name}_at', format, stream)}")
-            text.store.append(_stored(f"{name}_at", f"state_{name}", format, stream))
+            text.store.append(_stored(text, f"{name}_at", f"state_{name}", format, stream))
     arguments = ["first", "last", "row_of_block", "rows", "scalars", "noise", "unscale", "clip", *_pointers(spec)]
     return (
         "\n".join(
@@ -116,15 +134,27 @@ def step_source(spec: StepSpec) -> str:
                 "            continue",
                 "        grad_at = load_i64(rows, row * 2, TABLE)",
                 *(f"        {line}" for line in text.block),
-                "        for i in range(start, start + count):",
-                *(f"            {line}" for line in [*text.load, *native_body(variant), *text.store]),
-                *(f"        {line}" for line in text.after),
-                *["        for i in range(start, start + count):"][: len(text.encode)],
-                *(f"            {line}" for line in text.encode),
+                *(f"        {line}" for line in _loops(text, native_body(variant))),
             ]
         )
         + "\n"
     )
+
+
+def _loops(text: _Text, rule: list[str]) -> list[str]:
+    """Over the elements of a block."""
+    if not text.kept:
+        return _loop([*text.load, *rule, *text.store, *text.advance])
+    again = list(rule)
+    for variable, kept in text.kept.items():
+        last = max((at for at, line in enumerate(again) if line.startswith(f"{variable} = ")), default=-1)
+        again.insert(last + 1, f"{variable} = {kept}")
+    first, second = [*text.load, *rule, *text.keep], [*text.load, *again, *text.store, *text.advance]
+    return [*_loop(first), *text.scale, *_loop(second)]
+
+
+def _loop(lines: list[str]) -> list[str]:
+    return ["for i in range(start, start + count):", *(f"    {line}" for line in lines)]
 
 
 _NOISE = ("key", "other_key", "first_element", "phase")
@@ -136,32 +166,36 @@ def _loaded(at: str, format: Format, stream: int) -> str:
     return f"widen_{name}(load_{name}({at}, i, {stream}))"
 
 
-def _stored(at: str, value: str, format: Format, stream: int) -> str:
+def _stored(text: _Text, at: str, value: str, format: Format, stream: int) -> str:
     if format.rounding != "nearest":
-        return f"store_bf16({at}, i, narrow_bf16_up({value}, {_noise(format, stream)}), {stream})"
+        return f"store_bf16({at}, i, narrow_bf16_up({value}, {_noise(text, value, format, stream)}), {stream})"
     return f"store_{format.name}({at}, i, narrow_{format.name}({value}), {stream})"
 
 
-def _noise(format: Format, stream: int) -> str:
+def _noise(text: _Text, value: str, format: Format, stream: int) -> str:
     """32 bits: the chance of rounding up."""
-    element = "add(i32(i), first_element)"
     if format.rounding == "random":
-        return f"draw({element}, key, other_key, {stream})"
-    return f"dither({element}, phase, {stream})" if format.rounding == "dithered" else _HALF
+        return f"draw(add(i32(i), first_element), key, other_key, {stream})"
+    if format.rounding == "nearest":
+        return _HALF
+    # From element to element it is one addition, which LLVM does not find by itself.
+    text.block.append(f"{value}_dither = dither(add(i32(start), first_element), phase, {stream})")
+    text.advance.append(f"{value}_dither = add({value}_dither, i32({GOLDEN}))")
+    return f"{value}_dither"
 
 
 def _add_param(text: _Text, spec: StepSpec) -> None:
     """The value that is updated, and where it goes."""
     if not spec.has_master:
         text.load.append(f"param = {_loaded('param_at', spec.param, _PARAM)}")
-        text.store.append(_stored("param_at", "param", spec.param, _PARAM))
+        text.store.append(_stored(text, "param_at", "param", spec.param, _PARAM))
         return
     assert spec.master is not None
     name = spec.master.name
     if not spec.reads_param:
         text.load.append(f"param = {_loaded('master_at', spec.master, _MASTER)}")
-        text.store.append(_stored("master_at", "param", spec.master, _MASTER))
-        text.store.append(_stored("param_at", "param", spec.param, _PARAM))
+        text.store.append(_stored(text, "master_at", "param", spec.master, _MASTER))
+        text.store.append(_stored(text, "param_at", "param", spec.param, _PARAM))
         return
     kind = {"split": "i16", "split24": "i8"}[name]
     text.load.append(f"param = join_{name}(load_u16(param_at, i, {_PARAM}), load_{kind}(master_at, i, {_MASTER}))")
@@ -177,15 +211,17 @@ def _add_block_state(text: _Text, name: str, format: BlockFormat, stream: int, n
     text.once.append(f"{name}_new = scratch_i32({BLOCK})")
     text.block += [f"{name}_scale = load_f32({name}_scales_at, block, TABLE)", f"{name}_largest = i32(0)"]
     text.load.append(f"state_{name} = decode_{word}(load_u8({name}_at, i, {stream}), {name}_scale, {numbers})")
-    text.store += [
+    text.keep += [
         f"store_f32({name}_new, i - start, state_{name}, {new_stream})",
         f"{name}_largest = larger({name}_largest, magnitude_{word}(state_{name}))",
     ]
-    new = f"load_f32({name}_new, i - start, {new_stream})"
-    encoded = f"encode_{word}({new}, {name}_inverse, {_noise(format, stream)}, {numbers})"
-    text.after += [
-        f"{name}_scale = scale_of({name}_largest, {1 / format.largest!r}, {format.largest_scale!r})",
-        f"store_f32({name}_scales_at, block, {name}_scale, TABLE)",
-        f"{name}_inverse = inverse_of({name}_scale)",
+    text.kept[f"state_{name}"] = f"load_f32({name}_new, i - start, {new_stream})"
+    text.scale += [
+        f"{name}_new_scale = scale_of({name}_largest, {1 / format.largest!r}, {format.largest_scale!r})",
+        f"store_f32({name}_scales_at, block, {name}_new_scale, TABLE)",
+        f"{name}_inverse = inverse_of({name}_new_scale)",
+        f"{name}_least = least_of({name}_largest)",
     ]
-    text.encode.append(f"store_u8({name}_at, i, {encoded}, {stream})")
+    noise = _noise(text, f"state_{name}", format, stream)
+    encoded = f"encode_{word}(state_{name}, {name}_inverse, {noise}, {name}_least, {numbers})"
+    text.store.append(f"store_u8({name}_at, i, {encoded}, {stream})")

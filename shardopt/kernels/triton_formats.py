@@ -6,9 +6,9 @@ Blocks are rows: tiles are 2D [BLOCKS, 256], scales 1D [BLOCKS].
 import triton
 import triton.language as tl
 
-from .formats import BELOW_TOP, GOLDEN, LARGEST_FP32, SCALE_DROPPED_BITS, SMALLEST_SCALE
+from .formats import BELOW_TOP, GOLDEN, LARGEST_FP32, NAN_BITS, SCALE_DROPPED_BITS, SMALLEST_SCALE
 
-_NAN = tl.constexpr(0x7FC00000)
+_NAN = tl.constexpr(NAN_BITS)
 _HALF_SCALE = tl.constexpr(1 << (SCALE_DROPPED_BITS - 1))
 _KEPT_OF_SCALE = tl.constexpr(-1 << SCALE_DROPPED_BITS)
 _SMALLEST_SCALE = tl.constexpr(SMALLEST_SCALE)
@@ -120,7 +120,7 @@ def encode(x, valid, noise, FORMAT: tl.constexpr):
         magnitude = bits_of(x) & 0x7FFFFFFF
     else:
         magnitude = tl.maximum(one_nan_bits(x), 0)  # a NaN may have a sign, and must not become zero
-    largest = from_bits(tl.max(tl.where(valid, magnitude, 0), axis=1))
+    largest = from_bits(tl.minimum(tl.max(tl.where(valid, magnitude, 0), axis=1), _NAN))
     rounded = from_bits((bits_of(largest * TO_SCALE) + _HALF_SCALE) & _KEPT_OF_SCALE)
     rounded = tl.where(rounded < LARGEST_SCALE, rounded, LARGEST_SCALE)
     rounded = tl.where(rounded < _SMALLEST_SCALE, _SMALLEST_SCALE, rounded)
