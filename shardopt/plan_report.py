@@ -102,5 +102,5 @@ def chart(needs: Sequence[Need], device_bytes: int | None, path: Path) -> None:
         axes.axvline(device_bytes / 1e9, color="black", linestyle="--", label="device memory")
     axes.invert_yaxis()
     axes.set_xlabel("GB of a rank")
-    axes.legend()
+    figure.legend(loc="outside right upper")  # the best place inside takes seconds to find among hundreds of bars
     figure.savefig(path)
