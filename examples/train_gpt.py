@@ -53,6 +53,12 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--state-format", choices=("fp32", "bf16", "int8"), default="fp32", help="of shardopt: of the moments"
     )
+    parser.add_argument(
+        "--gradient-format",
+        choices=("fp32", "bf16"),
+        default="fp32",
+        help="of shardopt: of sums for bf16 params",
+    )
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="of the params")
     parser.add_argument("--lr", type=float, default=4e-3, help="peak learning rate")
     parser.add_argument("--steps", type=int, default=800, help="length of the schedule")
@@ -225,6 +231,7 @@ def make_optimizer(args: argparse.Namespace, model: nn.Module) -> torch.optim.Op
             offload=args.offload,
             master=args.master,
             state_format=args.state_format,
+            gradient_format=args.gradient_format,
             tuning=shardopt.Tuning(seed=args.seed),
         )
     return opt

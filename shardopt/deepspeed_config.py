@@ -30,6 +30,7 @@ from .deepspeed_sections import (
     DTYPES,
     batch_of,
     check_rest,
+    gradient_format_of,
     offload_of,
     optimizer_of,
     precision_of,
@@ -114,6 +115,7 @@ def from_deepspeed_config(
     travels = keys.take("communication_data_type")
     if travels not in (None, *DTYPES):
         keys.errors.append(f"communication_data_type={travels!r}: one of {', '.join(DTYPES)} is")
+    gradients = gradient_format_of(keys, dtype)
     offload = offload_of(keys, stage, next(module.parameters()).device)
     check_rest(keys)
     keys.finish()
@@ -132,6 +134,7 @@ def from_deepspeed_config(
         process_group=process_group,
         max_grad_norm=clip or None,
         reduce_dtype=DTYPES.get(travels),
+        gradient_format=gradients,
         tuning=tuning,
     )
     device = next(module.parameters()).device.type

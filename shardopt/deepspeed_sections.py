@@ -170,12 +170,9 @@ def offload_of(keys: Keys, stage: int, device: torch.device) -> dict[str, Any]:
     if params is not None and stage < 3:
         keys.warnings.append(f"{_ZERO}.offload_param (below stage 3 params are whole on every rank)")
         params = None
-    if device.type != "cpu" and params is not None:
-        keys.warnings.append(f"{_ZERO}.offload_param (params of a GPU stay there so far, which takes that memory)")
-        params = None
-    if device.type != "cpu" and states not in (None, "cpu"):
-        keys.warnings.append(f"{_ZERO}.offload_optimizer (files serve CPUs so far: host memory takes the states)")
-        states = "cpu"
+    if device.type != "cpu" and params == "cpu" and states not in (None, "cpu"):
+        keys.warnings.append(f"{_ZERO}.offload_param (what leaves a GPU goes where its masters do: into the file)")
+        params = states
     if states is None and params is None:
         return {}
     if states is None:
@@ -204,6 +201,15 @@ def _place_of(keys: Keys, section: str, old: str) -> str | None:
     return "cpu" if device == "cpu" else None
 
 
+def gradient_format_of(keys: Keys, dtype: torch.dtype | None) -> str:
+    """In which sums of gradients are kept."""
+    kept = str(keys.take("data_types.grad_accum_dtype", None) or "fp32")
+    if kept != "fp32" and (kept != "bf16" or dtype is not torch.bfloat16):
+        keys.errors.append(f"data_types.grad_accum_dtype={kept!r}: 'fp32', or with bf16 params 'bf16'")
+        return "fp32"
+    return kept
+
+
 def check_rest(keys: Keys) -> None:
     for name in ("overlap_comm", "contiguous_gradients"):
         if keys.take(f"{_ZERO}.{name}", True) is False:
@@ -221,7 +227,6 @@ def check_rest(keys: Keys) -> None:
     keys.expect("prescale_gradients", False, "gradients are summed in fp32 and divided once")
     keys.expect("gradient_predivide_factor", 1.0, "gradients are summed in fp32 and divided once")
     keys.expect("sparse_gradients", False, "sparse gradients are refused")
-    keys.expect("data_types.grad_accum_dtype", "fp32", "gradients accumulate in fp32")
     keys.expect("amp.enabled", False, "use torch.autocast")
     for name in ("zero_quantized_weights", "zero_quantized_gradients"):
         keys.expect(f"{_ZERO}.{name}", False, "nothing is quantised on the way")

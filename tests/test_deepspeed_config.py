@@ -154,6 +154,15 @@ def test_optimizers(kind: str, params: dict[str, Any], expected: str, defaults: 
     assert {key: run.optimizer.defaults[key] for key in defaults} == defaults
 
 
+def test_sums_of_gradients() -> None:
+    for kept in ("fp32", "bf16"):
+        with quiet():
+            run = from_deepspeed_config(
+                changed(fp16=None, bf16={"enabled": True}, data_types={"grad_accum_dtype": kept}), Net()
+            )
+        assert run.optimizer.options.gradient_format == kept
+
+
 def test_batch_sizes() -> None:
     names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     for given, found in [
@@ -210,6 +219,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"prescale_gradients": True}, "prescale_gradients"),
     ({"sparse_gradients": True}, "sparse_gradients"),
     ({"communication_data_type": "fp8"}, "communication_data_type"),
+    ({"data_types": {"grad_accum_dtype": "bf16"}}, "grad_accum_dtype='bf16'.*bf16 params"),
     ({"zero_optimization": {"stage": 3, "zero_quantized_weights": True}}, "zero_quantized_weights"),
     ({"zero_optimization": {"stage": 3, "mics_shard_size": 2}}, "DeviceMesh"),
     ({"zero_optimization": {"stage": 3, "offload_param": {"device": "tape"}}}, "tape"),
