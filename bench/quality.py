@@ -16,6 +16,7 @@ no masters of bf16 params, must be found to cost something.
 import math
 import multiprocessing
 import statistics
+import sys
 from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -25,7 +26,6 @@ import torch
 from common import parser_of, pick_device, show, write_result
 from simulate import Size, Training
 from torch import Tensor
-from tqdm import tqdm
 
 BASE = ("fp32", "fp32")
 NO_MASTER = ("torch.optim.AdamW", "bf16")
@@ -128,17 +128,24 @@ def cells(row: dict[str, Any]) -> list[str]:
 # ---- Trainings -------------------------------------------------------------------------------------------------------
 
 
+def replicas_of(formats: tuple[str, str], turn: int) -> tuple[int, ...]:
+    """Those trained in one turn. The yardstick is in every ratio: with twice as many its own chance weighs less."""
+    if formats == BASE:
+        return 2 * turn, 2 * turn + 1
+    return () if formats == NO_MASTER and turn else (turn,)
+
+
 def runs(args: Namespace) -> list[Run]:
-    """Replicas outermost, so that a look at the first ones sees every format and seed."""
-    shared = (args.steps, args.batch, args.lr, args.windows)
-    # The yardstick is in every ratio: with twice as many its own chance weighs less than that of each format.
-    return [
-        Run(*formats, seed, replica, *shared)
-        for replica in range(2 * args.replicas)
+    """Turn by turn, each of all formats and seeds; then the yardstick of the first seed at the other peaks."""
+    shared = {"steps": args.steps, "batch": args.batch, "windows": args.windows}
+    measured = [
+        Run(*formats, seed, replica, lr=args.lr, **shared)
+        for turn in range(args.replicas)
         for seed in range(args.seeds)
         for formats in FORMATS
-        if replica < args.replicas or formats == BASE
+        for replica in replicas_of(formats, turn)
     ]
+    return measured + [Run(*BASE, 0, replica, lr=lr, **shared) for lr in args.peaks for replica in (0, 1)]
 
 
 def main() -> None:
@@ -148,22 +155,31 @@ def main() -> None:
     parser.add_argument("--replicas", type=int, default=2, help="of each format and seed; twice as many of fp32")
     parser.add_argument("--batch", type=int, default=4, help="sequences a step")
     parser.add_argument("--lr", type=float, default=1e-3, help="peak learning rate")
+    parser.add_argument("--peaks", type=float, nargs="*", default=(4e-3, 2e-3), help="others, for the yardstick alone")
     parser.add_argument("--windows", type=int, default=2048, help="held-out sequences, the same ones for all")
     parser.add_argument("--at-once", type=int, default=2, help="trainings that run at a time, on one thread each")
     args = parser.parse_args()
     if args.quick:
         args.steps, args.seeds, args.windows = 10, 1, 64
     losses: dict[tuple[str, str], dict[int, list[float]]] = {formats: {} for formats in FORMATS}
+    peaks: dict[str, list[float]] = {}
+    results: dict[str, Any] = {}
     with multiprocessing.get_context("spawn").Pool(args.at_once) as pool:
         all_runs = runs(args)
         for run, loss in zip(all_runs, pool.imap(Run.held_out_loss, all_runs), strict=True):
-            losses[run.formats].setdefault(run.seed, []).append(loss)
-            tqdm.write(f"{run.master} {run.states}, seed {run.seed}, replica {run.replica}: {loss:.5f}")
-    spread = chance(losses)
-    rows = [row(formats, losses, spread) for formats in FORMATS]
+            print(f"{run}: {loss:.5f}", file=sys.stderr, flush=True)
+            if run.lr == args.lr:
+                losses[run.formats].setdefault(run.seed, []).append(loss)
+            else:
+                peaks.setdefault(str(run.lr), []).append(loss)
+            if all(len(by_seed) == args.seeds for by_seed in losses.values()):
+                # Each time, since it takes so long: what is there when it is stopped is a result.
+                spread = chance(losses)
+                rows = [row(formats, losses, spread) for formats in FORMATS]
+                results = {"chance of one training": spread, "rows": rows, "other peaks": peaks}
+                write_result("quality", args, pick_device("cpu"), results)
     titles = ("master", "states", "held-out loss", "over fp32", "seed by seed, %")
-    show(f"GPT in bf16, {args.steps} steps, {args.seeds} seeds", titles, [cells(each) for each in rows])
-    write_result("quality", args, pick_device("cpu"), {"chance of one training": spread, "rows": rows})
+    show(f"GPT in bf16, {args.steps} steps, {args.seeds} seeds", titles, [cells(each) for each in results["rows"]])
 
 
 if __name__ == "__main__":
