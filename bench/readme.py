@@ -205,8 +205,9 @@ def bytes_of_stage_2() -> str:
     return "\n".join(lines)
 
 
-def hundredths(share: float, chance: float) -> str:
-    return f"{100 * share:+.2f} +- {100 * chance:.2f} %"
+def over_fp32(row: dict[str, Any]) -> str:
+    interval = "" if row["interval"] is None else f" +- {100 * row['interval']:.2f}"
+    return f"{100 * row['over fp32']:+.2f}{interval} %"
 
 
 def costs_of_formats() -> str:
@@ -228,7 +229,7 @@ def costs_of_formats() -> str:
         found = losses.get((row["master"], row["states"]))
         mean = by_seed = ""
         if found is not None and found is not losses["fp32", "fp32"]:
-            mean = hundredths(found["over fp32"], found["chance"])
+            mean = over_fp32(found)
             by_seed = ", ".join(f"{100 * each:+.2f} %" for each in found["by seed"])
         cells = (row["master"], row["states"], interval(row["x fp32"]), f"{row['kept']:.2f}", mean, by_seed)
         lines.append(f"| {' | '.join(cells)} |")
@@ -236,22 +237,25 @@ def costs_of_formats() -> str:
 
 
 def how_loss_was_measured(quality: dict[str, Any]) -> str:
-    settings, rows = quality["settings"], quality["results"]["rows"]
-    trained = {row["master"] + row["states"]: sum(map(len, row["losses"].values())) for row in rows}
+    settings, rows, chance = quality["settings"], quality["results"]["rows"], quality["results"]["chance"]
+    trainings = {row["trainings"] for row in rows[1:-1]}
+    count = " to ".join(str(each) for each in sorted({min(trainings), max(trainings)}))
     return (
         f"Loss: the example's GPT in bf16, {settings['steps']} steps of {settings['batch']} sequences, peak learning "
-        f"rate {settings['lr']:g} and a cosine to zero; {settings['windows']} held-out sequences. Mean of "
-        f"{settings['seeds']} seeds over fp32 masters and states, whose loss is {rows[0]['loss']:.3f} nats a byte. "
-        "Each seed is trained again from first params of which one element is an ulp off: "
-        f"{trained['fp32fp32']} trainings of the yardstick, {trained['splitint8']} of `split` with int8. By that alone "
-        f"one training's loss has a standard deviation of {100 * quality['results']['chance of one training']:.2f} %: "
-        "chance. Behind +- are two standard errors of what it makes of the mean."
+        f"rate {settings['lr']:g} and a cosine to zero; {settings['windows']} held-out sequences. Over fp32 masters "
+        f"and states, whose loss is {rows[0]['loss']:.3f} nats a byte: mean of {settings['seeds']} seeds, "
+        f"{rows[0]['trainings']} trainings of the yardstick and {count} of each format. "
+        "Behind +-, the 95 % interval that chance leaves: one training has a standard deviation of "
+        f"{100 * chance['residual']:.2f} % when seed and format are taken out ({chance['freedom']} degrees of "
+        f"freedom), and of {100 * chance['an ulp']:.2f} % "
+        "when one element's first value is changed by one ulp and nothing else."
     )
 
 
 def how_far_to_believe_it(quality: dict[str, Any]) -> str:
     rows = {(row["master"], row["states"]): row for row in quality["results"]["rows"]}
-    tie, lossy = rows["split", "fp32"], rows["torch.optim.AdamW", "bf16"]
+    lossy = rows["torch.optim.AdamW", "bf16"]
+    by_seed = ", ".join(f"{100 * each:+.2f} %" for each in lossy["by seed"])
     peaks = [
         f"{float(lr):g} it ends at {sum(losses) / len(losses):.3f}, its trainings "
         f"{100 * (max(losses) / min(losses) - 1):.2f} % apart"
@@ -259,9 +263,9 @@ def how_far_to_believe_it(quality: dict[str, Any]) -> str:
     ]
     return (
         "Two controls. `split` with fp32 states differs from the yardstick in nothing but rounding of ties: "
-        f"{hundredths(tie['over fp32'], tie['chance'])}. `torch.optim.AdamW` on the bf16 params themselves has no "
-        f"masters and bf16 states: {hundredths(lossy['over fp32'], lossy['chance'])}, so a cost is seen where there "
-        "is one." + (f" The yardstick of the first seed at other peaks: at {'; at '.join(peaks)}." if peaks else "")
+        f"{over_fp32(rows['split', 'fp32'])}. `torch.optim.AdamW` on the bf16 params themselves has no masters: "
+        f"{over_fp32(lossy)} ({by_seed}), so a cost is seen where there is one."
+        + (f" The yardstick of the first seed at other peaks: at {'; at '.join(peaks)}." if peaks else "")
     )
 
 
