@@ -10,7 +10,7 @@ the peak is one whose loss is good *and* repeatable, it falls to zero by the las
 from first params of which one element differs by one ulp (a replica). What is left when seeds and formats are taken out
 is chance, measured: the intervals come from it. Two rows say whether the measurement can be believed: `split` with fp32
 states differs from the yardstick in nothing but ties and must be found to cost nothing; `torch.optim.AdamW`, which has
-no masters of bf16 params, must be found to cost something.
+no masters of bf16 params and bf16 states, must be found to cost something.
 """
 
 import json

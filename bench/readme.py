@@ -263,7 +263,7 @@ def how_far_to_believe_it(quality: dict[str, Any]) -> str:
     ]
     return (
         "Two controls. `split` with fp32 states differs from the yardstick in nothing but rounding of ties: "
-        f"{over_fp32(rows['split', 'fp32'])}. `torch.optim.AdamW` on the bf16 params themselves has no masters: "
+        f"{over_fp32(rows['split', 'fp32'])}. `torch.optim.AdamW`, bf16 states and no masters: "
         f"{over_fp32(lossy)} ({by_seed}), so a cost is seen where there is one."
         + (f" The yardstick of the first seed at other peaks: at {'; at '.join(peaks)}." if peaks else "")
     )
