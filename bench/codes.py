@@ -2,6 +2,7 @@
 
     python bench/codes.py                  blocks of 256 that lie within a row of the params
     python bench/codes.py --width 128      blocks that hold two rows, as of a frequent and of a rare token
+    python bench/codes.py --noise          gradients of pure noise alone, in a minute
     python bench/codes.py --quick          does it run?
 
 The example's GPT (examples/train_gpt.py) trains in fp32, and the first elements of some params have their gradients
@@ -11,7 +12,8 @@ one state, the other one in fp32, then both. (bench/codes_train.py trains with c
 * `update`: m / (sqrt(v) + eps), bias corrected, against fp32's at the same step. rms: of the error over the update's.
 * `v`: mean of log2(v / fp32's v), the bias, and its rms, over elements that have had a gradient. `lost`: their v is 0.
 * `drift`: |param - fp32's|, mean; and relative to |param|, as sum over sum.
-* `noise`: the same on gradients of 0.01 randn for params of 0.1 randn, 50 steps.
+* `noise`: the same on gradients of 0.01 randn for params of 0.1 randn, 50 steps; also of one state at a time, and of a
+  first moment that is dithered.
 * `idle`: half of the elements of each block have no gradient after step 20; what they go on doing.
 """
 
@@ -24,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from code_book import BLOCK, Offset, check_nearest, codes_of, half
+from code_book import BLOCK, Offset, check_nearest, codes_of, golden, half, linear
 from common import parser_of, show, write_result
 from simulate import AdamW, Pair, Size, Training, pairs
 from torch import Tensor
@@ -183,16 +185,26 @@ def run_replays(args: argparse.Namespace) -> dict[str, Any]:
                 key = f"{what}, beta2 {beta2}"
                 results[key] = replays(recorded, formats, beta2, key)
                 show_replays(key, results[key])
-    results["noise"] = replays(noise(), pairs(), 0.999, "noise")
-    show_replays("noise, beta2 0.999", results["noise"])
+    results["noise"] = run_noise()
     for beta2 in BETA2S:
         results[f"idle, beta2 {beta2}"] = replays(idle(), pairs(), beta2, f"idle, beta2 {beta2}")
         show_replays(f"idle, beta2 {beta2}", results[f"idle, beta2 {beta2}"])
     return results
 
 
+def run_noise() -> Found:
+    wide, fine, second = Offset(4, True), Offset(5, True), Offset(5, False, golden)
+    alone = [Pair(f"{name} + fp32", code) for name, code in (("offset m4", wide), ("offset m5", fine))]
+    alone += [Pair("linear + fp32", linear(True)), Pair("fp32 + offset m5 golden", exp_avg_sq=second)]
+    dithered = [Pair(f"offset m{m} golden + m5 golden", Offset(m, True, golden), second) for m in (4, 5)]
+    found = replays(noise(), [*pairs(), *alone, *dithered], 0.999, "noise")
+    show_replays("noise, beta2 0.999", found)
+    return found
+
+
 def main() -> None:
     parser = parser_of(__doc__ or "")
+    parser.add_argument("--noise", action="store_true", help="gradients of pure noise alone")
     parser.add_argument("--steps", type=int, default=500, help="of the replay")
     parser.add_argument("--blocks", type=int, default=48, help="recorded of a param")
     parser.add_argument("--width", type=int, default=256, help="of the GPT: the elements in a row of most params")
@@ -203,7 +215,10 @@ def main() -> None:
         for code in codes_of(signed).values():
             if isinstance(code, Offset) and code.rounding is half:
                 check_nearest(code)
-    write_result(f"codes-width-{args.width}", args, torch.device("cpu"), run_replays(args))
+    if args.noise:
+        write_result("codes-noise", args, torch.device("cpu"), {"noise": run_noise()})
+    else:
+        write_result(f"codes-width-{args.width}", args, torch.device("cpu"), run_replays(args))
 
 
 if __name__ == "__main__":

@@ -205,30 +205,68 @@ def bytes_of_stage_2() -> str:
     return "\n".join(lines)
 
 
+def over_fp32(row: dict[str, Any]) -> str:
+    interval = "" if row["interval"] is None else f" +- {100 * row['interval']:.2f}"
+    return f"{100 * row['over fp32']:+.2f}{interval} %"
+
+
 def costs_of_formats() -> str:
     """What an update takes, and what a training ends with."""
     formats, quality = newest("formats"), newest("quality")
     losses = {(row["master"], row["states"]): row for row in quality["results"]["rows"]}
-    machine, settings = formats["machine"], quality["settings"]
+    machine = formats["machine"]
     lines = [
         f"One update of {formats['settings']['elements'] / 2**20:.0f}M elements of AdamW, bf16 gradient in and bf16 "
         f"param out, on {machine['device']}: time over that of fp32 masters and states, {MEDIANS} yet. `kept`: bytes a "
-        "param on one rank that was given params only, its own 2 and the gradient's 2 in it. Loss: the example's GPT "
-        "in bf16, "
-        f"{settings['steps']} steps of {settings['batch']} sequences, held-out loss over that of fp32 masters and "
-        f"states, mean of {settings['seeds']} seeds and each of them. `split` with fp32 states differs from the "
-        "yardstick in nothing but rounding of ties: what it shows is chance.",
+        "param on one rank that was given params only, its own 2 and the gradient's 2 in it.",
+        "",
+        how_loss_was_measured(quality),
         "",
         "| `master` | `state_format` | time, x fp32 | kept | loss over fp32 | seed by seed |",
         "|---|---|---|---|---|---|",
     ]
     for row in formats["results"]["rows"]:
         found = losses.get((row["master"], row["states"]))
-        by_seed = "" if found is None else ", ".join(f"{100 * each:+.2f} %" for each in found["by seed"])
-        mean = "" if found is None else f"{100 * found['over fp32']:+.2f} %"
+        mean = by_seed = ""
+        if found is not None and found is not losses["fp32", "fp32"]:
+            mean = over_fp32(found)
+            by_seed = ", ".join(f"{100 * each:+.2f} %" for each in found["by seed"])
         cells = (row["master"], row["states"], interval(row["x fp32"]), f"{row['kept']:.2f}", mean, by_seed)
         lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+    return "\n".join([*lines, "", how_far_to_believe_it(quality)])
+
+
+def how_loss_was_measured(quality: dict[str, Any]) -> str:
+    settings, rows, chance = quality["settings"], quality["results"]["rows"], quality["results"]["chance"]
+    trainings = {row["trainings"] for row in rows[1:-1]}
+    count = " to ".join(str(each) for each in sorted({min(trainings), max(trainings)}))
+    return (
+        f"Loss: the example's GPT in bf16, {settings['steps']} steps of {settings['batch']} sequences, peak learning "
+        f"rate {settings['lr']:g} and a cosine to zero; {settings['windows']} held-out sequences. Over fp32 masters "
+        f"and states, whose loss is {rows[0]['loss']:.3f} nats a byte: mean of {settings['seeds']} seeds, "
+        f"{rows[0]['trainings']} trainings of the yardstick and {count} of each format. "
+        "Behind +-, the 95 % interval that chance leaves: one training has a standard deviation of "
+        f"{100 * chance['residual']:.2f} % when seed and format are taken out ({chance['freedom']} degrees of "
+        f"freedom), and of {100 * chance['an ulp']:.2f} % "
+        "when one element's first value is changed by one ulp and nothing else."
+    )
+
+
+def how_far_to_believe_it(quality: dict[str, Any]) -> str:
+    rows = {(row["master"], row["states"]): row for row in quality["results"]["rows"]}
+    lossy = rows["torch.optim.AdamW", "bf16"]
+    by_seed = ", ".join(f"{100 * each:+.2f} %" for each in lossy["by seed"])
+    peaks = [
+        f"{float(lr):g} it ends at {sum(losses) / len(losses):.3f}, its trainings "
+        f"{100 * (max(losses) / min(losses) - 1):.2f} % apart"
+        for lr, losses in quality["results"]["other peaks"].items()
+    ]
+    return (
+        "Two controls. `split` with fp32 states differs from the yardstick in nothing but rounding of ties: "
+        f"{over_fp32(rows['split', 'fp32'])}. `torch.optim.AdamW`, bf16 states and no masters: "
+        f"{over_fp32(lossy)} ({by_seed}), so a cost is seen where there is one."
+        + (f" The yardstick of the first seed at other peaks: at {'; at '.join(peaks)}." if peaks else "")
+    )
 
 
 # (page, name between its markers) -> what stands there.

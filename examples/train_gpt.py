@@ -208,8 +208,8 @@ def write_sample(model: GPT, device: torch.device, prompt: bytes = b"\n\ndef ", 
 
 
 def learning_rate_factor(step: int, steps: int) -> float:
-    """Warm up over the first twentieth, along a cosine that ends at a tenth."""
-    return min(1.0, 20 * (step + 1) / steps) * (0.55 + 0.45 * math.cos(math.pi * step / steps))
+    """Warm up over the first twentieth, along a cosine that ends at zero."""
+    return min(1.0, 20 * (step + 1) / steps) * (0.5 + 0.5 * math.cos(math.pi * step / steps))
 
 
 def make_optimizer(args: argparse.Namespace, model: nn.Module) -> torch.optim.Optimizer:
