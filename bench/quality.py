@@ -64,7 +64,9 @@ class Run:
         model = training.model.bfloat16()
         if self.replica:
             nudge(model.get_parameter("blocks.0.qkv.weight"), self.replica)
-        options = Namespace(optimizer="shardopt", stage=1, offload=None, lr=self.lr, seed=self.seed)
+        options = Namespace(
+            optimizer="shardopt", stage=1, offload=None, lr=self.lr, seed=self.seed, gradient_format="fp32"
+        )
         options.master, options.state_format = self.formats
         if self.formats == NO_MASTER:
             options.optimizer = "torch"
