@@ -172,25 +172,29 @@ def stages() -> str:
     )
 
 
-def formula(stage: int, **formats: str) -> str:
+def formula(stage: int, **formats: Any) -> str:
     """Bytes a param of AdamW with bf16 params, as the planner counts them."""
     way = Way(stage, True, torch.bfloat16, **formats)
     return plan(transformer(10**6), shardopt.ShardedAdamW([torch.zeros(1)]), 8, way).formula
 
 
 def bytes_of_formats() -> str:
-    """Every master, format of states and stage; gradients in fp32 and in bf16."""
-    columns = ((0, "fp32"), (2, "fp32"), (3, "fp32"), (2, "bf16"), (3, "bf16"))
+    """Every master, format of states and stage; gradients in fp32, in bf16 and released."""
+    ways: tuple[dict[str, Any], ...] = (
+        {"stage": 0},
+        {"stage": 2},
+        {"stage": 3},
+        {"stage": 2, "gradient_format": "bf16"},
+        {"stage": 3, "gradient_format": "bf16"},
+        {"stage": 1, "releases": True},
+    )
     lines = [
         "| `master` | `state_format` | stage 0 | stages 1 and 2 | stage 3 "
-        "| stages 1 and 2, bf16 gradients | stage 3, bf16 gradients |",
-        "|---|---|---|---|---|---|---|",
+        "| stages 1 and 2, bf16 gradients | stage 3, bf16 gradients | stage 1, released gradients |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for master, states in product(get_args(Master), get_args(StateFormat)):
-        cells = [
-            formula(stage, master=master, state_format=states, gradient_format=gradients)
-            for stage, gradients in columns
-        ]
+        cells = [formula(**way, master=master, state_format=states) for way in ways]
         lines.append(f"| {master} | {states} | {' | '.join(cells)} |")
     return "\n".join(lines)
 

@@ -189,10 +189,10 @@ def make_shardopt(stage: int) -> Make:
     return make
 
 
-def make_handed_over(stage: int, wrapped: bool) -> Make:
+def make_handed_over(stage: int, wrapped: bool, **keywords: Any) -> Make:
     def make(model: GPT, settings: Settings) -> Engine:
         module = _ddp(model) if wrapped else model
-        optimizer = shardopt.ShardedAdamW(module, lr=LR, stage=stage)
+        optimizer = shardopt.ShardedAdamW(module, lr=LR, stage=stage, **keywords)
         return Engine(module, optimizer.step, optimizer.zero_grad, memory=optimizer.memory)
 
     return make
@@ -244,9 +244,10 @@ class Offer:
     has_masters: bool = True
     package: str = "torch"  # that must be installed
     stage: int | None = None  # of shardopt
-    is_offloaded: bool = False  # left out unless it is asked for
+    is_extra: bool = False  # left out unless it is asked for
 
 
+SMALL = {"master": "split24", "state_format": "int8"}
 ENGINES = {
     "ddp": Offer("DDP + torch fused AdamW", make_ddp, has_masters=False),
     "zero": Offer("DDP + ZeroRedundancyOptimizer (fused AdamW)", make_zero_redundancy, has_masters=False),
@@ -261,17 +262,31 @@ ENGINES = {
     "module-1": Offer("shardopt stage 1, DDP module handed over", make_handed_over(1, wrapped=True), stage=1),
     "module-2": Offer("shardopt stage 2, DDP module handed over", make_handed_over(2, wrapped=True), stage=2),
     "module-3": Offer("shardopt stage 3, plain module handed over", make_handed_over(3, wrapped=False), stage=3),
+    "small": Offer(
+        "shardopt stage 1, split24 masters, int8 states",
+        make_handed_over(1, wrapped=False, **SMALL),
+        dtypes=("bf16",),
+        stage=1,
+        is_extra=True,
+    ),
+    "small-released": Offer(
+        "the same, gradients released",
+        make_handed_over(1, wrapped=False, **SMALL, release_gradients=True),
+        dtypes=("bf16",),
+        stage=1,
+        is_extra=True,
+    ),
     "module-2-cpu": Offer(
-        "shardopt stage 2, states offloaded to host memory", make_offloaded(2, "cpu"), stage=2, is_offloaded=True
+        "shardopt stage 2, states offloaded to host memory", make_offloaded(2, "cpu"), stage=2, is_extra=True
     ),
     "module-2-disk": Offer(
-        "shardopt stage 2, states offloaded to disk", make_offloaded(2, "disk"), stage=2, is_offloaded=True
+        "shardopt stage 2, states offloaded to disk", make_offloaded(2, "disk"), stage=2, is_extra=True
     ),
     "deepspeed-2-offload": Offer(
         "DeepSpeed stage 2, states offloaded to its CPU Adam",
         make_deepspeed(2, offload=True),
         package="deepspeed",
-        is_offloaded=True,
+        is_extra=True,
     ),
 }
 
@@ -507,7 +522,7 @@ class Team:
 def parse_args() -> argparse.Namespace:
     parser = parser_of(__doc__ or "")
     titles = "; ".join(f"{name}: {offer.title}" for name, offer in ENGINES.items())
-    usual = [name for name, offer in ENGINES.items() if not offer.is_offloaded]
+    usual = [name for name, offer in ENGINES.items() if not offer.is_extra]
     parser.add_argument("--engines", nargs="+", choices=[*ENGINES], default=usual, metavar="ENGINE", help=titles)
     parser.add_argument("--dtype", choices=[*DTYPES], default="fp32", help="of params, gradients and activations")
     parser.add_argument("--ranks", type=int, default=None, help="processes an engine (default: all GPUs, else 2)")

@@ -79,6 +79,7 @@ def _add_plan(commands: Any) -> None:
     )
     plan.add_argument("--offload", choices=("cpu", "disk"), help="where masters and states rest (default: the device)")
     plan.add_argument("--ema", action="store_true", help="keep a moving average of the weights")
+    plan.add_argument("--release-gradients", action="store_true", help="keep none, where that can be: at stage 0 and 1")
     plan.add_argument("--all", action="store_true", help="show every master, format and tier")
     plan.add_argument("--plot", type=Path, help="a file for a stacked bar chart of what is shown (.png, .svg, .pdf)")
     plan.set_defaults(run=_plan)
@@ -98,13 +99,13 @@ def _size(text: str) -> int:
 
 
 def _plan(options: argparse.Namespace) -> int:
-    from .plan import WAYS, Tier, every_way, plan, transformer
+    from .plan import WAYS, Tier, every_way, plan, possible, transformer
     from .plan_report import advice, chart, table
 
     module = transformer(options.params)
     instance = _optimizers()[options.optimizer]([torch.zeros(1)])
     ways = [
-        replace(way, has_average=options.ema)
+        replace(way, has_average=options.ema, releases=options.release_gradients)
         for way in WAYS
         if options.dtype is None or way.dtype is _DTYPES[options.dtype]
     ]
@@ -116,6 +117,7 @@ def _plan(options: argparse.Namespace) -> int:
         replace(way, gradient_format=options.gradient_format) if way.dtype is torch.bfloat16 and way.has_module else way
         for way in asked
     ]
+    asked = list(map(possible, asked))
     shown = list(needs.values()) if options.all else [needs[way] for way in asked]
     print(f"{options.optimizer}, {options.params:,} params, {options.ranks} ranks; GB on one rank\n")
     print(table(shown, options.params, options.device_memory, options.host_memory))

@@ -36,6 +36,7 @@ class View:
     witness: int = 0  # bits of a float64 that must be alike on all ranks
     written: int = 0  # params that others wrote since the last step
     limbs: tuple[int, ...] = field(default=(0,) * LIMBS)  # sum of squares of them
+    consequence: str = "so no rank took the step and nothing changed"  # of a difference
 
     def row(self) -> list[int]:
         digest = hashlib.sha256(json.dumps(self.key).encode()).digest()
@@ -123,7 +124,7 @@ def _raise_difference(view: View, ranks: Ranks, device: torch.device) -> None:
             where, ours, theirs = difference
             raise DisagreementError(
                 f"ranks differ in {where}: {ours!r} on rank 0, {theirs!r} on rank {rank}. Their shards would belong to "
-                "different trainings, so no rank took the step and nothing changed. Give every rank the same model, "
+                f"different trainings, {view.consequence}. Give every rank the same model, "
                 "param groups, options and calls; gradients must be averaged (by DDP, say) before step()."
             )
     raise ShardoptError("ranks sent different digests for equal views of the step: this is a bug in shardopt.")

@@ -18,14 +18,16 @@ from .entry import Candidate, Entry
 from .errors import BindingError, DisagreementError, ShardoptError
 from .gradient import GradientPart
 from .kernels import reductions
+from .kernels.formats import Format
 from .kernels.launch import backend_of
-from .kernels.reductions import LIMBS, norms_of_limbs
+from .kernels.reductions import COLUMNS, LIMBS, norms_of_limbs
 from .kernels.tables import Factors, Gradients
+from .part import Part
 from .shard import Shard
 from .slot import Norms, Slot
 
 # Columns of the table of largest values: bits of the largest magnitude, then facts that hold if they do on any rank.
-_LARGEST, _HELD, _NOT_HELD, _PRESENT, _LATE, _COLUMNS = range(6)
+_LARGEST, _HELD, _NOT_HELD, PRESENT, LATE, UPDATED, _FACTS = range(7)
 
 # Params whose gradients are taken by an optimizer: a second one would take half of them.
 _TAKEN: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -37,7 +39,8 @@ class Backward:
     def __init__(self, binding: Binding):
         self._binding = binding
         self._entries: list[Entry] = []
-        self._tables: dict[Shard, tuple[Gradients, np.ndarray[Any, Any]]] = {}
+        self._rows: dict[Shard, np.ndarray[Any, Any]] = {}  # 1D [pieces]: the number of each piece's entry
+        self._tables: dict[Shard, Gradients] = {}  # of the sums, which stay where they are
         self._hooks: list[Any] = []
         self.is_syncing = False  # whether this forward's backward is a round; said by the forward
         self._lost: str | None = None  # why gradients of an unfinished round are gone
@@ -61,17 +64,20 @@ class Backward:
         for entry in list(self._binding.entries.values())[len(self._entries) :]:
             self._entries.append(entry)
             _TAKEN[entry.param] = me
-            entry.slot = self._make_slot(entry)
+            self._take_over(entry)
             self._hooks.append(entry.param.register_post_accumulate_grad_hook(_taker(me, entry)))
         for shard in self._binding.shards:
-            if shard not in self._tables:
-                total = shard.reduced.total
-                whole = {row: (total[piece.shard_start :], piece.start) for row, piece in enumerate(shard.pieces)}
+            if shard not in self._rows:
                 numbers = {entry.index: number for number, entry in enumerate(self._entries) if entry.shard is shard}
-                rows = np.array([numbers[piece.param] for piece in shard.pieces], dtype=np.int64)
-                self._tables[shard] = shard.gradients(whole), rows
+                self._rows[shard] = np.array([numbers[piece.param] for piece in shard.pieces], dtype=np.int64)
+                self._track(shard)
 
-    def _make_slot(self, entry: Entry) -> Slot:
+    def _track(self, shard: Shard) -> None:
+        total = shard.reduced.total
+        whole = {row: (total[piece.shard_start :], piece.start) for row, piece in enumerate(shard.pieces)}
+        self._tables[shard] = shard.gradients(whole)
+
+    def _take_over(self, entry: Entry) -> None:
         binding, shard, me = self._binding, entry.shard, weakref.ref(self)
         where = shard.slice_of(entry.index)
 
@@ -84,18 +90,18 @@ class Backward:
             return shard.as_param(binding.gather_slices(shard, shard.reduced.total, "gradients"), entry.index).clone()
 
         shared = binding.mesh.shard.size > 1
-        return Slot(shard.reduced.total[where.local], where.start, receive, gather if shared else None)
+        entry.slot = Slot(shard.reduced.total[where.local], where.start, receive, gather if shared else None)
 
     def detach(self) -> None:
         """Leaves the params to autograd again."""
         for hook in self._hooks:
             hook.remove()
         for entry in self._entries:
-            if isinstance(entry.param.grad, GradientPart):
+            if isinstance(entry.param.grad, Part):
                 entry.param.grad = None
             _TAKEN.pop(entry.param, None)
             entry.slot = None  # it refers to the binding, which would outlive its optimizer in a cycle
-        self._hooks, self._entries, self._tables = [], [], {}
+        self._hooks, self._entries, self._rows, self._tables = [], [], {}, {}
         self.is_syncing = False  # a graph of before may be run backward yet
 
     # -- a round ---------------------------------------------------------------------------------------------------
@@ -149,10 +155,10 @@ class Backward:
         absent: list[set[int]] = [set() for _ in reducer.buckets]
         for entry in self._entries:
             grad, slot = entry.param.grad, entry.slot
-            if slot is None:
-                continue
             if not entry.param.requires_grad:
                 absent[entry.shard.number].add(entry.index)
+            if slot is None:
+                continue
             if not slot.shows_in(grad):
                 slot.pending = None
                 continue
@@ -188,7 +194,7 @@ class Backward:
 
     def _deliver(self, entry: Entry) -> None:
         reducer, slot, param, gathered = self._binding.reducer, entry.slot, entry.param, entry.shard.gathered
-        assert reducer is not None and slot is not None
+        assert reducer is not None
         if gathered is not None and not gathered.is_here and torch._C._current_graph_task_id() != -1:
             raise ShardoptError(
                 f"{entry.name} got a gradient while its values were released: backward may have read memory that was "
@@ -196,7 +202,7 @@ class Backward:
                 "kept as an attribute, say). Return it, or raise Tuning.keep_below above this param's size."
             )
         grad = param.grad
-        if slot.shows_in(grad):
+        if slot is not None and slot.shows_in(grad):
             grad, slot.pending = slot.pending, None
         else:
             param.grad = None
@@ -213,7 +219,7 @@ class Backward:
             return
         try:
             # Params may be released by now, and would ask for each attribute whether it may be read.
-            with torch.no_grad(), torch._C.DisableTorchFunctionSubclass(), self._binding.clock.phase("reduce"):
+            with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
                 self._finish_round()
         except BaseException as error:
             if self.is_open:
@@ -224,18 +230,25 @@ class Backward:
     def _finish_round(self) -> None:
         reducer = self._binding.reducer
         assert reducer is not None
-        held, late = self._deliver_rest(), np.zeros(len(self._entries), dtype=bool)
+        with self._binding.clock.phase("reduce"):
+            held, late = self._reduce_rest()
+            sums, facts = self._tell(held, late)
+            if facts[:, LATE].any():
+                behind = (entry for entry, is_late in zip(self._entries, facts[:, LATE], strict=True) if is_late)
+                reducer.finish_late(sorted({entry.shard.number for entry in behind}))
+                sums, again = self._tell(held, late)
+                facts[:, _LARGEST] = again[:, _LARGEST]
+            reducer.end()
+            self._show(sums, facts)
+
+    def _reduce_rest(self) -> "tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]":
+        """Which params were held before this round; of which gradients arrived behind their bucket on this rank."""
+        reducer = self._binding.reducer
+        assert reducer is not None
+        held = self._deliver_rest()
         reducer.finish()
-        for number, entry in enumerate(self._entries):
-            late[number] = reducer.is_late(entry.shard.number, entry.index)
-        sums, facts = self._tell(held, late)
-        if facts[:, _LATE].any():
-            buckets = {entry.shard.number for entry, each in zip(self._entries, facts[:, _LATE], strict=True) if each}
-            reducer.finish_late(sorted(buckets))
-            sums, again = self._tell(held, late)
-            facts[:, _LARGEST] = again[:, _LARGEST]
-        reducer.end()
-        self._show(sums, facts)
+        late = [reducer.is_late(entry.shard.number, entry.index) for entry in self._entries]
+        return held, np.array(late, dtype=bool)
 
     def _deliver_rest(self) -> "np.ndarray[Any, Any]":
         """What was accumulated under no_sync() and not touched by this backward; which params were held before."""
@@ -253,17 +266,12 @@ class Backward:
         """Collective: sums of squares and counts of every param; largest magnitudes and facts of every param."""
         mesh, reducer = self._binding.mesh, self._binding.reducer
         assert reducer is not None
-        sums = np.zeros((len(self._entries), LIMBS + 2), dtype=np.int64)
-        for shard, (gradients, numbers) in self._tables.items():
-            if len(numbers):
-                backend = backend_of(shard.device)
-                sums_of_blocks = backend.block_sums(shard.kept.gradient, gradients, Factors(mesh.world.size))
-                found = backend.totals(sums_of_blocks, gradients)
-                sums[numbers] = found.table[: len(numbers)].cpu().numpy()
-        facts = np.zeros((len(self._entries), _COLUMNS), dtype=np.int64)
+        sums = self._sums()
+        facts = np.zeros((len(self._entries), _FACTS), dtype=np.int64)
         facts[:, _LARGEST] = sums[:, reductions.LARGEST]
-        facts[:, _HELD], facts[:, _NOT_HELD], facts[:, _LATE] = held, ~held, late
-        facts[:, _PRESENT] = [reducer.has_arrived(entry.shard.number, entry.index) for entry in self._entries]
+        facts[:, _HELD], facts[:, _NOT_HELD], facts[:, LATE] = held, ~held, late
+        facts[:, UPDATED] = self._updated()
+        facts[:, PRESENT] = [reducer.has_arrived(entry.shard.number, entry.index) for entry in self._entries]
         if mesh.world.rank not in mesh.one_copy:
             sums[:] = 0  # other copies hold the same
         mesh.world.reduce_everywhere(torch.from_numpy(sums), torch.from_numpy(facts), "telling norms of gradients")
@@ -275,12 +283,30 @@ class Backward:
             )
         return sums, facts
 
+    def _sums(self) -> "np.ndarray[Any, Any]":
+        """2D [entries, COLUMNS] int64: what this rank's slices add up to."""
+        sums = np.zeros((len(self._entries), COLUMNS), dtype=np.int64)
+        for shard, gradients in self._tables.items():
+            self._sum_up(sums, shard, shard.kept.gradient, gradients)
+        return sums
+
+    def _sum_up(self, sums: "np.ndarray[Any, Any]", shard: Shard, grad: Format, gradients: Gradients) -> None:
+        """Fills in the rows of the params in one shard."""
+        rows, backend = self._rows[shard], backend_of(shard.device)
+        if len(rows):
+            blocks = backend.block_sums(grad, gradients, Factors(self._binding.mesh.world.size))
+            sums[rows] = backend.totals(blocks, gradients).table[: len(rows)].cpu().numpy()
+
+    def _updated(self) -> bool:
+        """Whether this rank's params or states are not those of before the round."""
+        return False
+
     def _show(self, sums: Any, facts: Any) -> None:
         """Makes ``param.grad`` a part wherever any rank had a gradient."""
         two = norms_of_limbs(sums[:, :LIMBS]).tolist()
         largest = facts[:, _LARGEST].astype(np.int32).view(np.float32).tolist()
         counts, present, held = (
-            each.tolist() for each in (sums[:, reductions.NONFINITE], facts[:, _PRESENT], facts[:, _HELD])
+            each.tolist() for each in (sums[:, reductions.NONFINITE], facts[:, PRESENT], facts[:, _HELD])
         )
         for number, entry in enumerate(self._entries):
             slot = entry.slot

@@ -9,6 +9,7 @@ from .agreement import View, agree
 from .bindable import check_bindable, check_gradient_format
 from .binding import Binding
 from .entry import Candidate, Group, named_params
+from .errors import BindingError
 from .partition.room import return_free_pages
 from .tiers import check_offload, tier_of
 
@@ -35,6 +36,12 @@ def bind(
     try:
         device = binding.device if binding.shards else candidates[0][1].device
         check_offload(binding.options.rests, device)
+        if binding.options.release_gradients and binding.options.rests is not None and device.type != "cpu":
+            raise BindingError(
+                f"release_gradients=True was given with offload={binding.options.offload!r} and params on {device}: "
+                "states would come and go for one bucket after the other in mid-backward, which no test has seen to be "
+                "right. Leave one of the two away."
+            )
         check_bindable(candidates, groups, device)
         check_gradient_format(binding.options, candidates)
         plan = binding.plan(candidates)
@@ -91,6 +98,7 @@ def _description(
             "compress_from": options.tuning.compress_from,
             "seed": options.tuning.seed,
             "max_grad_norm": options.max_grad_norm,
+            "release_gradients": options.release_gradients,
             "bucket_bytes": options.tuning.bucket_bytes,
             "nonfinite": options.tuning.nonfinite,
             "neighbours": options.tuning.neighbours,

@@ -29,7 +29,8 @@ from .partition.gather import Gatherer
 from .partition.layout import BucketLayout, split_into_buckets
 from .partition.mesh import Mesh
 from .partition.placement import Placement, Placements
-from .partition.reducer import ReducedBucket, Reducer
+from .partition.reduced import PassingBucket, ReducedBucket
+from .partition.reducer import Reducer
 from .partition.released import is_sharded
 from .partition.transport import Transport
 from .rules import Rule
@@ -131,9 +132,13 @@ class Binding:
                 shard.window = wires.shards.open(shard.bucket.flat, planned.layout.shard_numel)
             if self.reducer is not None:
                 numels, dtype = planned.layout.numels, self.options.reduce_dtype or shard.bucket.dtype
-                kept = planned.kept.gradient.dtype
-                reduced = ReducedBucket(numels, shard.numel, dtype, kept, shard.device, self.mesh)
-                shard.reduce_into(reduced, self.reducer.add(reduced))
+                if self.options.release_gradients:
+                    passing = PassingBucket(numels, shard.numel, dtype, shard.device, self.mesh)
+                    shard.pass_on(passing, self.reducer.add(passing))
+                else:
+                    kept = planned.kept.gradient.dtype
+                    reduced = ReducedBucket(numels, shard.numel, dtype, kept, shard.device, self.mesh)
+                    shard.reduce_into(reduced, self.reducer.add(reduced))
         for planned, shard in zip(plan, shards, strict=True):
             self.shards.append(shard)
             for index, (name, param, _) in enumerate(planned.members):

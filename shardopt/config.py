@@ -38,7 +38,9 @@ class Tuning:
             slow, and an error wherever a buffer was used too early or too late.
         nonfinite: what a step does when a gradient holds an Inf or a NaN: ``"skip"`` it on all ranks together with a
             warning (nothing changes, step counts included), ``"raise"`` on all ranks before anything changed, or
-            ``"propagate"`` as torch does (and save the reading of the gradients that looking for it takes).
+            ``"propagate"`` as torch does (and save the reading of the gradients that looking for it takes). Where
+            gradients are released, buckets may be updated before it is met in another one: then the first two are an
+            error on all ranks, behind which there is only a checkpoint.
         compress_from: elements of a param (all of it, not of a shard) from which on ``state_format`` holds; smaller
             ones keep their states in fp32: biases and norms weigh little and matter much.
         seed: of what is rounded by chance.
@@ -97,6 +99,7 @@ class OptionKeywords(TypedDict, total=False):
     gradient_format: "GradientFormat"
     ema: float | None
     max_grad_norm: float | None
+    release_gradients: bool
     reduce_dtype: torch.dtype | None
     offload: "str | os.PathLike[str] | Offload | None"
     tuning: Tuning
@@ -185,6 +188,10 @@ class Options:
             rounded once, which is off by half a bf16 ulp at most.
         ema: decay of a moving average of the weights, kept as one more state and read by ``unsharded(ema=True)``.
         max_grad_norm: clip gradients to this global 2-norm inside the step.
+        release_gradients: update each bucket in backward, as soon as its gradients are reduced, and keep none of them:
+            4 bytes a param less, at stage 1 over several ranks 4/N. Takes the module, stage 0 or 1 and one backward a
+            step; what looks at all gradients before the update (clipping, a GradScaler, accumulation, skipping a step
+            for an Inf or NaN in some of them) is refused by name. See docs/stages.md.
         reduce_dtype: in which gradients travel; they are summed in fp32 in any case (by NCCL: in this dtype). None:
             the gradient's own.
         offload: where masters and states rest between steps: ``"cpu"``, a directory, or an :class:`Offload`. None:
@@ -201,6 +208,7 @@ class Options:
     gradient_format: GradientFormat = "fp32"
     ema: float | None = None
     max_grad_norm: float | None = None
+    release_gradients: bool = False
     reduce_dtype: torch.dtype | None = None
     offload: str | os.PathLike[str] | Offload | None = None
     tuning: Tuning = Tuning()
@@ -249,6 +257,10 @@ class Options:
         self._check_offload()
         if not isinstance(self.tuning, Tuning):
             raise TypeError(f"tuning takes a shardopt.Tuning, found {type(self.tuning).__name__}.")
+        if not isinstance(self.release_gradients, bool):
+            raise TypeError(f"release_gradients takes True or False, found {self.release_gradients!r}.")
+        if self.release_gradients:
+            self._check_release()
 
     def _check_formats(self) -> None:
         if self.master not in get_args(Master):
@@ -281,6 +293,37 @@ class Options:
             raise ValueError(
                 f"Offload(params={os.fspath(rests.params)!r}) was given at stage {self.stage}, where params are whole "
                 "on every rank, so it would have no effect. Give stage=3, or leave it away."
+            )
+
+    def _check_release(self) -> None:
+        asked = "release_gradients=True was given"
+        if self.module is None:
+            raise ValueError(
+                f"{asked} without the module: buckets are updated while backward runs, which nobody would notice. Hand "
+                "it over, as first argument (ShardedAdamW(model, release_gradients=True)) or beside param groups "
+                "(module=model)."
+            )
+        if self.stage > 1:
+            raise ValueError(
+                f"{asked} at stage {self.stage}: from stage 2 on sums of gradients are kept to be added to, and at "
+                "stage 3 params lie in slices that backward gathers and drops. Released gradients need no sharding: "
+                "give stage=1, or leave release_gradients away."
+            )
+        if self.max_grad_norm is not None:
+            raise ValueError(
+                f"{asked} with max_grad_norm={self.max_grad_norm!r}: the norm of all gradients is known when the last "
+                "of them is reduced, and most buckets are updated by then. Leave one of the two away."
+            )
+        if self.gradient_format != "fp32":
+            raise ValueError(
+                f"{asked} with gradient_format={self.gradient_format!r}: no sum of gradients is kept in any format, so "
+                "it would have no effect. Leave gradient_format away."
+            )
+        if self.rests is not None and self.rests.directory is not None:
+            raise ValueError(
+                f"{asked} with states offloaded to {os.fspath(self.rests.directory)!r}: whether a disk could keep a "
+                "step is decided by all ranks together, for all buckets at once, and buckets are updated one by one. "
+                'With params on CPUs give offload="cpu"; else leave one of the two away.'
             )
 
     @property

@@ -85,9 +85,9 @@ class Handover:
             )
         return given
 
-    def begin(self, binding: Binding) -> None:
+    def begin(self, binding: Binding, backward: Backward) -> None:
         """Whatever is bound from now on is taken over."""
-        self._binding, self.backward = binding, Backward(binding)
+        self._binding, self.backward = binding, backward
         if Placements.of_stage(binding.options.stage).param is Placement.SHARD:
             self.forward = Forward(binding, self.module)
             self.backward.on_end = self.forward.backward_ended

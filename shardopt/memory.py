@@ -7,7 +7,7 @@ import torch
 
 from .binding import Binding
 from .config import Offload
-from .gradient import GradientPart
+from .part import Part
 
 Memory = dict[str, dict[str, int]]
 KINDS = ("param", "gradient", "buffer", "master", "state")
@@ -29,7 +29,7 @@ def memory_of(
         tier: of masters and states, to be listed even if there are none.
     """
     found: dict[str, Counter[str]] = {kind: Counter() for kind in KINDS}
-    own = (grad for grad in grads if grad is not None and not isinstance(grad, GradientPart))
+    own = (grad for grad in grads if grad is not None and not isinstance(grad, Part))
     found["gradient"]["device"] = sum(grad.nbytes for grad in own)
     free = (param for param in params if not any(_is_bound(binding, param) for binding in bindings))
     found["param"]["device"] = sum(param.nbytes for param in free)

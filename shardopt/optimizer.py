@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .agreement import View, agree
 from .averaged import averaged, has_average
+from .backward import Backward
 from .bind import bind
 from .binding import Binding
 from .bound_states import check_parts, load_states, put_state, read_state
@@ -33,11 +34,12 @@ from .memory import memory_of
 from .offload.store import Store
 from .partition.mesh import Mesh
 from .partition.placement import Placement, Placements
+from .release import Release
 from .relocate import relocate
 from .rules import Rule
 from .state_view import StateView
 from .states import ParamState
-from .step import Call, Outcome, run_step
+from .step import NOTHING_DONE, Call, Outcome, run_step
 from .survey import Scaling, check_numbers, plain_numbers
 from .tiers import check_offload, make_store, tier_of
 from .timings import Timings
@@ -96,6 +98,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self.rule = rule.averaging(self.options.ema)
         check_formats(self.rule, self.options)
         self._handover: Handover | None = None
+        self._release: Release | None = None  # in place of the steps, where gradients are released
         self._composition: Composition | None = None  # at the first step
         self._locals = LocalParams()
         self._loaded: dict[torch.nn.Parameter, ParamState] = {}  # from load_state_dict, until the params are bound
@@ -104,7 +107,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._away: Offload | None = None  # where offload() moved masters and states
         self._closed = False
         self.grad_norm: float | None = None
-        """Global 2-norm of the last step's gradients before clipping, where ``max_grad_norm`` was given."""
+        """Global 2-norm of the last step's gradients before clipping, where ``max_grad_norm`` or ``release_gradients``
+        was given."""
         self.updates = 0
         """Calls of ``step()`` that changed params: those that no Inf, NaN or scaler skipped."""
         super().__init__(params, defaults)
@@ -341,6 +345,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return loss
 
     def _run(self, call: Call) -> Outcome:
+        if self.options.release_gradients:
+            if call.problem is not None:
+                raise call.problem
+            return NOTHING_DONE if self._release is None else self._release.close(self._grouped())
         parties, composition = self._parties(), self._compose()
         try:
             composition.look(self.param_groups)
@@ -388,10 +396,26 @@ class ShardedOptimizer(torch.optim.Optimizer):
             if self._handover is not None:
                 group = self._handover.process_group(group)
             main = self._make_binding(group)
+            backward = self._make_backward(main)
             self._composition = Composition(main, self.options, self._locals)
             if self._handover is not None:
-                self._handover.begin(main)
+                self._handover.begin(main, backward)
         return self._composition
+
+    def _make_backward(self, binding: Binding) -> Backward:
+        if not self.options.release_gradients:
+            return Backward(binding)
+        me = weakref.ref(self)
+
+        def begin() -> tuple[Sequence[Group], Mapping[str, Any]]:
+            optimizer = me()
+            assert optimizer is not None  # without it there are no hooks
+            optimizer._check_weights("a backward with release_gradients=True")
+            optimizer._consolidated = None
+            return optimizer.param_groups, optimizer.defaults
+
+        self._release = Release(binding, begin)
+        return self._release
 
     def _make_binding(self, group: dist.ProcessGroup | DeviceMesh | None) -> Binding:
         sharded = Placements.of_stage(self.options.stage).state is Placement.SHARD
@@ -650,6 +674,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         other.rule, other.options = self.rule, dataclasses.replace(self.options, module=module)
         other._closed, other.grad_norm, other.updates = self._closed, self.grad_norm, self.updates
         other._composition, other._consolidated, other._handover, other._away = None, None, None, None
+        other._release = None
         other._retire, other._locals = [], LocalParams()
         for group in self.param_groups:
             memo[id(group.get("process_group"))] = group.get("process_group")  # the same ranks

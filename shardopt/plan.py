@@ -43,6 +43,7 @@ class Way:
         master, state_format, gradient_format: as the options of these names.
         tier: where masters and states rest: "device", "host" (``offload="cpu"``) or "disk".
         has_average: whether a moving average of the weights is kept (``ema=``).
+        releases: whether gradients are released as they are used (``release_gradients=``).
     """
 
     stage: int
@@ -53,6 +54,7 @@ class Way:
     tier: Tier = "device"
     has_average: bool = False
     gradient_format: GradientFormat = "fp32"
+    releases: bool = False
 
     @property
     def is_exact(self) -> bool:
@@ -68,6 +70,7 @@ class Way:
         parts += [f"states {self.state_format}"] * (self.state_format != "fp32")
         parts += [f"gradients {self.gradient_format}"] * (self.gradient_format != "fp32")
         parts += ["ema"] * self.has_average
+        parts += ["released gradients"] * self.releases
         parts += [f"on {self.tier}"] * (self.tier != "device")
         return ", ".join(parts)
 
@@ -107,11 +110,18 @@ WAYS = tuple(
 )
 
 
+def possible(way: Way) -> Way:
+    """The same where it can be. Gradients are released at stage 0 and 1, with the module, not beside a disk; of those
+    that are, no sum is kept in any format."""
+    releases = way.releases and way.has_module and way.stage < 2 and way.tier != "disk"
+    return replace(way, releases=releases, gradient_format="fp32" if releases else way.gradient_format)
+
+
 def every_way(ways: Sequence[Way] = WAYS) -> list[Way]:
     """These in every combination of master, formats of states and gradients, and tier."""
     choices = (get_args(Master), get_args(StateFormat), get_args(GradientFormat), TIERS)
     combined = (
-        replace(way, master=master, state_format=state, gradient_format=gradient, tier=tier)
+        possible(replace(way, master=master, state_format=state, gradient_format=gradient, tier=tier))
         for way in ways
         for master, state, gradient, tier in product(*choices)
         if master == "fp32" or way.dtype is torch.bfloat16  # of others there is no upper half
@@ -134,6 +144,7 @@ def plan(module: nn.Module, optimizer: ShardedOptimizer, ranks: int, way: Way, o
         state_format=way.state_format,
         gradient_format=way.gradient_format,
         reduce_dtype=given.reduce_dtype if way.has_module else None,
+        release_gradients=way.releases,
         tuning=given.tuning,
     )
     rule = optimizer.rule
@@ -184,7 +195,7 @@ def _of_bucket(bucket: PlannedBucket, way: Way, copies: int) -> Iterator[tuple[s
     shard, whole = bucket.layout.shard_numel, bucket.layout.numel
     summed = BucketLayout((shard,), copies).numel
     yield "param", "device", (shard if bucket.is_released else whole) * way.dtype.itemsize
-    yield "gradient", "device", summed * bucket.kept.gradient.itemsize if way.has_module else 0
+    yield "gradient", "device", summed * bucket.kept.gradient.itemsize if way.has_module and not way.releases else 0
     yield "master", way.tier, int(shard * _itemsize(bucket.kept.master))
     yield "state", way.tier, sum(int(shard * _itemsize(bucket.kept.states[name])) for name in bucket.states)
     yield "buffer", "device", shard // BLOCK * 4  # the row of each block
@@ -223,7 +234,7 @@ def _plane_bytes(format: Format, elements: int) -> list[int]:
 def _formula(way: Way, kept: Kept, states: Sequence[str]) -> str:
     """ "2 + 4/N, host 12/N": that of the device, then that of the tier which keeps the states, where it is another."""
     placed = Placements.of_stage(way.stage)
-    gradient = (kept.gradient.itemsize, Placement.SHARD if way.stage else Placement.REPLICATE)
+    gradient = (0 if way.releases else kept.gradient.itemsize, Placement.SHARD if way.stage else Placement.REPLICATE)
     if not way.has_module:
         gradient = (2 * way.dtype.itemsize, Placement.REPLICATE)  # and DDP's buckets
     sizes: list[tuple[str, float, Placement]] = [("device", way.dtype.itemsize, placed.param), ("device", *gradient)]
@@ -243,6 +254,8 @@ def _on_the_wire(numel: int, ranks: int, way: Way, kept: Kept, options: Options)
     travels = (options.reduce_dtype or way.dtype).itemsize
     if not way.has_module:
         gradients, params = 2 * way.dtype.itemsize, way.stage and way.dtype.itemsize
+    elif way.stage == 0 and way.releases:
+        gradients, params = travels * ranks, 0  # every rank receives all that the others have
     elif way.stage == 0:
         gradients, params = travels + kept.gradient.itemsize, 0  # sums come back as they are kept
     else:

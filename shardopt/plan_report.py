@@ -52,6 +52,7 @@ def call(optimizer: str, way: Way) -> str:
     keywords += [f"state_format={way.state_format!r}"] * (way.state_format != "fp32")
     keywords += [f"gradient_format={way.gradient_format!r}"] * (way.gradient_format != "fp32")
     keywords += ["ema=0.999"] * way.has_average
+    keywords += ["release_gradients=True"] * way.releases
     keywords += [f"offload={'cpu' if way.tier == 'host' else '/a/directory'!r}"] * (way.tier != "device")
     return f"Sharded{optimizer}({'model' if way.has_module else 'model.parameters()'}, {', '.join(keywords)})"
 

@@ -16,7 +16,7 @@ from .offload.store import Chunk, Home, Plane, Store
 from .partition.bucket import Bucket, dense_strides, flattened, in_storage_order
 from .partition.gather import GatheredBucket, Gatherer, MemorySlice
 from .partition.layout import Piece
-from .partition.reducer import ReducedBucket
+from .partition.reduced import PassingBucket, ReducedBucket
 from .partition.room import zeros
 from .partition.wire import Window
 from .rules import Variant
@@ -43,6 +43,7 @@ class Shard:
 
     window: Window  # on bucket.flat; opened by all ranks together
     reduced: ReducedBucket  # where the module was handed over
+    passing: PassingBucket  # in its place, where gradients are released
     number: int  # of the bucket, in the reducer
     gathered: GatheredBucket | None = None  # where params are sharded
     aside: torch.Tensor | None = None  # 1D [shard_numel]: the weights, while params show their average
@@ -155,6 +156,10 @@ class Shard:
     def reduce_into(self, reduced: ReducedBucket, number: int) -> None:
         """Gradients of this shard will be found in ``reduced.total``, where bucket ``number`` is summed."""
         self.reduced, self.number = reduced, number
+
+    def pass_on(self, passing: PassingBucket, number: int) -> None:
+        """Sums of gradients of this shard come and go as ``passing`` says, under bucket ``number``."""
+        self.passing, self.number = passing, number
 
     def part_with_params(self, gatherer: Gatherer) -> GatheredBucket:
         """Collective: keeps this rank's slice of the params, and gives the rest to the gatherer."""

@@ -14,7 +14,7 @@ Nothing is changed before phase 4: whatever is wrong on any rank is raised on al
 import math
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -64,6 +64,9 @@ class Outcome:
     grad_norm: float | None  # global 2-norm before clipping, where max_grad_norm asked for it
 
 
+NOTHING_DONE = Outcome(updated=False, grad_norm=None)
+
+
 @dataclass
 class Lane:
     """One binding's way through a step."""
@@ -82,7 +85,7 @@ def run_step(parties: Sequence[Party], whole: Sequence[Ranks], call: Call) -> Ou
     """
     lanes = [Lane(party.binding, party.groups) for party in parties]
     for lane in lanes:
-        _check_unbroken(lane.binding)
+        check_unbroken(lane.binding)
     agreed = _agree(lanes, whole, call)
     # 3. decide
     main = lanes[0]
@@ -107,7 +110,8 @@ def run_step(parties: Sequence[Party], whole: Sequence[Ranks], call: Call) -> Ou
     return Outcome(updated=True, grad_norm=norm)
 
 
-def _check_unbroken(binding: Binding) -> None:
+def check_unbroken(binding: Binding) -> None:
+    """Raises ShardoptError if an earlier step failed half-way."""
     if binding.broken is not None:
         raise ShardoptError(
             f"an earlier step failed half-way ({binding.broken}): params and states of the ranks may belong to "
@@ -134,6 +138,34 @@ def _mark_used(seen: Survey) -> None:
     for each in seen.ready:
         if each.slot is not None:
             each.slot.is_used = True
+
+
+# -- a step that was taken in backward ---------------------------------------------------------------------------------
+
+
+def update_early(binding: Binding, shard: Shard, states: Iterable[str], launches: list[Launch]) -> None:
+    """Phase 4 of one shard, in memory, ahead of the rest of its step."""
+    tasks = Work(shard, states, launches).tasks()
+    binding.store.prefetch([task.chunk for task in tasks])
+    _run(binding, tasks, (1.0, 1.0))
+    binding.store.flush()
+
+
+def close_step(binding: Binding, seen: Survey, view: View, sums: Mapping[str, int]) -> None:
+    """Collective: all other phases of a step whose updates were made early, but for ``seen.launches``.
+
+    Args:
+        view: what the updates were made with.
+        sums: of the bits of weights that others had written, from before the updates.
+    """
+    world = binding.mesh.world
+    with binding.clock.phase("agree"):
+        agreed = agree(view, world, binding.device)
+        if agreed.written and world.size > 1:
+            agree(replace(view, key=sums, describe=lambda: dict(sums)), world, binding.device)
+    binding.rounds += 1
+    _update(binding, seen, 1.0, 1.0)
+    _commit(Lane(binding, (), seen))
 
 
 # -- 1. survey, 2. agree -----------------------------------------------------------------------------------------------
@@ -195,7 +227,7 @@ def _agree_in(lane: Lane, call: Call) -> Agreed:
         except Exception as error:
             problem = error
     # 2. agree
-    view = _view(binding, call, numbers, lane.seen, problem)
+    view = view_of(binding, call, numbers, lane.seen, problem)
     world = binding.mesh.world
     with binding.clock.phase("agree"):
         agreed = agree(view, world, binding.device, binding.mesh.one_copy)
@@ -205,7 +237,10 @@ def _agree_in(lane: Lane, call: Call) -> Agreed:
     return agreed
 
 
-def _view(binding: Binding, call: Call, numbers: list[dict[str, Any]], seen: Survey, problem: Exception | None) -> View:
+def view_of(
+    binding: Binding, call: Call, numbers: list[dict[str, Any]], seen: Survey, problem: Exception | None = None
+) -> View:
+    """This rank's view of a step."""
     present = {each.entry for each in seen.ready}
     entries = list(binding.entries.values())
 
@@ -253,12 +288,20 @@ def _norm(binding: Binding, agreed: Agreed, seen: Survey, scaling: Scaling) -> f
 
 
 def _is_skipped(binding: Binding, agreed: Agreed, launches: Sequence[Launch], scaling: Scaling) -> bool:
-    policy = binding.options.tuning.nonfinite
-    if not agreed.nonfinite or policy == "propagate":
+    if not agreed.nonfinite or binding.options.tuning.nonfinite == "propagate":
         return False
-    where = _where_nonfinite(launches, 1.0 / scaling.scale)
+    skip(binding.options.tuning.nonfinite, agreed.nonfinite, _where_nonfinite(launches, 1.0 / scaling.scale))
+    return True
+
+
+def skip(policy: str, nonfinite: int, where: str) -> None:
+    """Warns that nobody takes a step whose gradients hold so many Inf and NaN.
+
+    Raises:
+        ShardoptError: that is the policy.
+    """
     message = (
-        f"{agreed.nonfinite} elements of the gradients are Inf or NaN{where}: the update would have spread them into "
+        f"{nonfinite} elements of the gradients are Inf or NaN{where}: the update would have spread them into "
         "params and states"
     )
     if policy == "raise":
@@ -266,8 +309,7 @@ def _is_skipped(binding: Binding, agreed: Agreed, launches: Sequence[Launch], sc
             f"{message}, so no rank took the step and nothing changed. Look for the loss that overflowed; "
             'Tuning(nonfinite="skip") skips such steps.'
         )
-    warnings.warn(f"{message}, so all ranks skipped this step and nothing changed.", stacklevel=4)
-    return True
+    warnings.warn(f"{message}, so all ranks skipped this step and nothing changed.", stacklevel=5)
 
 
 def _where_nonfinite(launches: Sequence[Launch], unscale: float) -> str:

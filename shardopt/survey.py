@@ -9,7 +9,7 @@ import itertools
 import math
 import struct
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -36,6 +36,14 @@ class Scaling(NamedTuple):
 
     scale: float = 1.0
     overflow: bool = False
+
+
+class Place(NamedTuple):
+    """Where a bound param stands in the groups."""
+
+    entry: Entry
+    group: int
+    number: int  # of the param, counted through the groups
 
 
 @dataclass(frozen=True)
@@ -99,10 +107,10 @@ def survey(binding: Binding, groups: Sequence[Group], numbers: Sequence[dict[str
     written = [entry for entry in binding.entries.values() if entry.param._version != entry.version]
     follow_written_params(binding)
     ready = _find_ready(binding, groups)
-    scalars = _scalars(binding, numbers, ready)
+    scalars = scalars_of(binding, numbers, ready)
     launches = _plan_launches(binding, numbers, ready, scalars)
     looked = _look_at_gradients(binding, launches, ready, scaling)
-    return Survey(ready, launches, scalars, _states(binding, groups, numbers), written, looked)
+    return Survey(ready, launches, scalars, states_of_shards(binding, groups, numbers), written, looked)
 
 
 def plain_numbers(group: Group) -> dict[str, Any]:
@@ -136,8 +144,12 @@ def check_numbers(numbers: Sequence[Mapping[str, Any]], defaults: Mapping[str, A
             )
 
 
-def _find_ready(binding: Binding, groups: Sequence[Group]) -> list[Ready]:
-    ready = []
+def placed(binding: Binding, groups: Sequence[Group]) -> Iterator[Place]:
+    """Every bound param of the groups.
+
+    Raises:
+        BindingError: one is not where it was put, or listed twice.
+    """
     seen: set[Entry] = set()
     counted = itertools.count()
     for group_number, group in enumerate(groups):
@@ -152,9 +164,15 @@ def _find_ready(binding: Binding, groups: Sequence[Group]) -> list[Ready]:
                 )
             seen.add(entry)
             entry.check()
-            if param.grad is not None:
-                ready.append(_ready(binding, entry, group_number, number, param.grad))
-    return ready
+            yield Place(entry, group_number, number)
+
+
+def _find_ready(binding: Binding, groups: Sequence[Group]) -> list[Ready]:
+    return [
+        _ready(binding, entry, group, number, entry.param.grad)
+        for entry, group, number in placed(binding, groups)
+        if entry.param.grad is not None
+    ]
 
 
 def _ready(binding: Binding, entry: Entry, group: int, number: int, grad: torch.Tensor) -> Ready:
@@ -187,7 +205,7 @@ def _usable(entry: Entry, grad: torch.Tensor) -> torch.Tensor:
     return entry.shard.ordered(entry.index, grad.detach())
 
 
-def _states(
+def states_of_shards(
     binding: Binding, groups: Sequence[Group], numbers: Sequence[dict[str, Any]]
 ) -> dict[Shard, dict[str, None]]:
     """By the groups alone, not by what this rank holds of them: every rank's shards then hold the same states."""
@@ -200,7 +218,7 @@ def _states(
     return states
 
 
-def _scalars(binding: Binding, numbers: Sequence[dict[str, Any]], ready: Sequence[Ready]) -> Scalars:
+def scalars_of(binding: Binding, numbers: Sequence[dict[str, Any]], ready: Sequence[Ready]) -> Scalars:
     """Params of one group, step and carried values share one evaluation."""
     rule = binding.rule
     known: dict[tuple[Any, ...], tuple[tuple[float, ...], dict[str, float]]] = {}
@@ -218,27 +236,36 @@ def _scalars(binding: Binding, numbers: Sequence[dict[str, Any]], ready: Sequenc
 def _plan_launches(
     binding: Binding, numbers: Sequence[dict[str, Any]], ready: Sequence[Ready], scalars: Scalars
 ) -> list[Launch]:
-    by_place = {(id(each.entry.shard), each.entry.index): each for each in ready}
+    by_shard: dict[Shard, dict[int, Ready]] = defaultdict(dict)
+    for each in ready:
+        by_shard[each.entry.shard][each.entry.index] = each
     variants = [binding.rule.variant(group) for group in numbers]
-    launches = []
-    for shard in binding.shards:
-        rows: dict[tuple[Variant, torch.dtype], dict[int, Ready]] = defaultdict(dict)
-        for row, piece in enumerate(shard.pieces):
-            each = by_place.get((id(shard), piece.param))
-            if each is not None:
-                rows[variants[each.group], each.grad.dtype][row] = each
-        for (variant, dtype), members in rows.items():
-            spec = shard.spec(variant, format_of(dtype, "a gradient"))
-            gradients = shard.gradients({row: (each.grad, each.start) for row, each in members.items()})
-            where = shard.home.device
-            backend_of(where).prepare(spec, where, gradients.aligned)
-            table = np.zeros((shard.num_rows, len(variant.scalars)), dtype=np.float32)
-            for row, each in members.items():
-                table[row] = scalars.now[each.entry]
-            numbers_there = torch.from_numpy(table).to(where)
-            noise = _noise(binding.options.tuning.seed, shard, members) if spec.needs_noise else None
-            launches.append(Launch(shard, spec, gradients, numbers_there, members, _divisor(members.values()), noise))
-    return launches
+    seed = binding.options.tuning.seed
+    return [
+        launch for shard in binding.shards for launch in launches_of(shard, variants, by_shard[shard], scalars, seed)
+    ]
+
+
+def launches_of(
+    shard: Shard, variants: Sequence[Variant], ready: Mapping[int, Ready], scalars: Scalars, seed: int
+) -> Iterator[Launch]:
+    """What updates these params of one shard, by their index in the bucket."""
+    rows: dict[tuple[Variant, torch.dtype], dict[int, Ready]] = defaultdict(dict)
+    for row, piece in enumerate(shard.pieces):
+        each = ready.get(piece.param)
+        if each is not None:
+            rows[variants[each.group], each.grad.dtype][row] = each
+    for (variant, dtype), members in rows.items():
+        spec = shard.spec(variant, format_of(dtype, "a gradient"))
+        gradients = shard.gradients({row: (each.grad, each.start) for row, each in members.items()})
+        where = shard.home.device
+        backend_of(where).prepare(spec, where, gradients.aligned)
+        table = np.zeros((shard.num_rows, len(variant.scalars)), dtype=np.float32)
+        for row, each in members.items():
+            table[row] = scalars.now[each.entry]
+        numbers_there = torch.from_numpy(table).to(where)
+        noise = _noise(seed, shard, members) if spec.needs_noise else None
+        yield Launch(shard, spec, gradients, numbers_there, members, _divisor(members.values()), noise)
 
 
 def _noise(seed: int, shard: Shard, members: Mapping[int, Ready]) -> Noise:

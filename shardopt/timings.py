@@ -23,15 +23,16 @@ PHASES = {
 
 
 class Clock:
-    """Adds up the time of each phase, step by step. Phases do not nest."""
+    """Adds up the time of each phase, step by step. That of a phase inside of another one is not the outer one's."""
 
     def __init__(self) -> None:
         self._now: dict[str, float] = {}
+        self._inside: list[float] = []  # of each phase that is running, the time of those inside of it
         self._steps: deque[dict[str, float]] = deque(maxlen=STEPS)
 
     def phase(self, name: str) -> "Phase":
         """A context."""
-        return Phase(self._now, name)
+        return Phase(self._now, self._inside, name)
 
     def end_step(self) -> None:
         self._steps.append(dict(self._now))
@@ -47,20 +48,24 @@ class Clock:
 class Phase:
     """The time between entering and leaving."""
 
-    __slots__ = ("_label", "_name", "_now", "_start")
+    __slots__ = ("_inside", "_label", "_name", "_now", "_start")
 
-    def __init__(self, now: dict[str, float], name: str):
-        self._now, self._name = now, name
+    def __init__(self, now: dict[str, float], inside: list[float], name: str):
+        self._now, self._inside, self._name = now, inside, name
         self._label: Any = None
 
     def __enter__(self) -> None:
         if torch.autograd.profiler._is_profiler_enabled:  # a label costs more than the rest of this
             self._label = torch.profiler.record_function(f"shardopt: {self._name}")
             self._label.__enter__()
+        self._inside.append(0.0)
         self._start = time.perf_counter()
 
     def __exit__(self, *error: Any) -> None:
-        self._now[self._name] = self._now.get(self._name, 0.0) + time.perf_counter() - self._start
+        elapsed = time.perf_counter() - self._start
+        self._now[self._name] = self._now.get(self._name, 0.0) + elapsed - self._inside.pop()
+        if self._inside:
+            self._inside[-1] += elapsed
         if self._label is not None:
             self._label.__exit__(*error)
 

@@ -18,14 +18,15 @@ from shardopt import survey as survey_module
 from shardopt.kernels.launch import Native
 from shardopt.kernels.tables import Factors
 from shardopt.partition import message_scatter, neighbour_scatter, scatter
-from shardopt.partition.reducer import ReducedBucket, Reducer
+from shardopt.partition.reduced import ReducedBucket
+from shardopt.partition.reducer import Reducer
 from shardopt.partition.transport import Transport
 from shardopt.partition.wire import NoWire
 
 SECOND_MOMENTS = {"exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum", "exp_inf"}
 STEP = Native.step
 NUMBERS = step_module.plain_numbers
-SCALARS = survey_module._scalars
+SCALARS = survey_module.scalars_of
 SUM_INTO = scatter.sum_into
 DELIVER = Reducer.deliver
 JOB = ReducedBucket.job
@@ -158,7 +159,7 @@ CHEATS: dict[str, Any] = {
     "gather dropped": patch.object(Transport, "wire", nothing_gathered),
     "second moment zeroed": patch.object(Native, "step", zeroes_second_moment),
     "decay dropped": patch.object(step_module, "plain_numbers", decay_dropped),
-    "step off by one": patch.object(survey_module, "_scalars", counts_one_too_many),
+    "step off by one": patch.object(survey_module, "scalars_of", counts_one_too_many),
 }
 
 # These need the module handed over, several backwards before a step, and two ranks or more.

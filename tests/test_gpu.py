@@ -187,3 +187,29 @@ def test_offload_frees_the_device_and_reload_takes_it_back() -> None:
     optimizer.reload()
     step()
     assert torch.equal(param, other)
+
+
+def released(device: str, release_gradients: bool) -> list[bytes]:
+    """What three steps leave of a model whose last layers are updated while its first still run backward."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(96, 96) for _ in range(6))).bfloat16().to(device)
+    opt = shardopt.ShardedAdamW(
+        model,
+        lr=0.01,
+        master="split24",
+        state_format="int8",
+        release_gradients=release_gradients,
+        tuning=shardopt.Tuning(bucket_bytes=30_000),
+    )
+    for step in range(3):
+        x = torch.randn(8, 96, generator=torch.Generator().manual_seed(step)).bfloat16().to(device)
+        model(x).square().mean().backward()
+        opt.step()
+        opt.zero_grad()
+    return [raw(param.cpu()) for param in model.parameters()] + [
+        raw(value.cpu()) for param in model.parameters() for value in opt.state[param].values()
+    ]
+
+
+def test_released_gradients() -> None:
+    assert released("cuda", True) == released("cuda", False)

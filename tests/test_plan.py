@@ -65,6 +65,7 @@ def plans_are_what_is_held(kind: Any, keywords: dict[str, Any], ways: Sequence[W
             state_format=way.state_format,
             gradient_format=way.gradient_format,
             ema=0.9 if way.has_average else None,
+            release_gradients=way.releases,
             offload={"device": None, "host": "cpu", "disk": directory}[way.tier],
             tuning=TUNING,
         )
@@ -85,6 +86,9 @@ def plans_are_what_is_held(kind: Any, keywords: dict[str, Any], ways: Sequence[W
         opt.close()
 
 
+RELEASED = ((0, "device"), (1, "device"), (1, "host"))
+
+
 def ways_with_formats() -> list[Way]:
     """Every stage, master, format and tier, not every combination of them: each is compiled for."""
     low = [way for way in WAYS if way.dtype is torch.bfloat16]
@@ -95,7 +99,8 @@ def ways_with_formats() -> list[Way]:
     ]
     found += [dataclasses.replace(way, gradient_format="bf16") for way in found if way.has_module]
     mixed = Way(3, True, torch.bfloat16, state_format="int8", tier="disk")
-    return [*found, mixed, Way(2, True, torch.float32, tier="disk"), Way(2, True, torch.bfloat16, "split24")]
+    released = [Way(stage, True, torch.bfloat16, "split24", "int8", tier, releases=True) for stage, tier in RELEASED]
+    return [*found, mixed, Way(2, True, torch.float32, tier="disk"), Way(2, True, torch.bfloat16, "split24"), *released]
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
@@ -138,6 +143,9 @@ def test_formulas_and_traffic_of_formats_and_tiers() -> None:
     assert of(stage=3, master="split24", state_format="int8", gradient_format="bf16").formula == "7.03/N"
     sums = [of(stage=0, gradient_format=each).moved["wire"] for each in ("fp32", "bf16")]
     assert sums[0] * 4 == sums[1] * 6  # an all-reduce: they travel as they are, and back as they are kept
+    assert of(stage=1, master="split24", state_format="int8", releases=True).formula == "2 + 3.03/N"
+    unit = 2 * 10**7 * 7 // 8
+    assert [of(stage=stage, releases=True).moved["wire"] for stage in (0, 1)] == [8 * unit, 2 * unit]
     assert of(tier="disk").formula == "2 + 4/N, disk 12/N"
     host, disk = of(tier="host"), of(tier="disk")
     assert host.on("disk") == 0 and host.moved["bus"] == disk.moved["disk"] and disk.moved["bus"] == 0
@@ -216,6 +224,10 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert "2 + 2/N, disk 5.03/N" in printed and "cheapest" not in printed
     assert main(["plan", "--params", "7e5", "--all", "--plot", str(tmp_path / "all.svg")]) == 0
     assert len(capsys.readouterr().out.splitlines()) == 3 + 6 * 3 * 3 + (2 + 4 * 2) * 4 * 3 * 3
+    assert main(["plan", "--params", "7e8", "--dtype", "bf16", "--release-gradients", "--device-memory", "8G"]) == 0
+    printed = capsys.readouterr().out
+    assert sum("released gradients" in line for line in printed.split("cheapest")[0].splitlines()) == 2
+    assert "release_gradients=True)" in printed
     least = ["--device-memory", "8G", "--dtype", "bf16", "--optimizer", "SGD"]
     assert main(["plan", "--params", "7e9", *least]) == 1
     assert "none fits" in capsys.readouterr().out

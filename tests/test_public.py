@@ -76,6 +76,7 @@ def test_options_are_added_on_purpose() -> None:
         "gradient_format",
         "ema",
         "max_grad_norm",
+        "release_gradients",
         "reduce_dtype",
         "offload",
         "tuning",

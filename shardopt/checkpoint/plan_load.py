@@ -180,8 +180,9 @@ class _Planner:
             return
         if home.entry is None or home.entry.slot is None:
             raise CheckpointError(
-                f"the checkpoint holds accumulated gradients of {saved!r}, and the optimizer does not reduce them: "
-                "they would be lost. Hand the module over (ShardedAdamW(module, ...)), as it was when it was saved."
+                f"the checkpoint holds accumulated gradients of {saved!r}, and the optimizer does not keep them: they "
+                "would be lost. Hand the module over (ShardedAdamW(module, ...)), without release_gradients, as it was "
+                "when it was saved."
             )
         if "reduced" in kinds:
             key, kept = Key("gradients", saved, "reduced"), home.entry.slot.total.dtype

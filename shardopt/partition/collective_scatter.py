@@ -1,4 +1,4 @@
-"""Reduction by the backend's own reduce-scatter."""
+"""Reduction by the backend's own reduce-scatter, or all-reduce."""
 
 from collections import deque
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from .traffic import Traffic
 
 
 class CollectiveScatter:
-    """The backend's reduce-scatter, which sums in the dtype of the buffer; NCCL's runs on its own stream."""
+    """The backend's own, which sums in the dtype of the buffer; NCCL's runs on its own stream."""
 
     def __init__(self, ranks: Ranks, traffic: Traffic):
         self._ranks, self._traffic = ranks, traffic
@@ -26,9 +26,13 @@ class CollectiveScatter:
     def start(self, job: Job) -> None:
         direct = job.buffer.dtype == job.target.dtype and not job.add
         result = job.target if direct else torch.empty_like(job.slice_of(0))
-        work = _reduce_scatter_single()(result, job.buffer, group=self._ranks.group, async_op=True)
         self._traffic.gradients += (self._ranks.size - 1) * job.target.numel() * job.buffer.element_size()
-        self._jobs.append((job, result, Pending(PHASE, (work,))))
+        self._jobs.append((job, result, Pending(PHASE, (self._sum(job, result),))))
+
+    def _sum(self, job: Job, result: torch.Tensor) -> Any:
+        if job.is_whole:
+            return dist.all_reduce(result.copy_(job.buffer), group=self._ranks.group, async_op=True)
+        return _reduce_scatter_single()(result, job.buffer, group=self._ranks.group, async_op=True)
 
     def progress(self) -> list[torch.Tensor]:
         return []

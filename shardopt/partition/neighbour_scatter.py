@@ -106,7 +106,7 @@ class NeighbourScatter:
                         yield own[part]
                     else:
                         into = scratch[: part.stop - part.start]
-                        at = addresses[rank] + (self._ranks.rank * numel + part.start) * itemsize
+                        at = addresses[rank] + (job.start_of(self._ranks.rank) + part.start) * itemsize
                         self._board.read(rank, at, into, PHASE)
                         yield into
 

@@ -10,20 +10,21 @@ one bucket for another. A full buffer lives only while it is being filled and re
     buffers    A         B              A (free again)
 
 The order is that in which buckets were full in their first round, on rank 0; in that round it is backward order. A
-bucket leaves when all has arrived that ever did on this rank.
+bucket leaves when all has arrived that ever did on this rank; if nothing can be added to its sum, when all has.
 """
 
 import weakref
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
-from .bucket import flattened, in_storage_order
-from .layout import BucketLayout
+from .bucket import flattened
 from .mesh import Mesh
 from .order import Buffer, last_used
+from .reduced import FilledBucket, PassingBucket, ReducedBucket
 from .room import return_free_pages, zeros
 from .scatter import Job, Scatter
 from .transport import Transport
@@ -41,72 +42,12 @@ PATIENCE = 2.0
 _REDUCERS: "weakref.WeakSet[Reducer]" = weakref.WeakSet()
 
 
-class ReducedBucket:
-    """Where the gradients of one bucket lie in a buffer, and where their sum goes."""
+class _Lent(NamedTuple):
+    """A buffer that is being reduced."""
 
-    def __init__(
-        self,
-        numels: Sequence[int],
-        shard_numel: int,
-        dtype: torch.dtype,
-        kept: torch.dtype,
-        device: torch.device,
-        mesh: Mesh,
-    ):
-        """
-        Args:
-            numels: of the params.
-            shard_numel: of this rank's slice.
-            dtype: in which gradients travel.
-            kept: in which their sum is kept: fp32, or what that is rounded to after each reduction.
-        """
-        self.dtype, self.device = dtype, device
-        self._mesh, self._shard_numel = mesh, shard_numel
-        layout = BucketLayout(tuple(numels), mesh.first.size)
-        self.offsets, self.buffer_numel = layout.offsets, layout.numel
-        # The holders of one slice sum it in parts of equal length, so it is as long as a whole number of them.
-        parts = BucketLayout((shard_numel,), mesh.replicate.size)
-        self.part_numel, self.part = parts.shard_numel, parts.shard_slice(mesh.replicate.rank)
-        self.padded = zeros(parts.numel, kept, device)
-        self.total = self.padded[:shard_numel]  # 1D: this rank's slice of the sum over ranks and backwards
-        # The sum within one copy of the states, where there are several copies of several slices: all of it in fp32, as
-        # the sum over copies is yet to come.
-        self._partial = zeros(parts.numel, torch.float32, device) if mesh.is_hybrid else None
-
-    @property
-    def num_params(self) -> int:
-        return len(self.offsets) - 1
-
-    @property
-    def sums(self) -> list[torch.Tensor]:
-        """What is allocated."""
-        return [self.padded] if self._partial is None else [self.padded, self._partial]
-
-    def zero(self, index: int) -> None:
-        """Forgets what the slice holds of one param."""
-        start = self._mesh.shard.rank * self._shard_numel
-        first, last = (max(offset - start, 0) for offset in self.offsets[index : index + 2])
-        self.total[first:last].zero_()
-
-    def is_filled_by(self, grad: torch.Tensor, strides: tuple[int, ...]) -> bool:
-        """Whether the gradient's own memory is what the buffer would be: the bucket's only param, in its order."""
-        return (
-            grad.numel() == self.buffer_numel
-            and self.num_params == 1
-            and grad.dtype is self.dtype
-            and in_storage_order(grad, strides) is grad
-        )
-
-    def job(self, buffer: torch.Tensor, add: bool) -> Job:
-        """The reduction of a full buffer over the first direction of the mesh."""
-        if self._partial is not None:
-            return Job(buffer, self._partial[: self._shard_numel], add=False)
-        return Job(buffer, self.total if self._mesh.shard.size > 1 else self.padded[self.part], add)
-
-    def job_across(self, add: bool) -> Job:
-        """The reduction over the second direction, behind the first."""
-        assert self._partial is not None
-        return Job(self._partial, self.padded[self.part], add)
+    buffer: Buffer
+    number: int  # of its bucket
+    job: Job
 
 
 @dataclass
@@ -134,31 +75,36 @@ class Reducer:
         self._scatter: Scatter = (shards if mesh.shard.size > 1 else replicas).scatter()
         self._across: Scatter | None = replicas.scatter() if mesh.is_hybrid else None
         self._scatters = [each for each in (self._scatter, self._across) if each is not None]
-        self.buckets: list[ReducedBucket] = []
+        self.buckets: list[ReducedBucket | PassingBucket] = []
         self.is_open = False
         self._order: list[int] = []
         self._is_ordered = True
         self._rounds = 0  # that all ranks finished
-        self._windows: list[Window] = []  # on the padded sums, for the other holders of the same slice
-        self._seen: list[set[int]] = []  # params of each bucket of which this rank ever had a gradient
+        self._windows: list[Window | None] = []  # on the padded sums, for the other holders of the same slice
+        self._seen: list[set[int]] = []  # params that each bucket waits for: all, or those that this rank ever had
         self._filling: list[_Filling] = []
         self._started = 0
         self._completed: list[int] = []
         self._pool: dict[torch.dtype, list[Buffer]] = {}
-        self._lent: dict[int, Buffer] = {}  # by id of the memory, while it is reduced (an empty one has no address)
+        self._lent: dict[int, _Lent] = {}  # by id of the memory, while it is reduced (an empty one has no address)
         self._most_patience = min(PATIENCE, mesh.world.seconds / 2)  # whoever is not coming is waited for in the end
         self._patience, self._was_patient = self._most_patience, True
         _REDUCERS.add(self)
 
-    def add(self, bucket: ReducedBucket) -> int:
+    def add(self, bucket: ReducedBucket | PassingBucket) -> int:
         """Collective, between rounds: one more bucket. Returns its number."""
-        self._windows.append(self._replicas.open(bucket.padded, bucket.part_numel))
+        self._windows.append(bucket.window(self._replicas))
         self.buckets.append(bucket)
         self._order.append(len(self.buckets) - 1)
         self._seen.append(set(range(bucket.num_params)))
         self._is_ordered = False
         self._pool.clear()  # its buffers may be too small
         return self._order[-1]
+
+    @property
+    def has_started(self) -> bool:
+        """Whether a bucket of this round, or of the last one, has left this rank. None is summed that has not."""
+        return self._started > 0
 
     @property
     def buffers(self) -> list[torch.Tensor]:
@@ -211,7 +157,7 @@ class Reducer:
                 self._completed.append(number)
             self._start_completed()
 
-    def _take_buffer(self, bucket: ReducedBucket) -> Buffer:
+    def _take_buffer(self, bucket: FilledBucket) -> Buffer:
         pool = self._pool.setdefault(bucket.dtype, [])
         if not any(buffer.memory.numel() >= bucket.buffer_numel for buffer in pool):
             self._settle(BUCKETS_UNDER_WAY - 1)
@@ -228,8 +174,9 @@ class Reducer:
         bucket = self.buckets[number]
         buffer.order.join()  # params may have been filled in on several streams
         memory = buffer.memory[: bucket.buffer_numel]
-        self._lent[id(memory)] = buffer
-        self._scatter.start(bucket.job(memory, add))
+        job = bucket.job(memory, add)
+        self._lent[id(memory)] = _Lent(buffer, number, job)
+        self._scatter.start(job)
         while self._may_wait and self._is_much_under_way():
             self._settle(len(self._lent) - 1)
 
@@ -247,12 +194,13 @@ class Reducer:
         return self._was_patient and not any(other.is_open for other in _REDUCERS if other is not self)
 
     def _is_much_under_way(self) -> bool:
-        nbytes = sum(buffer.memory.nbytes for buffer in self._lent.values())
+        nbytes = sum(each.buffer.memory.nbytes for each in self._lent.values())
         return len(self._lent) > BUCKETS_UNDER_WAY and nbytes > BYTES_UNDER_WAY
 
     def _recycle(self, buffers: Sequence[torch.Tensor]) -> None:
         for memory in buffers:
-            buffer = self._lent.pop(id(memory))
+            buffer, number, job = self._lent.pop(id(memory))
+            self.buckets[number].use(job, self._filling[number].arrived)
             buffer.order.mark()  # the reduction is behind the current stream now
             if buffer.is_pooled:
                 self._pool.setdefault(memory.dtype, []).append(buffer)
@@ -276,6 +224,7 @@ class Reducer:
             if index not in filling.arrived:
                 buffer.memory[bucket.offsets[index] : bucket.offsets[index + 1]].zero_()
             if filling.held and index not in filling.held:
+                assert isinstance(bucket, ReducedBucket)
                 bucket.zero(index)
         self._send(number, buffer, add=bool(filling.held))
         filling.buffer, filling.started = None, True
@@ -291,7 +240,9 @@ class Reducer:
             self._start(self._order[self._started])
         self._recycle(self._scatter.finish())
         self._sum_across(range(len(self.buckets)), [bool(filling.held) for filling in self._filling])
-        for filling, seen in zip(self._filling, self._seen, strict=True):
+        for bucket, filling, seen in zip(self.buckets, self._filling, self._seen, strict=True):
+            if not bucket.takes_more:
+                continue
             if not self._is_ordered:
                 seen.clear()
             seen |= filling.arrived | filling.late.keys()
@@ -319,16 +270,19 @@ class Reducer:
         self._sum_across(numbers, [True] * len(numbers))
 
     def _sum_across(self, numbers: Sequence[int], add: Sequence[bool]) -> None:
-        if self._mesh.replicate.size == 1 or not numbers:
+        windows = [window for number in numbers if (window := self._windows[number]) is not None]
+        if self._mesh.replicate.size == 1 or not windows:
             return
         if self._across is not None:
             for number, each in zip(numbers, add, strict=True):
-                self._across.start(self.buckets[number].job_across(each))
+                bucket = self.buckets[number]
+                assert isinstance(bucket, ReducedBucket)
+                self._across.start(bucket.job_across(each))
                 self._across.settle(BUCKETS_UNDER_WAY, PATIENCE)
             self._across.finish()
         gather = self._replicas.gather("spreading sums of gradients")
-        for number in numbers:
-            gather.start(self._windows[number])
+        for window in windows:
+            gather.start(window)
         gather.finish()
         self._replicas.traffic.gradients += gather.received
 

@@ -24,15 +24,28 @@ CHUNK = 1 << 17
 
 @dataclass(frozen=True)
 class Job:
-    """One bucket to be summed."""
+    """One bucket to be summed: each rank its slice; or each of them all, where the target is as long as the buffer.
 
-    buffer: torch.Tensor  # 1D [size * slice_numel], any float dtype: this rank's gradients
+    All of it takes (size - 1) times the buffer from the wire, twice as much at 4 ranks as slices that are gathered
+    behind it. But it needs no second meeting of the ranks, for which none of them could wait in mid-backward.
+    """
+
+    buffer: torch.Tensor  # 1D [size * slice_numel], or [slice_numel]; any float dtype: this rank's gradients
     target: torch.Tensor  # 1D [slice_numel], fp32 or what is kept of it: the sum over ranks of our slice goes here
     add: bool  # to what the target holds, instead of replacing it
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether every rank's slice is all of the bucket."""
+        return self.target.numel() == self.buffer.numel()
+
+    def start_of(self, rank: int) -> int:
+        """Where the rank's slice begins in the buffer."""
+        return 0 if self.is_whole else rank * self.target.numel()
+
     def slice_of(self, rank: int) -> torch.Tensor:
-        numel = self.target.numel()
-        return self.buffer[rank * numel : (rank + 1) * numel]
+        start = self.start_of(rank)
+        return self.buffer[start : start + self.target.numel()]
 
 
 class Scatter(Protocol):
@@ -75,7 +88,8 @@ class NoScatter:
         self._done = []
 
     def start(self, job: Job) -> None:
-        take(job.target, job.buffer, job.add)
+        if job.target is not job.buffer:  # of one rank nothing needs to be summed
+            take(job.target, job.buffer, job.add)
         self._done.append(job.buffer)
 
     def progress(self) -> list[torch.Tensor]:

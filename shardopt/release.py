@@ -1,0 +1,318 @@
+"""Released gradients: a bucket is updated in backward, as soon as it is reduced, and its gradients are gone.
+
+::
+
+    backward   fill 0   fill 1   fill 2     end
+    reducer             sum 0    sum 1      sum 2
+    update               |  0     |  1       |  2   tell, agree, gather, commit
+    live       [0]      [0 1]    [1 2]      [2]     no gradient is left
+
+What a step decides with all gradients at hand cannot be decided here, and is refused: clipping, loss scaling, a second
+backward. When backward returns, the step was taken, on all ranks alike; ``step()`` says so and lets the next one begin.
+An error in the midst of a backward leaves some buckets updated and others not, on each rank others: the binding is
+broken then.
+
+An update writes to params while backward goes on. Autograd accumulates the gradient of a param when all that used it
+has run backward, so nobody reads it any more; whoever does all the same (a graph that was given ``param.detach()``)
+meets a version that moved on, and autograd's own error.
+"""
+
+import math
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from .backward import LATE, PRESENT, UPDATED, Backward
+from .bind import checksum
+from .binding import Binding
+from .entry import Entry, Group
+from .errors import BindingError, ShardoptError
+from .kernels.formats import format_of
+from .kernels.reductions import COLUMNS, LIMBS, NONFINITE, norms_of_limbs
+from .kernels.tables import Factors
+from .released_gradient import ReleasedGradient, second_backward
+from .rules import Variant
+from .shard import Shard
+from .slot import divide_
+from .step import NOTHING_DONE, Call, Outcome, check_unbroken, close_step, skip, update_early, view_of
+from .survey import (
+    Launch,
+    Looked,
+    Place,
+    Ready,
+    Scaling,
+    Survey,
+    check_numbers,
+    launches_of,
+    placed,
+    plain_numbers,
+    scalars_of,
+    states_of_shards,
+)
+from .written_params import follow_written_params
+
+
+@dataclass
+class _Round:
+    """One backward: what it updates with, as it was when the backward began, and how far it has come."""
+
+    numbers: list[dict[str, Any]]  # hyper-parameters of each group
+    variants: list[Variant]
+    places: dict[Entry, Place]
+    states: dict[Shard, dict[str, None]]
+    written: list[Entry]  # params that others wrote since the last step
+    bits: dict[str, int]  # sums of theirs, to be compared
+    sums: "np.ndarray[Any, Any]"  # 2D [entries, COLUMNS] int64: of this rank's slices
+    # Sums of buckets of which not all gradients came on this rank: others may have had the rest.
+    waiting: dict[Shard, torch.Tensor] = field(default_factory=dict)
+    updated: bool = False
+
+
+Begin = Callable[[], tuple[Sequence[Group], Mapping[str, Any]]]
+
+
+class Release(Backward):
+    """Takes the gradients of a binding's params, and the steps."""
+
+    def __init__(self, binding: Binding, begin: Begin):
+        """``begin`` is called when a backward begins to update, for the param groups and their defaults.
+
+        Raises:
+            BindingError: gradients are summed in two directions of a mesh.
+        """
+        if binding.mesh.is_hybrid:
+            raise BindingError(
+                "release_gradients=True was given with a 2D DeviceMesh: what the copies of a shard add up to is known "
+                "when all buckets are reduced, and none could be released before. Give a process group, or a mesh of "
+                "one dimension; or leave release_gradients away."
+            )
+        super().__init__(binding)
+        self._begin = begin
+        self._round: _Round | None = None
+        self._outcome: Outcome | None = None  # of the backward that no step() has followed yet
+
+    # -- params ----------------------------------------------------------------------------------------------------
+
+    def _take_over(self, entry: Entry) -> None:
+        """No gradient is ever shown."""
+
+    def _track(self, shard: Shard) -> None:
+        me, there = weakref.ref(self), weakref.ref(shard)  # a cycle would keep masters and states
+
+        def use(total: torch.Tensor, arrived: AbstractSet[int]) -> None:
+            release, shard = me(), there()
+            if release is not None and shard is not None:
+                release._use(shard, total, arrived)
+
+        shard.passing.on_sum = use
+
+    # -- a round ---------------------------------------------------------------------------------------------------
+
+    def close(self, params: Sequence[torch.nn.Parameter]) -> Outcome:
+        """What the last backward did, once.
+
+        Args:
+            params: of all groups; their gradients are None from now on.
+
+        Raises:
+            ShardoptError: it did not end, or there are gradients that it did not bring.
+        """
+        self.check_whole()
+        for param in params:
+            if param.grad is not None and not isinstance(param.grad, ReleasedGradient):
+                raise ShardoptError(
+                    f"a param of shape {tuple(param.shape)} has a gradient that no backward handed over: it was "
+                    "assigned by hand, or its backward began in a submodule before the first forward of the module, "
+                    "and with release_gradients=True a step would leave it out. Run forward and backward of the module "
+                    "that was handed over, or construct the optimizer without release_gradients."
+                )
+        for param in params:
+            param.grad = None
+        outcome, self._outcome = self._outcome or NOTHING_DONE, None
+        return outcome
+
+    def check_whole(self) -> None:
+        if self.is_open:
+            self.abandon("backward ended before all gradients were reduced")
+        check_unbroken(self._binding)
+        super().check_whole()
+
+    def abandon(self, reason: str) -> None:
+        super().abandon(reason)
+        self._round = None
+        assert self._binding.reducer is not None
+        # On any rank a bucket was updated only if it had left all of them.
+        if self._binding.reducer.has_started:
+            self._binding.broken = f"a backward with release_gradients=True, of which some buckets were used: {reason}"
+
+    def take(self, entry: Entry) -> None:
+        if not self.is_syncing:
+            raise ShardoptError(
+                f"{entry.name} got a gradient under no_sync(), with release_gradients=True: gradients of several "
+                "backwards would have to be kept until the last. Call backward() outside of no_sync(), once a step; or "
+                "construct the optimizer without release_gradients."
+            )
+        super().take(entry)
+
+    def open(self) -> None:
+        if self._outcome is not None:
+            raise second_backward()
+        try:
+            check_unbroken(self._binding)
+            self._round = self._prepare()
+        except BaseException:
+            assert self._binding.reducer is not None
+            self._binding.reducer.leave()  # the other ranks need not wait for this one
+            raise
+        super().open()
+
+    def _prepare(self) -> _Round:
+        binding, (groups, defaults) = self._binding, self._begin()
+        is_streaming = binding.device.type != "cpu" and binding.store.tier != "device"
+        if not binding.store.is_final or is_streaming:
+            raise ShardoptError(
+                f"a backward began while masters and states are offloaded ({binding.store.tier}), with "
+                "release_gradients=True: buckets are updated one by one, and updates from there belong together. Call "
+                "reload() on every rank first."
+            )
+        numbers = [plain_numbers(group) for group in groups]
+        check_numbers(numbers, defaults)
+        places = {place.entry: place for place in placed(binding, groups)}
+        written = [entry for entry in self._entries if entry.param._version != entry.version]
+        with torch.no_grad():
+            follow_written_params(binding)
+        bits = {}
+        if binding.mesh.world.size > 1:
+            bits = {f"weights (sum of bits) of {entry.name}": checksum(entry.param) for entry in written}
+        variants = [binding.rule.variant(group) for group in numbers]
+        states = states_of_shards(binding, groups, numbers)
+        sums = np.zeros((len(self._entries), COLUMNS), dtype=np.int64)
+        return _Round(numbers, variants, places, states, written, bits, sums)
+
+    def _use(self, shard: Shard, total: torch.Tensor, arrived: AbstractSet[int]) -> None:
+        """The sum of a bucket is there: 1D, this rank's slice."""
+        assert self._round is not None
+        with torch.no_grad(), self._binding.clock.phase("update"):
+            if not self._look_at(shard, total):
+                return
+            if self._binding.mesh.world.size > 1 and len(arrived) < shard.passing.num_params:
+                self._round.waiting[shard] = total
+                return
+            launches = self._launches(shard, total, arrived)
+            self._round.updated |= bool(launches)
+            update_early(self._binding, shard, self._round.states[shard], launches)
+            # Also of params of which other ranks hold all: whoever still needs one meets the same error on all ranks.
+            torch.autograd.graph.increment_version([shard.bucket.params[index] for index in arrived])
+
+    def _look_at(self, shard: Shard, total: torch.Tensor) -> bool:
+        """Whether the sum may be used."""
+        assert self._round is not None
+        whole = {row: (total[piece.shard_start :], piece.start) for row, piece in enumerate(shard.pieces)}
+        self._sum_up(self._round.sums, shard, format_of(total.dtype, "a gradient"), shard.gradients(whole))
+        spoilt = self._round.sums[self._rows[shard], NONFINITE].any()
+        return not spoilt or self._binding.options.tuning.nonfinite == "propagate"
+
+    def _launches(self, shard: Shard, total: torch.Tensor, present: AbstractSet[int]) -> list[Launch]:
+        """What updates the present params of a shard with their sum over ranks."""
+        current, binding = self._round, self._binding
+        assert current is not None
+        divisor = binding.mesh.world.size
+        if Factors(divisor).folded() is None:
+            divide_(total, divisor)
+            divisor = 1
+        ready = {}
+        for piece in shard.pieces:
+            place = current.places.get(binding.entries[shard.bucket.params[piece.param]])
+            if piece.param in present and place is not None:
+                grad = total[piece.shard_start : piece.shard_end]
+                ready[piece.param] = Ready(place.entry, place.group, grad, place.number, piece.start)
+        scalars = scalars_of(binding, current.numbers, list(ready.values()))
+        launches = launches_of(shard, current.variants, ready, scalars, binding.options.tuning.seed)
+        return [replace(launch, divisor=divisor) for launch in launches]
+
+    # -- its end ---------------------------------------------------------------------------------------------------
+
+    def _sums(self) -> "np.ndarray[Any, Any]":
+        assert self._round is not None
+        return self._round.sums.copy()
+
+    def _updated(self) -> bool:
+        return self._round is not None and self._round.updated
+
+    def _finish_round(self) -> None:
+        reducer, current = self._binding.reducer, self._round
+        assert reducer is not None and current is not None
+        with self._binding.clock.phase("reduce"):
+            held, late = self._reduce_rest()
+            sums, facts = self._tell(held, late)
+        self._check_in_time(facts[:, LATE])
+        present = [entry for entry, is_there in zip(self._entries, facts[:, PRESENT], strict=True) if is_there]
+        nonfinite = int(sums[:, NONFINITE].sum())
+        norm = math.inf if nonfinite else _norm(sums)
+        is_skipped = bool(nonfinite) and self._binding.options.tuning.nonfinite != "propagate"
+        if is_skipped and facts[:, UPDATED].any():
+            raise ShardoptError(
+                f"{nonfinite} elements of the gradients are Inf or NaN{self._where(sums)}, and buckets without any "
+                "were updated before (release_gradients=True): some params took the step and others did not. Load a "
+                'checkpoint; Tuning(nonfinite="propagate") would go on as torch does, and without release_gradients '
+                "such a step is skipped or refused as a whole."
+            )
+        if not is_skipped:
+            self._close(current, present, norm)
+        reducer.end()
+        self._round = None
+        for entry in present:
+            entry.param.grad = ReleasedGradient(entry.name, entry.param)
+        if is_skipped:
+            self._keep_versions(current)
+            skip(self._binding.options.tuning.nonfinite, nonfinite, self._where(sums))
+        self._outcome = Outcome(updated=not is_skipped, grad_norm=norm)
+
+    def _keep_versions(self, current: _Round) -> None:
+        """No update was made, but some versions moved. Of params that others wrote the next backward is told again."""
+        for entry in self._entries:
+            if entry not in current.written:
+                entry.version = entry.param._version
+
+    def _check_in_time(self, late: "np.ndarray[Any, Any]") -> None:
+        if late.any():
+            raise ShardoptError(
+                f"another gradient of {self._entries[int(late.argmax())].name} arrived in a backward in which it had "
+                "been used already (release_gradients=True): a reentrant activation checkpoint hands over the "
+                "gradients of a param that is used elsewhere too one by one. Use checkpoint(..., use_reentrant=False), "
+                "or construct the optimizer without release_gradients."
+            )
+
+    def _where(self, sums: "np.ndarray[Any, Any]") -> str:
+        return f" (first in {self._entries[int((sums[:, NONFINITE] > 0).argmax())].name})"
+
+    def _close(self, current: _Round, present: Sequence[Entry], norm: float) -> None:
+        """The rest of the step, together with all ranks."""
+        binding, launches = self._binding, []
+        indices = {shard: {entry.index for entry in present if entry.shard is shard} for shard in current.waiting}
+        for shard, total in current.waiting.items():
+            launches += self._launches(shard, total, indices[shard])
+        places = [current.places[entry] for entry in present if entry in current.places]
+        ready = [Ready(place.entry, place.group, torch.empty(0), place.number) for place in places]
+        scalars = scalars_of(binding, current.numbers, ready)
+        looked = Looked(norm=norm)
+        seen = Survey(ready, launches, scalars, current.states, current.written, looked)
+        view = view_of(binding, Call({}, Scaling(), closure=False, problem=None), current.numbers, seen)
+        close_step(binding, seen, replace(view, consequence=_TOO_LATE), current.bits)
+
+
+_TOO_LATE = (
+    "and with release_gradients=True each rank's buckets were updated in backward, with its own. Start anew from a "
+    "checkpoint"
+)
+
+
+def _norm(sums: "np.ndarray[Any, Any]") -> float:
+    """The 2-norm of all gradients."""
+    # fsum rounds once, so that the order of params cannot show.
+    return math.sqrt(math.fsum((norms_of_limbs(sums[:, :LIMBS]) ** 2).tolist()))
