@@ -32,7 +32,7 @@ class Tuning:
         live_bytes: stage 3: most bytes of gathered params that stay on a rank while no module needs them.
         neighbours: let CPU ranks of one machine read each other's params out of memory, where the system allows it,
             instead of sending them through sockets.
-        chunk_bytes: of one state that is read from a disk, updated and written at a time; 6 chunks of all states are
+        chunk_bytes: of one state that is read from a disk, updated and written at a time; 4 chunks of all states are
             in memory.
         debug: reduce and gather one buffer at a time, and compare each with a second, plain reduction or gathering:
             slow, and an error wherever a buffer was used too early or too late.

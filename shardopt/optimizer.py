@@ -20,7 +20,6 @@ from .averaged import averaged, has_average
 from .backward import Backward
 from .bind import bind
 from .binding import Binding
-from .bound_states import check_parts, load_states, put_state, read_state
 from .composition import Composition, Party
 from .config import Offload, OptionKeywords, Options, check_process_group
 from .consolidate import consolidate
@@ -37,6 +36,7 @@ from .partition.placement import Placement, Placements
 from .release import Release
 from .relocate import relocate
 from .rules import Rule
+from .state_table import StateTable
 from .state_view import StateView
 from .states import ParamState
 from .step import NOTHING_DONE, Call, Outcome, run_step
@@ -101,8 +101,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._release: Release | None = None  # in place of the steps, where gradients are released
         self._composition: Composition | None = None  # at the first step
         self._locals = LocalParams()
-        self._loaded: dict[torch.nn.Parameter, ParamState] = {}  # from load_state_dict, until the params are bound
-        self._consolidated: dict[torch.nn.Parameter, ParamState] | None = None  # until the next step
+        self._states = StateTable(self.rule, self._locals)
         self._retire: list[weakref.finalize[Any, ShardedOptimizer]] = []
         self._away: Offload | None = None  # where offload() moved masters and states
         self._closed = False
@@ -341,7 +340,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.grad_norm = outcome.grad_norm
         if outcome.updated:
             self.updates += 1
-            self._consolidated = None
+            self._states.consolidated = None
         return loss
 
     def _run(self, call: Call) -> Outcome:
@@ -397,7 +396,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 group = self._handover.process_group(group)
             main = self._make_binding(group)
             backward = self._make_backward(main)
-            self._composition = Composition(main, self.options, self._locals)
+            self._composition = self._states.composition = Composition(main, self.options, self._locals)
             if self._handover is not None:
                 self._handover.begin(main, backward)
         return self._composition
@@ -411,7 +410,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             optimizer = me()
             assert optimizer is not None  # without it there are no hooks
             optimizer._check_weights("a backward with release_gradients=True")
-            optimizer._consolidated = None
+            optimizer._states.consolidated = None
             return optimizer.param_groups, optimizer.defaults
 
         self._release = Release(binding, begin)
@@ -420,7 +419,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _make_binding(self, group: dist.ProcessGroup | DeviceMesh | None) -> Binding:
         sharded = Placements.of_stage(self.options.stage).state is Placement.SHARD
         mesh = Mesh.of(group, sharded, self.options.tuning.deadline)
-        binding = Binding(self.rule, self.options, mesh, self._loaded)
+        binding = Binding(self.rule, self.options, mesh, self._states.waiting)
         retire = weakref.finalize(self, Binding.retire, binding)
         retire.atexit = False  # at the interpreter's end all are asked
         self._retire.append(retire)
@@ -482,47 +481,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 state_dict = replaced
         return state_dict
 
-    def _param_states(self) -> dict[torch.nn.Parameter, ParamState]:
-        states = {param: self._param_state(param, group) for _, param, group in named_params(self.param_groups)}
-        return {param: state for param, state in states.items() if state is not None}
-
-    def _param_state(self, param: torch.nn.Parameter, group: Mapping[str, Any]) -> ParamState | None:
-        local = self._locals.of(param)
-        if self._consolidated is not None:
-            return self._consolidated.get(local)
-        binding = self._binding_of(local)
-        if binding is not None:
-            entry = binding.entries[local]
-            return read_state(binding, entry, group) if entry.has_state else None
-        return self._loaded.get(local)
-
-    def _binding_of(self, local: torch.nn.Parameter) -> Binding | None:
-        return None if self._composition is None else self._composition.binding_of(local)
-
-    def _read_state(
-        self, state: Mapping[str, Any], group: Mapping[str, Any], param: torch.nn.Parameter, name: str
-    ) -> ParamState:
-        """Of a state in torch's form, checked; nothing is changed."""
-        local = self._locals.of(param)
-        read = ParamState.from_torch(LocalParams.inside(param, state, name), self.rule, group, local, name)
-        binding = self._binding_of(local)
-        if binding is not None:
-            check_parts(binding, local, read)
-        return read
-
-    def _put_state(self, param: torch.nn.Parameter, group: Mapping[str, Any], name: str, state: Any) -> None:
-        read, local = self._read_state(state, group, param, name), self._locals.of(param)
-        self._check_weights("loading a state")
-        self._consolidated = None
-        binding = self._binding_of(local)
-        if binding is not None:
-            with torch.no_grad():
-                put_state(binding, local, read, bool(state))
-        elif state:
-            self._loaded[local] = read.copy()
-        else:
-            self._loaded.pop(local, None)
-
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Collective: gathers every state on rank ``to``, in host memory; ``state_dict()`` there is then plain tensors.
 
@@ -545,7 +503,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             (party,) = self._parties()
             states = consolidate(binding, to, party.groups)
         if states is not None:
-            self._consolidated = {**self._loaded, **states}
+            self._states.consolidated = {**self._states.waiting, **states}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a dict of this class or of the torch class, at any number of ranks; each rank takes its part.
@@ -571,7 +529,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                     "belongs to another optimizer. Load the dict as it was saved."
                 )
             name, param, group = owners[key]
-            loaded[self._locals.of(param)] = self._read_state(state, group, param, name)
+            loaded[param] = self._states.read(state, group, param, name)
         self._take_over(groups, loaded)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
@@ -592,17 +550,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 new.setdefault(key, value)
         return saved
 
-    def _take_over(self, groups: list[dict[str, Any]], loaded: dict[torch.nn.Parameter, ParamState]) -> None:
+    def _take_over(self, groups: list[dict[str, Any]], loaded: Mapping[torch.nn.Parameter, ParamState]) -> None:
         self._check_weights("loading states")
-        # Copied: the caller may go on training with the tensors that it saved.
-        waiting = {local: state.copy() for local, state in loaded.items() if self._binding_of(local) is None}
-        with torch.no_grad():
-            for binding in self._bindings:
-                load_states(binding, loaded)
-        self._loaded.clear()
-        self._loaded.update(waiting)
+        self._states.replace(loaded)
         self.param_groups = groups
-        self._consolidated = None
 
     # -- where states rest -----------------------------------------------------------------------------------------
 
@@ -673,13 +624,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
         module = copy.deepcopy(self.options.module, memo)
         other.rule, other.options = self.rule, dataclasses.replace(self.options, module=module)
         other._closed, other.grad_norm, other.updates = self._closed, self.grad_norm, self.updates
-        other._composition, other._consolidated, other._handover, other._away = None, None, None, None
+        other._composition, other._handover, other._away = None, None, None
         other._release = None
         other._retire, other._locals = [], LocalParams()
+        other._states = StateTable(self.rule, other._locals)
         for group in self.param_groups:
             memo[id(group.get("process_group"))] = group.get("process_group")  # the same ranks
-        other._loaded = {
-            other._locals.of(copy.deepcopy(param, memo)): state.copy() for param, state in self._param_states().items()
+        other._states.waiting = {
+            other._locals.of(copy.deepcopy(param, memo)): state.copy()
+            for param, state in self._states.all(self.param_groups).items()
         }
         # As torch's copies: hooks, and what schedulers patched onto this instance, are left behind.
         other.__setstate__(copy.deepcopy({"defaults": self.defaults, "param_groups": self.param_groups}, memo))
@@ -711,7 +664,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             for binding in self._bindings:
                 binding.release()
         self._locals.show()
-        self._composition, self._loaded, self._consolidated, self._closed = None, {}, None, True
+        self._composition, self._closed = None, True
+        self._states = StateTable(self.rule, self._locals)
         self._away = None
 
     # -- reports ---------------------------------------------------------------------------------------------------

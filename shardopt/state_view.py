@@ -30,17 +30,19 @@ class StateView(Mapping[torch.nn.Parameter, Mapping[str, Any]]):
 
     def __getitem__(self, param: torch.nn.Parameter) -> Mapping[str, Any]:
         _, group = self._find(param)
-        state = self._optimizer._param_state(param, group)
+        state = self._optimizer._states.find(param, group)
         shown = {} if state is None else LocalParams.outside(param, state.to_torch(self._counts_steps))
         return MappingProxyType(shown)
 
     def __setitem__(self, param: torch.nn.Parameter, state: Mapping[str, Any]) -> None:
         """Loads the state of one param: frameworks assign what they moved to a device."""
         name, group = self._find(param)
-        self._optimizer._put_state(param, group, name, state)
+        read = self._optimizer._states.read(state, group, param, name)
+        self._optimizer._check_weights("loading a state")
+        self._optimizer._states.put(param, read, bool(state))
 
     def __iter__(self) -> Iterator[torch.nn.Parameter]:
-        states = self._optimizer._param_states()
+        states = self._optimizer._states.all(self._optimizer.param_groups)
         # SGD without momentum keeps none.
         return iter([param for param, state in states.items() if state.to_torch(self._counts_steps)])
 

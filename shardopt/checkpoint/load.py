@@ -243,10 +243,10 @@ class Loading:
                 own = self._plan.gradients.get(home.param)
                 gradients.restore(home.param, home.entry.slot, about, own, self._meeting.world.size)
         for number, optimizer in enumerate(optimizers):
-            optimizer._consolidated = None
-            optimizer._loaded.clear()
+            optimizer._states.consolidated = None
+            optimizer._states.waiting.clear()
             owned = {param for group in optimizer._local_groups() for param in group["params"]}
-            optimizer._loaded.update({p: state for p, state in self._plan.waiting.items() if p in owned})
+            optimizer._states.waiting.update({p: state for p, state in self._plan.waiting.items() if p in owned})
             for index, group in enumerate(optimizer.param_groups):
                 if (number, index) in fitting.groups:
                     _update_group(group, values.decode(fitting.groups[number, index], self._find))

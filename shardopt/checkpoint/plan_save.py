@@ -185,7 +185,7 @@ class _Planner:
             state = ParamState(home.entry.step, home.entry.carried)
             has_state = home.entry.has_state
         elif home.optimizer is not None:
-            loaded = self.model.optimizers[home.optimizer]._loaded.get(home.param)
+            loaded = self.model.optimizers[home.optimizer]._states.waiting.get(home.param)
             if loaded is not None:
                 state, has_state = loaded, True
         if home.shard is None:

@@ -28,9 +28,9 @@ def prepare_states(optimizer: ShardedOptimizer) -> None:
     for group in optimizer._local_groups():
         names = rule.variant(group).states
         for param in group["params"]:
-            binding = optimizer._binding_of(param)
+            binding = optimizer._states.binding_of(param)
             entry = None if binding is None else binding.entries.get(param)
             if entry is not None and not entry.has_state:
                 entry.shard.ensure_states(names)
                 entry.has_state = True
-    optimizer._consolidated = None
+    optimizer._states.consolidated = None

@@ -1,0 +1,91 @@
+"""The states of an optimizer's params, wherever they are: waiting to be bound, in shards, or consolidated."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from .binding import Binding
+from .bound_states import check_parts, load_states, put_state, read_state
+from .composition import Composition
+from .entry import Group, named_params
+from .local_params import LocalParams
+from .rules import Rule
+from .states import ParamState
+
+States = dict[torch.nn.Parameter, ParamState]
+
+
+class StateTable:
+    """By local param: a DTensor's state is that of the plain tensor that it comes down to."""
+
+    def __init__(self, rule: Rule, locals_: LocalParams):
+        self.composition: Composition | None = None  # from the first step on
+        self.waiting: States = {}  # those that were loaded, until their params are bound
+        self.consolidated: States | None = None  # of all params, until the next step
+        self._rule, self._locals = rule, locals_
+
+    @property
+    def bindings(self) -> list[Binding]:
+        return [] if self.composition is None else self.composition.bindings
+
+    def binding_of(self, local: torch.nn.Parameter) -> Binding | None:
+        return None if self.composition is None else self.composition.binding_of(local)
+
+    def find(self, param: torch.nn.Parameter, group: Group) -> ParamState | None:
+        """None before the param's first step."""
+        local = self._locals.of(param)
+        if self.consolidated is not None:
+            return self.consolidated.get(local)
+        binding = self.binding_of(local)
+        if binding is not None:
+            entry = binding.entries[local]
+            return read_state(binding, entry, group) if entry.has_state else None
+        return self.waiting.get(local)
+
+    def all(self, groups: Sequence[Group]) -> States:
+        """Of the params that have one."""
+        found = {param: self.find(param, group) for _, param, group in named_params(groups)}
+        return {param: state for param, state in found.items() if state is not None}
+
+    def read(self, state: Mapping[str, Any], group: Group, param: torch.nn.Parameter, name: str) -> ParamState:
+        """Of a state in torch's form, checked; nothing is changed.
+
+        Raises:
+            StateError: tensors are missing, unknown or of other shapes, or parts of others.
+        """
+        local = self._locals.of(param)
+        read = ParamState.from_torch(LocalParams.inside(param, state, name), self._rule, group, local, name)
+        binding = self.binding_of(local)
+        if binding is not None:
+            check_parts(binding, local, read)
+        return read
+
+    def put(self, param: torch.nn.Parameter, read: ParamState, has_state: bool) -> None:
+        """Takes one checked state; without one the param goes back to before its first step."""
+        local = self._locals.of(param)
+        self.consolidated = None
+        binding = self.binding_of(local)
+        if binding is not None:
+            with torch.no_grad():
+                put_state(binding, local, read, has_state)
+        elif has_state:
+            self.waiting[local] = read.copy()
+        else:
+            self.waiting.pop(local, None)
+
+    def replace(self, loaded: Mapping[torch.nn.Parameter, ParamState]) -> None:
+        """Takes checked states by param; those of all other params are forgotten.
+
+        Raises:
+            OffloadError: they cannot be kept; nothing changed.
+        """
+        states = {self._locals.of(param): state for param, state in loaded.items()}
+        # Copied: the caller may go on training with the tensors that it saved.
+        waiting = {local: state.copy() for local, state in states.items() if self.binding_of(local) is None}
+        with torch.no_grad():
+            for binding in self.bindings:
+                load_states(binding, states)
+        self.waiting.clear()
+        self.waiting.update(waiting)
+        self.consolidated = None
