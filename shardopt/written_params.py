@@ -5,6 +5,7 @@ from collections.abc import Iterable
 
 from .binding import Binding
 from .entry import Entry
+from .partition.room import return_free_pages
 from .shard import Shard
 
 
@@ -58,6 +59,8 @@ def _refresh(binding: Binding, entries: Iterable[Entry]) -> None:
             entry.shard.settle_master(entry.index)
     for entry in awaiting:
         del entry.shard.awaiting[entry.index]
+    if not binding.store.is_final:
+        return_free_pages()  # of the chunks that came to be compared
 
 
 def settle_masters(binding: Binding) -> None:
