@@ -14,12 +14,11 @@ One update of AdamW on bf16 params with fp32 masters and states that rest in hos
 """
 
 import argparse
-import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from common import median_of, parser_of, pick_device, ratios, show, write_result
+from common import median_of, parser_of, pick_device, ratios, seconds_of, show, write_result
 from torch.nn import Parameter
 from tqdm import tqdm
 
@@ -104,20 +103,13 @@ def torchao(args: argparse.Namespace, device: torch.device) -> Callable[[], Any]
 
 
 def timed(calls: dict[str, Callable[[], Any]], device: torch.device, rounds: int) -> dict[str, list[float]]:
-    def seconds(call: Callable[[], Any]) -> float:
-        start = time.perf_counter()
-        call()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        return time.perf_counter() - start
-
     for call in calls.values():  # compiles, allocates
-        seconds(call)
-        seconds(call)
+        seconds_of(call, device)
+        seconds_of(call, device)
     found: dict[str, list[float]] = {name: [] for name in calls}
     for _ in tqdm(range(rounds), unit="round", disable=None):
         for name, call in calls.items():
-            found[name].append(seconds(call))
+            found[name].append(seconds_of(call, device))
     return found
 
 

@@ -9,7 +9,8 @@ import platform
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import date
 from pathlib import Path
@@ -59,6 +60,15 @@ def median_of(samples: Sequence[float]) -> Median:
 def ratios(of: Sequence[float], over: Sequence[float]) -> Median:
     """The median of the ratios of pairs that were measured one right after the other."""
     return median_of([one / other for one, other in zip(of, over, strict=True)])
+
+
+def seconds_of(call: Callable[[], Any], device: torch.device) -> float:
+    """Wall-clock time until all that it asked of the device is done."""
+    start = time.perf_counter()
+    call()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - start
 
 
 def _digits(value: float) -> str:

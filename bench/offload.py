@@ -29,7 +29,17 @@ from typing import Any
 
 import torch
 import train
-from common import Median, describe_machine, median_of, parser_of, pick_device, ratios, show, write_result
+from common import (
+    Median,
+    describe_machine,
+    median_of,
+    parser_of,
+    pick_device,
+    ratios,
+    seconds_of,
+    show,
+    write_result,
+)
 from torch.nn import Parameter
 from tqdm import tqdm
 
@@ -200,13 +210,6 @@ def measure_moves(args: argparse.Namespace, device: torch.device) -> dict[str, A
         param.grad = torch.ones_like(param)
     optimizer = ShardedAdamW(params, lr=1e-3, tuning=Tuning(chunk_bytes=args.chunk * MI, nonfinite="propagate"))
 
-    def seconds(call: Callable[[], Any]) -> float:
-        start = time.perf_counter()
-        call()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        return time.perf_counter() - start
-
     for _ in range(2):
         optimizer.step()
     to = "cpu" if device.type == "cuda" else args.directory
@@ -219,7 +222,7 @@ def measure_moves(args: argparse.Namespace, device: torch.device) -> dict[str, A
     found: dict[str, list[float]] = {name: [] for name in calls}
     for _ in tqdm(range(args.rounds), desc="moves", unit="round", disable=None):
         for name, call in calls.items():
-            found[name].append(seconds(call))
+            found[name].append(seconds_of(call, device))
     optimizer.close()
     moved = {"offload": 1, "reload": 1, "step, states offloaded": 2}  # times all masters and states
     nbytes = BYTES_AN_ELEMENT * (numel >> 24 << 24) / 1e9
