@@ -79,7 +79,9 @@ def _add_plan(commands: Any) -> None:
     )
     plan.add_argument("--offload", choices=("cpu", "disk"), help="where masters and states rest (default: the device)")
     plan.add_argument("--ema", action="store_true", help="keep a moving average of the weights")
-    plan.add_argument("--release-gradients", action="store_true", help="keep none, where that can be: at stage 0 and 1")
+    plan.add_argument(
+        "--release-gradients", action="store_true", help="keep none, where that can be: at stage 0 and 1, not offloaded"
+    )
     plan.add_argument("--all", action="store_true", help="show every master, format and tier")
     plan.add_argument("--plot", type=Path, help="a file for a stacked bar chart of what is shown (.png, .svg, .pdf)")
     plan.set_defaults(run=_plan)

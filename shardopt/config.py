@@ -134,6 +134,12 @@ class Offload:
     def __post_init__(self) -> None:
         if not isinstance(self.states, str | os.PathLike) or not os.fspath(self.states):
             raise TypeError(f"Offload.states takes 'cpu' or a directory, found {self.states!r}.")
+        if isinstance(self.states, str) and self.states != "cpu" and os.sep not in self.states:
+            raise ValueError(
+                f"Offload.states={self.states!r} is not 'cpu', and no path either: states would go to a new directory of "
+                f"that name, wherever the script runs. Give 'cpu', or a path with a separator in it, such as "
+                f"'{os.curdir}{os.sep}{self.states}'."
+            )
         if self.step not in ("auto", "cpu", "gpu"):
             raise ValueError(f"Offload.step must be 'auto', 'cpu' or 'gpu', found {self.step!r}.")
         if not 0 < self.fraction <= 1:

@@ -111,9 +111,10 @@ WAYS = tuple(
 
 
 def possible(way: Way) -> Way:
-    """The same where it can be. Gradients are released at stage 0 and 1, with the module, not beside a disk; of those
-    that are, no sum is kept in any format."""
-    releases = way.releases and way.has_module and way.stage < 2 and way.tier != "disk"
+    """The same where it can be. Gradients are released at stage 0 and 1, with the module, and states on the device
+    (host memory is another place for params on a GPU only, where binding refuses both); of those that are, no sum is
+    kept in any format."""
+    releases = way.releases and way.has_module and way.stage < 2 and way.tier == "device"
     return replace(way, releases=releases, gradient_format="fp32" if releases else way.gradient_format)
 
 

@@ -155,6 +155,10 @@ def test_what_is_not_offered_is_refused(tmp_path: Path) -> None:
     for wrong in nonsense:
         with pytest.raises(ValueError, match=next(iter(wrong))):
             Offload(**wrong)
+    for word in ("disk", "gpu", "CPU"):
+        with pytest.raises(ValueError, match=f"'./{word}'"):  # it would be a directory where the script runs
+            ShardedSGD(torch.nn.Linear(2, 2), lr=0.5, offload=word)
+    assert Offload("./disk").directory == Offload(Path("disk")).directory
     model = torch.nn.Linear(2, 2)
     for stage, vain in ((1, Offload(gradients="cpu")), (2, Offload(params="cpu"))):
         with pytest.raises(ValueError, match="no effect"):
@@ -173,14 +177,13 @@ def test_what_is_not_offered_is_refused(tmp_path: Path) -> None:
         optimizer.step()
 
 
-def test_what_the_device_cannot_do_is_refused(tmp_path: Path) -> None:
-    gpu, cpu = torch.device("cuda", 0), torch.device("cpu")
-    refused = [Offload(tmp_path), Offload(step="cpu"), Offload(gradients="cpu"), Offload(params="cpu")]
-    for rests, device in (*((each, gpu) for each in refused), (Offload(step="gpu"), cpu)):
-        with pytest.raises(BindingError, match="nothing was bound"):
-            check_offload(rests, device)
-    for fine, device in ((None, gpu), (Offload("cpu"), gpu), (Offload(tmp_path), cpu), (Offload(step="gpu"), gpu)):
-        check_offload(fine, device)
+def test_a_cpu_refuses_what_takes_a_gpu(tmp_path: Path) -> None:
+    """What params on a GPU refuse is in test_cpu_step.py."""
+    for fine in (None, Offload("cpu"), Offload(tmp_path), Offload(step="cpu"), Offload(params="cpu")):
+        check_offload(fine, torch.device("cpu"))
+    with pytest.raises(BindingError, match="nothing was bound"):
+        check_offload(Offload(step="gpu"), torch.device("cpu"))
+    check_offload(Offload(step="gpu"), torch.device("cuda", 0))
 
 
 # -- several ranks -----------------------------------------------------------------------------------------------------

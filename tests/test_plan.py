@@ -144,6 +144,8 @@ def test_formulas_and_traffic_of_formats_and_tiers() -> None:
     sums = [of(stage=0, gradient_format=each).moved["wire"] for each in ("fp32", "bf16")]
     assert sums[0] * 4 == sums[1] * 6  # an all-reduce: they travel as they are, and back as they are kept
     assert of(stage=1, master="split24", state_format="int8", releases=True).formula == "2 + 3.03/N"
+    found = every_way([dataclasses.replace(way, releases=True) for way in WAYS])
+    assert {way.tier for way in found if way.releases} == {"device"}  # with the rest, binding refuses params on a GPU
     unit = 2 * 10**7 * 7 // 8
     assert [of(stage=stage, releases=True).moved["wire"] for stage in (0, 1)] == [8 * unit, 2 * unit]
     assert of(tier="disk").formula == "2 + 4/N, disk 12/N"
