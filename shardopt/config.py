@@ -136,8 +136,8 @@ class Offload:
             raise TypeError(f"Offload.states takes 'cpu' or a directory, found {self.states!r}.")
         if isinstance(self.states, str) and self.states != "cpu" and os.sep not in self.states:
             raise ValueError(
-                f"Offload.states={self.states!r} is neither 'cpu' nor a path with a separator in it: states would go to "
-                "a directory of that name, wherever the script runs. Give 'cpu', an absolute path, or "
+                f"Offload.states={self.states!r} is neither 'cpu' nor a path with a separator in it: states would go "
+                "to a directory of that name, wherever the script runs. Give 'cpu', an absolute path, or "
                 f"'{os.curdir}{os.sep}{self.states}'."
             )
         if self.step not in ("auto", "cpu", "gpu"):
