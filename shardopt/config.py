@@ -134,10 +134,11 @@ class Offload:
     def __post_init__(self) -> None:
         if not isinstance(self.states, str | os.PathLike) or not os.fspath(self.states):
             raise TypeError(f"Offload.states takes 'cpu' or a directory, found {self.states!r}.")
-        if isinstance(self.states, str) and self.states != "cpu" and os.sep not in self.states:
+        is_bare = isinstance(self.states, str) and self.states != "cpu" and os.sep not in self.states
+        if is_bare and not os.path.isdir(self.states):
             raise ValueError(
-                f"Offload.states={self.states!r} is neither 'cpu' nor a path with a separator in it: states would go "
-                "to a directory of that name, wherever the script runs. Give 'cpu', an absolute path, or "
+                f"Offload.states={self.states!r} is neither 'cpu' nor a directory that exists: one of that name would "
+                "be made wherever the script runs. Give 'cpu', an absolute path, or "
                 f"'{os.curdir}{os.sep}{self.states}'."
             )
         if self.step not in ("auto", "cpu", "gpu"):
