@@ -4,11 +4,14 @@ A GPU of CPU tensors (``late_copies.py``): gradients come down and params go up 
 """
 
 import copy
+import gc
 import logging
 import os
-from contextlib import nullcontext
+import weakref
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -26,6 +29,7 @@ from training import raw
 
 from shardopt import BindingError, Offload, ShardedAdamW, Tuning
 from shardopt.offload.lanes import AtOnce
+from shardopt.offload.pinned import Pages
 from shardopt.tiers import check_offload
 
 
@@ -153,6 +157,47 @@ def test_only_gradients_come_down_and_only_params_go_up() -> None:
         memory = optimizer.memory()
     assert memory["master"] == {"host": 4 * numel} and memory["state"] == {"host": 8 * numel}
     assert memory["buffer"]["host"] <= 2 * numel + 3 * 8 * CHUNK // 2
+
+
+@pytest.mark.parametrize("ends", ["moved", "dropped"])
+@pytest.mark.parametrize("step", ["gpu", "cpu", "auto"])
+def test_no_page_stays_registered_that_is_gone(step: Any, ends: str, tmp_path: Path) -> None:
+    """Without the garbage collector: whoever gets the same address before that could not register it."""
+    there: dict[int, list[weakref.ref[Tensor]]] = {}  # registered address -> what lies there
+    freed: list[int] = []  # before they were unregistered
+
+    class Watched(Pages):
+        def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
+            tensor = super().zeros(numel, dtype)
+            if tensor.data_ptr() in there:
+                there[tensor.data_ptr()].append(weakref.ref(tensor))
+            return tensor
+
+    def unregister(registered: dict[int, int]) -> None:
+        for address in list(registered):
+            freed.extend([address] * (there.pop(address)[0]() is None))
+            del registered[address]
+
+    gc.disable()
+    try:
+        with ExitStack() as stack:
+            stack.enter_context(as_on_a_gpu(AsLateAsAllowed))
+            stack.enter_context(patch("shardopt.tiers.Pages", Watched))
+            stack.enter_context(patch("shardopt.tiers.register_with_cuda", lambda at, _: there.setdefault(at, []) == []))
+            stack.enter_context(patch("shardopt.offload.pinned._unregister", unregister))
+            param = Parameter(torch.zeros(1 << 17))
+            optimizer = ShardedAdamW([param], offload=Offload(step=step))
+            for _ in range(5):  # "auto" is on the CPU by then
+                param.grad = torch.ones_like(param)
+                optimizer.step()
+            assert len(there) >= 2
+            if ends == "moved":
+                optimizer.offload(tmp_path)
+                assert not there and not freed
+            del optimizer
+            assert not there
+    finally:
+        gc.enable()
 
 
 def test_measured_steps_say_which_way_they_took_and_why(caplog: pytest.LogCaptureFixture) -> None:
