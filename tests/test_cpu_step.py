@@ -117,6 +117,23 @@ def test_every_way_to_write_params_is_followed(formats: dict[str, Any], lanes: A
     assert not any(os.listdir(each) for each in (tmp_path, tmp_path / "elsewhere") if each != tmp_path)
 
 
+@pytest.mark.parametrize("lanes", [AtOnce, AsLateAsAllowed])
+def test_params_without_a_whole_master_are_what_the_device_says(lanes: Any, tmp_path: Path) -> None:
+    """A write through ``.data`` leaves no trace, and counts where the update begins with the param."""
+    for dtype, master in ((torch.float32, "fp32"), (torch.bfloat16, "split"), (torch.bfloat16, "none")):
+        ends: dict[str, list[bytes]] = {}
+        for name, offload in ({"still": None} | ways(tmp_path)).items():
+            with nullcontext() if offload is None else as_on_a_gpu(lanes):
+                params, optimizer = make(ShardedAdamW, offload, dtype, master=master)
+                for step in range(8):
+                    advance(params, optimizer, range(step, step + 1))
+                    for param in params:
+                        param.data.clamp_(-0.1, 0.1)
+                ends[name] = bits(params, optimizer)
+                optimizer.close()
+        assert [name for name, end in ends.items() if end != ends["still"]] == [], (dtype, master)
+
+
 @pytest.mark.parametrize(("kind", "fault"), [each for each in FAULTS if each[1] in ("EIO", "ENOSPC", "flip")])
 def test_a_step_that_fails_leaves_params_on_the_device_as_they_were(kind: str, fault: str, tmp_path: Path) -> None:
     expected, calls = undisturbed(), 0
@@ -183,7 +200,7 @@ def test_no_page_stays_registered_that_is_gone(step: Any, ends: str, tmp_path: P
         with ExitStack() as stack:
             stack.enter_context(as_on_a_gpu(AsLateAsAllowed))
             stack.enter_context(patch("shardopt.tiers.Pages", Watched))
-            stack.enter_context(patch("shardopt.tiers.register_with_cuda", lambda at, _: there.setdefault(at, []) == []))
+            stack.enter_context(patch("shardopt.tiers.register_with_cuda", lambda at, _: not there.setdefault(at, [])))
             stack.enter_context(patch("shardopt.offload.pinned._unregister", unregister))
             param = Parameter(torch.zeros(1 << 17))
             optimizer = ShardedAdamW([param], offload=Offload(step=step))
