@@ -250,8 +250,9 @@ class Release(Backward):
         if is_skipped and facts[:, UPDATED].any():
             raise ShardoptError(
                 f"{nonfinite} elements of the gradients are Inf or NaN{self._where(sums)}, and buckets without any "
-                "were updated before (release_gradients=True): some params took the step and others did not. Load a "
-                'checkpoint; Tuning(nonfinite="propagate") would go on as torch does, and without release_gradients '
+                "were updated before (release_gradients=True): some params took the step and others did not. "
+                "Construct model and optimizer anew and load a checkpoint; "
+                'Tuning(nonfinite="propagate") would go on as torch does, and without release_gradients '
                 "such a step is skipped or refused as a whole."
             )
         if not is_skipped:
