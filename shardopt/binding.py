@@ -270,13 +270,13 @@ class Binding:
             self._store = make_store(self.options.rests, self.options.tuning, device)
         return self._store
 
-    def rest_in(self, store: Store, homes: Sequence[Home]) -> Store:
-        """From now on masters and states of the shards lie in these homes. Returns the store of before."""
+    def rest_in(self, store: Store, homes: Sequence[Home]) -> tuple[Store, list[Home]]:
+        """From now on masters and states of the shards lie in these homes. Returns what they lay in before."""
         before, self._store = self.store, store
+        left = [shard.home for shard in self.resting]
         for shard, home in zip(self.resting, homes, strict=True):
-            shard.home, old = home, shard.home
-            old.release()
-        return before
+            shard.home = home
+        return before, left
 
     def release(self) -> None:
         """Gives every param storage of its own and forgets the states."""

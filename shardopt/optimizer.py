@@ -33,7 +33,7 @@ from .memory import memory_of
 from .offload.store import Store
 from .partition.mesh import Mesh
 from .partition.placement import Placement, Placements
-from .release import Release
+from .release import Release, drop_gradients
 from .relocate import relocate
 from .rules import Rule
 from .state_table import StateTable
@@ -347,7 +347,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if self.options.release_gradients:
             if call.problem is not None:
                 raise call.problem
-            return NOTHING_DONE if self._release is None else self._release.close(self._grouped())
+            if self._release is not None:
+                return self._release.close(self._grouped())
+            drop_gradients(self._grouped())  # before the first forward there are none
+            return NOTHING_DONE
         parties, composition = self._parties(), self._compose()
         try:
             composition.look(self.param_groups)

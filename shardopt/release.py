@@ -123,16 +123,7 @@ class Release(Backward):
             ShardoptError: it did not end, or there are gradients that it did not bring.
         """
         self.check_whole()
-        for param in params:
-            if param.grad is not None and not isinstance(param.grad, ReleasedGradient):
-                raise ShardoptError(
-                    f"a param of shape {tuple(param.shape)} has a gradient that no backward handed over: it was "
-                    "assigned by hand, or its backward began in a submodule before the first forward of the module, "
-                    "and with release_gradients=True a step would leave it out. Run forward and backward of the module "
-                    "that was handed over, or construct the optimizer without release_gradients."
-                )
-        for param in params:
-            param.grad = None
+        drop_gradients(params)
         outcome, self._outcome = self._outcome or NOTHING_DONE, None
         return outcome
 
@@ -153,9 +144,10 @@ class Release(Backward):
     def take(self, entry: Entry) -> None:
         if not self.is_syncing:
             raise ShardoptError(
-                f"{entry.name} got a gradient under no_sync(), with release_gradients=True: gradients of several "
-                "backwards would have to be kept until the last. Call backward() outside of no_sync(), once a step; or "
-                "construct the optimizer without release_gradients."
+                f"{entry.name} got a gradient under no_sync(), or behind no forward of the module that was handed "
+                "over, with release_gradients=True: it would have to be kept for a later backward. Run the module's "
+                "own forward, and call backward() outside of no_sync(), once a step; or construct the optimizer "
+                "without release_gradients."
             )
         super().take(entry)
 
@@ -258,8 +250,9 @@ class Release(Backward):
         if is_skipped and facts[:, UPDATED].any():
             raise ShardoptError(
                 f"{nonfinite} elements of the gradients are Inf or NaN{self._where(sums)}, and buckets without any "
-                "were updated before (release_gradients=True): some params took the step and others did not. Load a "
-                'checkpoint; Tuning(nonfinite="propagate") would go on as torch does, and without release_gradients '
+                "were updated before (release_gradients=True): some params took the step and others did not. "
+                "Construct model and optimizer anew and load a checkpoint; "
+                'Tuning(nonfinite="propagate") would go on as torch does, and without release_gradients '
                 "such a step is skipped or refused as a whole."
             )
         if not is_skipped:
@@ -310,6 +303,24 @@ _TOO_LATE = (
     "and with release_gradients=True each rank's buckets were updated in backward, with its own. Start anew from a "
     "checkpoint"
 )
+
+
+def drop_gradients(params: Sequence[torch.nn.Parameter]) -> None:
+    """Sets the gradients of these params to None.
+
+    Raises:
+        ShardoptError: one is there that no backward handed over, so that a step would leave it out. All are as before.
+    """
+    for param in params:
+        if param.grad is not None and not isinstance(param.grad, ReleasedGradient):
+            raise ShardoptError(
+                f"a param of shape {tuple(param.shape)} has a gradient that no backward handed over: it was "
+                "assigned by hand, or its backward began in a submodule before the first forward of the module, "
+                "and with release_gradients=True a step would leave it out. Run forward and backward of the module "
+                "that was handed over, or construct the optimizer without release_gradients."
+            )
+    for param in params:
+        param.grad = None
 
 
 def _norm(sums: "np.ndarray[Any, Any]") -> float:

@@ -35,7 +35,10 @@ def relocate(binding: Binding, tier: str, open_store: Callable[[], Store]) -> No
         raise
     assert store is not None
     store.commit()
-    _close(binding.rest_in(store, homes))
+    before, left = binding.rest_in(store, homes)
+    for home in left:
+        home.release()
+    _close(before)  # while its homes are there: what it keeps of them may still be on its way to the device
     return_free_pages()
 
 

@@ -151,7 +151,10 @@ class Shard:
             bounds = []
         if self.param is None:
             return [Chunk(self.home, start, stop, (*names, "param"), None) for start, stop in bounds]
-        return [Chunk(self.home, start, stop, names, self.param[start:stop]) for start, stop in bounds]
+        reads = not self.has_whole_masters
+        return [
+            Chunk(self.home, start, stop, names, self.param[start:stop], reads_param=reads) for start, stop in bounds
+        ]
 
     def reduce_into(self, reduced: ReducedBucket, number: int) -> None:
         """Gradients of this shard will be found in ``reduced.total``, where bucket ``number`` is summed."""

@@ -4,11 +4,14 @@ A GPU of CPU tensors (``late_copies.py``): gradients come down and params go up 
 """
 
 import copy
+import gc
 import logging
 import os
-from contextlib import nullcontext
+import weakref
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -26,6 +29,7 @@ from training import raw
 
 from shardopt import BindingError, Offload, ShardedAdamW, Tuning
 from shardopt.offload.lanes import AtOnce
+from shardopt.offload.pinned import Pages
 from shardopt.tiers import check_offload
 
 
@@ -113,6 +117,23 @@ def test_every_way_to_write_params_is_followed(formats: dict[str, Any], lanes: A
     assert not any(os.listdir(each) for each in (tmp_path, tmp_path / "elsewhere") if each != tmp_path)
 
 
+@pytest.mark.parametrize("lanes", [AtOnce, AsLateAsAllowed])
+def test_params_without_a_whole_master_are_what_the_device_says(lanes: Any, tmp_path: Path) -> None:
+    """A write through ``.data`` leaves no trace, and counts where the update begins with the param."""
+    for dtype, master in ((torch.float32, "fp32"), (torch.bfloat16, "split"), (torch.bfloat16, "none")):
+        ends: dict[str, list[bytes]] = {}
+        for name, offload in ({"still": None} | ways(tmp_path)).items():
+            with nullcontext() if offload is None else as_on_a_gpu(lanes):
+                params, optimizer = make(ShardedAdamW, offload, dtype, master=master)
+                for step in range(8):
+                    advance(params, optimizer, range(step, step + 1))
+                    for param in params:
+                        param.data.clamp_(-0.1, 0.1)
+                ends[name] = bits(params, optimizer)
+                optimizer.close()
+        assert [name for name, end in ends.items() if end != ends["still"]] == [], (dtype, master)
+
+
 @pytest.mark.parametrize(("kind", "fault"), [each for each in FAULTS if each[1] in ("EIO", "ENOSPC", "flip")])
 def test_a_step_that_fails_leaves_params_on_the_device_as_they_were(kind: str, fault: str, tmp_path: Path) -> None:
     expected, calls = undisturbed(), 0
@@ -153,6 +174,47 @@ def test_only_gradients_come_down_and_only_params_go_up() -> None:
         memory = optimizer.memory()
     assert memory["master"] == {"host": 4 * numel} and memory["state"] == {"host": 8 * numel}
     assert memory["buffer"]["host"] <= 2 * numel + 3 * 8 * CHUNK // 2
+
+
+@pytest.mark.parametrize("ends", ["moved", "dropped"])
+@pytest.mark.parametrize("step", ["gpu", "cpu", "auto"])
+def test_no_page_stays_registered_that_is_gone(step: Any, ends: str, tmp_path: Path) -> None:
+    """Without the garbage collector: whoever gets the same address before that could not register it."""
+    there: dict[int, list[weakref.ref[Tensor]]] = {}  # registered address -> what lies there
+    freed: list[int] = []  # before they were unregistered
+
+    class Watched(Pages):
+        def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
+            tensor = super().zeros(numel, dtype)
+            if tensor.data_ptr() in there:
+                there[tensor.data_ptr()].append(weakref.ref(tensor))
+            return tensor
+
+    def unregister(registered: dict[int, int]) -> None:
+        for address in list(registered):
+            freed.extend([address] * (there.pop(address)[0]() is None))
+            del registered[address]
+
+    gc.disable()
+    try:
+        with ExitStack() as stack:
+            stack.enter_context(as_on_a_gpu(AsLateAsAllowed))
+            stack.enter_context(patch("shardopt.tiers.Pages", Watched))
+            stack.enter_context(patch("shardopt.tiers.register_with_cuda", lambda at, _: not there.setdefault(at, [])))
+            stack.enter_context(patch("shardopt.offload.pinned._unregister", unregister))
+            param = Parameter(torch.zeros(1 << 17))
+            optimizer = ShardedAdamW([param], offload=Offload(step=step))
+            for _ in range(5):  # "auto" is on the CPU by then
+                param.grad = torch.ones_like(param)
+                optimizer.step()
+            assert len(there) >= 2
+            if ends == "moved":
+                optimizer.offload(tmp_path)
+                assert not there and not freed
+            del optimizer
+            assert not there
+    finally:
+        gc.enable()
 
 
 def test_measured_steps_say_which_way_they_took_and_why(caplog: pytest.LogCaptureFixture) -> None:

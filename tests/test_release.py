@@ -297,6 +297,14 @@ def refuses_what_comes_too_late(stage: int, folder: Any) -> None:
     reference, plain = made(stage, release_gradients=False)
     model, opt = made(stage)
     opt.step()  # without a backward nothing happens, as in torch
+    model.out.weight.sum().backward()  # the module had no forward yet: nobody took this gradient
+    with raises(ShardoptError, "no backward handed over"):
+        opt.step()
+    opt.zero_grad()
+    opt.bind()
+    with raises(ShardoptError, "no forward"):
+        model.out.weight.sum().backward()
+    opt.zero_grad()
     for step in range(4):
         step_with(reference, plain, step)
     step_with(model, opt, 0)

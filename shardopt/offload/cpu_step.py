@@ -8,7 +8,7 @@
 
 For a bf16 param with fp32 masters and states that is 2 bytes down and 2 up, where streaming the states through the
 device takes 12 and 12. The update writes to a copy of this rank's params in host memory; what others wrote to the
-params comes down before the next one.
+params comes down before the next one. Params that an update begins with (no fp32 master is kept) always come down.
 
 Around a store of host memory or of a disk. A disk's updates count only when all ranks have voted, and so its params go
 up with the vote. Not measured on a GPU yet.
@@ -107,10 +107,15 @@ class CpuStepStore:
             gradients.append(slot[start : start + each.nbytes].view(each.dtype))
             start += _padded(each.nbytes)
         copies = [*map(Copy, gradients, chunk.gradients)]
-        if chunk.param is not None and inside.param is not None and chunk.start not in self._known[chunk.home]:
+        if chunk.param is not None and inside.param is not None and self._must_come(chunk):
             copies.append(Copy(inside.param, chunk.param))
             self._known[chunk.home].add(chunk.start)
         self._turns[chunk] = _Turn(inside, slot, gradients, self._lanes.take(copies, self._behind))
+
+    def _must_come(self, chunk: Chunk) -> bool:
+        # What is written through ``.data`` nobody notices. Masters do not follow it anywhere, but a param that is its
+        # own master would count on every other tier.
+        return chunk.reads_param or chunk.start not in self._known[chunk.home]
 
     def fetch(self, chunk: Chunk) -> Fetched:
         turn = self._turns[chunk]

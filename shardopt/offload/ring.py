@@ -10,6 +10,7 @@ A slot is brought its next chunk behind the copy that took its last one away, an
 last copy of the step before, which may be of the same memory. Not measured on a GPU yet.
 """
 
+import weakref
 from collections import deque
 from collections.abc import Mapping, Sequence
 
@@ -59,7 +60,14 @@ class RingStore(FinalStore):
         self._waiting: deque[Chunk] = deque()
         self._turns: dict[Chunk, _Turn] = {}
         self._written: Mark = None  # behind the last copy to the host; None where the host has waited for it
-        host.settle = self.settle
+        settle = weakref.WeakMethod(self.settle)  # a cycle would keep slots, and pages registered that are gone
+
+        def settle_if_there() -> None:
+            method = settle()
+            if method is not None:
+                method()
+
+        host.settle = settle_if_there
 
     def home(self, numel: int, dtype: torch.dtype, device: torch.device) -> HostHome:
         home = self._host.home(numel, dtype, device)

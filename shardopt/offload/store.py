@@ -108,6 +108,7 @@ class Chunk:
     # 1D [stop - start]: the shard's params, which the update writes; None: one of the streams
     param: torch.Tensor | None
     gradients: tuple[torch.Tensor, ...] = ()  # each 1D: what a home that is apart brings to the update
+    reads_param: bool = True  # whether the update begins with the params: no master in the streams is all of them
 
 
 class Fetched(NamedTuple):
