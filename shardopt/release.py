@@ -152,9 +152,9 @@ class Release(Backward):
         super().take(entry)
 
     def open(self) -> None:
-        if self._outcome is not None:
-            raise second_backward()
         try:
+            if self._outcome is not None:
+                raise second_backward()
             check_unbroken(self._binding)
             self._round = self._prepare()
         except BaseException:
