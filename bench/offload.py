@@ -5,9 +5,9 @@
     python bench/offload.py --only peak
 
 * The disk step: `optimizer.step()` of AdamW on one bf16 param, with fp32 master and states in a file, as bytes read and
-  written over time. Beside it, in turn with it, a loop that does nothing but move the same bytes in a file of the same
-  size: direct I/O, sequential, each transfer as long as one of the step's, at every number of requests in flight,
-  reading one half and writing the other in turn ("mixed") or first all of this and then all of that ("apart"). The one
+  written over time. Beside it, in turn with it, a loop that does nothing but move the same bytes in the same file:
+  direct I/O, sequential, each transfer as long as one of the step's, at every number of requests in flight,
+  reading one copy and writing the other in turn ("mixed") or first all of this and then all of that ("apart"). The one
   that moved most in this run is the 100 %.
 * The peak: resident memory of a process that steps from the disk, read by another one, above that of the same process
   with its params and gradients alone; at several sizes of the model.
@@ -44,8 +44,8 @@ from torch.nn import Parameter
 from tqdm import tqdm
 
 from shardopt import ShardedAdamW, Tuning
-from shardopt.offload.file_io import PAGE, Buffer
-from shardopt.offload.ownership import OwnedFile
+from shardopt.offload.disk import DiskStore
+from shardopt.offload.file_io import Buffer
 
 MI = 1 << 20
 BYTES_AN_ELEMENT = 12  # master and two states, read and written once each
@@ -54,44 +54,37 @@ PATTERNS = ("mixed", "apart")
 
 
 class Plain:
-    """Sequential direct transfers in a file as large as the step's, and nothing else."""
+    """Direct transfers in the file of a store, in the order of the file, and nothing else.
 
-    def __init__(self, directory: Path, nbytes: int, transfer: int):
-        self._transfer, self._count = transfer, nbytes // transfer
-        self._owned = OwnedFile(directory)
-        self._file = self._owned.file
-        self._file.reserve(PAGE, 2 * nbytes)
+    They are those of a step: what holds is read, and the other copy of it, which holds nothing, is written. In a file
+    of its own the same loop would be up to a third faster or slower, as the disk happened to place that.
+    """
+
+    def __init__(self, store: DiskStore, transfer: int):
+        self._store, self._file = store, store.segments._file
         self._buffers = [Buffer(transfer).parts([transfer])[0].memory for _ in range(max(DEPTHS))]
         self.is_direct = self._file.is_direct
-        with ThreadPoolExecutor(8) as pool:  # blocks that were never written read faster than any disk
-            list(pool.map(lambda index: self._write(index, 0), range(2 * self._count)))
 
-    def _write(self, index: int, slot: int) -> None:
-        self._file.write(self._buffers[slot], PAGE + index * self._transfer)
-
-    def _read(self, index: int, slot: int) -> None:
-        self._file.read(self._buffers[slot], PAGE + index * self._transfer)
-
-    def seconds(self, pattern: str, depth: int, turn: int) -> float:
-        """To read one half and write the other."""
-        source, target = (0, self._count) if turn % 2 else (self._count, 0)
-        reads = [(self._read, source + index) for index in range(self._count)]
-        writes = [(self._write, target + index) for index in range(self._count)]
-        pairs = zip(reads, writes, strict=True)
-        calls = [*reads, *writes] if pattern == "apart" else [call for pair in pairs for call in pair]
+    def seconds(self, pattern: str, depth: int) -> float:
+        pairs = [
+            ((self._file.read, segment.at(held.copy)), (self._file.write, segment.at(1 - held.copy)))
+            for segment, held in sorted(self._store.segments._held.items())
+            if held is not None
+        ]
+        if pattern == "apart":
+            calls = [read for read, _ in pairs] + [write for _, write in pairs]
+        else:
+            calls = [call for pair in pairs for call in pair]
         ordered = iter(calls)  # its next() is atomic under the GIL
 
         def move(slot: int) -> None:
-            for call, index in ordered:
-                call(index, slot)
+            for call, offset in ordered:
+                call(self._buffers[slot], offset)
 
         with ThreadPoolExecutor(depth) as pool:
             start = time.perf_counter()
             list(pool.map(move, range(depth)))
             return time.perf_counter() - start
-
-    def close(self) -> None:
-        self._owned.close()
 
 
 def measure_disk(args: argparse.Namespace) -> dict[str, Any]:
@@ -102,20 +95,20 @@ def measure_disk(args: argparse.Namespace) -> dict[str, Any]:
     optimizer = ShardedAdamW([param], lr=1e-3, offload=args.directory, tuning=tuning)
     for _ in range(2):
         optimizer.step()  # the second one writes to blocks that were never written as well
-    plain = Plain(args.directory, BYTES_AN_ELEMENT * numel, args.chunk * MI)
+    assert optimizer._binding is not None and isinstance(optimizer._binding.store, DiskStore)
+    plain = Plain(optimizer._binding.store, args.chunk * MI)
     steps: list[float] = []
     ways = [(pattern, depth) for pattern in PATTERNS for depth in DEPTHS]
     plains: dict[tuple[str, int], list[float]] = {way: [] for way in ways}
-    for turn in tqdm(range(args.rounds), desc="disk", unit="round", disable=None):
+    for _ in tqdm(range(args.rounds), desc="disk", unit="round", disable=None):
         for number, way in enumerate(ways):
-            plains[way].append(plain.seconds(*way, turn))
+            plains[way].append(plain.seconds(*way))
             if number == len(ways) // 2:
                 start = time.perf_counter()
                 optimizer.step()
                 steps.append(time.perf_counter() - start)
     memory = optimizer.memory()
     in_memory = in_memory_step(numel, args.rounds)
-    plain.close()
     optimizer.close()
     moved = 2 * BYTES_AN_ELEMENT * numel / 1e9
     best = min(ways, key=lambda way: median_of(plains[way]).median)
