@@ -46,6 +46,7 @@ from tqdm import tqdm
 from shardopt import ShardedAdamW, Tuning
 from shardopt.offload.disk import DiskStore
 from shardopt.offload.file_io import Buffer
+from shardopt.offload.pipeline import SLOTS
 
 MI = 1 << 20
 BYTES_AN_ELEMENT = 12  # master and two states, read and written once each
@@ -56,8 +57,8 @@ PATTERNS = ("mixed", "apart")
 class Plain:
     """Direct transfers in the file of a store, in the order of the file, and nothing else.
 
-    They are those of a step: what holds is read, and the other copy of it, which holds nothing, is written. In a file
-    of its own the same loop would be up to a third faster or slower, as the disk happened to place that.
+    They are those of a step: what holds is read, and the other copy of it, which holds nothing, is written. A file of
+    its own would not do: of two that differ in nothing, one was seen to be a third faster.
     """
 
     def __init__(self, store: DiskStore, transfer: int):
@@ -328,7 +329,7 @@ def measure_and_show_steps(args: argparse.Namespace, device: torch.device, resul
     show(title, ("what", "GB/s read and written", "of the best"), rows)
     print(
         f"step {disk['step s']} s, in memory {disk['step in memory s']} s; buffers {disk['buffers MB']:.0f} MB: "
-        f"6 chunks of {disk['chunk of all states MB']:.0f} MB and a low-precision shard of "
+        f"{SLOTS} chunks of {disk['chunk of all states MB']:.0f} MB and a low-precision shard of "
         f"{disk['low-precision shard MB']:.0f}"
     )
     if args.engines:

@@ -199,7 +199,9 @@ class Release(Backward):
             self._round.updated |= bool(launches)
             update_early(self._binding, shard, self._round.states[shard], launches)
             # Also of params of which other ranks hold all: whoever still needs one meets the same error on all ranks.
-            torch.autograd.graph.increment_version([shard.bucket.params[index] for index in arrived])
+            params = [shard.bucket.params[index] for index in arrived]
+            places, entries = self._round.places, self._binding.entries
+            torch.autograd.graph.increment_version([param for param in params if entries[param] in places])
 
     def _look_at(self, shard: Shard, total: torch.Tensor) -> bool:
         """Whether the sum may be used."""

@@ -178,6 +178,26 @@ def test_same_bits_as_without(world: int, ranks: Pool) -> None:
         ranks.run(has_same_bits_otherwise, world=world)
 
 
+def test_a_param_that_leaves_its_group_and_returns_keeps_all_of_its_master() -> None:
+    """Its backwards meanwhile write nothing, so what is kept beside it is still that of its weights."""
+    ends = []
+    for released in (False, True):
+        model = layers(2)
+        opt = ShardedAdamW(model, **ADAMW, master="split", release_gradients=released)
+        params = opt.param_groups[0]["params"]
+        for step in range(6):
+            if step == 2:
+                away = params.pop(0)
+            if step == 4:
+                params.insert(0, away)
+            x = torch.randn(4, 64, generator=torch.Generator().manual_seed(step)).bfloat16()
+            model(x).float().square().mean().backward()
+            opt.step()
+            model.zero_grad()
+        ends.append([raw(each) for param in model.parameters() for each in (param, *opt.state[param].values())])
+    assert ends[0] == ends[1]
+
+
 # -- memory ------------------------------------------------------------------------------------------------------------
 
 

@@ -18,11 +18,11 @@ from concurrent.futures import ThreadPoolExecutor
 from ..errors import OffloadError
 from .file_io import Buffer, Part
 
-# 4 MiB a transfer: 8 of them in flight moved 2.7 GB/s in both directions together on the disk that this was written
-# with, 4 moved 2.5, one 2.3; of 1 MiB, 8 moved 1.9.
+# Of 4 MiB each. Checksums are made on these threads too, so that fewer make a step slower, though the disk that this
+# was written with moves most when one request in the order of the file is in flight (bench/offload.py).
 THREADS = 8
-# One read, one updated, two written. More only let reads and writes get into each other's way: with 6 a step took a
-# quarter longer there, with 3 a tenth.
+# One read, one updated, two written. With 5, 6 or 8 a step took no less time that could be told from where the disk had
+# placed the file; each is a chunk of all states in memory.
 SLOTS = 4
 
 Move = Callable[[Part], None]
