@@ -365,6 +365,11 @@ def test_norms_and_their_dtypes() -> None:
     world.check()
 
 
+def in_bf16(bound: float) -> float:
+    """A bound that gradients of any format can be at: of -0 and one that rounds to 0, which is larger is open."""
+    return torch.tensor(bound, dtype=BF16).item()
+
+
 CHANGES: dict[str, Callable[[Any, float], Any]] = {
     "mul": lambda g, x: g.mul_(x),
     "mul by 0-d": lambda g, x: g.mul_(torch.tensor(x)),
@@ -379,9 +384,9 @@ CHANGES: dict[str, Callable[[Any, float], Any]] = {
     "neg": lambda g, x: g.neg_(),
     "neg in list": lambda g, x: torch._foreach_neg_([g]),
     "zero": lambda g, x: g.zero_(),
-    "clamp": lambda g, x: g.clamp_(-abs(x), abs(x)),
-    "clamp from below": lambda g, x: g.clamp_min_(x),
-    "clamp from above": lambda g, x: g.clamp_max_(x),
+    "clamp": lambda g, x: g.clamp_(-abs(in_bf16(x)), abs(in_bf16(x))),
+    "clamp from below": lambda g, x: g.clamp_min_(in_bf16(x)),
+    "clamp from above": lambda g, x: g.clamp_max_(in_bf16(x)),
 }
 NUMBERS = st.sampled_from(SPECIAL) | st.floats(width=32) | st.floats(0.01, 100)
 
@@ -390,6 +395,7 @@ NUMBERS = st.sampled_from(SPECIAL) | st.floats(width=32) | st.floats(0.01, 100)
 @example([1.0], [("div", 1e-45), ("neg", 0.0)], 2, FP32)  # out of range, all of it
 @example([3e38, 1.0, math.nan], [("mul in list", 2.0), ("zero", 0.0), ("div", 2.0)], 3, FP32)  # some of it
 @example([3.0, -6.0], [("mul by 0-d", 1.001), ("div by 0-d", 1.003), ("mul by 1x1", 257.0)], 2, BF16)
+@example([0.0], [("div", -math.inf), ("clamp from below", 1e-45)], 2, BF16)  # a bound that bf16 does not hold
 @given(
     st.lists(st.sampled_from(SPECIAL) | st.floats(width=32), max_size=7),
     st.lists(st.tuples(st.sampled_from(sorted(CHANGES)), NUMBERS), max_size=6),

@@ -1,5 +1,6 @@
 """Released gradients: the bits of a training without, no gradient kept, a clear error for what comes too late."""
 
+import gc
 import io
 import itertools
 import math
@@ -208,6 +209,7 @@ def layers(count: int = 16, width: int = 64) -> nn.Module:
 
 def keeps_no_gradient(stage: int) -> None:
     """Of gradients, their buffers and their sums, never more is there than a few buckets hold."""
+    gc.collect()  # an optimizer that another test left in mid-backward is one that this rank does not wait beside
     model = layers()
     opt = ShardedAdamW(
         model, **ADAMW, **SMALL, stage=stage, release_gradients=True, tuning=tuning(bucket_bytes=4 * 64 * 64)
