@@ -2,7 +2,7 @@
 
     python bench/offload.py --directory /nvme              256M elements: a file of 6 GiB
     python bench/offload.py --elements 64                  on a small disk
-    python bench/offload.py --only peak
+    python bench/offload.py --only disk                    the disk step alone, or peak, moves, training
 
 * The disk step: `optimizer.step()` of AdamW on one bf16 param, with fp32 master and states in a file, as bytes read and
   written over time. Beside it, in turn with it, a loop that does nothing but move the same bytes in the same file:
@@ -24,6 +24,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -45,25 +46,27 @@ from tqdm import tqdm
 
 from shardopt import ShardedAdamW, Tuning
 from shardopt.offload.disk import DiskStore
-from shardopt.offload.file_io import Buffer
 from shardopt.offload.pipeline import SLOTS
 
 MI = 1 << 20
 BYTES_AN_ELEMENT = 12  # master and two states, read and written once each
-DEPTHS = (1, 4, 8, 16)  # requests in flight
+DEPTHS = (1, 2, 4, 8, 12)  # requests in flight
 PATTERNS = ("mixed", "apart")
 
 
 class Plain:
-    """Direct transfers in the file of a store, in the order of the file, and nothing else.
+    """Direct transfers in the file of a store, through its memory, in the order of the file, and nothing else.
 
-    They are those of a step: what holds is read, and the other copy of it, which holds nothing, is written. A file of
-    its own would not do: of two that differ in nothing, one was seen to be a third faster.
+    They are those of a step: what holds is read, and the other copy of it, which holds nothing, is written. A file and
+    memory of its own would not do: of two files that differ in nothing, one was seen to be a third faster, and of two
+    buffers one 2.5 times, as the virtual machine's own host happens to hold them.
     """
 
     def __init__(self, store: DiskStore, transfer: int):
         self._store, self._file = store, store.segments._file
-        self._buffers = [Buffer(transfer).parts([transfer])[0].memory for _ in range(max(DEPTHS))]
+        slots = store._pipeline._free
+        self._buffers = [part.memory for slot in slots for part in slot.parts([transfer] * (slot.nbytes // transfer))]
+        assert len(self._buffers) >= max(DEPTHS)
         self.is_direct = self._file.is_direct
 
     def seconds(self, pattern: str, depth: int) -> float:
@@ -76,16 +79,28 @@ class Plain:
             calls = [read for read, _ in pairs] + [write for _, write in pairs]
         else:
             calls = [call for pair in pairs for call in pair]
-        ordered = iter(calls)  # its next() is atomic under the GIL
+        ordered = iter(zip(cycle(self._buffers), calls, strict=False))  # its next() is atomic under the GIL
 
-        def move(slot: int) -> None:
-            for call, offset in ordered:
-                call(self._buffers[slot], offset)
+        def move(_: int) -> None:
+            for buffer, (call, offset) in ordered:
+                call(buffer, offset)
 
         with ThreadPoolExecutor(depth) as pool:
             start = time.perf_counter()
             list(pool.map(move, range(depth)))
             return time.perf_counter() - start
+
+    def read_rates(self, most: int = 64) -> list[float]:
+        """GB/s of reading the same segments, one request in flight, through each of the buffers by itself."""
+        held = [(segment, held) for segment, held in sorted(self._store.segments._held.items()) if held is not None]
+        offsets = [segment.at(each.copy) for segment, each in held[:most]]
+        rates = []
+        for buffer in self._buffers:
+            start = time.perf_counter()
+            for offset in offsets:
+                self._file.read(buffer, offset)
+            rates.append(len(offsets) * len(buffer) / 1e9 / (time.perf_counter() - start))
+        return rates
 
 
 def measure_disk(args: argparse.Namespace) -> dict[str, Any]:
@@ -108,7 +123,7 @@ def measure_disk(args: argparse.Namespace) -> dict[str, Any]:
                 start = time.perf_counter()
                 optimizer.step()
                 steps.append(time.perf_counter() - start)
-    memory = optimizer.memory()
+    memory, read_rates = optimizer.memory(), plain.read_rates()
     in_memory = in_memory_step(numel, args.rounds)
     optimizer.close()
     moved = 2 * BYTES_AN_ELEMENT * numel / 1e9
@@ -122,6 +137,7 @@ def measure_disk(args: argparse.Namespace) -> dict[str, Any]:
             for (pattern, depth), seconds in plains.items()
         },
         "best": f"{best[0]}, {best[1]} in flight",
+        "plain read GB/s, by buffer": read_rates,
         "of plain": ratios(plains[best], steps),
         "step s": median_of(steps),
         "step in memory s": in_memory,
@@ -267,7 +283,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--directory", type=Path, default=Path(tempfile.gettempdir()), help="where the files are made")
     parser.add_argument("--chunk", type=int, default=4, help="MiB of one state in a chunk: of one transfer")
     parser.add_argument("--rounds", type=int, default=9, help="turns of each")
-    parser.add_argument("--only", choices=("peak", "moves"), help="this alone")
+    parser.add_argument("--only", choices=("disk", "peak", "moves", "training"), help="this alone")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of the params that move")
     parser.add_argument(
         "--engines",
@@ -281,6 +297,8 @@ def parse_args() -> argparse.Namespace:
     for name in ("elements", "chunk", "rounds"):
         if getattr(args, name) < 1:
             parser.error(f"--{name} must be at least 1")
+    if args.device == "cuda" and args.only not in (None, "moves"):
+        parser.error("on a GPU the moves are measured, and nothing else")
     if args.engines and "module-2" not in args.engines:
         args.engines = ["module-2", *args.engines]  # the 1.0
     return args
@@ -303,23 +321,7 @@ def show_peak(found: dict[str, Any]) -> None:
     )
 
 
-def main() -> None:
-    args = parse_args()
-    device = pick_device(args.device)
-    results: dict[str, Any] = {}
-    if args.only != "peak":
-        results["moves"] = measure_moves(args, device)
-        show_moves(results["moves"])
-    if args.only != "moves" and device.type == "cpu":
-        results["peak"] = measure_peak(args)
-        show_peak(results["peak"])
-    if not args.only and device.type == "cpu":
-        measure_and_show_steps(args, device, results)
-    write_result("offload" + (f"-{args.only}" if args.only else ""), args, device, results)
-
-
-def measure_and_show_steps(args: argparse.Namespace, device: torch.device, results: dict[str, Any]) -> None:
-    disk = results["disk"] = measure_disk(args)
+def show_disk(disk: dict[str, Any], args: argparse.Namespace, device: torch.device) -> None:
     where = describe_machine(device)["device"]
     rows = [
         ["step, states on disk", str(disk["step GB/s"]), str(disk["of plain"])],
@@ -332,23 +334,45 @@ def measure_and_show_steps(args: argparse.Namespace, device: torch.device, resul
         f"{SLOTS} chunks of {disk['chunk of all states MB']:.0f} MB and a low-precision shard of "
         f"{disk['low-precision shard MB']:.0f}"
     )
-    if args.engines:
-        results["training"] = trained = measure_training(args)
-        show(
-            f"a training step of {trained['params'] / 1e6:.1f}M params, stage 2, bf16, 2 ranks",
-            ("engine", "step ms", "x in memory", "optimizer ms", "peak B/param", "loss"),
+    rates = disk["plain read GB/s, by buffer"]
+    print(f"plain reads of the same bytes through each of the step's buffers: {min(rates):.2f} to {max(rates):.2f} GB/s")
+
+
+def show_training(trained: dict[str, Any]) -> None:
+    show(
+        f"a training step of {trained['params'] / 1e6:.1f}M params, stage 2, bf16, 2 ranks",
+        ("engine", "step ms", "x in memory", "optimizer ms", "peak B/param", "loss"),
+        [
             [
-                [
-                    each["title"],
-                    f"{1e3 * each['step s'].median:.4g}",
-                    str(each["step x in memory"]),
-                    f"{1e3 * each['optimizer s'].median:.3g}",
-                    f"{each['peak bytes a param'] or 0:.1f}",
-                    f"{each['last loss']:.4f}",
-                ]
-                for each in trained["engines"].values()
-            ],
-        )
+                each["title"],
+                f"{1e3 * each['step s'].median:.4g}",
+                str(each["step x in memory"]),
+                f"{1e3 * each['optimizer s'].median:.3g}",
+                f"{each['peak bytes a param'] or 0:.1f}",
+                f"{each['last loss']:.4f}",
+            ]
+            for each in trained["engines"].values()
+        ],
+    )
+
+
+def main() -> None:
+    args = parse_args()
+    device = pick_device(args.device)
+    parts: dict[str, tuple[Callable[[], dict[str, Any]], Callable[[dict[str, Any]], None]]] = {
+        "moves": (lambda: measure_moves(args, device), show_moves)
+    }
+    if device.type == "cpu":
+        parts["peak"] = (lambda: measure_peak(args), show_peak)
+        parts["disk"] = (lambda: measure_disk(args), lambda found: show_disk(found, args, device))
+        if args.engines:
+            parts["training"] = (lambda: measure_training(args), show_training)
+    results: dict[str, Any] = {}
+    for name, (measure, tell) in parts.items():
+        if args.only in (None, name):
+            results[name] = measure()
+            tell(results[name])
+    write_result("offload" + (f"-{args.only}" if args.only else ""), args, device, results)
 
 
 if __name__ == "__main__":

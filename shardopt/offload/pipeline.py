@@ -18,11 +18,11 @@ from concurrent.futures import ThreadPoolExecutor
 from ..errors import OffloadError
 from .file_io import Buffer, Part
 
-# Of 4 MiB each. Checksums are made on these threads too, so that fewer make a step slower, though the disk that this
-# was written with moves most when one request in the order of the file is in flight (bench/offload.py).
-THREADS = 8
-# One read, one updated, two written. With 5, 6 or 8 a step took no less time that could be told from where the disk had
-# placed the file; each is a chunk of all states in memory.
+# Transfers in flight, of 4 MiB each. With as many as this a step moves what plain direct I/O does in the same memory; 8
+# made it some percent slower (checksums are made on these threads too, and the update wants the cores), 3 no faster.
+THREADS = 4
+# One read, one updated, two written. With 5, 6 or 8 a step took no less time that could be told from noise; each is a
+# chunk of all states in memory.
 SLOTS = 4
 
 Move = Callable[[Part], None]
