@@ -41,6 +41,7 @@ from common import (
     show,
     write_result,
 )
+from engines import ENGINES
 from torch.nn import Parameter
 from tqdm import tqdm
 
@@ -264,7 +265,7 @@ def measure_training(args: argparse.Namespace) -> dict[str, Any]:
         "params": numel,
         "engines": {
             name: {
-                "title": train.ENGINES[name].title,
+                "title": ENGINES[name].title,
                 "step s": median_of(team.seconds("step")),
                 "optimizer s": median_of(team.seconds("update")),
                 "step x in memory": ratios(team.seconds("step"), base.seconds("step")),
@@ -335,7 +336,9 @@ def show_disk(disk: dict[str, Any], args: argparse.Namespace, device: torch.devi
         f"{disk['low-precision shard MB']:.0f}"
     )
     rates = disk["plain read GB/s, by buffer"]
-    print(f"plain reads of the same bytes through each of the step's buffers: {min(rates):.2f} to {max(rates):.2f} GB/s")
+    print(
+        f"plain reads of the same bytes through each of the step's buffers: {min(rates):.2f} to {max(rates):.2f} GB/s"
+    )
 
 
 def show_training(trained: dict[str, Any]) -> None:

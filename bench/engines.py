@@ -1,0 +1,191 @@
+"""Every way to train a model on several ranks that is measured: a name, a title, and how to make it."""
+
+import importlib.util
+import tempfile
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from gpt import DTYPES, GPT, Settings
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+import shardopt
+
+LR = 3e-4
+
+
+def _backward(loss: Tensor) -> None:
+    loss.backward()
+
+
+@dataclass(frozen=True)
+class Engine:
+    """How one engine trains a model."""
+
+    forward: Callable[[Tensor], Tensor]
+    update: Callable[[], Any]
+    zero_grad: Callable[[], Any]
+    backward: Callable[[Tensor], Any] = _backward
+    memory: Callable[[], dict[str, dict[str, int]]] | None = None  # shardopt's account of itself
+
+
+Make = Callable[[GPT, Settings], Engine]
+
+
+def _ddp(model: GPT) -> DistributedDataParallel:
+    return DistributedDataParallel(model)
+
+
+def make_ddp(model: GPT, settings: Settings) -> Engine:
+    ddp = _ddp(model)
+    optimizer = torch.optim.AdamW(ddp.parameters(), lr=LR, fused=True)
+    return Engine(ddp, optimizer.step, optimizer.zero_grad)
+
+
+def make_zero_redundancy(model: GPT, settings: Settings) -> Engine:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    ddp = _ddp(model)
+    optimizer = ZeroRedundancyOptimizer(ddp.parameters(), optimizer_class=torch.optim.AdamW, lr=LR, fused=True)
+    return Engine(ddp, optimizer.step, optimizer.zero_grad)
+
+
+def make_fsdp2(model: GPT, settings: Settings) -> Engine:
+    return _fsdp2(model, settings, {})
+
+
+def make_fsdp2_masters(model: GPT, settings: Settings) -> Engine:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    policy = MixedPrecisionPolicy(param_dtype=DTYPES[settings.dtype], reduce_dtype=DTYPES[settings.dtype])
+    return _fsdp2(model.float(), settings, {"mp_policy": policy})
+
+
+def _fsdp2(model: GPT, settings: Settings, keywords: dict[str, Any]) -> Engine:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh(settings.device, (settings.ranks,))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, **keywords)
+    fully_shard(model, mesh=mesh, **keywords)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
+    return Engine(model, optimizer.step, optimizer.zero_grad)
+
+
+def make_shardopt(stage: int) -> Make:
+    def make(model: GPT, settings: Settings) -> Engine:
+        ddp = _ddp(model)
+        optimizer = shardopt.ShardedAdamW(ddp.parameters(), lr=LR, stage=stage)
+        return Engine(ddp, optimizer.step, optimizer.zero_grad, memory=optimizer.memory)
+
+    return make
+
+
+def make_handed_over(stage: int, wrapped: bool, **keywords: Any) -> Make:
+    def make(model: GPT, settings: Settings) -> Engine:
+        module = _ddp(model) if wrapped else model
+        optimizer = shardopt.ShardedAdamW(module, lr=LR, stage=stage, **keywords)
+        return Engine(module, optimizer.step, optimizer.zero_grad, memory=optimizer.memory)
+
+    return make
+
+
+def make_offloaded(stage: int, offload: str) -> Make:
+    """``offload``: "cpu", or "disk" for the system's temporary directory."""
+
+    def make(model: GPT, settings: Settings) -> Engine:
+        where = tempfile.gettempdir() if offload == "disk" else offload
+        optimizer = shardopt.ShardedAdamW(_ddp(model), lr=LR, stage=stage, offload=where)
+        return Engine(optimizer.options.module, optimizer.step, optimizer.zero_grad, memory=optimizer.memory)
+
+    return make
+
+
+def make_deepspeed(stage: int, offload: bool = False) -> Make:
+    """``offload``: states in host memory, stepped by DeepSpeed's own CPU Adam."""
+
+    def make(model: GPT, settings: Settings) -> Engine:
+        import deepspeed
+
+        warnings.simplefilter("ignore")  # about calls of its own; this process runs nothing else
+        deepspeed.logger.setLevel("ERROR")
+        config: dict[str, Any] = {
+            "train_micro_batch_size_per_gpu": settings.batch,
+            "zero_optimization": {"stage": stage},
+            "bf16": {"enabled": settings.dtype == "bf16"},
+            "zero_allow_untested_optimizer": True,
+        }
+        if offload:
+            config["zero_optimization"] |= {"offload_optimizer": {"device": "cpu"}}
+            optimizer = deepspeed.ops.adam.DeepSpeedCPUAdam(model.parameters(), lr=LR, weight_decay=0.01)
+        else:
+            optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
+        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+        return Engine(engine, engine.step, lambda: None, backward=engine.backward)
+
+    return make
+
+
+@dataclass(frozen=True)
+class Offer:
+    """A line of the table."""
+
+    title: str
+    make: Make
+    dtypes: Sequence[str] = ("fp32", "bf16")
+    has_masters: bool = True
+    package: str = "torch"  # that must be installed
+    stage: int | None = None  # of shardopt
+    is_extra: bool = False  # left out unless it is asked for
+
+
+SMALL = {"master": "split24", "state_format": "int8"}
+ENGINES = {
+    "ddp": Offer("DDP + torch fused AdamW", make_ddp, has_masters=False),
+    "zero": Offer("DDP + ZeroRedundancyOptimizer (fused AdamW)", make_zero_redundancy, has_masters=False),
+    "fsdp2": Offer("FSDP2 + torch fused AdamW", make_fsdp2, has_masters=False),
+    "fsdp2-masters": Offer("FSDP2, fp32 params, bf16 compute", make_fsdp2_masters, dtypes=("bf16",)),
+    "deepspeed-1": Offer("DeepSpeed stage 1", make_deepspeed(1), package="deepspeed"),
+    "deepspeed-2": Offer("DeepSpeed stage 2", make_deepspeed(2), package="deepspeed"),
+    "deepspeed-3": Offer("DeepSpeed stage 3", make_deepspeed(3), package="deepspeed"),
+    "shardopt-0": Offer("DDP + shardopt stage 0", make_shardopt(0), stage=0),
+    "shardopt-1": Offer("DDP + shardopt stage 1", make_shardopt(1), stage=1),
+    "module-0": Offer("shardopt stage 0, DDP module handed over", make_handed_over(0, wrapped=True), stage=0),
+    "module-1": Offer("shardopt stage 1, DDP module handed over", make_handed_over(1, wrapped=True), stage=1),
+    "module-2": Offer("shardopt stage 2, DDP module handed over", make_handed_over(2, wrapped=True), stage=2),
+    "module-3": Offer("shardopt stage 3, plain module handed over", make_handed_over(3, wrapped=False), stage=3),
+    "small": Offer(
+        "shardopt stage 1, split24 masters, int8 states",
+        make_handed_over(1, wrapped=False, **SMALL),
+        dtypes=("bf16",),
+        stage=1,
+        is_extra=True,
+    ),
+    "small-released": Offer(
+        "the same, gradients released",
+        make_handed_over(1, wrapped=False, **SMALL, release_gradients=True),
+        dtypes=("bf16",),
+        stage=1,
+        is_extra=True,
+    ),
+    "module-2-cpu": Offer(
+        "shardopt stage 2, states offloaded to host memory", make_offloaded(2, "cpu"), stage=2, is_extra=True
+    ),
+    "module-2-disk": Offer(
+        "shardopt stage 2, states offloaded to disk", make_offloaded(2, "disk"), stage=2, is_extra=True
+    ),
+    "deepspeed-2-offload": Offer(
+        "DeepSpeed stage 2, states offloaded to its CPU Adam",
+        make_deepspeed(2, offload=True),
+        package="deepspeed",
+        is_extra=True,
+    ),
+}
+
+
+def is_offered(name: str, dtype: str) -> bool:
+    return dtype in ENGINES[name].dtypes and importlib.util.find_spec(ENGINES[name].package) is not None
