@@ -6,12 +6,16 @@ Run by test_compiled.py in a process of its own, because the tests' process has 
 import importlib.util
 import inspect
 import json
+import multiprocessing
+import os
 import re
 import subprocess
 import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -349,42 +353,45 @@ def itemsizes(spec: StepSpec, verb: str, aligned: bool) -> list[int]:
     return found
 
 
-def main(folder: Path) -> None:
-    kernels = []
-    for name, target in TARGETS.items():
-        for label, spec, aligned in specs():
-            threads = triton_step.NUM_WARPS * target.warp_size
-            kernels.append(
+def facts_of(name: str) -> dict[str, Any]:
+    """All that is asked of one target."""
+    target, kernels, reductions = TARGETS[name], [], []
+    for label, spec, aligned in specs():
+        threads = triton_step.NUM_WARPS * target.warp_size
+        kernels.append(
+            {
+                "label": label_of(label, spec, aligned),
+                "target": name,
+                "elements": triton_step.BLOCKS_PER_PROGRAM * BLOCK // threads,  # a thread
+                "streams": {verb: itemsizes(spec, verb, aligned) for verb in ("load", "store")},
+                "scales": sum(isinstance(each, BlockFormat) for each in spec.states),
+                **facts(compile_step(spec, aligned, target), target),
+            }
+        )
+    for kernel in (triton_reductions.block_sums_kernel, triton_reductions.count_nonfinite_kernel):
+        for grad in (FP32, BF16, FP16):
+            reductions.append(
                 {
-                    "label": label_of(label, spec, aligned),
+                    "label": f"{kernel.fn.__name__} {grad.name}",
                     "target": name,
-                    "elements": triton_step.BLOCKS_PER_PROGRAM * BLOCK // threads,  # a thread
-                    "streams": {verb: itemsizes(spec, verb, aligned) for verb in ("load", "store")},
-                    "scales": sum(isinstance(each, BlockFormat) for each in spec.states),
-                    **facts(compile_step(spec, aligned, target), target),
+                    "elements": triton_step.BLOCKS_PER_PROGRAM * BLOCK // (OPTIONS["num_warps"] * target.warp_size),
+                    **facts(compile_reduction(kernel, grad, target), target),
                 }
             )
-    reductions = []
-    for name, target in TARGETS.items():
-        for kernel in (triton_reductions.block_sums_kernel, triton_reductions.count_nonfinite_kernel):
-            for grad in (FP32, BF16, FP16):
-                reductions.append(
-                    {
-                        "label": f"{kernel.fn.__name__} {grad.name}",
-                        "target": name,
-                        "elements": triton_step.BLOCKS_PER_PROGRAM * BLOCK // (OPTIONS["num_warps"] * target.warp_size),
-                        **facts(compile_reduction(kernel, grad, target), target),
-                    }
-                )
-    plain = next(spec for label, spec, _ in specs() if label == "AdamW plain")
-    mutant = compile_step(plain, True, TARGETS["sm_90"], mutant_kernel(folder))
-    found = {
-        "kernels": kernels,
-        "reductions": reductions,
-        "fused_in_quotients": {name: fused_in_quotients(target) for name, target in TARGETS.items()},
-        "mutant": narrow_offsets(mutant.asm["ttir"]),
-        "launches": launch_facts(),
-    }
+    return {"kernels": kernels, "reductions": reductions, "fused_in_quotients": {name: fused_in_quotients(target)}}
+
+
+def main(folder: Path) -> None:
+    # Compiling is most of the time, and one core's: a process for each target, as far as there are cores.
+    workers = min(len(TARGETS), os.cpu_count() or 1)
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
+        targets = pool.map(facts_of, TARGETS)
+        plain = next(spec for label, spec, _ in specs() if label == "AdamW plain")
+        mutant = compile_step(plain, True, TARGETS["sm_90"], mutant_kernel(folder))
+        found: dict[str, Any] = {"mutant": narrow_offsets(mutant.asm["ttir"]), "launches": launch_facts()}
+        kernels, reductions, fused = zip(*(each.values() for each in targets), strict=True)
+    found["kernels"], found["reductions"] = [*chain(*kernels)], [*chain(*reductions)]
+    found["fused_in_quotients"] = {name: count for each in fused for name, count in each.items()}
     print(json.dumps(found))
 
 
