@@ -1,7 +1,8 @@
 """How long a fresh process takes until its first sharded step: imports, then one AdamW step of a small model.
 
-Each sample is a process of its own. `import shardopt` is what it takes beyond `import torch`; the first step holds the
-import of Numba (or Triton) and the compilation of the kernel, the second one nothing of the kind.
+Each sample is a process of its own, with the bytecode that Python keeps beside a package. `import shardopt` is what it
+takes beyond `import torch`; the first step holds the import of Numba (or Triton) and the compilation of the kernel, the
+second one nothing of the kind.
 
     python bench/cold_start.py
 """
@@ -62,6 +63,8 @@ def sample(device: str, dtype: str) -> list[float]:
     with tempfile.TemporaryDirectory() as empty:
         # A kernel that an earlier process compiled would be found on disk.
         environment = {**os.environ, "TRITON_CACHE_DIR": empty, "PYTHONPATH": str(ROOT)}
+        # Where it is set, every process compiles our sources anew, which an installed package's are not.
+        environment.pop("PYTHONDONTWRITEBYTECODE", None)
         command = [sys.executable, "-c", CHILD, device, dtype]
         done = subprocess.run(command, env=environment, capture_output=True, text=True)
     if done.returncode:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from .agreement import View, agree
-from .bindable import check_bindable, check_gradient_format
+from .bindable import check_bindable, check_gradient_format, warn_of_master
 from .binding import Binding
 from .entry import Candidate, Group, named_params
 from .errors import BindingError
@@ -44,6 +44,8 @@ def bind(
             )
         check_bindable(candidates, groups, device)
         check_gradient_format(binding.options, candidates)
+        if not binding.entries:
+            warn_of_master(binding.options, groups)
         plan = binding.plan(candidates)
         if binding.mesh.world.size > 1:
             sums = [0 if param in binding.fresh else checksum(param) for _, param, _ in candidates]

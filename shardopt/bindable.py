@@ -1,5 +1,6 @@
 """Which params a bucket can hold, and what is said of those that it cannot."""
 
+import warnings
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
@@ -44,6 +45,18 @@ def check_gradient_format(options: Options, candidates: Sequence[Candidate]) -> 
         raise BindingError(
             f"{asked} no param of the module is bfloat16 ({name} is {param.dtype}): sums of gradients of fp32 params "
             "stay in fp32, so it would have no effect. Cast the module to bfloat16, or leave gradient_format away."
+        )
+
+
+def warn_of_master(options: Options, groups: Sequence[Group]) -> None:
+    """Warns where ``master=`` says nothing, as a script may that trains in several dtypes."""
+    dtypes = {param.dtype for _, param, _ in named_params(groups)}
+    if options.master != "fp32" and dtypes == {torch.float32}:
+        warnings.warn(
+            f"master={options.master!r} was given and all params are float32, which are their own masters: it has no "
+            "effect, and saves no memory. Cast the model to bfloat16 before its first step (autocast does not), or "
+            "leave master away.",
+            stacklevel=2,
         )
 
 

@@ -133,9 +133,14 @@ class Handover:
         if self.backward is not None:
             if self.backward.is_open:
                 self.backward.abandon("a new forward began before its backward had ended")
-            self.backward.is_syncing = self._always_syncs or (
-                not self.pauses and (self.ddp is None or self.ddp.require_backward_grad_sync)
+            # Nothing is bound while all params are frozen; gradients of other modules may come through.
+            self.backward.is_syncing = self._has_reducer and (
+                self._always_syncs or (not self.pauses and (self.ddp is None or self.ddp.require_backward_grad_sync))
             )
+
+    @property
+    def _has_reducer(self) -> bool:
+        return self._binding is not None and self._binding.reducer is not None
 
     def _leave(self, module: nn.Module, arguments: Any, output: Any) -> None:
         """Lets the gradient of the output open the round: in the outermost graph, even where all is checkpointed."""

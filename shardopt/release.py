@@ -152,6 +152,8 @@ class Release(Backward):
         super().take(entry)
 
     def open(self) -> None:
+        if self._outcome is not None and not any(entry.param.requires_grad for entry in self._entries):
+            return  # it runs through a frozen module, and adds nothing to the gradients that were used
         try:
             if self._outcome is not None:
                 raise second_backward()
@@ -246,6 +248,10 @@ class Release(Backward):
             sums, facts = self._tell(held, late)
         self._check_in_time(facts[:, LATE])
         present = [entry for entry, is_there in zip(self._entries, facts[:, PRESENT], strict=True) if is_there]
+        if not present:  # on no rank: it was another module's backward, and no step
+            reducer.end()
+            self._round = None
+            return
         nonfinite = int(sums[:, NONFINITE].sum())
         norm = math.inf if nonfinite else _norm(sums)
         is_skipped = bool(nonfinite) and self._binding.options.tuning.nonfinite != "propagate"

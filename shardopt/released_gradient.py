@@ -16,7 +16,9 @@ def second_backward() -> ShardoptError:
     return ShardoptError(
         "a second backward began before step(), with release_gradients=True: the gradients of the first were used for "
         "an update and are gone, so that these could not be added to them. Call step() after each backward (sum the "
-        "losses of several into one); to accumulate, construct the optimizer without release_gradients."
+        "losses of several into one). If the first was of another module's loss, which runs through this one, freeze "
+        "this one's params meanwhile (requires_grad_(False)): they were updated. To accumulate, construct the "
+        "optimizer without release_gradients."
     )
 
 

@@ -12,6 +12,7 @@ import io
 import itertools
 import math
 import random
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -556,7 +557,8 @@ DECAY = 0.8
 
 def averages_beside_torch(dtype: torch.dtype, settings: Sequence[Setting], folder: str) -> None:
     """Params in low precision are averaged as their masters, which are the params of the same training in fp32."""
-    recipe = Recipe(0, "split", "fp32", dtype, keywords={"lr": 0.05, "weight_decay": 0.1}, ema=DECAY)
+    master = "fp32" if dtype is torch.float32 else "split"
+    recipe = Recipe(0, master, "fp32", dtype, keywords={"lr": 0.05, "weight_decay": 0.1}, ema=DECAY)
     reference = Cells(dtype).float()
     averaged = AveragedModel(reference, multi_avg_fn=get_ema_multi_avg_fn(DECAY))
     params = list(reference.parameters())
@@ -720,6 +722,31 @@ def test_half_precision_has_fp32_masters(master: Any) -> None:
     optimizer = ShardedAdamW([param], state_format="int8", tuning=Tuning(compress_from=1))
     optimizer.step()
     assert optimizer.state[param]["master"].dtype is torch.float32 and not bool((param == 1).any())
+
+
+@pytest.mark.parametrize("master", ["split", "split24", "none"])
+def test_a_master_that_says_nothing_is_warned_of(master: Any) -> None:
+    """Once, where all params are fp32: one that is bf16 has it."""
+    params = [Parameter(torch.ones(300)) for _ in range(2)]
+    optimizer = ShardedAdamW(params[:1], master=master)
+    for count in (1, 0):
+        for param in params:
+            param.grad = torch.ones_like(param)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            optimizer.step()
+        assert ["no effect" in str(each.message) and repr(master) in str(each.message) for each in caught] == [
+            True
+        ] * count
+        if count:
+            optimizer.add_param_group({"params": params[1:]})
+    mixed = [Parameter(torch.ones(300)), Parameter(torch.ones(300, dtype=torch.bfloat16))]
+    for options in ({"params": mixed, "master": master}, {"params": params}):
+        optimizer = ShardedAdamW(**options)
+        params[0].grad = mixed[0].grad = torch.ones(300)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            optimizer.step()
 
 
 DIFFERENCES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from torch.nn import Parameter
+from training import raises, raw
 
 from shardopt import OffloadError, ShardedAdam, ShardedAdamW, Tuning
 from shardopt.offload.checksum import checksum
@@ -90,6 +91,32 @@ def test_a_forked_child_leaves_the_file_alone(tmp_path: Path) -> None:
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
     assert (folder_of(tmp_path) / "states").exists()
+    optimizer.close()
+
+
+def test_a_forked_child_neither_reads_nor_writes(tmp_path: Path) -> None:
+    """Nor waits for threads that were left behind; its parent goes on."""
+    optimizer = trained(tmp_path)
+    (param,) = optimizer.param_groups[0]["params"]
+    before = optimizer.state_dict()["state"][0]["exp_avg"].clone()
+    uses = (optimizer.step, optimizer.state_dict, lambda: optimizer.offload("cpu"))
+    child = os.fork()
+    if not child:
+        signal.alarm(60)  # where it waits all the same
+        code = 1
+        try:
+            param.grad = torch.ones_like(param)
+            weights = raw(param)
+            for use in uses:
+                with raises(OffloadError, "fork", "Nothing was read or written"):
+                    use()
+            assert raw(param) == weights
+            code = 0
+        finally:
+            os._exit(code)
+    assert os.waitpid(child, 0)[1] == 0
+    assert torch.equal(optimizer.state_dict()["state"][0]["exp_avg"], before)
+    optimizer.step()
     optimizer.close()
 
 

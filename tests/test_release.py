@@ -199,6 +199,44 @@ def test_a_param_that_leaves_its_group_and_returns_keeps_all_of_its_master() -> 
     assert ends[0] == ends[1]
 
 
+def adversaries(**keywords: Any) -> list[bytes]:
+    """A critic through which the loss of another model runs while it is frozen: at first, and before its own step."""
+    torch.manual_seed(0)
+    critic, maker = Stack(blocks=2), Stack(blocks=2)
+    opts = [ShardedAdamW(each, **ADAMW, **keywords) for each in (critic, maker)]
+
+    def take_step(opt: Any) -> None:
+        opt.step()
+        opt.zero_grad()
+
+    def fool(step: int, weight: float = 1.0) -> None:
+        critic.requires_grad_(False)
+        (critic(maker(modules.data(step, 4, 3, W))).square().mean() * weight).backward()
+        critic.requires_grad_(True)
+        take_step(opts[1])
+
+    for step in range(4):
+        fool(step)
+        critic(maker(modules.data(step, 4, 3, W)).detach()).mean().backward()
+        if step == 2:
+            fool(9, weight=0.0)  # what comes through depends on whether the critic is updated
+        take_step(opts[0])
+    for opt in opts:
+        opt.close()
+    return [raw(param) for model in (critic, maker) for param in model.parameters()]
+
+
+def has_same_bits_through_frozen_models() -> None:
+    usual = [adversaries(stage=stage, tuning=tuning(keep_below=1000)) for stage in (1, 2, 3)]
+    released = [adversaries(stage=stage, release_gradients=True, tuning=tuning()) for stage in (0, 1)]
+    assert all(each == usual[0] for each in (*usual, *released))
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_backwards_of_other_models_are_no_steps(world: int, ranks: Pool) -> None:
+    ranks.run(has_same_bits_through_frozen_models, world=world)
+
+
 # -- memory ------------------------------------------------------------------------------------------------------------
 
 

@@ -214,8 +214,9 @@ class DiskStore:
     def begin(self) -> None:
         """
         Raises:
-            OffloadError: transfers of an earlier step do not end.
+            OffloadError: transfers of an earlier step do not end, or this is a fork of the process that made the store.
         """
+        self._owned.check_process()
         self._pipeline.settle()
         self.segments.begin()
 

@@ -64,6 +64,7 @@ class OwnedFile:
         except BaseException:
             _remove(place, None)
             raise
+        self._pid = place.pid
         self.close = weakref.finalize(self, _remove, place, self.file)
         try:
             with suppress(OSError):  # some file systems have no locks; then the process number has to do
@@ -72,6 +73,16 @@ class OwnedFile:
         except BaseException:
             self.close()
             raise
+
+    def check_process(self) -> None:
+        """Raises OffloadError in a forked child, which shares the file and the memory of transfers with its parent."""
+        if os.getpid() != self._pid:
+            raise OffloadError(
+                f"process {os.getpid()} is a fork of {self._pid}, to which {self.path} belongs: both would write to "
+                "one file, and the threads that move states were left behind. Nothing was read or written. Use the "
+                "optimizer in the process that made it, or construct one in the child; offload('cpu') before the fork "
+                "gives the child a copy of the states."
+            )
 
     def _write_header(self) -> None:
         (page,) = Buffer(PAGE).parts([PAGE])

@@ -93,6 +93,7 @@ class Segments:
     @contextmanager
     def scratch(self, segment: Segment) -> Iterator[Part]:
         """Memory for it."""
+        self._owned.check_process()
         with self._scratch_is_used:
             if self._scratch is None:
                 self._scratch = Buffer(self._largest)
