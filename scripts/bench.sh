@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Run a benchmark: a script of bench/.
 #
-#   bash scripts/bench.sh                     all whose numbers stand in the README (half an hour)
+#   bash scripts/bench.sh                     all whose numbers stand in the README (an hour or more)
 #   bash scripts/bench.sh NAME [ARGUMENT...]  bench/NAME.py with its own arguments (NAME --help tells them)
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 
@@ -33,8 +33,11 @@ if (($# == 0)); then
     "$python" "$root/bench/train.py"
     "$python" "$root/bench/train.py" --dtype bf16
     "$python" "$root/bench/train.py" --ranks 4 --engines ddp fsdp2 module-2 module-3
+    "$python" "$root/bench/offload.py"
+    "$python" "$root/bench/checkpoint.py"
     "$python" "$root/bench/hooks.py"
     "$python" "$root/bench/plan.py"
+    "$python" "$root/bench/cold_start.py"
 else
     name=$1
     shift

@@ -1,4 +1,4 @@
-"""Every block of Python in the pages under docs/ runs as it stands there; what they quote and link to is there."""
+"""Every block of Python in the README and under docs/ runs as it stands there; what they quote and link to is there."""
 
 import ast
 import os
@@ -15,8 +15,9 @@ ROOT = Path(__file__).parent.parent
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 BLOCKS = [
     pytest.param(block, id=f"{page.stem}-{number}")
-    for page in PAGES
+    for page in (ROOT / "README.md", *PAGES)
     for number, block in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL))
+    if page in PAGES or "import" in block  # the README shows a piece of a file of ours too
 ]
 
 
