@@ -14,7 +14,8 @@ broken then.
 
 An update writes to params while backward goes on. Autograd accumulates the gradient of a param when all that used it
 has run backward, so nobody reads it any more; whoever does all the same (a graph that was given ``param.detach()``)
-meets a version that moved on, and autograd's own error.
+meets a version that moved on, and autograd's own error; but for a checkpoint, which runs that graph's forward anew in
+backward, with what the param is by then.
 """
 
 import math
