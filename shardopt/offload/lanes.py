@@ -39,6 +39,13 @@ class Lanes(Protocol):
         """The host waits for the mark."""
 
 
+def lift(lanes: Lanes, device: torch.device, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Copies on the device, for kernels from now on."""
+    copies = [Copy(torch.empty_like(each, device=device), each) for each in tensors]
+    lanes.join(lanes.bring(copies, lanes.now()))
+    return [each.into for each in copies]
+
+
 class AtOnce:
     """Where device and host are one: every copy is made when it is asked for."""
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 
+from .lanes import Lanes, lift
 from .store import Chunk, Fetched, Home, ResidentHome, ResidentStore, Store
 
 
@@ -41,9 +42,19 @@ class RevocableHome(ResidentHome):
 
 
 class RevocableStore(ResidentStore):
-    """In memory."""
+    """In memory, of a device to which these lanes lead."""
 
     kept: dict[RevocableHome, dict[str, torch.Tensor]] | None = None  # streams of before ``begin``
+
+    def __init__(self, tier: str, zeros: Callable[[int, torch.dtype, torch.device], torch.Tensor], lanes: Lanes):
+        super().__init__(tier, zeros)
+        self._lanes = lanes
+
+    def fetch(self, chunk: Chunk) -> Fetched:
+        fetched = super().fetch(chunk)
+        if not chunk.gradients:
+            return fetched
+        return fetched._replace(gradients=lift(self._lanes, chunk.home.device, chunk.gradients))
 
     def home(self, numel: int, dtype: torch.dtype, device: torch.device) -> RevocableHome:
         return RevocableHome(self, numel, lambda items, dtype: self._zeros(items, dtype, device), device)
