@@ -84,11 +84,11 @@ class Backward:
 
     def _take_over(self, entry: Entry) -> None:
         binding, shard, me = self._binding, entry.shard, weakref.ref(self)
-        where = shard.slice_of(entry.index)
+        where, its = shard.slice_of(entry.index), weakref.ref(entry)  # which has the slot
 
         def receive(grad: torch.Tensor) -> None:
-            backward = me()
-            if backward is not None:
+            backward, entry = me(), its()
+            if backward is not None and entry is not None:
                 backward._receive(entry, grad)
 
         def gather(_: torch.Tensor) -> torch.Tensor:

@@ -4,6 +4,7 @@ A GPU of CPU tensors (``late_copies.py``): sums go down and come up as late as t
 """
 
 import copy
+import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -26,10 +27,12 @@ from training import Net, loss_of, raw
 
 import shardopt
 from shardopt import BindingError, CommunicationError, Offload, ShardedAdamW, ShardedSGD, Tuning
+from shardopt.gradient import GradientPart
 from shardopt.offload.landing import SLOTS, HostLanding
 from shardopt.offload.lanes import AtOnce
 from shardopt.partition.reducer import Reducer
 from shardopt.partition.resting import RestingBucket
+from shardopt.plan import Way, plan
 from shardopt.tiers import check_offload
 
 
@@ -234,11 +237,14 @@ def through_everything(offload: Offload | None, folder: str) -> list[bytes]:
         parts = accumulate(5)
         note(opt, *(part.full_tensor() for part in parts), *(part.isfinite().all() for part in parts))
         opt.step()
+        # One of a bucket's params starts anew, the others' sums are added to.
+        opt.zero_grad()
+        accumulate(20)
+        model.out.bias.grad = None
+        accumulate(21)
+        opt.step()
         # A backward that fails half-way, when sums are under way.
-        watched = model.conv.weight.register_post_accumulate_grad_hook(_fail)
-        with pytest.raises((RuntimeError, CommunicationError), match=r"on purpose|gave up this backward"):
-            loss_of(model, 6).backward()
-        watched.remove()
+        _fails_half_way(model, 6)
         opt.zero_grad()
         accumulate(7, 8)
         opt.step()
@@ -252,6 +258,10 @@ def through_everything(offload: Offload | None, folder: str) -> list[bytes]:
         shardopt.load_checkpoint(folder, model, opt)
         parts = [param.grad for param in model.parameters() if param.grad is not None]
         assert all(raw(part.full_tensor()) == raw(before) for part, before in zip(parts, saved, strict=True))
+        # A copy that a failed backward had asked for must not come over what is loaded behind it.
+        _fails_half_way(model, 11)
+        opt.zero_grad()
+        shardopt.load_checkpoint(folder, model, opt)
         accumulate(11)
         opt.step()
         # Masters and states move; the sums stay.
@@ -288,8 +298,14 @@ def through_everything(offload: Offload | None, folder: str) -> list[bytes]:
     return found
 
 
-def _fail(_: Tensor) -> None:
-    raise RuntimeError("on purpose")
+def _fails_half_way(model: Net, step: int) -> None:
+    def fail(_: Tensor) -> None:
+        raise RuntimeError("on purpose")
+
+    watched = model.conv.weight.register_post_accumulate_grad_hook(fail)
+    with pytest.raises((RuntimeError, CommunicationError), match=r"on purpose|gave up this backward"):
+        loss_of(model, step).backward()
+    watched.remove()
 
 
 @pytest.mark.parametrize("world", [1, 2])
@@ -350,7 +366,43 @@ def test_each_sum_goes_down_once_a_backward_and_the_cpu_reads_it_there() -> None
             # Two params a bucket: two slots of sums for six buckets; and a row for each block.
             landing = optimizer._binding.landing if optimizer._binding is not None else None
             assert landing is not None and landing.slot_bytes == SLOTS * 4 * 2 * width * width
+            still, away = (
+                plan(model, optimizer, 1, Way(2, True, torch.bfloat16, tier="host", sums_rest=rest), optimizer.options)
+                for rest in (False, True)
+            )
+            assert away.bytes["gradient"] == {"host": 4 * numel}
+            assert landing.slot_bytes <= away.bytes["buffer"]["device"] - still.bytes["buffer"]["device"]
             optimizer.close()
+
+
+@pytest.mark.parametrize("ends", ["closed", "dropped"])
+def test_no_page_of_sums_stays_registered(ends: str) -> None:
+    """Without the garbage collector."""
+    there: set[int] = set()
+
+    def unregister(registered: dict[int, int]) -> None:
+        there.difference_update(registered)
+        registered.clear()
+
+    gc.disable()
+    try:
+        with (
+            as_on_a_gpu(AsLateAsAllowed),
+            patch("shardopt.tiers.register_with_cuda", lambda address, _: not there.add(address)),
+            patch("shardopt.offload.pinned._unregister", unregister),
+        ):
+            model = nn.Linear(400, 400, bias=False)
+            optimizer = ShardedSGD(model, lr=0.1, stage=2, offload=Offload(gradients="cpu", step="gpu"))
+            model(torch.ones(2, 400)).sum().backward()
+            assert isinstance(model.weight.grad, GradientPart)
+            assert model.weight.grad.slot.total.data_ptr() in there
+            optimizer.step()
+            if ends == "closed":
+                optimizer.close()
+            del optimizer
+            assert not there
+    finally:
+        gc.enable()
 
 
 def test_copies_of_the_states_are_refused() -> None:
