@@ -42,6 +42,7 @@ class Backward:
         self._entries: list[Entry] = []
         self._rows: dict[Shard, np.ndarray[Any, Any]] = {}  # 1D [pieces]: the number of each piece's entry
         self._tables: dict[Shard, Gradients] = {}  # of the sums that stay where they are
+        self._staged: dict[tuple[Shard, int], Gradients] = {}  # of the others, by the address of the slot they are in
         self._noted: dict[Shard, torch.Tensor] = {}  # what the others added up to when they last left the device
         self._hooks: list[Any] = []
         self.is_syncing = False  # whether this forward's backward is a round; said by the forward
@@ -78,9 +79,13 @@ class Backward:
         if isinstance(shard.reduced, RestingBucket):
             shard.reduced.on_sum = _noter(weakref.ref(self), weakref.ref(shard))
             return
-        total = shard.reduced.total
-        whole = {row: (total[piece.shard_start :], piece.start) for row, piece in enumerate(shard.pieces)}
-        self._tables[shard] = shard.gradients(whole)
+        self._tables[shard] = self._table(shard, shard.reduced.total)
+
+    def _table(self, shard: Shard, total: torch.Tensor) -> Gradients:
+        """Of a sum that is all of the shard's."""
+        return shard.gradients(
+            {row: (total[piece.shard_start :], piece.start) for row, piece in enumerate(shard.pieces)}
+        )
 
     def _take_over(self, entry: Entry) -> None:
         binding, shard, me = self._binding, entry.shard, weakref.ref(self)
@@ -106,7 +111,8 @@ class Backward:
                 entry.param.grad = None
             _TAKEN.pop(entry.param, None)
             entry.slot = None  # it refers to the binding, which would outlive its optimizer in a cycle
-        self._hooks, self._entries, self._rows, self._tables, self._noted = [], [], {}, {}, {}
+        self._hooks, self._entries, self._rows, self._tables = [], [], {}, {}
+        self._staged, self._noted = {}, {}
         self.is_syncing = False  # a graph of before may be run backward yet
 
     # -- a round ---------------------------------------------------------------------------------------------------
@@ -301,8 +307,10 @@ class Backward:
         """Looks at a sum, 1D on the device, before it leaves."""
         if not len(self._rows[shard]):
             return
-        whole = {row: (total[piece.shard_start :], piece.start) for row, piece in enumerate(shard.pieces)}
-        self._noted[shard] = self._added_up(shard, shard.kept.gradient, shard.gradients(whole))
+        where = shard, total.data_ptr()
+        if where not in self._staged:  # to make a table, the host would wait for the device in mid-backward
+            self._staged[where] = self._table(shard, total)
+        self._noted[shard] = self._added_up(shard, shard.kept.gradient, self._staged[where])
 
     def _sum_up(self, sums: "np.ndarray[Any, Any]", shard: Shard, grad: Format, gradients: Gradients) -> None:
         """Fills in the rows of the params in one shard."""

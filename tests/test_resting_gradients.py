@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
-from late_copies import AsLateAsAllowed, as_on_a_gpu
+from late_copies import AsLateAsAllowed, Later, as_on_a_gpu
 from ranks import Pool, RankFailure
 from test_gradient_format import Setting as Summing
 from test_gradient_format import is_exact
@@ -373,6 +373,47 @@ def test_each_sum_goes_down_once_a_backward_and_the_cpu_reads_it_there() -> None
             assert away.bytes["gradient"] == {"host": 4 * numel}
             assert landing.slot_bytes <= away.bytes["buffer"]["device"] - still.bytes["buffer"]["device"]
             optimizer.close()
+
+
+@dataclass(eq=False)
+class HostAhead(AsLateAsAllowed):
+    """Knows which copies to the device the host did not wait for: it runs ahead, and must not write what they read."""
+
+    unknown: ClassVar[list[Later]] = []
+
+    def bring(self, copies: Any, behind: Any) -> Later:
+        mark = super().bring(copies, behind)
+        self.unknown.append(mark)
+        return mark
+
+    def settle(self, mark: Any) -> None:  # type: ignore[override]
+        super().join(mark)
+        waiting, known = [mark] * (mark is not None), set[Later]()
+        while waiting:
+            known.add(each := waiting.pop())
+            waiting += [before for before in each.before if before not in known]
+        self.unknown[:] = [each for each in self.unknown if each not in known]
+
+
+@pytest.mark.parametrize("step", ["gpu", "auto", "half"])
+def test_sums_that_were_used_can_be_written(step: Any) -> None:
+    """``zero_grad(set_to_none=False)`` behind a step zeroes host memory at once."""
+    with as_on_a_gpu(HostAhead):
+        offload = Offload(gradients="cpu", **({"step": "gpu", "fraction": 0.5} if step == "half" else {"step": step}))
+        model = nn.Sequential(*(nn.Linear(40, 40) for _ in range(4)))
+        tuning = Tuning(bucket_bytes=2000, chunk_bytes=4096)
+        optimizer = ShardedAdamW(model, stage=2, offload=offload, tuning=tuning)
+        for _ in range(8):
+            for _ in range(2):
+                model(torch.ones(2, 40)).sum().backward()
+            parts = [param.grad for param in model.parameters()]
+            sums = {part.slot.total.untyped_storage().data_ptr() for part in parts if isinstance(part, GradientPart)}
+            optimizer.step()
+            copies = [each for mark in HostAhead.unknown for each in mark.copies]
+            assert sums and not any(each.source.untyped_storage().data_ptr() in sums for each in copies)
+            optimizer.zero_grad(set_to_none=False)
+        optimizer.close()
+    HostAhead.unknown.clear()
 
 
 @pytest.mark.parametrize("ends", ["closed", "dropped"])

@@ -62,6 +62,7 @@ class RingStore(FinalStore):
         self._waiting: deque[Chunk] = deque()
         self._turns: dict[Chunk, _Turn] = {}
         self._written: Mark = None  # behind the last copy to the host; None where the host has waited for it
+        self._read: Mark = None  # behind the last copy of gradients to the device, likewise
         settle = weakref.WeakMethod(self.settle)  # a cycle would keep slots, and pages registered that are gone
 
         def settle_if_there() -> None:
@@ -106,6 +107,7 @@ class RingStore(FinalStore):
             turn = self._turns[chunk] = _Turn(slot, parts_of(chunk), chunk.gradients)
             copies = [*map(Copy, turn.streams, turn.resting), *map(Copy, turn.gradients, chunk.gradients)]
             turn.here = self._lanes.bring(copies, slot.free)
+            self._read = turn.here if chunk.gradients else self._read
 
     def fetch(self, chunk: Chunk) -> Fetched:
         if not _moves(chunk):
@@ -120,6 +122,12 @@ class RingStore(FinalStore):
             taken = self._lanes.take([*map(Copy, turn.resting, turn.streams)], self._lanes.now())
             turn.slot.free = self._written = taken
             self._enter(turn.slot)
+
+    def flush(self) -> None:
+        """Until gradients were read: behind a step they are whoever's who scales or zeroes them."""
+        if self._read is not None:
+            self._lanes.settle(self._read)
+            self._read = None
 
     def settle(self) -> None:
         """Until host memory holds what was written back."""
