@@ -160,7 +160,7 @@ def test_each_wait_is_needed(break_it: Callable[[], AbstractContextManager[None]
 
 # -- trainings ---------------------------------------------------------------------------------------------------------
 
-NAMES = ("AdamW", "accumulates under no_sync", "clips in the step", "scaler", "own groups", "overflows, scaler")
+NAMES = ("accumulates under no_sync", "clips in the step", "scaler", "own groups", "overflows, scaler")
 
 
 def ends(stage: int, offload: Offload | None, neighbours: bool, gradient_format: str) -> list[Tensor]:
@@ -181,8 +181,10 @@ def test_trainings_leave_the_same_bits(world: int, stage: int, ranks: Pool, tmp_
     for neighbours, gradient_format in ((True, "fp32"), (False, "bf16")):
         expected = ranks.run(ends, stage, None, neighbours, gradient_format, world=world)
         offloads = ways(str(tmp_path))
+        if not neighbours:
+            offloads = offloads[:2]
         if stage == 3 and not neighbours:  # as what rests elsewhere is in no memory that others could read
-            offloads += [replace(offloads[0], params="cpu"), replace(offloads[4], params=str(tmp_path))]
+            offloads += [Offload(gradients="cpu", params="cpu"), Offload(tmp_path, gradients="cpu", params=tmp_path)]
         for offload in offloads:
             found = ranks.run(ends, stage, offload, neighbours, gradient_format, world=world)
             for mine, theirs in zip(found, expected, strict=True):
