@@ -78,6 +78,11 @@ def _add_plan(commands: Any) -> None:
         help="of sums of bf16 params' gradients, where the module is handed over (default: %(default)s)",
     )
     plan.add_argument("--offload", choices=("cpu", "disk"), help="where masters and states rest (default: the device)")
+    plan.add_argument(
+        "--offload-gradients",
+        action="store_true",
+        help="rest their sums in host memory, where that can be: at stage 2 and 3, beside --offload",
+    )
     plan.add_argument("--ema", action="store_true", help="keep a moving average of the weights")
     plan.add_argument(
         "--release-gradients", action="store_true", help="keep none, where that can be: at stage 0 and 1, not offloaded"
@@ -113,7 +118,9 @@ def _plan(options: argparse.Namespace) -> int:
     ]
     needs = {way: plan(module, instance, options.ranks, way) for way in every_way(ways)}
     tier: Tier = "device" if options.offload is None else "host" if options.offload == "cpu" else "disk"
-    asked = [replace(way, state_format=options.state_format, tier=tier) for way in ways]
+    asked = [
+        replace(way, state_format=options.state_format, tier=tier, sums_rest=options.offload_gradients) for way in ways
+    ]
     asked = [way if way.dtype is torch.float32 else replace(way, master=options.master) for way in asked]
     asked = [
         replace(way, gradient_format=options.gradient_format) if way.dtype is torch.bfloat16 and way.has_module else way

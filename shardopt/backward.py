@@ -23,6 +23,7 @@ from .kernels.launch import backend_of
 from .kernels.reductions import COLUMNS, LIMBS, norms_of_limbs
 from .kernels.tables import Factors, Gradients
 from .part import Part
+from .partition.resting import RestingBucket
 from .shard import Shard
 from .slot import Norms, Slot
 
@@ -40,7 +41,9 @@ class Backward:
         self._binding = binding
         self._entries: list[Entry] = []
         self._rows: dict[Shard, np.ndarray[Any, Any]] = {}  # 1D [pieces]: the number of each piece's entry
-        self._tables: dict[Shard, Gradients] = {}  # of the sums, which stay where they are
+        self._tables: dict[Shard, Gradients] = {}  # of the sums that stay where they are
+        self._staged: dict[tuple[Shard, int], Gradients] = {}  # of the others, by the address of the slot they are in
+        self._noted: dict[Shard, torch.Tensor] = {}  # what the others added up to when they last left the device
         self._hooks: list[Any] = []
         self.is_syncing = False  # whether this forward's backward is a round; said by the forward
         self._lost: str | None = None  # why gradients of an unfinished round are gone
@@ -73,17 +76,24 @@ class Backward:
                 self._track(shard)
 
     def _track(self, shard: Shard) -> None:
-        total = shard.reduced.total
-        whole = {row: (total[piece.shard_start :], piece.start) for row, piece in enumerate(shard.pieces)}
-        self._tables[shard] = shard.gradients(whole)
+        if isinstance(shard.reduced, RestingBucket):
+            shard.reduced.on_sum = _noter(weakref.ref(self), weakref.ref(shard))
+            return
+        self._tables[shard] = self._table(shard, shard.reduced.total)
+
+    def _table(self, shard: Shard, total: torch.Tensor) -> Gradients:
+        """Of a sum that is all of the shard's."""
+        return shard.gradients(
+            {row: (total[piece.shard_start :], piece.start) for row, piece in enumerate(shard.pieces)}
+        )
 
     def _take_over(self, entry: Entry) -> None:
         binding, shard, me = self._binding, entry.shard, weakref.ref(self)
-        where = shard.slice_of(entry.index)
+        where, its = shard.slice_of(entry.index), weakref.ref(entry)  # which has the slot
 
         def receive(grad: torch.Tensor) -> None:
-            backward = me()
-            if backward is not None:
+            backward, entry = me(), its()
+            if backward is not None and entry is not None:
                 backward._receive(entry, grad)
 
         def gather(_: torch.Tensor) -> torch.Tensor:
@@ -102,6 +112,7 @@ class Backward:
             _TAKEN.pop(entry.param, None)
             entry.slot = None  # it refers to the binding, which would outlive its optimizer in a cycle
         self._hooks, self._entries, self._rows, self._tables = [], [], {}, {}
+        self._staged, self._noted = {}, {}
         self.is_syncing = False  # a graph of before may be run backward yet
 
     # -- a round ---------------------------------------------------------------------------------------------------
@@ -288,14 +299,33 @@ class Backward:
         sums = np.zeros((len(self._entries), COLUMNS), dtype=np.int64)
         for shard, gradients in self._tables.items():
             self._sum_up(sums, shard, shard.kept.gradient, gradients)
+        for shard, table in self._noted.items():
+            self._fill_in(sums, shard, table)
         return sums
+
+    def note(self, shard: Shard, total: torch.Tensor) -> None:
+        """Looks at a sum, 1D on the device, before it leaves."""
+        if not len(self._rows[shard]):
+            return
+        where = shard, total.data_ptr()
+        if where not in self._staged:  # to make a table, the host would wait for the device in mid-backward
+            self._staged[where] = self._table(shard, total)
+        self._noted[shard] = self._added_up(shard, shard.kept.gradient, self._staged[where])
 
     def _sum_up(self, sums: "np.ndarray[Any, Any]", shard: Shard, grad: Format, gradients: Gradients) -> None:
         """Fills in the rows of the params in one shard."""
-        rows, backend = self._rows[shard], backend_of(shard.device)
-        if len(rows):
-            blocks = backend.block_sums(grad, gradients, Factors(self._binding.mesh.world.size))
-            sums[rows] = backend.totals(blocks, gradients).table[: len(rows)].cpu().numpy()
+        if len(self._rows[shard]):
+            self._fill_in(sums, shard, self._added_up(shard, grad, gradients))
+
+    def _added_up(self, shard: Shard, grad: Format, gradients: Gradients) -> torch.Tensor:
+        """2D [rows, COLUMNS] int64, where the gradients are."""
+        backend = backend_of(shard.device)
+        blocks = backend.block_sums(grad, gradients, Factors(self._binding.mesh.world.size))
+        return backend.totals(blocks, gradients).table
+
+    def _fill_in(self, sums: "np.ndarray[Any, Any]", shard: Shard, table: torch.Tensor) -> None:
+        rows = self._rows[shard]
+        sums[rows] = table[: len(rows)].cpu().numpy()
 
     def _updated(self) -> bool:
         """Whether this rank's params or states are not those of before the round."""
@@ -316,6 +346,16 @@ class Backward:
             slot.norms = Norms(two[number], slot.rounded(largest[number]), counts[number])
             if not held[number]:
                 entry.param.grad = GradientPart(slot, entry.param)
+
+
+def _noter(backward: "weakref.ref[Backward]", shard: "weakref.ref[Shard]") -> Callable[[torch.Tensor], None]:
+    # The shard has the bucket that calls this: a cycle would keep masters and states.
+    def note(total: torch.Tensor) -> None:
+        owner, where = backward(), shard()
+        if owner is not None and where is not None:
+            owner.note(where, total)
+
+    return note
 
 
 def _is_waiting(entry: Entry, slot: Slot) -> bool:

@@ -35,7 +35,7 @@ def bind(
     plan, sums = [], []
     try:
         device = binding.device if binding.shards else candidates[0][1].device
-        check_offload(binding.options.rests, device)
+        check_offload(binding.options.rests, device, binding.mesh.replicate.size)
         if binding.options.release_gradients and binding.options.rests is not None and device.type != "cpu":
             raise BindingError(
                 f"release_gradients=True was given with offload={binding.options.offload!r} and params on {device}: "
@@ -89,6 +89,7 @@ def _description(
             "module": options.module is not None,
             "offload": tier_of(options.rests),
             "offloaded params": None if options.rests is None else options.rests.params_tier,
+            "offloaded gradients": None if options.rests is None else options.rests.gradients,
             "offloaded fraction": 1.0 if options.rests is None else options.rests.fraction,
             "reduce_dtype": str(options.reduce_dtype),
             "shards": binding.mesh.shard.size,

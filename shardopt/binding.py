@@ -21,6 +21,7 @@ from .errors import OffloadError
 from .exhibit import Exhibit
 from .kept import NOTHING
 from .loaded_state import expect_weights, write_tensors
+from .offload.landing import HostLanding
 from .offload.store import Home, Store
 from .part import Part
 from .partition.bucket import Bucket
@@ -29,15 +30,16 @@ from .partition.gather import Gatherer
 from .partition.layout import BucketLayout, split_into_buckets
 from .partition.mesh import Mesh
 from .partition.placement import Placement, Placements
-from .partition.reduced import PassingBucket, ReducedBucket
+from .partition.reduced import KeptBucket, PassingBucket, ReducedBucket
 from .partition.reducer import Reducer
 from .partition.released import is_sharded
+from .partition.resting import RestingBucket
 from .partition.transport import Transport
 from .rules import Rule
 from .shard import Shard
 from .sharded_params import ShardedParams
 from .states import ParamState, check_part
-from .tiers import in_memory, make_store, params_rest
+from .tiers import in_memory, make_landing, make_store, params_rest
 from .timings import Clock, Timings
 
 
@@ -63,6 +65,7 @@ class Binding:
         self.on_adopt: Callable[[], None] = lambda: None  # what else takes hold of params that were just bound
         self.wires: Wires | None = None  # chosen at the first binding, by all ranks together
         self.reducer: Reducer | None = None  # where the module was handed over
+        self.landing: HostLanding | None = None  # where sums of gradients rest, if not where they are reduced
         self.sharded: ShardedParams | None = None  # at stage 3
         self.exhibit: Exhibit | None = None  # for ranks that read states alone
         self.clock = Clock()
@@ -131,13 +134,12 @@ class Binding:
             if not planned.is_released:
                 shard.window = wires.shards.open(shard.bucket.flat, planned.layout.shard_numel)
             if self.reducer is not None:
-                numels, dtype = planned.layout.numels, self.options.reduce_dtype or shard.bucket.dtype
                 if self.options.release_gradients:
+                    numels, dtype = planned.layout.numels, self.options.reduce_dtype or shard.bucket.dtype
                     passing = PassingBucket(numels, shard.numel, dtype, shard.device, self.mesh)
                     shard.pass_on(passing, self.reducer.add(passing))
                 else:
-                    kept = planned.kept.gradient.dtype
-                    reduced = ReducedBucket(numels, shard.numel, dtype, kept, shard.device, self.mesh)
+                    reduced = self._make_reduced(planned, shard)
                     shard.reduce_into(reduced, self.reducer.add(reduced))
         for planned, shard in zip(plan, shards, strict=True):
             self.shards.append(shard)
@@ -152,6 +154,13 @@ class Binding:
             if planned.is_released and self.sharded is not None:
                 self.sharded.take(shard)
         self.on_adopt()
+
+    def _make_reduced(self, planned: PlannedBucket, shard: Shard) -> KeptBucket:
+        dtype, kept = self.options.reduce_dtype or shard.bucket.dtype, planned.kept.gradient.dtype
+        numels = planned.layout.numels
+        if self.landing is None:
+            return ReducedBucket(numels, shard.numel, dtype, kept, shard.device, self.mesh)
+        return RestingBucket(numels, shard.numel, dtype, kept, shard.device, self.mesh, self.landing)
 
     def frozen(self, module: torch.nn.Module) -> list[torch.nn.Parameter]:
         """Params of the module that are sharded though nothing trains them, and are not yet."""
@@ -222,6 +231,7 @@ class Binding:
             self.wires = Wires(shards, replicas)
             if self.options.module is not None:
                 self.reducer = Reducer(self.mesh, shards, replicas)
+                self.landing = make_landing(self.options.rests, device)
             if Placements.of_stage(self.options.stage).param is Placement.SHARD:
                 # What rests elsewhere is in no memory that others could read.
                 rest = self._params_rest(device)
@@ -289,7 +299,9 @@ class Binding:
             shard.bucket.release()
         if self._store is not None:
             self._store.close()
-        self._store = None
+        if self.landing is not None:
+            self.landing.close()
+        self._store = self.landing = None
         self.shards, self.entries, self.reducer, self.sharded = [], {}, None, None
 
     @contextmanager

@@ -114,7 +114,9 @@ class Offload:
 
     Attributes:
         states: masters and states: ``"cpu"`` or a directory.
-        gradients: sums of gradients, at stage 2 and 3: ``"cpu"``, or None: on the device.
+        gradients: sums of gradients, at stage 2 and 3: ``"cpu"``, or None: on the device. From a GPU each goes down as
+            soon as it is reduced, and comes up for a later backward that adds to it, or for an update on the GPU. Not
+            on a mesh of (replicate, shard).
         params: this rank's slices at stage 3, those of frozen params too: ``"cpu"``, the directory of ``states``, or
             None: on the device. From a directory they are read whenever their module runs, and travel in messages.
         step: where the update of params on a GPU runs: on the ``"gpu"``, through which states stream; on the ``"cpu"``,

@@ -32,6 +32,9 @@ aten = torch.ops.aten
 class GradientPart(Part):
     """The mean gradient of one param, of which this rank holds a slice.
 
+    With ``Offload(gradients="cpu")`` that is in host memory, where ``local`` and views show it. Whatever else is read
+    of it, copies and norms too, is on the param's device.
+
     In place, it can be scaled (``mul_``, ``div_`` by one number, ``neg_``), zeroed and clamped by numbers. Its norms of
     order 2 and inf are known, fp32 unless a dtype is asked for; NaN if any element is Inf or NaN (which is not known).
     ``isfinite``, ``isinf`` and ``isnan`` have ``all()`` and ``any()``. ``detach()`` and ``.data`` are the same
@@ -62,7 +65,7 @@ class GradientPart(Part):
     def _showing(
         cls, slot: Slot, like: Tensor, param_dtype: torch.dtype, origin: "GradientPart | None"
     ) -> "GradientPart":
-        device = slot.total.device
+        device = like.device
         part = cls._wrapper(like, param_dtype, device)
         part.slot, part.device, part.whole_numel = slot, device, like.numel()
         part._origin, part._param_dtype = origin, param_dtype
@@ -120,9 +123,9 @@ class GradientPart(Part):
         return slot.gather(slot.total).to(self.dtype)
 
     def whole(self) -> Tensor:
-        """The mean where this rank holds all of it: the slot's own memory where the dtype allows."""
+        """The mean where this rank holds all of it: the slot's own memory where device and dtype allow."""
         self.slot.settle()
-        return self.shaped(self.slot.total).to(self.dtype)
+        return self.shaped(self.slot.total.to(self.device)).to(self.dtype)
 
     def shaped(self, total: Tensor) -> Tensor:
         """A view with the param's shape of all its elements in storage order."""
@@ -284,7 +287,7 @@ def _norm(
             "full_tensor() on every rank for any other."
         )
     if slot.gather is None and slot.norms is None:
-        return torch.linalg.vector_norm(slot.lend(), ord, dtype=dtype)
+        return torch.linalg.vector_norm(slot.lend(), ord, dtype=dtype).to(part.device)
     norms = _known(part)
     value = math.nan if norms.nonfinite else norms.two if ord == 2 else norms.largest
     return torch.scalar_tensor(value, dtype=dtype, device=part.device)
@@ -297,21 +300,21 @@ def _foreach_norm(_: Any, tensors: list[Tensor], ord: Any = 2, dtype: Any = None
 def _is_finite(function: Any, part: GradientPart) -> Any:
     slot = part.whole_slot()
     if slot.gather is None:
-        return part.shaped(slot.lend()).isfinite()
+        return part.shaped(slot.lend().isfinite().to(part.device))
     nonfinite = _known(part).nonfinite
-    return Mask(slot.total.isfinite(), slot.start, part, nonfinite == 0, nonfinite < part.whole_numel)
+    return Mask(slot.total.isfinite().to(part.device), slot.start, part, nonfinite == 0, nonfinite < part.whole_numel)
 
 
 def _is_inf_or_nan(function: Any, part: GradientPart) -> Any:
     slot = part.whole_slot()
     if slot.gather is None:
-        return function(part.shaped(slot.lend()))
+        return part.shaped(function(slot.lend()).to(part.device))
     if _known(part).nonfinite:
         raise StateError(
             f"{function} was called on {part!r}, which holds Inf or NaN; which of them is not known without the other "
             "ranks' slices. Ask torch.isfinite, or call full_tensor() on every rank."
         )
-    return Mask(function(slot.total), slot.start, part, part.whole_numel == 0, False)
+    return Mask(function(slot.total).to(part.device), slot.start, part, part.whole_numel == 0, False)
 
 
 def _alias(function: Any, part: GradientPart) -> GradientPart:
@@ -326,7 +329,7 @@ def _copy(function: Any, part: GradientPart, *, memory_format: Any = None, **key
         return NotImplemented
     slot.settle()
     dtype = keywords.get("dtype") or part.dtype
-    return Part(function(slot.total, **keywords), slot.start, part, dtype=dtype)
+    return Part(function(slot.total.to(part.device), **keywords), slot.start, part, dtype=dtype)
 
 
 # -- everything else ---------------------------------------------------------------------------------------------------

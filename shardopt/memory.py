@@ -62,3 +62,5 @@ def _add_reducer(found: dict[str, Counter[str]], binding: Binding, sums: str) ->
     if reducer is not None:
         found["gradient"][sums] += sum(each.nbytes for bucket in reducer.buckets for each in bucket.sums)
         found["buffer"]["device"] += sum(each.nbytes for each in reducer.buffers)
+    if binding.landing is not None:
+        found["buffer"]["device"] += binding.landing.slot_bytes

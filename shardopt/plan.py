@@ -17,6 +17,7 @@ from .config import GradientFormat, Master, Options, StateFormat, Tuning
 from .entry import Candidate
 from .kept import Kept, kept_for
 from .kernels.formats import BlockFormat, Format
+from .offload import landing
 from .offload.file_io import PAGE, padded
 from .offload.pipeline import SLOTS
 from .optimizer import ShardedOptimizer
@@ -44,6 +45,7 @@ class Way:
         tier: where masters and states rest: "device", "host" (``offload="cpu"``) or "disk".
         has_average: whether a moving average of the weights is kept (``ema=``).
         releases: whether gradients are released as they are used (``release_gradients=``).
+        sums_rest: whether their sums rest in host memory (``Offload(gradients="cpu")``).
     """
 
     stage: int
@@ -55,6 +57,7 @@ class Way:
     has_average: bool = False
     gradient_format: GradientFormat = "fp32"
     releases: bool = False
+    sums_rest: bool = False
 
     @property
     def is_exact(self) -> bool:
@@ -72,6 +75,7 @@ class Way:
         parts += ["ema"] * self.has_average
         parts += ["released gradients"] * self.releases
         parts += [f"on {self.tier}"] * (self.tier != "device")
+        parts += ["gradients on host"] * self.sums_rest
         return ", ".join(parts)
 
 
@@ -84,8 +88,8 @@ class Need:
             way); ``window``: params gathered while modules run; ``ddp``: the buckets of DistributedDataParallel.
         formula: bytes a param for N ranks, without padding, buffers and window; small params keep fp32 states.
         moved: bytes in a step of one backward: that one rank receives ("wire"), that stream through a GPU and back
-            where states rest in host memory ("bus"; between CPUs and their memory none does), that its disk reads and
-            writes ("disk").
+            where states or sums of gradients rest in host memory ("bus"; between CPUs and their memory none does), that
+            its disk reads and writes ("disk").
     """
 
     way: Way
@@ -113,18 +117,20 @@ WAYS = tuple(
 def possible(way: Way) -> Way:
     """The same where it can be. Gradients are released at stage 0 and 1, with the module, and states on the device
     (host memory is another place for params on a GPU only, where binding refuses both); of those that are, no sum is
-    kept in any format."""
+    kept in any format. Sums rest elsewhere at stage 2 and 3, beside states that do."""
     releases = way.releases and way.has_module and way.stage < 2 and way.tier == "device"
-    return replace(way, releases=releases, gradient_format="fp32" if releases else way.gradient_format)
+    sums_rest = way.sums_rest and way.has_module and way.stage >= 2 and way.tier != "device"
+    gradient_format: GradientFormat = "fp32" if releases else way.gradient_format
+    return replace(way, releases=releases, gradient_format=gradient_format, sums_rest=sums_rest)
 
 
 def every_way(ways: Sequence[Way] = WAYS) -> list[Way]:
-    """These in every combination of master, formats of states and gradients, and tier."""
-    choices = (get_args(Master), get_args(StateFormat), get_args(GradientFormat), TIERS)
+    """These in every combination of master, formats of states and gradients, and tiers."""
+    choices = (get_args(Master), get_args(StateFormat), get_args(GradientFormat), TIERS, (False, True))
     combined = (
-        possible(replace(way, master=master, state_format=state, gradient_format=gradient, tier=tier))
+        possible(replace(way, master=master, state_format=state, gradient_format=gradient, tier=tier, sums_rest=rest))
         for way in ways
-        for master, state, gradient, tier in product(*choices)
+        for master, state, gradient, tier, rest in product(*choices)
         if master == "fp32" or way.dtype is torch.bfloat16  # of others there is no upper half
         if gradient == "fp32" or (way.dtype is torch.bfloat16 and way.has_module)
     )
@@ -167,6 +173,8 @@ def plan(module: nn.Module, optimizer: ShardedOptimizer, ranks: int, way: Way, o
     numel = sum(param.numel() for param in params)
     if way.has_module:
         kinds["buffer"]["device"] += _under_way(buckets, given.reduce_dtype or way.dtype, ranks)
+        if way.sums_rest:
+            kinds["buffer"]["device"] += _slots(buckets, given.reduce_dtype or way.dtype, ranks)
     else:
         kinds["gradient"]["device"] = numel * way.dtype.itemsize
         kinds["ddp"]["device"] = numel * way.dtype.itemsize * (ranks > 1)
@@ -177,8 +185,9 @@ def plan(module: nn.Module, optimizer: ShardedOptimizer, ranks: int, way: Way, o
     kept = kept_for(rule, asked, way.dtype, given.tuning.compress_from)
     moved = {
         "wire": _on_the_wire(numel, ranks, way, kept, given),
-        # Masters and states come and go.
-        "bus": 2 * sum(kinds[kind].get("host", 0) for kind in ("master", "state")),
+        # Masters and states come and go; sums go, and come where the GPU has the states.
+        "bus": 2 * sum(kinds[kind].get("host", 0) for kind in ("master", "state"))
+        + kinds["gradient"].get("host", 0) * (2 if way.tier == "host" else 1),
         "disk": 2 * sum(kinds[kind].get("disk", 0) for kind in ("master", "state")),
     }
     return Need(way, kinds, _formula(way, kept, rule.variant(optimizer.defaults).states), moved)
@@ -196,10 +205,15 @@ def _of_bucket(bucket: PlannedBucket, way: Way, copies: int) -> Iterator[tuple[s
     shard, whole = bucket.layout.shard_numel, bucket.layout.numel
     summed = BucketLayout((shard,), copies).numel
     yield "param", "device", (shard if bucket.is_released else whole) * way.dtype.itemsize
-    yield "gradient", "device", summed * bucket.kept.gradient.itemsize if way.has_module and not way.releases else 0
+    is_kept = way.has_module and not way.releases
+    yield "gradient", _sums_tier(way), summed * bucket.kept.gradient.itemsize if is_kept else 0
     yield "master", way.tier, int(shard * _itemsize(bucket.kept.master))
     yield "state", way.tier, sum(int(shard * _itemsize(bucket.kept.states[name])) for name in bucket.states)
     yield "buffer", "device", shard // BLOCK * 4  # the row of each block
+
+
+def _sums_tier(way: Way) -> Tier:
+    return "host" if way.sums_rest else "device"
 
 
 def _under_way(buckets: Sequence[PlannedBucket], dtype: torch.dtype, ranks: int) -> int:
@@ -208,8 +222,19 @@ def _under_way(buckets: Sequence[PlannedBucket], dtype: torch.dtype, ranks: int)
     # A lone gradient that needs no padding is its own buffer.
     sizes = [each.numel * dtype.itemsize for each in layouts if each.numels != (each.numel,)]
     largest = max(sizes, default=0)
-    most = max(BUCKETS_UNDER_WAY, BYTES_UNDER_WAY // max(largest, 1)) + 1
-    return min(len(sizes), most) * largest
+    return min(len(sizes), _most_under_way(largest)) * largest
+
+
+def _most_under_way(nbytes: int) -> int:
+    """Buckets of so many bytes."""
+    return max(BUCKETS_UNDER_WAY, BYTES_UNDER_WAY // max(nbytes, 1)) + 1
+
+
+def _slots(buckets: Sequence[PlannedBucket], dtype: torch.dtype, ranks: int) -> int:
+    """Most bytes of slots that sums are made in which rest elsewhere; one more of them is on its way up."""
+    least = min((BucketLayout(bucket.layout.numels, ranks).numel * dtype.itemsize for bucket in buckets), default=0)
+    largest = max((bucket.layout.shard_numel * bucket.kept.gradient.itemsize for bucket in buckets), default=0)
+    return max(landing.SLOTS, min(len(buckets), _most_under_way(least) + 1)) * largest
 
 
 def _staging(buckets: Sequence[PlannedBucket], way: Way, tuning: Tuning) -> int:
@@ -233,12 +258,13 @@ def _plane_bytes(format: Format, elements: int) -> list[int]:
 
 
 def _formula(way: Way, kept: Kept, states: Sequence[str]) -> str:
-    """ "2 + 4/N, host 12/N": that of the device, then that of the tier which keeps the states, where it is another."""
+    """ "2 + 4/N, host 12/N": that of the device, then those of other tiers which keep something."""
     placed = Placements.of_stage(way.stage)
     gradient = (0 if way.releases else kept.gradient.itemsize, Placement.SHARD if way.stage else Placement.REPLICATE)
     if not way.has_module:
         gradient = (2 * way.dtype.itemsize, Placement.REPLICATE)  # and DDP's buckets
-    sizes: list[tuple[str, float, Placement]] = [("device", way.dtype.itemsize, placed.param), ("device", *gradient)]
+    sizes: list[tuple[str, float, Placement]] = [("device", way.dtype.itemsize, placed.param)]
+    sizes += [(_sums_tier(way), *gradient)]
     sizes += [(way.tier, _itemsize(kept.master), placed.state)]
     sizes += [(way.tier, _itemsize(kept.states[name]), placed.state) for name in states]
 
@@ -247,7 +273,8 @@ def _formula(way: Way, kept: Kept, states: Sequence[str]) -> str:
         parts = sum(size for where, size, placement in sizes if (where, placement) == (tier, Placement.SHARD))
         return " + ".join([f"{round(whole, 2):g}"] * bool(whole) + [f"{round(parts, 2):g}/N"] * bool(parts))
 
-    return of("device") if way.tier == "device" else f"{of('device')}, {way.tier} {of(way.tier) or 0}"
+    others = [tier for tier in TIERS[1:] if tier == way.tier or (way.sums_rest and tier == "host")]
+    return ", ".join([of("device"), *(f"{tier} {of(tier) or 0}" for tier in others)])
 
 
 def _on_the_wire(numel: int, ranks: int, way: Way, kept: Kept, options: Options) -> int:

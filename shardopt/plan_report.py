@@ -53,7 +53,9 @@ def call(optimizer: str, way: Way) -> str:
     keywords += [f"gradient_format={way.gradient_format!r}"] * (way.gradient_format != "fp32")
     keywords += ["ema=0.999"] * way.has_average
     keywords += ["release_gradients=True"] * way.releases
-    keywords += [f"offload={'cpu' if way.tier == 'host' else '/a/directory'!r}"] * (way.tier != "device")
+    rests = repr("cpu" if way.tier == "host" else "/a/directory")
+    rests = f"Offload({rests}, gradients='cpu')" if way.sums_rest else rests
+    keywords += [f"offload={rests}"] * (way.tier != "device")
     return f"Sharded{optimizer}({'model' if way.has_module else 'model.parameters()'}, {', '.join(keywords)})"
 
 

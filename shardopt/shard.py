@@ -16,7 +16,7 @@ from .offload.store import Chunk, Home, Plane, Store
 from .partition.bucket import Bucket, dense_strides, flattened, in_storage_order
 from .partition.gather import GatheredBucket, Gatherer, MemorySlice
 from .partition.layout import Piece
-from .partition.reduced import PassingBucket, ReducedBucket
+from .partition.reduced import KeptBucket, PassingBucket
 from .partition.room import zeros
 from .partition.wire import Window
 from .rules import Variant
@@ -42,7 +42,7 @@ class Shard:
     """
 
     window: Window  # on bucket.flat; opened by all ranks together
-    reduced: ReducedBucket  # where the module was handed over
+    reduced: KeptBucket  # where the module was handed over
     passing: PassingBucket  # in its place, where gradients are released
     number: int  # of the bucket, in the reducer
     gathered: GatheredBucket | None = None  # where params are sharded
@@ -156,7 +156,7 @@ class Shard:
             Chunk(self.home, start, stop, names, self.param[start:stop], reads_param=reads) for start, stop in bounds
         ]
 
-    def reduce_into(self, reduced: ReducedBucket, number: int) -> None:
+    def reduce_into(self, reduced: KeptBucket, number: int) -> None:
         """Gradients of this shard will be found in ``reduced.total``, where bucket ``number`` is summed."""
         self.reduced, self.number = reduced, number
 
@@ -183,11 +183,12 @@ class Shard:
         param = BF16_RANDOM if self.format is BF16 and self.kept.master is None else self.format
         return StepSpec(variant, param, grad, self.kept.master, states)
 
-    def gradients(self, grads: Mapping[int, tuple[torch.Tensor, int]]) -> Gradients:
+    def gradients(self, grads: Mapping[int, tuple[torch.Tensor, int]], at_rest: bool = False) -> Gradients:
         """The table for these gradients, all of one dtype.
 
         Args:
             grads: row of the piece -> dense gradient in storage order, and which element of the param is its first.
+            at_rest: whether they are in host memory; else with the params.
         """
         rows = np.zeros((self.num_rows, 2), dtype=np.int64)
         for row, (grad, start) in grads.items():
@@ -195,6 +196,8 @@ class Shard:
             rows[row, 0] = grad.data_ptr() + (piece.start - start - piece.shard_start) * grad.element_size()
             rows[row, 1] = piece.shard_end
         aligned = not np.any(rows[:, 0] % 16)
+        if at_rest:
+            return Gradients(self.host_row_of_block, torch.from_numpy(rows), aligned)
         return Gradients(self.row_of_block, torch.from_numpy(rows).to(self.device), aligned)
 
     def noise(self, counters: Mapping[int, tuple[int, int, int]]) -> Noise:

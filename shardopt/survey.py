@@ -56,6 +56,7 @@ class Ready:
     number: int  # of the param, counted through the groups
     start: int = 0  # which element of the param is its first
     slot: Slot | None = None  # that it is the slice of
+    at_rest: bool = False  # in host memory, beside a device
 
 
 class Scalars(NamedTuple):
@@ -67,7 +68,7 @@ class Scalars(NamedTuple):
 
 @dataclass(frozen=True)
 class Launch:
-    """One kernel launch over one shard: the params of one variant and one gradient dtype.
+    """One kernel launch over one shard: the params of one variant, whose gradients have one dtype and are in one place.
 
     Gradients are where backward left them, the other tables where the kernel runs.
     """
@@ -79,6 +80,7 @@ class Launch:
     ready: Mapping[int, Ready]  # row -> param
     divisor: int  # of every gradient: how many were added up
     noise: Noise | None  # where something is not rounded to nearest
+    at_rest: bool  # whether the gradients are in host memory, beside a device
 
 
 class Looked(NamedTuple):
@@ -178,7 +180,7 @@ def _find_ready(binding: Binding, groups: Sequence[Group]) -> list[Ready]:
 def _ready(binding: Binding, entry: Entry, group: int, number: int, grad: torch.Tensor) -> Ready:
     if isinstance(grad, GradientPart) and grad.slot is entry.slot:
         slot = grad.whole_slot()
-        return Ready(entry, group, slot.total, number, slot.start, slot)
+        return Ready(entry, group, slot.total, number, slot.start, slot, entry.shard.reduced.at_rest)
     if entry.slot is not None and binding.mesh.world.size > 1:
         raise ShardoptError(
             f"the gradient of {entry.name} is this rank's own, not the mean over ranks: each rank would update its "
@@ -250,14 +252,14 @@ def launches_of(
     shard: Shard, variants: Sequence[Variant], ready: Mapping[int, Ready], scalars: Scalars, seed: int
 ) -> Iterator[Launch]:
     """What updates these params of one shard, by their index in the bucket."""
-    rows: dict[tuple[Variant, torch.dtype], dict[int, Ready]] = defaultdict(dict)
+    rows: dict[tuple[Variant, torch.dtype, bool], dict[int, Ready]] = defaultdict(dict)
     for row, piece in enumerate(shard.pieces):
         each = ready.get(piece.param)
         if each is not None:
-            rows[variants[each.group], each.grad.dtype][row] = each
-    for (variant, dtype), members in rows.items():
+            rows[variants[each.group], each.grad.dtype, each.at_rest][row] = each
+    for (variant, dtype, at_rest), members in rows.items():
         spec = shard.spec(variant, format_of(dtype, "a gradient"))
-        gradients = shard.gradients({row: (each.grad, each.start) for row, each in members.items()})
+        gradients = shard.gradients({row: (each.grad, each.start) for row, each in members.items()}, at_rest)
         where = shard.home.device
         backend_of(where).prepare(spec, where, gradients.aligned)
         table = np.zeros((shard.num_rows, len(variant.scalars)), dtype=np.float32)
@@ -265,7 +267,7 @@ def launches_of(
             table[row] = scalars.now[each.entry]
         numbers_there = torch.from_numpy(table).to(where)
         noise = _noise(seed, shard, members) if spec.needs_noise else None
-        yield Launch(shard, spec, gradients, numbers_there, members, _divisor(members.values()), noise)
+        yield Launch(shard, spec, gradients, numbers_there, members, _divisor(members.values()), noise, at_rest)
 
 
 def _noise(seed: int, shard: Shard, members: Mapping[int, Ready]) -> Noise:
@@ -305,7 +307,7 @@ def _look_at_gradients(
     nonfinite, limbs = 0, [0] * LIMBS
     unscale = 1.0 / scaling.scale
     for launch in launches:
-        backend = backend_of(launch.shard.device)
+        backend = backend_of(launch.gradients.rows.device)
         if options.max_grad_norm is None:
             nonfinite += backend.count_nonfinite(launch.spec.grad, launch.gradients)
         else:

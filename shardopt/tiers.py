@@ -9,7 +9,8 @@ from .errors import BindingError
 from .offload.cpu_step import CpuStepStore
 from .offload.disk import DiskStore
 from .offload.host import HostStore
-from .offload.lanes import CudaLanes, Lanes
+from .offload.landing import HostLanding
+from .offload.lanes import AtOnce, CudaLanes, Lanes
 from .offload.measured import MeasuredStore
 from .offload.mixed import MixedStore, RevocableStore
 from .offload.pinned import Pages, register_with_cuda
@@ -39,8 +40,20 @@ def make_store(rests: Offload | None, tuning: Tuning, device: torch.device) -> S
     """
     if rests is None:
         return in_memory("device")
-    away = _beside_cpu(rests, tuning) if device.type == "cpu" else _beside(device, CudaLanes(device), rests, tuning)
-    return away if rests.fraction == 1 else MixedStore(away, RevocableStore("device", zeros), rests.fraction)
+    lanes = _lanes_to(device)
+    away = _beside_cpu(rests, tuning) if device.type == "cpu" else _beside(device, lanes, rests, tuning)
+    return away if rests.fraction == 1 else MixedStore(away, RevocableStore("device", zeros, lanes), rests.fraction)
+
+
+def make_landing(rests: Offload | None, device: torch.device) -> HostLanding | None:
+    """For sums of gradients on this device that rest in host memory; None: they stay."""
+    if rests is None or rests.gradients is None or device.type == "cpu":
+        return None
+    return _landing_beside(device, _lanes_to(device), rests)
+
+
+def _lanes_to(device: torch.device) -> Lanes:
+    return AtOnce() if device.type == "cpu" else CudaLanes(device)
 
 
 def _beside_cpu(rests: Offload, tuning: Tuning) -> Store:
@@ -53,10 +66,7 @@ def _disk(directory: Path, tuning: Tuning) -> DiskStore:
 
 def _beside(device: torch.device, lanes: Lanes, rests: Offload, tuning: Tuning) -> Store:
     """For params that are not in the host's memory."""
-    pages = Pages(
-        lambda numel, dtype: zeros(numel, dtype, torch.device("cpu")),
-        register_with_cuda if rests.pin_memory else None,
-    )
+    pages = _pages(rests)
     if rests.directory is not None:
         return CpuStepStore(lanes, pages, _disk(rests.directory, tuning))
     host = HostStore(pages, tuning.chunk_bytes)
@@ -67,6 +77,17 @@ def _beside(device: torch.device, lanes: Lanes, rests: Offload, tuning: Tuning) 
     return MeasuredStore(lanes, host, {"gpu": RingStore(device, lanes, host), "cpu": CpuStepStore(lanes, pages, host)})
 
 
+def _landing_beside(device: torch.device, lanes: Lanes, rests: Offload) -> HostLanding:
+    return HostLanding(device, lanes, _pages(rests))
+
+
+def _pages(rests: Offload) -> Pages:
+    return Pages(
+        lambda numel, dtype: zeros(numel, dtype, torch.device("cpu")),
+        register_with_cuda if rests.pin_memory else None,
+    )
+
+
 def params_rest(rests: Offload | None, device: torch.device) -> bool:
     """Whether slices of sharded params on this device rest where masters and states do."""
     if rests is None or rests.params is None:
@@ -74,8 +95,12 @@ def params_rest(rests: Offload | None, device: torch.device) -> bool:
     return rests.params != "cpu" or device.type != "cpu"
 
 
-def check_offload(rests: Offload | None, device: torch.device) -> None:
-    """Raises BindingError where states of params on this device cannot be offloaded like this."""
+def check_offload(rests: Offload | None, device: torch.device, copies: int = 1) -> None:
+    """Raises BindingError where states of params on this device cannot be offloaded like this.
+
+    Args:
+        copies: of the states: more than one on a mesh of (replicate, shard).
+    """
     if rests is None:
         return
     wrong, instead = None, ""
@@ -84,8 +109,11 @@ def check_offload(rests: Offload | None, device: torch.device) -> None:
             wrong, instead = "step='gpu' has none to run on", "Leave step away, or move the model to a GPU"
     elif rests.directory is not None and rests.step == "gpu":
         wrong, instead = "what is read from a disk is updated by the CPU", "Leave step away, or give 'cpu' as states"
-    elif rests.gradients is not None:
-        wrong, instead = "gradients of a GPU stay there, so far", "Leave gradients= away"
+    elif rests.gradients is not None and copies > 1:
+        wrong, instead = (
+            f"sums of gradients are added up over {copies} copies of the states on the GPU, all of them at once",
+            "Leave gradients= away, or give a process_group of one copy",
+        )
     elif rests.directory is not None and rests.params == "cpu":
         wrong, instead = (
             "params that leave it rest where their masters do",

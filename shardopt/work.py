@@ -1,7 +1,8 @@
 """What there is to do once a step is decided: shard by shard, and in each of them chunk by chunk.
 
-Where an update does not run where backward left the gradients, a chunk names those that it needs as runs, and a table
-is made of the copies::
+Where an update does not run where backward left the gradients (it runs on the CPU and they are on a device, or they
+rest in host memory and it runs on the device), a chunk names those that it needs as runs, and a table is made of the
+copies::
 
     shard       | w1 w1 | w1 .. | w2 .. | w3 w3 |        a chunk of four blocks, .. the padding of a last block
     gradients   | w1 w1   w1 ..   w2 |  w3 w3 |          two runs: w3's was allocated by itself
@@ -45,16 +46,15 @@ class Task(NamedTuple):
 
     chunk: Chunk
     launches: Sequence[Launch]
-    runs: Sequence[Sequence[Run]]  # of each launch; none where gradients are read where they are
+    runs: Sequence[Sequence[Run] | None]  # of each launch; None where gradients are read where they are
 
     def tables(self, fetched: Fetched) -> list[Gradients]:
         """The gradients of each launch, for these elements alone."""
-        start, stop = self.chunk.start, self.chunk.stop
-        if not self.runs:
-            return [launch.gradients.part(start, stop, launch.spec.grad.itemsize) for launch in self.launches]
-        copies = iter(fetched.gradients)
+        start, stop, copies = self.chunk.start, self.chunk.stop, iter(fetched.gradients)
         return [
-            _table(launch.shard, self.chunk, [(run, next(copies)) for run in runs])
+            launch.gradients.part(start, stop, launch.spec.grad.itemsize)
+            if runs is None
+            else _table(launch.shard, self.chunk, [(run, next(copies)) for run in runs])
             for launch, runs in zip(self.launches, self.runs, strict=True)
         ]
 
@@ -74,10 +74,12 @@ class Work(NamedTuple):
         return [self._task(chunk) for chunk in self.shard.chunks(names, pieces)]
 
     def _task(self, chunk: Chunk) -> Task:
-        if not chunk.home.is_apart:
-            return Task(chunk, self.launches, ())
-        runs = [_runs(launch, chunk.start, chunk.stop) for launch in self.launches]
-        return Task(replace(chunk, gradients=tuple(run.values for each in runs for run in each)), self.launches, runs)
+        runs = [
+            None if launch.at_rest == chunk.home.is_apart else _runs(launch, chunk.start, chunk.stop)
+            for launch in self.launches
+        ]
+        moved = tuple(run.values for each in runs if each is not None for run in each)
+        return Task(replace(chunk, gradients=moved), self.launches, runs)
 
 
 def works_of(binding: Binding, seen: Survey) -> list[Work]:
@@ -104,11 +106,13 @@ def _runs(launch: Launch, start: int, stop: int) -> list[Run]:
 
 
 def _table(shard: Shard, chunk: Chunk, copied: Sequence[tuple[Run, torch.Tensor]]) -> Gradients:
-    """Of runs that were copied to host memory."""
+    """Of runs that were copied to where the update runs."""
     rows = np.zeros((shard.num_rows, 2), dtype=np.int64)
     for run, copy in copied:
         grad_at = copy.data_ptr() - (run.first - chunk.start) * copy.element_size()
         for row in run.rows:
             rows[row] = (grad_at, min(shard.pieces[row].shard_end, chunk.stop) - chunk.start)
-    row_of_block = shard.host_row_of_block[chunk.start // BLOCK : -(-chunk.stop // BLOCK)]
-    return Gradients(row_of_block, torch.from_numpy(rows), aligned=False)
+    device, aligned = shard.home.device, not np.any(rows[:, 0] % 16)
+    row_of_block = shard.host_row_of_block if device.type == "cpu" else shard.row_of_block
+    blocks = slice(chunk.start // BLOCK, -(-chunk.stop // BLOCK))
+    return Gradients(row_of_block[blocks], torch.from_numpy(rows).to(device), aligned)

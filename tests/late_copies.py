@@ -71,11 +71,16 @@ def as_on_a_gpu(lanes: type[Lanes]) -> Iterator[None]:
     def beside(rests: Offload, tuning: Any) -> Any:
         return tiers._beside(CPU, lanes(), rests, tuning)
 
+    def landing(rests: Offload | None, device: torch.device) -> Any:
+        return None if rests is None or rests.gradients is None else tiers._landing_beside(CPU, lanes(), rests)
+
     with ExitStack() as stack:
         stack.enter_context(patch("shardopt.tiers._beside_cpu", beside))
+        stack.enter_context(patch("shardopt.tiers._lanes_to", lambda device: lanes()))
+        stack.enter_context(patch("shardopt.binding.make_landing", landing))
         stack.enter_context(patch("shardopt.tiers.register_with_cuda", None))
         for module in ("bind", "optimizer"):
-            stack.enter_context(patch(f"shardopt.{module}.check_offload", lambda rests, device: None))
+            stack.enter_context(patch(f"shardopt.{module}.check_offload", lambda rests, *_: None))
         away = patch(
             "shardopt.binding.params_rest", lambda rests, device: rests is not None and rests.params is not None
         )

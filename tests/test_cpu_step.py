@@ -233,7 +233,6 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     gpu = torch.device("cuda")
     for offload, told in (
         (Offload(tmp_path, step="gpu"), "updated by the CPU"),
-        (Offload(gradients="cpu"), "gradients"),
         (Offload(tmp_path, params="cpu"), "params="),
     ):
         with pytest.raises(BindingError, match=told):

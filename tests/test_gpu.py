@@ -158,6 +158,9 @@ def test_states_elsewhere_leave_the_same_bits(name: str, dtype: torch.dtype, tmp
 def test_stages_with_states_elsewhere(ranks: Pool, stage: int, tmp_path: Path) -> None:
     root = str(tmp_path)
     ways: list[Any] = ["cpu", shardopt.Offload(step="cpu"), shardopt.Offload(step="gpu"), root]
+    if stage >= 2:
+        ways += [shardopt.Offload(gradients="cpu", step=step) for step in ("auto", "cpu", "gpu")]
+        ways += [shardopt.Offload(root, gradients="cpu"), shardopt.Offload(gradients="cpu", step="gpu", fraction=0.5)]
     if stage == 3:
         ways += [shardopt.Offload(params="cpu"), shardopt.Offload(root, params=root)]
     for world in (1, 2):

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import shardopt
-from shardopt import ShardedAdagrad, ShardedAdamW, ShardedSGD, Tuning
+from shardopt import Offload, ShardedAdagrad, ShardedAdamW, ShardedSGD, Tuning
 from shardopt.__main__ import main
 from shardopt.config import Options
 from shardopt.doctor import report
@@ -48,6 +48,11 @@ def formula_of(need: Need, ranks: int) -> float:
     return sum(float(term.removesuffix("/N")) / (ranks if term.endswith("/N") else 1) for term in terms)
 
 
+def offload_of(way: Way, directory: str) -> Offload | str | None:
+    where = {"device": None, "host": "cpu", "disk": directory}[way.tier]
+    return Offload(where, gradients="cpu") if way.sums_rest and where is not None else where
+
+
 def plans_are_what_is_held(kind: Any, keywords: dict[str, Any], ways: Sequence[Way], directory: str) -> None:
     world = dist.get_world_size()
     with torch.device("meta"):
@@ -66,7 +71,7 @@ def plans_are_what_is_held(kind: Any, keywords: dict[str, Any], ways: Sequence[W
             gradient_format=way.gradient_format,
             ema=0.9 if way.has_average else None,
             release_gradients=way.releases,
-            offload={"device": None, "host": "cpu", "disk": directory}[way.tier],
+            offload=offload_of(way, directory),
             tuning=TUNING,
         )
         found = held(wrapped, opt)
@@ -77,6 +82,12 @@ def plans_are_what_is_held(kind: Any, keywords: dict[str, Any], ways: Sequence[W
         for tier in TIERS:
             assert found["buffer"].get(tier, 0) <= need.bytes["buffer"].get(tier, 0), f"{way}: {found['buffer']}"
         at_rest = sum(map(need.on, TIERS)) - sum(need.bytes[each].get("device", 0) for each in ("window", "ddp"))
+        if way.sums_rest:  # on CPUs they are made where they rest, and in no slot
+            at_rest -= need.bytes["buffer"]["device"]
+            still = dataclasses.replace(way, sums_rest=False)
+            at_rest += plan(shapes, kind([torch.zeros(1)], **keywords), world, still, Options(tuning=TUNING)).bytes[
+                "buffer"
+            ]["device"]
         assert sum(sum(tiers.values()) for tiers in found.values()) == pytest.approx(at_rest, rel=0.02), str(way)
         kept = sum(map(need.on, TIERS)) - sum(sum(need.bytes[each].values()) for each in ("window", "buffer"))
         # A world of one has no DDP.
@@ -98,9 +109,16 @@ def ways_with_formats() -> list[Way]:
         for way, (master, states, tier) in zip(low, itertools.cycle(kinds), strict=False)
     ]
     found += [dataclasses.replace(way, gradient_format="bf16") for way in found if way.has_module]
-    mixed = Way(3, True, torch.bfloat16, state_format="int8", tier="disk")
+    mixed = [Way(3, True, torch.bfloat16, state_format="int8", tier="disk")]
+    mixed += [dataclasses.replace(way, sums_rest=True) for way in found if way.stage >= 2 and way.tier != "device"]
     released = [Way(stage, True, torch.bfloat16, "split24", "int8", tier, releases=True) for stage, tier in RELEASED]
-    return [*found, mixed, Way(2, True, torch.float32, tier="disk"), Way(2, True, torch.bfloat16, "split24"), *released]
+    return [
+        *found,
+        *mixed,
+        Way(2, True, torch.float32, tier="disk"),
+        Way(2, True, torch.bfloat16, "split24"),
+        *released,
+    ]
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
@@ -153,6 +171,11 @@ def test_formulas_and_traffic_of_formats_and_tiers() -> None:
     assert host.on("disk") == 0 and host.moved["bus"] == disk.moved["disk"] and disk.moved["bus"] == 0
     assert disk.moved["disk"] == 2 * disk.on("disk") == disk.file
     assert disk.on("disk") == pytest.approx(10**7 * 12 / 8, rel=0.01)
+    resting = [of(tier=tier, sums_rest=True) for tier in ("host", "disk")]
+    assert [each.formula for each in resting] == ["2, host 16/N", "2, host 4/N, disk 12/N"]
+    sums = host.bytes["gradient"]["device"]
+    assert [each.moved["bus"] for each in resting] == [host.moved["bus"] + 2 * sums, sums]
+    assert [each.bytes["gradient"]["host"] for each in resting] == [sums, sums]
 
 
 def test_the_cheapest_that_fits() -> None:
@@ -166,7 +189,8 @@ def test_the_cheapest_of_all_ways() -> None:
     low = [way for way in WAYS if way.dtype is torch.bfloat16 and way.has_module]
     needs = {way: plan(transformer(10**9), ADAMW, 8, way) for way in every_way(low)}
     everything = list(needs.values())
-    assert len(everything) == 4 * 4 * 3 * 2 * 3 == len(set(needs))
+    # Sums rest in host memory at stage 2 and 3, beside states that are not on the device.
+    assert len(everything) == 4 * 4 * 3 * 2 * 3 + 2 * 4 * 3 * 2 * 2 == len(set(needs))
 
     def best(device: int, host: int | None = None) -> Way:
         found = cheapest(everything, device, host)
@@ -225,7 +249,12 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert "stage 1, params only, bfloat16, master split24, states int8, ema, on disk" in printed
     assert "2 + 2/N, disk 5.03/N" in printed and "cheapest" not in printed
     assert main(["plan", "--params", "7e5", "--all", "--plot", str(tmp_path / "all.svg")]) == 0
-    assert len(capsys.readouterr().out.splitlines()) == 3 + 6 * 3 * 3 + (2 + 4 * 2) * 4 * 3 * 3
+    tiers = 6 * 3 * 3 + (2 + 4 * 2) * 4 * 3 * 3
+    assert len(capsys.readouterr().out.splitlines()) == 3 + tiers + 2 * 3 * 2 + 2 * 2 * 4 * 3 * 2
+    assert main(["plan", "--params", "7e8", "--offload", "disk", "--offload-gradients"]) == 0
+    printed = capsys.readouterr().out
+    assert sum("on disk, gradients on host" in line for line in printed.splitlines()) == 4
+    assert "2, host 4/N, disk 12/N" in printed
     assert main(["plan", "--params", "7e8", "--dtype", "bf16", "--release-gradients", "--device-memory", "8G"]) == 0
     printed = capsys.readouterr().out
     assert sum("released gradients" in line for line in printed.split("cheapest")[0].splitlines()) == 2

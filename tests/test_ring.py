@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -91,7 +92,13 @@ def test_pages_are_registered_within_the_limit_and_given_back() -> None:
         pages.zeros(1 << 20, torch.float32)
     pages.zeros(1 << 20, torch.float32)  # said once
     assert pages.pinned_bytes == 8 << 20
-    pages._registered.clear()  # there is no CUDA here to forget them
+    others = Pages(on_cpu, lambda *_: True)  # of another optimizer, or of sums of gradients
+    with patch("shardopt.offload.pinned.memory_limit", lambda: 15 << 20):
+        others.zeros(1 << 18, torch.float32)
+        with pytest.warns(UserWarning, match=f"beside {9 << 20} that are"):
+            others.zeros(5 << 18, torch.float32)
+    for each in (pages, others):
+        each._registered.clear()  # there is no CUDA here to forget them
 
 
 def test_what_is_written_behind_a_step_is_not_overwritten_by_it() -> None:

@@ -9,6 +9,7 @@
 For a bf16 param with fp32 masters and states that is 2 bytes down and 2 up, where streaming the states through the
 device takes 12 and 12. The update writes to a copy of this rank's params in host memory; what others wrote to the
 params comes down before the next one. Params that an update begins with (no fp32 master is kept) always come down.
+Gradients that rest in host memory are read there.
 
 Around a store of host memory or of a disk. A disk's updates count only when all ranks have voted, and so its params go
 up with the vote. Not measured on a GPU yet.

@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 
+from .lanes import Lanes, Mark, lift
 from .store import Chunk, Fetched, Home, ResidentHome, ResidentStore, Store
 
 
@@ -41,9 +42,27 @@ class RevocableHome(ResidentHome):
 
 
 class RevocableStore(ResidentStore):
-    """In memory."""
+    """In memory, of a device to which these lanes lead."""
 
     kept: dict[RevocableHome, dict[str, torch.Tensor]] | None = None  # streams of before ``begin``
+
+    def __init__(self, tier: str, zeros: Callable[[int, torch.dtype, torch.device], torch.Tensor], lanes: Lanes):
+        super().__init__(tier, zeros)
+        self._lanes = lanes
+        self._read: Mark = None  # behind the last copy of gradients to the device; None: the host has waited for it
+
+    def fetch(self, chunk: Chunk) -> Fetched:
+        fetched = super().fetch(chunk)
+        if not chunk.gradients:
+            return fetched
+        gradients, self._read = lift(self._lanes, chunk.home.device, chunk.gradients)
+        return fetched._replace(gradients=gradients)
+
+    def flush(self) -> None:
+        """Until gradients were read: behind a step they are whoever's who scales or zeroes them."""
+        if self._read is not None:
+            self._lanes.settle(self._read)
+            self._read = None
 
     def home(self, numel: int, dtype: torch.dtype, device: torch.device) -> RevocableHome:
         return RevocableHome(self, numel, lambda items, dtype: self._zeros(items, dtype, device), device)
@@ -96,6 +115,7 @@ class MixedStore:
 
     def flush(self) -> None:
         self._away.flush()
+        self._near.flush()
 
     def begin(self) -> None:
         self._away.begin()

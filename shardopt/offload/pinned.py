@@ -14,9 +14,12 @@ from pathlib import Path
 import torch
 
 _PAGE = 4096  # bytes
-# Of the memory that this process may have at most: pages that are registered cannot be reclaimed.
+# Of the memory that this process may have at most, for all of its optimizers: pages that are registered cannot be
+# reclaimed.
 _MOST_PINNED = 0.9
 _CGROUP = Path("/sys/fs/cgroup/memory.max")
+
+_ALL: "weakref.WeakSet[Pages]" = weakref.WeakSet()
 
 
 class Pages:
@@ -31,6 +34,7 @@ class Pages:
         self._make, self._register = zeros, register
         self._registered: dict[int, int] = {}  # address -> bytes
         self._has_warned = False
+        _ALL.add(self)
         weakref.finalize(self, _unregister, self._registered).atexit = False
 
     @property
@@ -43,12 +47,13 @@ class Pages:
         # What is small shares its pages with others.
         if self._register is None or nbytes < _PAGE or address % _PAGE:
             return tensor
-        if self.pinned_bytes + nbytes <= _MOST_PINNED * memory_limit() and self._register(address, nbytes):
+        pinned = sum(each.pinned_bytes for each in _ALL)
+        if pinned + nbytes <= _MOST_PINNED * memory_limit() and self._register(address, nbytes):
             self._registered[address] = nbytes
         elif not self._has_warned:
             self._has_warned = True
             warnings.warn(
-                f"{nbytes} bytes of host memory for states could not be pinned, beside {self.pinned_bytes} that are: "
+                f"{nbytes} bytes of host memory for what is offloaded could not be pinned, beside {pinned} that are: "
                 "copies to and from the GPU will be slower. Raise the limits of locked memory (ulimit -l) or of the "
                 "container, or give Offload(pin_memory=False).",
                 stacklevel=2,

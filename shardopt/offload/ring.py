@@ -21,17 +21,17 @@ from .lanes import Copy, Lanes, Mark
 from .store import Chunk, Fetched, FinalStore, Home
 
 SLOTS = 3  # one brought, one updated, one taken away
-_ALIGNMENT = 256  # bytes, of a stream in a slot
+_ALIGNMENT = 256  # bytes, of each tensor in a slot
 
 
 class _Slot:
-    """Memory on the device for one chunk of all streams."""
+    """Memory on the device for one chunk of all streams, and of gradients that rest in host memory too."""
 
     def __init__(self, nbytes: int, device: torch.device, free: Mark):
         self.memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
         self.free = free  # behind all that used the memory before
 
-    def streams(self, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def room(self, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Room for tensors such as these."""
         found, start = [], 0
         for each in like:
@@ -43,8 +43,10 @@ class _Slot:
 class _Turn:
     """A chunk's way through a slot."""
 
-    def __init__(self, slot: _Slot, resting: Sequence[torch.Tensor]):
-        self.slot, self.resting, self.streams = slot, resting, slot.streams(resting)
+    def __init__(self, slot: _Slot, resting: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]):
+        self.slot, self.resting = slot, resting
+        there = slot.room([*resting, *gradients])
+        self.streams, self.gradients = there[: len(resting)], there[len(resting) :]
         self.here: Mark = None
 
 
@@ -60,6 +62,7 @@ class RingStore(FinalStore):
         self._waiting: deque[Chunk] = deque()
         self._turns: dict[Chunk, _Turn] = {}
         self._written: Mark = None  # behind the last copy to the host; None where the host has waited for it
+        self._read: Mark = None  # behind the last copy of gradients to the device, likewise
         settle = weakref.WeakMethod(self.settle)  # a cycle would keep slots, and pages registered that are gone
 
         def settle_if_there() -> None:
@@ -82,7 +85,7 @@ class RingStore(FinalStore):
 
     def prefetch(self, chunks: Sequence[Chunk]) -> None:
         self._turns = {}
-        self._waiting = deque(chunk for chunk in chunks if chunk.names)
+        self._waiting = deque(chunk for chunk in chunks if _moves(chunk))
         self._make_slots()
         for slot in self._slots:
             if self._written is not None:
@@ -90,7 +93,7 @@ class RingStore(FinalStore):
             self._enter(slot)
 
     def _make_slots(self) -> None:
-        nbytes = max((sum(_padded(each.nbytes) for each in parts_of(chunk)) for chunk in self._waiting), default=0)
+        nbytes = max((_slot_bytes(chunk) for chunk in self._waiting), default=0)
         if nbytes > self._slot_bytes:
             self.settle()  # kernels may still use the old ones, which the allocator knows; copies it does not
             self._slots, self._slot_bytes = [], nbytes
@@ -101,23 +104,30 @@ class RingStore(FinalStore):
     def _enter(self, slot: _Slot) -> None:
         if self._waiting:
             chunk = self._waiting.popleft()
-            turn = self._turns[chunk] = _Turn(slot, parts_of(chunk))
-            turn.here = self._lanes.bring([*map(Copy, turn.streams, turn.resting)], slot.free)
+            turn = self._turns[chunk] = _Turn(slot, parts_of(chunk), chunk.gradients)
+            copies = [*map(Copy, turn.streams, turn.resting), *map(Copy, turn.gradients, chunk.gradients)]
+            turn.here = self._lanes.bring(copies, slot.free)
+            self._read = turn.here if chunk.gradients else self._read
 
     def fetch(self, chunk: Chunk) -> Fetched:
-        streams: Sequence[torch.Tensor] = ()
-        if chunk.names:
-            turn = self._turns[chunk]
-            self._lanes.join(turn.here)
-            streams = turn.streams
-        return Fetched(streams, chunk.param, chunk.gradients)
+        if not _moves(chunk):
+            return Fetched((), chunk.param, ())
+        turn = self._turns[chunk]
+        self._lanes.join(turn.here)
+        return Fetched(turn.streams, chunk.param, turn.gradients)
 
     def write_back(self, chunk: Chunk) -> None:
-        if chunk.names:
+        if _moves(chunk):
             turn = self._turns.pop(chunk)
             taken = self._lanes.take([*map(Copy, turn.resting, turn.streams)], self._lanes.now())
             turn.slot.free = self._written = taken
             self._enter(turn.slot)
+
+    def flush(self) -> None:
+        """Until gradients were read: behind a step they are whoever's who scales or zeroes them."""
+        if self._read is not None:
+            self._lanes.settle(self._read)
+            self._read = None
 
     def settle(self) -> None:
         """Until host memory holds what was written back."""
@@ -138,6 +148,15 @@ class RingStore(FinalStore):
     def close(self) -> None:
         self.drop_buffers()
         self._host.close()
+
+
+def _moves(chunk: Chunk) -> bool:
+    """Whether anything of it is elsewhere."""
+    return bool(chunk.names or chunk.gradients)
+
+
+def _slot_bytes(chunk: Chunk) -> int:
+    return sum(_padded(each.nbytes) for each in (*parts_of(chunk), *chunk.gradients))
 
 
 def _padded(nbytes: int) -> int:

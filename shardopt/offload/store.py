@@ -44,7 +44,7 @@ class Home(Protocol):
         tier: as its store's.
         is_final: as its store's: an update of what rests here cannot be taken back.
         device: where the kernels run that update it.
-        is_apart: whether params and gradients are elsewhere, so that a chunk must say which gradients it needs.
+        is_apart: whether that is in host memory, and params are not.
         knows_params: to be unset when others than an update wrote the shard's params, of which there may be a copy.
     """
 
@@ -107,7 +107,7 @@ class Chunk:
     names: tuple[str, ...]  # of the streams that the update needs
     # 1D [stop - start]: the shard's params, which the update writes; None: one of the streams
     param: torch.Tensor | None
-    gradients: tuple[torch.Tensor, ...] = ()  # each 1D: what a home that is apart brings to the update
+    gradients: tuple[torch.Tensor, ...] = ()  # each 1D: those that are not where the update runs, for it to be brought
     reads_param: bool = True  # whether the update begins with the params: no master in the streams is all of them
 
 

@@ -36,11 +36,64 @@ class FilledBucket:
             and in_storage_order(grad, strides) is grad
         )
 
+    def expect(self) -> None:
+        """The next round of this bucket will add to its sum: what takes time to get there may begin."""
 
-class ReducedBucket(FilledBucket):
-    """A bucket whose sum is kept, and added to by later backwards."""
+    def settle(self) -> None:
+        """At the end of a round, waits until its sum is where it is kept."""
+
+    def leave(self) -> None:
+        """The round was given up; no reduction of this bucket goes on."""
+
+
+class KeptBucket(FilledBucket):
+    """A bucket whose sum is kept, and added to by later backwards.
+
+    Attributes:
+        total: 1D [shard_numel], this rank's slice of the sum over ranks and backwards; the same memory for life. To be
+            read and written between rounds.
+        at_rest: whether that is in host memory beside a device.
+    """
 
     takes_more = True  # what comes when the bucket has left
+    at_rest = False
+    total: torch.Tensor
+
+    def __init__(self, numels: Sequence[int], shard_numel: int, dtype: torch.dtype, device: torch.device, mesh: Mesh):
+        """As of :class:`ReducedBucket`."""
+        super().__init__(BucketLayout(tuple(numels), mesh.first.size), dtype, device)
+        self._mesh, self._shard_numel = mesh, shard_numel
+
+    @property
+    def sums(self) -> list[torch.Tensor]:
+        """What is allocated."""
+        raise NotImplementedError
+
+    def _own(self, index: int) -> slice:
+        """What the slice holds of one param."""
+        start = self._mesh.shard.rank * self._shard_numel
+        first, last = (max(offset - start, 0) for offset in self.offsets[index : index + 2])
+        return slice(first, last)
+
+    def window(self, replicas: Transport) -> Window | None:
+        """Collective: on the sum, for the other holders of the same slice."""
+        raise NotImplementedError
+
+    def zero(self, index: int) -> None:
+        """In a round, forgets what the slice holds of one param."""
+        raise NotImplementedError
+
+    def job(self, buffer: torch.Tensor, add: bool) -> Job:
+        """The reduction of a full buffer over the first direction of the mesh."""
+        raise NotImplementedError
+
+    def use(self, job: Job, arrived: AbstractSet[int]) -> None:
+        """The job is done; ``arrived`` are the params that this rank had in it."""
+        raise NotImplementedError
+
+
+class ReducedBucket(KeptBucket):
+    """A bucket whose sum is kept where it is reduced."""
 
     def __init__(
         self,
@@ -58,37 +111,30 @@ class ReducedBucket(FilledBucket):
             dtype: in which gradients travel.
             kept: in which their sum is kept: fp32, or what that is rounded to after each reduction.
         """
-        super().__init__(BucketLayout(tuple(numels), mesh.first.size), dtype, device)
-        self._mesh, self._shard_numel = mesh, shard_numel
+        super().__init__(numels, shard_numel, dtype, device, mesh)
         # The holders of one slice sum it in parts of equal length, so it is as long as a whole number of them.
         parts = BucketLayout((shard_numel,), mesh.replicate.size)
         self.part_numel, self.part = parts.shard_numel, parts.shard_slice(mesh.replicate.rank)
         self.padded = zeros(parts.numel, kept, device)
-        self.total = self.padded[:shard_numel]  # 1D: this rank's slice of the sum over ranks and backwards
+        self.total = self.padded[:shard_numel]
         # The sum within one copy of the states, where there are several copies of several slices: all of it in fp32, as
         # the sum over copies is yet to come.
         self._partial = zeros(parts.numel, torch.float32, device) if mesh.is_hybrid else None
 
     @property
     def sums(self) -> list[torch.Tensor]:
-        """What is allocated."""
         return [self.padded] if self._partial is None else [self.padded, self._partial]
 
     def zero(self, index: int) -> None:
-        """Forgets what the slice holds of one param."""
-        start = self._mesh.shard.rank * self._shard_numel
-        first, last = (max(offset - start, 0) for offset in self.offsets[index : index + 2])
-        self.total[first:last].zero_()
+        self.total[self._own(index)].zero_()
 
     def window(self, replicas: Transport) -> Window | None:
-        """Collective: on the sum, for the other holders of the same slice."""
         return replicas.open(self.padded, self.part_numel)
 
     def use(self, job: Job, arrived: AbstractSet[int]) -> None:
-        """The job is done: its sum stays where it is."""
+        """Nothing: the sum stays where it is."""
 
     def job(self, buffer: torch.Tensor, add: bool) -> Job:
-        """The reduction of a full buffer over the first direction of the mesh."""
         if self._partial is not None:
             return Job(buffer, self._partial[: self._shard_numel], add=False)
         return Job(buffer, self.total if self._mesh.shard.size > 1 else self.padded[self.part], add)

@@ -24,7 +24,7 @@ import torch
 from .bucket import flattened
 from .mesh import Mesh
 from .order import Buffer, last_used
-from .reduced import FilledBucket, PassingBucket, ReducedBucket
+from .reduced import FilledBucket, KeptBucket, PassingBucket, ReducedBucket
 from .room import return_free_pages, zeros
 from .scatter import Job, Scatter
 from .transport import Transport
@@ -75,7 +75,7 @@ class Reducer:
         self._scatter: Scatter = (shards if mesh.shard.size > 1 else replicas).scatter()
         self._across: Scatter | None = replicas.scatter() if mesh.is_hybrid else None
         self._scatters = [each for each in (self._scatter, self._across) if each is not None]
-        self.buckets: list[ReducedBucket | PassingBucket] = []
+        self.buckets: list[KeptBucket | PassingBucket] = []
         self.is_open = False
         self._order: list[int] = []
         self._is_ordered = True
@@ -91,7 +91,7 @@ class Reducer:
         self._patience, self._was_patient = self._most_patience, True
         _REDUCERS.add(self)
 
-    def add(self, bucket: ReducedBucket | PassingBucket) -> int:
+    def add(self, bucket: KeptBucket | PassingBucket) -> int:
         """Collective, between rounds: one more bucket. Returns its number."""
         self._windows.append(bucket.window(self._replicas))
         self.buckets.append(bucket)
@@ -130,6 +130,7 @@ class Reducer:
         self._lent.clear()
         for scatter in self._scatters:
             scatter.begin(self._rounds)
+        self._expect_next()
 
     def deliver(self, number: int, index: int, grad: torch.Tensor, strides: tuple[int, ...]) -> None:
         """Takes a copy of the local gradient of param ``index`` of bucket ``number``.
@@ -224,11 +225,23 @@ class Reducer:
             if index not in filling.arrived:
                 buffer.memory[bucket.offsets[index] : bucket.offsets[index + 1]].zero_()
             if filling.held and index not in filling.held:
-                assert isinstance(bucket, ReducedBucket)
+                assert isinstance(bucket, KeptBucket)
                 bucket.zero(index)
         self._send(number, buffer, add=bool(filling.held))
         filling.buffer, filling.started = None, True
         self._started += 1
+        self._expect_next()
+
+    def _expect_next(self) -> None:
+        """Lets the sum that the next bucket will be added to come while that one is filled."""
+        if self._started < len(self._order):
+            number = self._order[self._started]
+            if self._filling[number].held:
+                self.buckets[number].expect()
+
+    def _settle_sums(self) -> None:
+        for bucket in self.buckets:
+            bucket.settle()
 
     def finish(self) -> None:
         """Reduces what is left, until every rank's sums are whole.
@@ -240,6 +253,7 @@ class Reducer:
             self._start(self._order[self._started])
         self._recycle(self._scatter.finish())
         self._sum_across(range(len(self.buckets)), [bool(filling.held) for filling in self._filling])
+        self._settle_sums()
         for bucket, filling, seen in zip(self.buckets, self._filling, self._seen, strict=True):
             if not bucket.takes_more:
                 continue
@@ -268,6 +282,7 @@ class Reducer:
             self._send(number, buffer, add=True)
         self._recycle(self._scatter.finish())
         self._sum_across(numbers, [True] * len(numbers))
+        self._settle_sums()
 
     def _sum_across(self, numbers: Sequence[int], add: Sequence[bool]) -> None:
         windows = [window for number in numbers if (window := self._windows[number]) is not None]
@@ -303,6 +318,8 @@ class Reducer:
         """Gives up an open round after an error on this rank."""
         for scatter in self._scatters:
             scatter.leave(self._rounds)
+        for bucket in self.buckets:
+            bucket.leave()
         self._filling = []
         self._lent.clear()
         self.is_open = False
