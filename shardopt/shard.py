@@ -170,12 +170,8 @@ class Shard:
             self.gathered = gatherer.add(self.bucket, RestingSlice(self))
         else:
             self.param = self._zeros().copy_(self.param)
-            self.gathered = gatherer.add(self.bucket, MemorySlice(self.param, self.params_were_written))
+            self.gathered = gatherer.add(self.bucket, MemorySlice(self.param))
         return self.gathered
-
-    def params_were_written(self) -> None:
-        """By others than an update."""
-        self.home.knows_params = False
 
     def spec(self, variant: Variant, grad: Format) -> StepSpec:
         """What updates this shard with gradients of this format."""
@@ -337,7 +333,6 @@ class Shard:
                 self.home.write(name, start, values)
             else:
                 self.param[start : start + values.numel()].copy_(values)
-                self.params_were_written()
             return
         format = self.format_of(name)
         if name == "master" and format is not FP32:
@@ -368,8 +363,7 @@ class RestingSlice:
         return self._shard.home  # of this moment
 
     def read(self, into: torch.Tensor) -> None:
-        for start, stop in self._home.chunks():
-            into[start:stop] = self._home.read("param", start, stop)
+        self._home.read_into("param", 0, into)
 
     def write(self, values: torch.Tensor) -> None:
         """Nothing, where they are what is there: whoever looks at whole params seldom writes to them."""

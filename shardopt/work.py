@@ -74,12 +74,25 @@ class Work(NamedTuple):
         return [self._task(chunk) for chunk in self.shard.chunks(names, pieces)]
 
     def _task(self, chunk: Chunk) -> Task:
+        apart = chunk.home.is_apart
         runs = [
-            None if launch.at_rest == chunk.home.is_apart else _runs(launch, chunk.start, chunk.stop)
-            for launch in self.launches
+            None if launch.at_rest == apart else _runs(launch, chunk.start, chunk.stop) for launch in self.launches
         ]
         moved = tuple(run.values for each in runs if each is not None for run in each)
-        return Task(replace(chunk, gradients=moved), self.launches, runs)
+        written = self._written(chunk) if apart else ()
+        return Task(replace(chunk, gradients=moved, written=written), self.launches, runs)
+
+    def _written(self, chunk: Chunk) -> tuple[slice, ...]:
+        """Elements of the chunk that are updated, and padding between them."""
+        found: list[slice] = []
+        for row in sorted(row for launch in self.launches for row in launch.ready):
+            piece = self.shard.pieces[row]
+            first, last = max(piece.shard_start, chunk.start), min(piece.shard_end, chunk.stop)
+            if first < last:
+                follows = found and first - chunk.start < found[-1].stop + BLOCK
+                start = found.pop().start if follows else first - chunk.start
+                found.append(slice(start, last - chunk.start))
+        return tuple(found)
 
 
 def works_of(binding: Binding, seen: Survey) -> list[Work]:

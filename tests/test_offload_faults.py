@@ -321,7 +321,7 @@ def test_a_disk_that_does_not_answer_is_given_up_in_time(tmp_path: Path) -> None
     expected = undisturbed()
     training = half_way(tmp_path)
     store: Any = training.optimizer._binding.store  # type: ignore[union-attr]
-    store._pipeline._deadline = 0.05
+    store.pipeline._deadline = 0.05
     before, gate = training.bits(), threading.Event()
 
     class Stalled(System):
@@ -336,8 +336,34 @@ def test_a_disk_that_does_not_answer_is_given_up_in_time(tmp_path: Path) -> None
             assert training.bits() == before
         with pytest.raises(OffloadError, match="does not answer"):
             store.close()  # its descriptor could become another file's under the transfer
-    store._pipeline._deadline = 20
+    store.pipeline._deadline = 20
     gate.set()
+    for act in training.acts[3:]:
+        act()
+    assert training.bits() == expected[-1]
+
+
+def test_a_disk_that_does_not_answer_holds_up_no_move(tmp_path: Path) -> None:
+    expected = undisturbed()
+    training = half_way(tmp_path)
+    before, gate = training.bits(), threading.Event()
+    store: Any = training.optimizer._binding.store  # type: ignore[union-attr]
+    store._reads._deadline = 0.05
+
+    class Stalled(System):
+        def read(self, fd: int, buffer: memoryview, offset: int) -> int:
+            gate.wait(20)
+            return super().read(fd, buffer, offset)
+
+    with system(Stalled()):
+        for _ in range(2):
+            with pytest.raises(OffloadError, match="does not answer"):
+                training.optimizer.offload("cpu")
+        with pytest.raises(OffloadError, match="does not answer"):
+            store.close()
+    store._reads._deadline = 20
+    gate.set()
+    assert training.bits() == before
     for act in training.acts[3:]:
         act()
     assert training.bits() == expected[-1]

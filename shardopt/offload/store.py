@@ -45,14 +45,12 @@ class Home(Protocol):
         is_final: as its store's: an update of what rests here cannot be taken back.
         device: where the kernels run that update it.
         is_apart: whether that is in host memory, and params are not.
-        knows_params: to be unset when others than an update wrote the shard's params, of which there may be a copy.
     """
 
     tier: str
     is_final: bool
     device: torch.device
     is_apart: bool
-    knows_params: bool
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -83,6 +81,13 @@ class Home(Protocol):
             OffloadError: what was kept cannot be read, or is not what was written.
         """
 
+    def read_into(self, name: str, start: int, into: torch.Tensor) -> None:
+        """Copies items from element ``start`` on to a 1D tensor of their dtype, as many as it has.
+
+        Raises:
+            OffloadError: as ``read``; it holds anything.
+        """
+
     def write(self, name: str, start: int, values: torch.Tensor) -> None:
         """Sets items from element ``start`` on; outside of ``begin`` and ``commit`` all of them or none.
 
@@ -108,6 +113,7 @@ class Chunk:
     # 1D [stop - start]: the shard's params, which the update writes; None: one of the streams
     param: torch.Tensor | None
     gradients: tuple[torch.Tensor, ...] = ()  # each 1D: those that are not where the update runs, for it to be brought
+    written: tuple[slice, ...] = ()  # elements of the chunk whose params a home that is apart takes back
     reads_param: bool = True  # whether the update begins with the params: no master in the streams is all of them
 
 
@@ -200,7 +206,6 @@ class ResidentHome:
 
     is_final = True
     is_apart = False
-    knows_params = True
 
     def __init__(self, numel: int, zeros: Callable[[int, torch.dtype], torch.Tensor], tier: str, device: torch.device):
         self._numel, self._zeros, self.tier, self.device = numel, zeros, tier, device
@@ -229,6 +234,9 @@ class ResidentHome:
     def read(self, name: str, start: int, stop: int) -> torch.Tensor:
         plane = self.planes[name]
         return self.streams[name][start // plane.grain : plane.items(stop)]
+
+    def read_into(self, name: str, start: int, into: torch.Tensor) -> None:
+        into.copy_(self.read(name, start, start + into.numel() * self.planes[name].grain))
 
     def write(self, name: str, start: int, values: torch.Tensor) -> None:
         first = start // self.planes[name].grain
