@@ -75,9 +75,7 @@ class Work(NamedTuple):
 
     def _task(self, chunk: Chunk) -> Task:
         apart = chunk.home.is_apart
-        runs = [
-            None if launch.at_rest == apart else _runs(launch, chunk.start, chunk.stop) for launch in self.launches
-        ]
+        runs = [None if launch.at_rest == apart else _runs(launch, chunk.start, chunk.stop) for launch in self.launches]
         moved = tuple(run.values for each in runs if each is not None for run in each)
         written = self._written(chunk) if apart else ()
         return Task(replace(chunk, gradients=moved, written=written), self.launches, runs)
