@@ -165,7 +165,7 @@ def test_a_step_does_not_wait_for_params_on_their_way_up(tmp_path: Path) -> None
         with as_on_a_gpu(Watched):
             params, optimizer = make(ShardedAdamW, offload, torch.bfloat16)
             advance(params, optimizer, range(3))
-            (lanes,) = made
+            (lanes,) = [each for each in made if each.last]  # sums of gradients would have lanes of their own
             assert lanes.uploads and not lanes.last["in"].is_over
             made.clear()
             optimizer.close()
