@@ -1,12 +1,13 @@
 """Masters and states move to another tier between two steps: on all ranks or on none."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from .agreement import View, agree
 from .binding import Binding
 from .errors import OffloadError
 from .offload.host import HostHome
+from .offload.pipeline import SLOTS
 from .offload.store import Home, ResidentHome, Store
 from .partition.room import return_free_pages
 from .shard import Shard
@@ -57,14 +58,23 @@ def _copy(binding: Binding, store: Store, homes: list[Home]) -> None:
 
 def _copy_streams(shard: Shard, new: Home) -> None:
     old = shard.home
-    bounds = max(old.chunks(), new.chunks(), key=len)
+    bounds = [(0, shard.numel)]
     if isinstance(old, ResidentHome) and isinstance(new, ResidentHome):
         if not (isinstance(old, HostHome) or isinstance(new, HostHome)):
             new.streams.update(old.streams)  # it stays where it is
             new.planes.update(old.planes)
             return
-        bounds = [(0, shard.numel)]
+    elif not (isinstance(old, ResidentHome) or isinstance(new, ResidentHome)):
+        bounds = _few_at_a_time(new.chunks())  # they pass through memory
     new.ensure(old.planes)
     for name in old.names:
         for start, stop in bounds:
-            new.write(name, start, old.read(name, start, stop))
+            if isinstance(new, ResidentHome):
+                old.read_into(name, start, new.read(name, start, stop))
+            else:
+                new.write(name, start, old.read(name, start, stop))
+
+
+def _few_at_a_time(chunks: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    runs = [chunks[first : first + SLOTS] for first in range(0, len(chunks), SLOTS)]
+    return [(run[0][0], run[-1][1]) for run in runs]

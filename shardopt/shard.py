@@ -365,8 +365,7 @@ class RestingSlice:
         return self._shard.home  # of this moment
 
     def read(self, into: torch.Tensor) -> None:
-        for start, stop in self._home.chunks():
-            into[start:stop] = self._home.read("param", start, stop)
+        self._home.read_into("param", 0, into)
 
     def write(self, values: torch.Tensor) -> None:
         """Nothing, where they are what is there: whoever looks at whole params seldom writes to them."""

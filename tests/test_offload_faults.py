@@ -321,7 +321,7 @@ def test_a_disk_that_does_not_answer_is_given_up_in_time(tmp_path: Path) -> None
     expected = undisturbed()
     training = half_way(tmp_path)
     store: Any = training.optimizer._binding.store  # type: ignore[union-attr]
-    store._pipeline._deadline = 0.05
+    store.pipeline._deadline = 0.05
     before, gate = training.bits(), threading.Event()
 
     class Stalled(System):
@@ -336,7 +336,7 @@ def test_a_disk_that_does_not_answer_is_given_up_in_time(tmp_path: Path) -> None
             assert training.bits() == before
         with pytest.raises(OffloadError, match="does not answer"):
             store.close()  # its descriptor could become another file's under the transfer
-    store._pipeline._deadline = 20
+    store.pipeline._deadline = 20
     gate.set()
     for act in training.acts[3:]:
         act()

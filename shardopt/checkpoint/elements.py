@@ -10,6 +10,10 @@ from ..partition.bucket import dense_strides, flattened, in_storage_order
 from ..shard import Shard
 from .manifest import CHUNK_BYTES
 
+# Read at a time, for elements that rest on a disk: its own chunks begin elsewhere, and one is read again wherever a
+# read ends in it. So many of them are in flight.
+READ_BYTES = 4 * CHUNK_BYTES
+
 
 class Elements(Protocol):
     """A row of elements that can be read and written in pieces; chunks are 1D and of the row's dtype."""
@@ -92,6 +96,7 @@ def same_order(shape: tuple[int, ...], one: tuple[int, ...], other: tuple[int, .
 
 def chunks_of(read: Callable[[int, int], torch.Tensor], numel: int, dtype: torch.dtype) -> Iterator[torch.Tensor]:
     """The elements as chunks on the host, 1D and contiguous, ``CHUNK_BYTES`` each but the last."""
-    step = CHUNK_BYTES // dtype.itemsize
+    step = READ_BYTES // dtype.itemsize
     for start in range(0, numel, step):
-        yield read(start, min(start + step, numel)).detach().cpu()
+        for chunk in read(start, min(start + step, numel)).split(CHUNK_BYTES // dtype.itemsize):
+            yield chunk.detach().cpu()

@@ -6,8 +6,7 @@ from dataclasses import replace
 import torch
 
 from ..partition.room import zeros
-from .elements import Flat
-from .manifest import CHUNK_BYTES
+from .elements import READ_BYTES, Flat
 from .plan_save import Piece
 
 _ALIGNMENT = 64
@@ -34,7 +33,7 @@ class Staging:
         copied, devices = [], set()
         for piece, start in zip(pieces, starts, strict=True):
             values = self._room[start : start + piece.nbytes].view(piece.tensor.dtype)
-            step = CHUNK_BYTES // piece.tensor.dtype.itemsize
+            step = READ_BYTES // piece.tensor.dtype.itemsize
             for first in range(0, piece.numel, step):
                 last = min(first + step, piece.numel)
                 source = piece.read(first, last)

@@ -5,14 +5,17 @@ on its disk. Params are updated where they lie, and kept until then to be put ba
 """
 
 import ctypes
+import threading
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
+from ..errors import OffloadError
 from .checksum import compile_checksum
 from .file_io import PAGE, Part, padded
 from .ownership import OwnedFile
@@ -30,6 +33,24 @@ class _Stream(NamedTuple):
     offset: int
     pitch: int  # bytes from one chunk to the next
     stride: int  # bytes from the first copy to the second
+
+
+class _Span(NamedTuple):
+    """What of a segment is read or written."""
+
+    segment: Segment
+    dtype: torch.dtype
+    items: slice  # of the segment
+    is_whole: bool  # whether these are all of it
+    values: torch.Tensor  # 1D, in memory
+
+
+def _take(span: _Span, part: Part) -> None:
+    span.values.copy_(part.items(span.dtype, span.items.stop)[span.items.start :])
+
+
+def _put(span: _Span, part: Part) -> None:
+    part.items(span.dtype, span.items.stop)[span.items.start :].copy_(span.values)
 
 
 class DiskHome:
@@ -99,38 +120,40 @@ class DiskHome:
         plane = self._streams[name].plane
         return part.items(plane.dtype, plane.items(elements))
 
-    def _covering(self, start: int, stop: int) -> Iterable[tuple[int, int, int]]:
-        """(first element of a segment, from, to) within it, for every segment that [start, stop) touches."""
-        for first in range(start // self._chunk_numel * self._chunk_numel, stop, self._chunk_numel):
-            yield first, max(start - first, 0), min(stop - first, self._chunk_numel)
-
     def read(self, name: str, start: int, stop: int) -> torch.Tensor:
         plane = self._streams[name].plane
-        values = torch.empty(plane.items(stop) - start // plane.grain, dtype=plane.dtype)
-        taken = 0
-        for first, low, high in self._covering(start, stop):
-            segment = self.segment(name, first)
-            with self._segments.scratch(segment) as part:
-                self._segments.load(segment, part)
-                items = self.items(name, part, high)[low // plane.grain :]
-                values[taken : taken + items.numel()] = items
-                taken += items.numel()
-        return values
+        into = torch.empty(plane.items(stop) - start // plane.grain, dtype=plane.dtype)
+        self.read_into(name, start, into)
+        return into
+
+    def read_into(self, name: str, start: int, into: torch.Tensor) -> None:
+        spans = self._spans(name, start, into)
+        turns = [Turn([each.segment.nbytes], [self._segments.loader(each.segment)], ()) for each in spans]
+        with self._store.reading() as pipeline:
+            pipeline.sweep(turns, [partial(_take, each) for each in spans])
 
     def write(self, name: str, start: int, values: torch.Tensor) -> None:
-        plane = self._streams[name].plane
-        stop = min(start + values.numel() * plane.grain, self._numel)
-        taken = 0
+        spans = self._spans(name, start, values)
         with self._store.together():
-            for first, low, high in self._covering(start, stop):
-                segment = self.segment(name, first)
-                with self._segments.scratch(segment) as part:
-                    if low or first + high < min(first + self._chunk_numel, self._numel):
-                        self._segments.load(segment, part)
-                    items = self.items(name, part, high)[low // plane.grain :]
-                    items.copy_(values[taken : taken + items.numel()])
-                    taken += items.numel()
-                    self._segments.save(segment, part)
+            turns = []
+            for each in spans:
+                before = () if each.is_whole else (self._segments.loader(each.segment),)
+                turns.append(Turn([each.segment.nbytes], before, [self._segments.writer(each.segment)]))
+            self._store.pipeline.sweep(turns, [partial(_put, each) for each in spans])
+
+    def _spans(self, name: str, start: int, values: torch.Tensor) -> list["_Span"]:
+        """Where items from element ``start`` on lie."""
+        plane = self._streams[name].plane
+        stop, taken, spans = min(start + values.numel() * plane.grain, self._numel), 0, []
+        for first in range(start // self._chunk_numel * self._chunk_numel, stop, self._chunk_numel):
+            last = min(first + self._chunk_numel, self._numel)
+            low, high = max(start - first, 0), min(stop, last) - first
+            items = slice(low // plane.grain, plane.items(high))
+            is_whole = not low and first + high == last
+            here = values[taken : taken + items.stop - items.start]
+            spans.append(_Span(self.segment(name, first), plane.dtype, items, is_whole, here))
+            taken += here.numel()
+        return spans
 
     def renew(self, zeroed: Collection[str]) -> None:
         with self._store.together():
@@ -165,8 +188,9 @@ class DiskStore:
         self.chunk_bytes = padded(max(chunk_bytes, PAGE))
         self._owned = OwnedFile(root)
         self._file = self._owned.file
-        self.segments = Segments(self._owned, self.chunk_bytes)
-        self._pipeline = Pipeline(deadline)
+        self.segments = Segments(self._owned)
+        self.pipeline = Pipeline(deadline)  # of steps, and of what is written
+        self._reads, self._reading, self._deadline = Pipeline(deadline), threading.Lock(), deadline
         self._turns: dict[Chunk, Turn] = {}
         self._fetched: list[Chunk] = []  # whose params may have been updated
         self._homes: weakref.WeakSet[DiskHome] = weakref.WeakSet()
@@ -180,7 +204,7 @@ class DiskStore:
 
     def prefetch(self, chunks: Sequence[Chunk]) -> None:
         self._turns = {chunk: self._turn(chunk) for chunk in chunks if chunk.names}
-        self._pipeline.prefetch(list(self._turns.values()))
+        self.pipeline.prefetch(list(self._turns.values()))
 
     def _turn(self, chunk: Chunk) -> Turn:
         home = chunk.home
@@ -191,7 +215,7 @@ class DiskStore:
         )
 
     def fetch(self, chunk: Chunk) -> Fetched:
-        parts = self._pipeline.fetch(self._turns[chunk]) if chunk.names else []
+        parts = self.pipeline.fetch(self._turns[chunk]) if chunk.names else []
         if chunk.param is not None:
             _copy(_kept(chunk), chunk.param)
             self._fetched.append(chunk)
@@ -203,10 +227,10 @@ class DiskStore:
 
     def write_back(self, chunk: Chunk) -> None:
         if chunk.names:
-            self._pipeline.write_back(self._turns.pop(chunk))
+            self.pipeline.write_back(self._turns.pop(chunk))
 
     def flush(self) -> None:
-        self._pipeline.flush()
+        self.pipeline.flush()
         self._file.sync()
 
     # -- what belongs together -------------------------------------------------------------------------------------
@@ -217,7 +241,7 @@ class DiskStore:
             OffloadError: transfers of an earlier step do not end, or this is a fork of the process that made the store.
         """
         self._owned.check_process()
-        self._pipeline.settle()
+        self.pipeline.settle()
         self.segments.begin()
 
     def commit(self) -> None:
@@ -230,7 +254,7 @@ class DiskStore:
             assert chunk.param is not None
             _copy(chunk.param, _kept(chunk))
         self._turns, self._fetched = {}, []
-        self._pipeline.abandon()
+        self.pipeline.abandon()
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -247,13 +271,32 @@ class DiskStore:
             raise
         self.commit()
 
+    @contextmanager
+    def reading(self) -> Iterator[Pipeline]:
+        """For what is read beside a step: by one thread at a time, of which one answers to other ranks.
+
+        Raises:
+            OffloadError: another one does not come to an end.
+        """
+        if not self._reading.acquire(timeout=self._deadline):
+            raise OffloadError(
+                f"waited {self._deadline:g} s for another thread that reads {self._file.name}: the disk does not "
+                "answer. Nothing was changed; make the call again once it does."
+            )
+        try:
+            yield self._reads
+        finally:
+            self._reading.release()
+
     @property
     def buffer_bytes(self) -> Mapping[str, int]:
         kept = sum(home.kept_bytes for home in self._homes)
-        return {"host": kept + self._pipeline.buffer_bytes + self.segments.scratch_bytes}
+        return {"host": kept + self.pipeline.buffer_bytes + self._reads.buffer_bytes}
 
     def close(self) -> None:
-        self._pipeline.close()
+        with self.reading() as reads:
+            reads.close()
+        self.pipeline.close()
         self._owned.close()
 
 

@@ -32,9 +32,9 @@ class Turn:
     """One chunk's way.
 
     Args:
-        sizes: bytes of each of its transfers, whole pages.
-        reads: fill their part of the slot.
-        writes: take it away.
+        sizes: bytes of each of its parts, whole pages.
+        reads: fill their part of the slot; none where it is not read.
+        writes: take it away; none where it is not written.
     """
 
     def __init__(self, sizes: Sequence[int], reads: Sequence[Move], writes: Sequence[Move]):
@@ -46,8 +46,7 @@ class Turn:
 
 
 class Pipeline:
-    """Runs turns. One thread calls ``prefetch``, ``fetch``, ``write_back``, ``flush``, ``abandon`` and
-    ``settle``."""
+    """Runs turns. One thread at a time calls its methods."""
 
     def __init__(self, deadline: float):
         """``deadline`` of each wait, in seconds."""
@@ -89,6 +88,9 @@ class Pipeline:
     def _hand_over(self, turn: Turn, moves: Sequence[Move]) -> None:
         turn.left = len(moves)
         self._busy += len(moves)
+        if not moves:
+            self._end_phase(turn)
+            return
         for move, part in zip(moves, turn.parts, strict=True):
             self._pool.submit(self._run, turn, move, part)
 
@@ -132,6 +134,24 @@ class Pipeline:
         self._wait(lambda: not self._busy, "chunks to be written")
         self._raise_problem()
 
+    def sweep(self, turns: Sequence[Turn], acts: Sequence[Move]) -> None:
+        """Turns of one part from their reads to the end of their writes, and in between these on the calling thread.
+
+        Raises:
+            OffloadError: a transfer failed, or does not end: none is begun any more.
+        """
+        self.settle()
+        try:
+            self.prefetch(turns)
+            for turn, act in zip(turns, acts, strict=True):
+                (part,) = self.fetch(turn)
+                act(part)
+                self.write_back(turn)
+            self.flush()
+        except BaseException:
+            self.abandon()
+            raise
+
     def abandon(self) -> None:
         """Nothing more is begun, and what was read is dropped; ``settle`` waits for what still runs."""
         with self._changed:
@@ -157,8 +177,8 @@ class Pipeline:
         with self._changed:
             if not self._changed.wait_for(until, self._deadline):
                 raise OffloadError(
-                    f"waited {self._deadline:g} s for {what}: the disk does not answer. Nothing was changed; take the "
-                    "step again once it does."
+                    f"waited {self._deadline:g} s for {what}: the disk does not answer. Nothing was changed; make the "
+                    "call again once it does."
                 )
 
     def close(self) -> None:

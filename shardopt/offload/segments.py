@@ -9,15 +9,12 @@ New values go to the other copy; the table follows when all that belongs togethe
 file is worth nothing without the table: it dies with the process, and checkpoints are what lasts.
 """
 
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from typing import NamedTuple
 
 from ..errors import OffloadError
 from .checksum import checksum
-from .file_io import PAGE, Buffer, Part
+from .file_io import PAGE, Part
 from .ownership import OwnedFile
 from .pipeline import Move
 
@@ -46,17 +43,14 @@ Table = dict[Segment, Held | None]  # None, as what is not in it: zeros that wer
 class Segments:
     """Reads and writes segments of one file."""
 
-    def __init__(self, owned: OwnedFile, largest: int):
-        """``largest`` bytes of a segment."""
+    def __init__(self, owned: OwnedFile):
         self._owned = owned  # not closed while a transfer that nobody waits for any more still runs
-        self._file, self._largest = owned.file, largest
+        self._file = owned.file
         self._held: Table = {}
         self._pending: Table | None = None  # what was written since begin()
         self._end = PAGE  # of what is reserved
         self._ends: dict[int, int] = {}  # begin -> end of ranges in use
         self._free: dict[int, int] = {}  # end -> begin of ranges that were given back
-        self._scratch: Buffer | None = None
-        self._scratch_is_used = threading.Lock()
 
     # -- what belongs together -------------------------------------------------------------------------------------
 
@@ -88,30 +82,13 @@ class Segments:
         assert self._pending is not None
         return partial(self._write, segment, self._pending)
 
-    # -- one at a time ---------------------------------------------------------------------------------------------
+    # -- for all else -----------------------------------------------------------------------------------------------
 
-    @contextmanager
-    def scratch(self, segment: Segment) -> Iterator[Part]:
-        """Memory for it."""
+    def loader(self, segment: Segment) -> Move:
+        """What reads the values that were last written, also since ``begin``."""
         self._owned.check_process()
-        with self._scratch_is_used:
-            if self._scratch is None:
-                self._scratch = Buffer(self._largest)
-            (part,) = self._scratch.parts([segment.nbytes])
-            yield part
-
-    @property
-    def scratch_bytes(self) -> int:
-        return 0 if self._scratch is None else self._scratch.nbytes
-
-    def load(self, segment: Segment, part: Part) -> None:
-        """What was last written, also since ``begin``."""
         held = self._held.get(segment)
-        self._read(segment, held if self._pending is None else self._pending.get(segment, held), part)
-
-    def save(self, segment: Segment, part: Part) -> None:
-        assert self._pending is not None
-        self._write(segment, self._pending, part)
+        return partial(self._read, segment, held if self._pending is None else self._pending.get(segment, held))
 
     def forget(self, segment: Segment) -> None:
         """Zeros again."""

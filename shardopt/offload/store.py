@@ -83,6 +83,13 @@ class Home(Protocol):
             OffloadError: what was kept cannot be read, or is not what was written.
         """
 
+    def read_into(self, name: str, start: int, into: torch.Tensor) -> None:
+        """Copies items from element ``start`` on to a 1D tensor of their dtype, as many as it has.
+
+        Raises:
+            OffloadError: as ``read``; it holds anything.
+        """
+
     def write(self, name: str, start: int, values: torch.Tensor) -> None:
         """Sets items from element ``start`` on; outside of ``begin`` and ``commit`` all of them or none.
 
@@ -229,6 +236,9 @@ class ResidentHome:
     def read(self, name: str, start: int, stop: int) -> torch.Tensor:
         plane = self.planes[name]
         return self.streams[name][start // plane.grain : plane.items(stop)]
+
+    def read_into(self, name: str, start: int, into: torch.Tensor) -> None:
+        into.copy_(self.read(name, start, start + into.numel() * self.planes[name].grain))
 
     def write(self, name: str, start: int, values: torch.Tensor) -> None:
         first = start // self.planes[name].grain
