@@ -65,7 +65,7 @@ class Plain:
 
     def __init__(self, store: DiskStore, transfer: int):
         self._store, self._file = store, store.segments._file
-        slots = store._pipeline._free
+        slots = store.pipeline._free
         self._buffers = [part.memory for slot in slots for part in slot.parts([transfer] * (slot.nbytes // transfer))]
         assert len(self._buffers) >= max(DEPTHS)
         self.is_direct = self._file.is_direct

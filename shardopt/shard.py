@@ -170,12 +170,8 @@ class Shard:
             self.gathered = gatherer.add(self.bucket, RestingSlice(self))
         else:
             self.param = self._zeros().copy_(self.param)
-            self.gathered = gatherer.add(self.bucket, MemorySlice(self.param, self.params_were_written))
+            self.gathered = gatherer.add(self.bucket, MemorySlice(self.param))
         return self.gathered
-
-    def params_were_written(self) -> None:
-        """By others than an update."""
-        self.home.knows_params = False
 
     def spec(self, variant: Variant, grad: Format) -> StepSpec:
         """What updates this shard with gradients of this format."""
@@ -334,7 +330,6 @@ class Shard:
                 self.home.write(name, start, values)
             else:
                 self.param[start : start + values.numel()].copy_(values)
-                self.params_were_written()
             return
         format = self.format_of(name)
         if name == "master" and format is not FP32:

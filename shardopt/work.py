@@ -77,7 +77,20 @@ class Work(NamedTuple):
         if not chunk.home.is_apart:
             return Task(chunk, self.launches, ())
         runs = [_runs(launch, chunk.start, chunk.stop) for launch in self.launches]
-        return Task(replace(chunk, gradients=tuple(run.values for each in runs for run in each)), self.launches, runs)
+        gradients = tuple(run.values for each in runs for run in each)
+        return Task(replace(chunk, gradients=gradients, written=self._written(chunk)), self.launches, runs)
+
+    def _written(self, chunk: Chunk) -> tuple[slice, ...]:
+        """Elements of the chunk that are updated, and padding between them."""
+        found: list[slice] = []
+        for row in sorted(row for launch in self.launches for row in launch.ready):
+            piece = self.shard.pieces[row]
+            first, last = max(piece.shard_start, chunk.start), min(piece.shard_end, chunk.stop)
+            if first < last:
+                follows = found and first - chunk.start < found[-1].stop + BLOCK
+                start = found.pop().start if follows else first - chunk.start
+                found.append(slice(start, last - chunk.start))
+        return tuple(found)
 
 
 def works_of(binding: Binding, seen: Survey) -> list[Work]:

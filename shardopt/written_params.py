@@ -13,8 +13,6 @@ def follow_written_params(binding: Binding) -> None:
     """Masters follow params whose version moved: weights were loaded, clamped or averaged in place."""
     begin_averages(binding)
     written = [entry for entry in binding.entries.values() if entry.param._version != entry.version]
-    for entry in written:
-        entry.shard.params_were_written()
     # Halves of masters that were just loaded and fitted their params are those of these params.
     _refresh(
         binding,
@@ -37,8 +35,6 @@ def begin_averages(binding: Binding) -> None:
 
 def refresh_masters(binding: Binding) -> None:
     """All of them, whether their params are known to have been written or not."""
-    for shard in binding.shards:
-        shard.params_were_written()
     _refresh(binding, binding.entries.values())
 
 

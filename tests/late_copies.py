@@ -1,13 +1,14 @@
 """A GPU of CPU tensors: all that is copied to and from it is copied as late as the order that was asked for allows.
 
 An order that a store does not ask for is one that a GPU need not keep. So a copy is made when somebody waits for it,
-and what it will be written to is full of NaN until then.
+and what it will be written to is full of NaN until then. Kernels that wait make nothing known to the host: until it
+has waited itself, what a copy to the device comes from must stay as it was.
 """
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -25,26 +26,48 @@ class Later:
     copies: list[Copy]
     before: list["Later"]
     is_done: bool = False
+    is_over: bool = False  # the host knows that it has ended
 
-    def run(self) -> None:
-        if not self.is_done:
-            for each in self.before:
-                each.run()
-            for into, source in self.copies:
-                into.copy_(source)
-            self.is_done = True
+    def open(self) -> list["Later"]:
+        """It and all before it that the host does not know to have ended, these first."""
+        found: dict[Later, None] = {}
+        self._open(found, set())
+        return list(found)
+
+    def _open(self, found: dict["Later", None], seen: set["Later"]) -> None:
+        if self.is_over or self in seen:
+            return
+        seen.add(self)
+        for each in self.before:
+            each._open(found, seen)
+        found[self] = None
+
+
+class Upload(NamedTuple):
+    """What the device may read until the host knows that it has."""
+
+    by: Later
+    source: torch.Tensor
+    kept: torch.Tensor  # what it held when the copy was asked for
 
 
 @dataclass
 class AsLateAsAllowed:
-    """Two lanes in which nothing moves until it is waited for. Kernels are done when they return."""
+    """Two lanes in which nothing moves until it is waited for, and uploads go on until the host waits for them.
+
+    Kernels are done when they return.
+    """
 
     last: dict[str, Later] = field(default_factory=dict)
+    joined: list[Later] = field(default_factory=list)  # what kernels run behind
+    uploads: list[Upload] = field(default_factory=list)
 
-    def now(self) -> None:
-        return None
+    def now(self) -> Later:
+        self.joined = [each for each in self.joined if not each.is_over]
+        return Later([], list(self.joined), is_done=True)
 
     def _put(self, lane: str, copies: Sequence[Copy], behind: Later | None) -> Later:
+        self._check()
         before = [each for each in (self.last.get(lane), behind) if each is not None]
         self.last[lane] = Later(list(copies), before)
         return self.last[lane]
@@ -52,16 +75,51 @@ class AsLateAsAllowed:
     def bring(self, copies: Sequence[Copy], behind: Later | None) -> Later:
         for into, _ in copies:
             into.view(torch.uint8).fill_(0xFF) if behind is None or behind.is_done else None
-        return self._put("in", copies, behind)
+        mark = self._put("in", copies, behind)
+        self.uploads += [Upload(mark, source, source.clone()) for _, source in copies]
+        return mark
 
     def take(self, copies: Sequence[Copy], behind: Later | None) -> Later:
         return self._put("out", copies, behind)
 
+    def _check(self) -> None:
+        self.uploads = [each for each in self.uploads if not each.by.is_over]
+        for each in self.uploads:
+            now, then = each.source.view(torch.uint8), each.kept.view(torch.uint8)
+            assert torch.equal(now, then), "somebody wrote to the source of a copy that is still under way"
+
+    def _run(self, mark: Later) -> list[Later]:
+        self._check()
+        order = mark.open()
+        for each in order:
+            if not each.is_done:
+                for into, source in each.copies:
+                    into.copy_(source)
+                    self._allow(each, into)
+                each.is_done = True
+        return order
+
+    def _allow(self, by: Later, into: torch.Tensor) -> None:
+        """What a copy wrote to the sources of uploads that it is behind, or that are behind it."""
+        at, end, kept = into.data_ptr(), into.data_ptr() + into.nbytes, []
+        for each in self.uploads:
+            is_apart = each.source.data_ptr() >= end or each.source.data_ptr() + each.source.nbytes <= at
+            if not is_apart and each.by in by.open():
+                continue
+            if not is_apart and by in each.by.open():
+                each = each._replace(kept=each.source.clone())
+            kept.append(each)
+        self.uploads = kept
+
     def join(self, mark: Later | None) -> None:
         if mark is not None:
-            mark.run()
+            self._run(mark)
+            self.joined.append(mark)
 
-    settle = join
+    def settle(self, mark: Later | None) -> None:
+        if mark is not None:
+            for each in self._run(mark):
+                each.is_over, each.before = True, []
 
 
 @contextmanager

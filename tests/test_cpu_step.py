@@ -134,6 +134,44 @@ def test_params_without_a_whole_master_are_what_the_device_says(lanes: Any, tmp_
         assert [name for name, end in ends.items() if end != ends["still"]] == [], (dtype, master)
 
 
+@pytest.mark.parametrize("lanes", [AtOnce, AsLateAsAllowed])
+def test_params_that_get_no_gradient_are_let_alone(lanes: Any, tmp_path: Path) -> None:
+    """What is written to them through ``.data`` stays, in whatever chunk of others they lie."""
+    ends: dict[str, list[bytes]] = {}
+    for name, offload in ({"still": None} | ways(tmp_path)).items():
+        with nullcontext() if offload is None else as_on_a_gpu(lanes):
+            params = [Parameter(torch.linspace(-1, 1, n).to(torch.bfloat16)) for n in (300, 5, 256, 1, 2500, 0, 700)]
+            optimizer = ShardedAdamW(params, lr=1e-2, offload=offload, tuning=Tuning(chunk_bytes=CHUNK))
+            for step in range(8):
+                for index, param in enumerate(params):
+                    param.grad = torch.ones_like(param) if not step or index % 3 != step % 3 else None
+                    if param.grad is None:
+                        param.data.fill_(step)
+                optimizer.step()
+            ends[name] = bits(params, optimizer)
+            optimizer.close()
+    assert [name for name, end in ends.items() if end != ends["still"]] == []
+
+
+def test_a_step_does_not_wait_for_params_on_their_way_up(tmp_path: Path) -> None:
+    made: list[AsLateAsAllowed] = []
+
+    class Watched(AsLateAsAllowed):
+        def __init__(self) -> None:
+            super().__init__()
+            made.append(self)
+
+    for offload in (Offload(step="cpu"), Offload(tmp_path)):
+        with as_on_a_gpu(Watched):
+            params, optimizer = make(ShardedAdamW, offload, torch.bfloat16)
+            advance(params, optimizer, range(3))
+            (lanes,) = made
+            assert lanes.uploads and not lanes.last["in"].is_over
+            made.clear()
+            optimizer.close()
+            assert lanes.last["in"].is_over
+
+
 @pytest.mark.parametrize(("kind", "fault"), [each for each in FAULTS if each[1] in ("EIO", "ENOSPC", "flip")])
 def test_a_step_that_fails_leaves_params_on_the_device_as_they_were(kind: str, fault: str, tmp_path: Path) -> None:
     expected, calls = undisturbed(), 0
@@ -165,12 +203,12 @@ def test_only_gradients_come_down_and_only_params_go_up() -> None:
     tuning = Tuning(chunk_bytes=8 * CHUNK)
     with as_on_a_gpu(Counting):
         optimizer = ShardedAdamW(params, offload=Offload(step="cpu"), tuning=tuning)
-        for expected in (4 * numel, 2 * numel, 2 * numel):  # at first params come down as well
+        for used in (params, params[3:7], params[1:]):
             for param in params:
-                param.grad = torch.ones_like(param)
+                param.grad = torch.ones_like(param) if any(param is each for each in used) else None
             moved.update(down=0, up=0)
             optimizer.step()
-            assert moved == {"down": expected, "up": 2 * numel}
+            assert moved == {"down": 2 * 1024 * len(used), "up": 2 * 1024 * len(used)}
         memory = optimizer.memory()
     assert memory["master"] == {"host": 4 * numel} and memory["state"] == {"host": 8 * numel}
     assert memory["buffer"]["host"] <= 2 * numel + 3 * 8 * CHUNK // 2

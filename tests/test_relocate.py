@@ -108,12 +108,10 @@ def test_a_directory_takes_the_memory_away(tmp_path: Path) -> None:
     full = resident()
     optimizer.offload(tmp_path)
     away = resident()
-    buffers = sum(optimizer.memory()["buffer"].values())
     optimizer.reload()
     back = resident()
     states = 12 * 8 * MIB
-    assert buffers <= 4 * 4 * MIB  # as many transfers in flight
-    assert full - away > 0.9 * (states - buffers) and back - away > 0.9 * (states - buffers)
+    assert full - away > 0.9 * states and back - away > 0.9 * states
 
 
 def test_a_move_that_fails_has_not_happened(tmp_path: Path) -> None:

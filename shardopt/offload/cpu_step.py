@@ -7,8 +7,8 @@
     up                                | params 0    | params 1     into the params, which whoever reads them waits for
 
 For a bf16 param with fp32 masters and states that is 2 bytes down and 2 up, where streaming the states through the
-device takes 12 and 12. The update writes to a copy of this rank's params in host memory; what others wrote to the
-params comes down before the next one. Params that an update begins with (no fp32 master is kept) always come down.
+device takes 12 and 12. The update writes to a copy of this rank's params in host memory, of which only what it wrote
+goes up. Params that an update begins with (no fp32 master is kept) come down before it.
 
 Around a store of host memory or of a disk. A disk's updates count only when all ranks have voted, and so its params go
 up with the vote. Not measured on a GPU yet.
@@ -48,10 +48,8 @@ class CpuStepStore:
         """``rests`` fetches chunks into host memory."""
         self.tier, self.is_final = rests.tier, rests.is_final
         self._lanes, self._pages, self._rests = lanes, pages, rests
-        # This rank's params as they were after the last update, 1D in host memory, and where the chunks begin in which
-        # they are what the params are.
+        # Where updates write this rank's params, 1D in host memory.
         self._params: weakref.WeakKeyDictionary[Home, torch.Tensor] = weakref.WeakKeyDictionary()
-        self._known: weakref.WeakKeyDictionary[Home, set[int]] = weakref.WeakKeyDictionary()
         self._slots: list[torch.Tensor] = []
         self._waiting: deque[tuple[Chunk, Chunk]] = deque()
         self._behind: Mark = None  # what makes the gradients
@@ -66,15 +64,12 @@ class CpuStepStore:
 
     def step_here(self, home: Home) -> None:
         """Its updates run on the CPU from now on."""
-        home.device, home.is_apart, home.knows_params = torch.device("cpu"), True, False
+        home.device, home.is_apart = torch.device("cpu"), True
 
     # -- a step ----------------------------------------------------------------------------------------------------
 
     def prefetch(self, chunks: Sequence[Chunk]) -> None:
-        self.settle()
-        for home in {chunk.home for chunk in chunks if not chunk.home.knows_params}:
-            self._known[home] = set()
-            home.knows_params = True
+        self._end_turns()
         inside = [self._inside(chunk) for chunk in chunks]
         self._rests.prefetch(inside)
         self._make_slots(max((_slot_bytes(chunk) for chunk in chunks), default=0), len(chunks))
@@ -107,18 +102,13 @@ class CpuStepStore:
             gradients.append(slot[start : start + each.nbytes].view(each.dtype))
             start += _padded(each.nbytes)
         copies = [*map(Copy, gradients, chunk.gradients)]
-        if chunk.param is not None and inside.param is not None and self._must_come(chunk):
+        if chunk.param is not None and inside.param is not None and chunk.reads_param:
             copies.append(Copy(inside.param, chunk.param))
-            self._known[chunk.home].add(chunk.start)
         self._turns[chunk] = _Turn(inside, slot, gradients, self._lanes.take(copies, self._behind))
-
-    def _must_come(self, chunk: Chunk) -> bool:
-        # What is written through ``.data`` nobody notices. Masters do not follow it anywhere, but a param that is its
-        # own master would count on every other tier.
-        return chunk.reads_param or chunk.start not in self._known[chunk.home]
 
     def fetch(self, chunk: Chunk) -> Fetched:
         turn = self._turns[chunk]
+        # Gradients come behind kernels that run behind the last step's params: those are no longer on their way up.
         self._lanes.settle(turn.here)
         streams, param, _ = self._rests.fetch(turn.inside)
         return Fetched(streams, param, turn.gradients)
@@ -134,8 +124,9 @@ class CpuStepStore:
 
     def _send(self, chunk: Chunk, inside: Chunk) -> None:
         if chunk.param is not None and inside.param is not None:
+            copies = [Copy(chunk.param[each], inside.param[each]) for each in chunk.written]
             # Behind all that still reads the params; what is asked for from now on reads these.
-            self._sent = self._lanes.bring([Copy(chunk.param, inside.param)], self._lanes.now())
+            self._sent = self._lanes.bring(copies, self._lanes.now())
             self._lanes.join(self._sent)
 
     def flush(self) -> None:
@@ -154,12 +145,16 @@ class CpuStepStore:
         self._rests.roll_back()
         self._unsent = []
 
-    def settle(self) -> None:
-        """Until nothing is copied: params of the last step, and what a step that failed had asked for."""
+    def _end_turns(self) -> None:
+        """Until nothing is copied that a step which failed had asked for."""
         for turn in self._turns.values():
             self._lanes.settle(turn.here)
         self._turns = {}
         self._waiting.clear()
+
+    def settle(self) -> None:
+        """Until nothing is copied: also params of the last step."""
+        self._end_turns()
         if self._sent is not None:
             self._lanes.settle(self._sent)
             self._sent = None
@@ -175,7 +170,6 @@ class CpuStepStore:
         self.settle()
         self._pages.give_back([*self._params.values(), *self._slots])
         self._params.clear()
-        self._known.clear()
         self._slots = []
 
     def close(self) -> None:

@@ -60,7 +60,6 @@ class DiskHome:
     is_final = False
     device = torch.device("cpu")
     is_apart = False
-    knows_params = True
 
     def __init__(self, store: "DiskStore", numel: int, dtype: torch.dtype):
         self._store, self._segments, self._numel = store, store.segments, numel
@@ -295,8 +294,10 @@ class DiskStore:
 
     def close(self) -> None:
         with self.reading() as reads:
+            reads.abandon()
+            reads.settle()
+            self.pipeline.close()
             reads.close()
-        self.pipeline.close()
         self._owned.close()
 
 

@@ -137,10 +137,13 @@ class Pipeline:
     def sweep(self, turns: Sequence[Turn], acts: Sequence[Move]) -> None:
         """Turns of one part from their reads to the end of their writes, and in between these on the calling thread.
 
+        Slots that it makes go with it: states that only rest take no memory.
+
         Raises:
             OffloadError: a transfer failed, or does not end: none is begun any more.
         """
         self.settle()
+        had_slots = self._made > 0
         try:
             self.prefetch(turns)
             for turn, act in zip(turns, acts, strict=True):
@@ -151,14 +154,18 @@ class Pipeline:
         except BaseException:
             self.abandon()
             raise
+        if not had_slots:
+            self._drop_slots()
 
     def abandon(self) -> None:
         """Nothing more is begun, and what was read is dropped; ``settle`` waits for what still runs."""
         with self._changed:
             self._is_abandoned = True
             self._waiting.clear()
-            # Those of turns that were read and never written would not come back.
-            self._free, self._made, self._slot_bytes = [], 0, 0
+            self._drop_slots()  # those of turns that were read and never written would not come back
+
+    def _drop_slots(self) -> None:
+        self._free, self._made, self._slot_bytes = [], 0, 0
 
     def settle(self) -> None:
         """Until nothing runs that was abandoned.

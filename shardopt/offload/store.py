@@ -45,14 +45,12 @@ class Home(Protocol):
         is_final: as its store's: an update of what rests here cannot be taken back.
         device: where the kernels run that update it.
         is_apart: whether params and gradients are elsewhere, so that a chunk must say which gradients it needs.
-        knows_params: to be unset when others than an update wrote the shard's params, of which there may be a copy.
     """
 
     tier: str
     is_final: bool
     device: torch.device
     is_apart: bool
-    knows_params: bool
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -115,6 +113,7 @@ class Chunk:
     # 1D [stop - start]: the shard's params, which the update writes; None: one of the streams
     param: torch.Tensor | None
     gradients: tuple[torch.Tensor, ...] = ()  # each 1D: what a home that is apart brings to the update
+    written: tuple[slice, ...] = ()  # elements of the chunk whose params a home that is apart takes back
     reads_param: bool = True  # whether the update begins with the params: no master in the streams is all of them
 
 
@@ -207,7 +206,6 @@ class ResidentHome:
 
     is_final = True
     is_apart = False
-    knows_params = True
 
     def __init__(self, numel: int, zeros: Callable[[int, torch.dtype], torch.Tensor], tier: str, device: torch.device):
         self._numel, self._zeros, self.tier, self.device = numel, zeros, tier, device

@@ -37,8 +37,8 @@ class Slice(Protocol):
 class MemorySlice:
     """In memory of its own."""
 
-    def __init__(self, memory: torch.Tensor, was_written: Callable[[], None]):
-        self._memory, self._was_written = memory, was_written
+    def __init__(self, memory: torch.Tensor):
+        self._memory = memory
         self.memory: torch.Tensor | None = memory
 
     def read(self, into: torch.Tensor) -> None:
@@ -46,7 +46,6 @@ class MemorySlice:
 
     def write(self, values: torch.Tensor) -> None:
         self._memory.copy_(values)
-        self._was_written()
 
 
 @dataclass(eq=False)
