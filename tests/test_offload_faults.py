@@ -341,3 +341,29 @@ def test_a_disk_that_does_not_answer_is_given_up_in_time(tmp_path: Path) -> None
     for act in training.acts[3:]:
         act()
     assert training.bits() == expected[-1]
+
+
+def test_a_disk_that_does_not_answer_holds_up_no_move(tmp_path: Path) -> None:
+    expected = undisturbed()
+    training = half_way(tmp_path)
+    before, gate = training.bits(), threading.Event()
+    store: Any = training.optimizer._binding.store  # type: ignore[union-attr]
+    store._reads._deadline = 0.05
+
+    class Stalled(System):
+        def read(self, fd: int, buffer: memoryview, offset: int) -> int:
+            gate.wait(20)
+            return super().read(fd, buffer, offset)
+
+    with system(Stalled()):
+        for _ in range(2):
+            with pytest.raises(OffloadError, match="does not answer"):
+                training.optimizer.offload("cpu")
+        with pytest.raises(OffloadError, match="does not answer"):
+            store.close()
+    store._reads._deadline = 20
+    gate.set()
+    assert training.bits() == before
+    for act in training.acts[3:]:
+        act()
+    assert training.bits() == expected[-1]
