@@ -1,6 +1,5 @@
 """Released gradients: the bits of a training without, no gradient kept, a clear error for what comes too late."""
 
-import gc
 import io
 import itertools
 import math
@@ -9,6 +8,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 from unittest.mock import patch
+from weakref import WeakSet
 
 import modules
 import pytest
@@ -247,11 +247,9 @@ def layers(count: int = 16, width: int = 64) -> nn.Module:
 
 def keeps_no_gradient(stage: int) -> None:
     """Of gradients, their buffers and their sums, never more is there than a few buckets hold."""
-    gc.collect()  # an optimizer that another test left in mid-backward is one that this rank does not wait beside
     model = layers()
-    opt = ShardedAdamW(
-        model, **ADAMW, **SMALL, stage=stage, release_gradients=True, tuning=tuning(bucket_bytes=4 * 64 * 64)
-    )
+    tuned = tuning(bucket_bytes=4 * 64 * 64, timeout=120.0)
+    opt = ShardedAdamW(model, **ADAMW, **SMALL, stage=stage, release_gradients=True, tuning=tuned)
     numel, world = sum(param.numel() for param in model.parameters()), dist.get_world_size()
     bucket = 2 * 64 * 64  # elements
     made: dict[StorageWeakRef, int] = {}
@@ -268,8 +266,9 @@ def keeps_no_gradient(stage: int) -> None:
 
     for param in model.parameters():
         param.register_hook(note)
-    # Ranks of a busy machine that lose patience take more memory than was meant.
-    patient = patch.multiple(reducer_module, BYTES_UNDER_WAY=0, PATIENCE=60.0)
+    # More memory than was meant is taken by ranks of a busy machine that lose patience, and beside an optimizer that
+    # another test left in mid-backward.
+    patient = patch.multiple(reducer_module, BYTES_UNDER_WAY=0, PATIENCE=60.0, _REDUCERS=WeakSet())
     with patch.object(PassingBucket, "job", job), patient:
         for step in range(3):
             x = torch.randn(4, 64, generator=torch.Generator().manual_seed(step)).bfloat16()
