@@ -238,7 +238,7 @@ def _slots(buckets: Sequence[PlannedBucket], dtype: torch.dtype, ranks: int) -> 
 
 
 def _staging(buckets: Sequence[PlannedBucket], way: Way, tuning: Tuning) -> int:
-    """Bytes of memory that states on a disk take: slots, one transfer more, and params as before the step."""
+    """Bytes of memory that states on a disk take: slots, and params as before the step."""
     chunk_bytes = padded(max(tuning.chunk_bytes, PAGE))
     turns, slot = 0, 0
     for bucket in buckets:
@@ -249,7 +249,7 @@ def _staging(buckets: Sequence[PlannedBucket], way: Way, tuning: Tuning) -> int:
         slot = max(slot, sum(map(padded, planes)))
         turns += -(-shard // max(elements, 1)) * bool(planes)
     kept = sum(bucket.layout.shard_numel for bucket in buckets) * way.dtype.itemsize
-    return kept + min(SLOTS, turns) * slot + chunk_bytes
+    return kept + min(SLOTS, turns) * slot
 
 
 def _plane_bytes(format: Format, elements: int) -> list[int]:

@@ -88,7 +88,9 @@ def plans_are_what_is_held(kind: Any, keywords: dict[str, Any], ways: Sequence[W
             at_rest += plan(shapes, kind([torch.zeros(1)], **keywords), world, still, Options(tuning=TUNING)).bytes[
                 "buffer"
             ]["device"]
-        assert sum(sum(tiers.values()) for tiers in found.values()) == pytest.approx(at_rest, rel=0.02), str(way)
+        assert sum(sum(tiers.values()) for tiers in found.values()) == pytest.approx(at_rest, rel=0.02), (
+            f"{way}: {found}"
+        )
         kept = sum(map(need.on, TIERS)) - sum(sum(need.bytes[each].values()) for each in ("window", "buffer"))
         # A world of one has no DDP.
         a_param = formula_of(need, world) - (way.dtype.itemsize if world == 1 and not way.has_module else 0)

@@ -582,6 +582,11 @@ SURVIVORS = (0, 1)
 DOOMED = ((True, signal.SIGKILL), (True, signal.SIGSTOP), (False, signal.SIGKILL))  # neighbours, what happens
 
 
+def waits_and_limit(neighbours: bool, which: signal.Signals) -> tuple[float, float]:
+    """Of each wait, and of what a survivor may take: a neighbour's death is seen long before the deadline."""
+    return (20 * SOON, 10 * SOON) if neighbours and which == signal.SIGKILL else (4 * SOON, 10 * SOON)
+
+
 def live_or_die(rank: int, folder: str, pipe: connection.Connection) -> None:
     """Ranks 0 and 1 train with each of the others in turn, in groups of three; that one ends in mid-backward."""
     torch.set_num_threads(1)
@@ -594,7 +599,7 @@ def live_or_die(rank: int, folder: str, pipe: connection.Connection) -> None:
         if rank not in (*SURVIVORS, other):
             continue
         dist.barrier(groups[other])  # with the group's timeout: it is this one's turn
-        training = Training(2, neighbours, 2 * SOON, groups[other], **SMALL)
+        training = Training(2, neighbours, waits_and_limit(neighbours, which)[0], groups[other], **SMALL)
         training.opt.bind()
         before = held(training.opt)
         if rank == other:
@@ -621,7 +626,7 @@ def test_a_rank_that_dies_or_stalls() -> None:
                 for rank in SURVIVORS:
                     assert pipes[rank][0].poll(max(end - time.monotonic(), 0)), f"no answer of rank {rank}: {which}"
                     answers.append(pipes[rank][0].recv())
-                    limit = SOON if which == signal.SIGKILL and neighbours else 6 * SOON
+                    limit = waits_and_limit(neighbours, which)[1]
                     assert answers[-1].error == LOST and answers[-1].unchanged and answers[-1].seconds < limit, answers
                 # Over messages a rank can only name the one that it waited for, which may have waited for another.
                 named = ["rank 2" in each.message for each in answers]
