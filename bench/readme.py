@@ -126,8 +126,8 @@ def numbers() -> str:
             f"part {interval(over['update'])}.",
             "",
             f"**The disk.** A step of {disk['elements'] / 2**20:.0f}M params with master and states in a file moves "
-            f"{interval(disk['step GB/s'])} GB/s, {interval(disk['of plain'])} of what plain direct I/O through the same memory reaches at its "
-            f"best. Saving a checkpoint of {checkpoint['bytes'] / 1e6:.0f} MB runs at "
+            f"{interval(disk['step GB/s'])} GB/s, {interval(disk['of plain'])} of what plain direct I/O through the "
+            f"same memory reaches at its best. Saving a checkpoint of {checkpoint['bytes'] / 1e6:.0f} MB runs at "
             f"{interval(checkpoint['of disk'])} of a plain write of the same bytes; an asynchronous one "
             f"blocks training for {interval(checkpoint['blocking part of a copy'])} of one copy in memory.",
             "",
