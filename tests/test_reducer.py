@@ -587,6 +587,11 @@ def waits_and_limit(neighbours: bool, which: signal.Signals) -> tuple[float, flo
     return (20 * SOON, 10 * SOON) if neighbours and which == signal.SIGKILL else (4 * SOON, 10 * SOON)
 
 
+def ends(which: signal.Signals) -> None:
+    time.sleep(SOON)  # the others have left the messages of the binding, which die with their sender, and wait
+    os.kill(os.getpid(), which)
+
+
 def live_or_die(rank: int, folder: str, pipe: connection.Connection) -> None:
     """Ranks 0 and 1 train with each of the others in turn, in groups of three; that one ends in mid-backward."""
     torch.set_num_threads(1)
@@ -603,7 +608,7 @@ def live_or_die(rank: int, folder: str, pipe: connection.Connection) -> None:
         training.opt.bind()
         before = held(training.opt)
         if rank == other:
-            training.model.links[4].weight.register_hook(lambda _, which=which: os.kill(os.getpid(), which))
+            training.model.links[4].weight.register_hook(lambda _, which=which: ends(which))
         error, message, seconds = outcome(lambda training=training: training.step(0))
         pipe.send(Outcome(error, message, seconds, before == held(training.opt), ""))
 
