@@ -42,7 +42,7 @@ run() {
 }
 
 gpt=(--layers 12 --width 1024 --heads 16 --vocab 32768 --batch 4 --context 512)
-run tests 115 "$python" -m pytest -q -m gpu tests/test_gpu.py
+run tests 115 "$python" -m pytest -q -m gpu tests/kernels/test_gpu.py
 run kernels 85 "$python" bench/kernels.py --device cuda --out "$out"
 engines=(--engines ddp shardopt-1 module-0 module-1 module-2 module-2-cpu module-3 fsdp2)
 run train-fp32 65 "$python" bench/train.py --device cuda --dtype fp32 --rounds 10 "${engines[@]}" "${gpt[@]}" --out "$out"

@@ -2,14 +2,16 @@
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
-import torch
-from ranks import Pool
 
-if not torch.cuda.is_available():
-    # Read when Triton is imported: its kernels then run in the interpreter.
-    os.environ.setdefault("TRITON_INTERPRET", "1")
+# Processes that tests start, the fork server first of all, find ``shardopt`` and ``tests`` in this checkout.
+_ROOT = str(Path(__file__).parents[1])
+os.environ["PYTHONPATH"] = os.pathsep.join([_ROOT, *filter(None, [os.environ.get("PYTHONPATH")])])
+
+from tests.support import preload  # noqa: E402, F401
+from tests.support.ranks import Pool  # noqa: E402
 
 
 @pytest.fixture(scope="session")

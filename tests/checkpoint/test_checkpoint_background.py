@@ -1,0 +1,151 @@
+"""Asynchronous saves: the values of the call, whatever training does next; errors reach whoever waits."""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import shardopt
+from shardopt import CheckpointError
+from shardopt.checkpoint import files
+from shardopt.checkpoint.inspect import verify
+from shardopt.checkpoint.model import unwrapped
+from shardopt.checkpoint.save import _BACKGROUNDS
+from tests.support.checkpoints import build, facts, save, train
+from tests.support.ranks import Pool
+from tests.support.training import raises
+
+
+@contextmanager
+def slow_disk(seconds: float) -> Any:
+    real = files.write
+
+    def write(file: int, data: memoryview) -> None:
+        time.sleep(seconds)
+        real(file, data)
+
+    with patch.object(files, "write", write):
+        yield
+
+
+def at_the_moment_of_the_call(root: Path, stage: int) -> None:
+    model, optimizer = build(stage)
+    train(model, optimizer, range(2))
+    expected = facts(model, optimizer)
+    noise = torch.ones(3)
+    with slow_disk(0.005):
+        saving = shardopt.save_checkpoint(root, model, optimizer, extra={"noise": noise}, asynchronous=True)
+        assert not saving.done
+        noise.zero_()
+        optimizer.param_groups[0]["lr"] = 9.0
+        train(model, optimizer, range(2, 5))
+        with torch.no_grad():
+            for buffer in model.buffers():
+                buffer.zero_()
+        assert not saving.done, "the disk was too fast to show anything"
+        path = saving.wait()
+    assert path == saving.path and path.is_dir() and not verify(path)
+    found = shardopt.load_checkpoint(root, model, optimizer)
+    assert torch.equal(found["noise"], torch.ones(3))
+    assert facts(model, optimizer) == expected
+    room = _BACKGROUNDS[unwrapped(model)].staging._room
+    second = shardopt.save_checkpoint(root, model, optimizer, asynchronous=True, keep=2)
+    third = shardopt.save_checkpoint(root, model, optimizer, asynchronous=True, keep=2)  # waits for the second
+    assert second.done and second.wait().is_dir()
+    third.wait()
+    assert _BACKGROUNDS[unwrapped(model)].staging._room is room
+    dist.barrier()
+    assert len(os.listdir(root)) == 3
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_values_are_those_of_the_call_while_all_ranks_train_on(ranks: Pool, tmp_path: Path, stage: int) -> None:
+    ranks.run(at_the_moment_of_the_call, tmp_path, stage, world=2)
+
+
+def one_cannot_write(root: Path, failing: int, asynchronous: bool) -> None:
+    model, optimizer = build(2)
+    train(model, optimizer, range(1))
+    first = save(root, model, optimizer)
+    real = files.write
+
+    def write(file: int, data: memoryview) -> None:
+        if dist.get_rank() == failing and "safetensors" in os.readlink(f"/proc/self/fd/{file}"):
+            raise OSError(28, "No space left on device")
+        real(file, data)
+
+    with patch.object(files, "write", write), raises(CheckpointError, "No space left", "whole"):
+        save(root, model, optimizer, asynchronous=asynchronous, keep=1)
+    train(model, optimizer, range(1, 2))
+    dist.barrier()
+    assert (root / "latest").read_text().strip() == first.name and not verify(first)
+    save(root, model, optimizer, keep=1)
+    assert len(os.listdir(root)) == 2
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_rank_that_cannot_write_stops_all(ranks: Pool, tmp_path: Path, asynchronous: bool) -> None:
+    for failing in (0, 1):
+        ranks.run(one_cannot_write, tmp_path / str(failing), failing, asynchronous, world=2)
+
+
+def one_is_silent(root: Path) -> None:
+    """Rank 1 never comes to its end: rank 0 gives up within the deadline."""
+    model, optimizer = build(1)
+    train(model, optimizer, range(1))
+    real: Callable[..., Any] = shardopt.checkpoint.write.Run._write
+
+    def stuck(run: Any) -> Any:
+        if dist.get_rank() == 1:
+            time.sleep(6)
+        return real(run)
+
+    with patch.object(shardopt.checkpoint.write.Run, "_write", stuck):
+        saving = shardopt.save_checkpoint(root, model, optimizer, asynchronous=True)
+        start = time.monotonic()
+        with raises(CheckpointError, "nothing has grown" if dist.get_rank() == 0 else ""):
+            saving.wait()
+        assert time.monotonic() - start < 15
+
+
+def test_a_rank_that_never_ends_is_not_awaited_for_ever(ranks: Pool, tmp_path: Path) -> None:
+    ranks.run(one_is_silent_within_3_seconds, tmp_path, world=2)
+
+
+def one_is_silent_within_3_seconds(root: Path) -> None:
+    with patch.object(shardopt.partition.collectives.Ranks, "seconds", 3.0):
+        one_is_silent(root)
+
+
+def test_errors_that_nobody_waited_for_are_told_at_the_next_save(tmp_path: Path) -> None:
+    model, optimizer = build(0)
+    with patch.object(files, "write", lambda *_: 1 / 0):
+        saving = shardopt.save_checkpoint(tmp_path, model, optimizer, asynchronous=True)
+        while not saving.done:
+            time.sleep(0.01)
+    with pytest.warns(UserWarning, match="wait"):
+        save(tmp_path, model, optimizer)
+    with raises(CheckpointError, "ZeroDivisionError"):
+        saving.wait()
+    assert "failed" in repr(saving)
+
+
+def test_a_process_that_ends_finishes_its_checkpoint(tmp_path: Path) -> None:
+    script = f"""
+import torch, shardopt
+model = torch.nn.Linear(1000, 1000)
+optimizer = shardopt.ShardedAdamW(model)
+shardopt.save_checkpoint({str(tmp_path)!r}, model, optimizer, asynchronous=True)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0 and not done.stderr, done.stderr
+    assert not verify(shardopt.checkpoint.publish.find(tmp_path))

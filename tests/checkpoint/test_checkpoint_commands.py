@@ -1,0 +1,105 @@
+"""The command line, and files that the safetensors library and torch read."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors
+import safetensors.torch
+import torch
+
+from shardopt.__main__ import main
+from tests.support.checkpoints import build, save, train
+from tests.support.ranks import Pool
+
+
+def trained(root: Path, stage: int) -> Any:
+    """Two steps, saved; what the exports must hold, from rank 0."""
+    model, optimizer = build(stage)
+    train(model, optimizer, range(2))
+    path = save(root, model, optimizer, extra={"epoch": 3, "noise": torch.ones(2)})
+    optimizer.consolidate_state_dict(to=0)
+    with optimizer.unsharded():
+        weights = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
+    weights |= {name: tensor for name, tensor in model.named_buffers() if name != "scratch"}
+    return path, weights, optimizer.state_dict() if torch.distributed.get_rank() == 0 else {}
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    flat = one.contiguous().reshape(-1), other.contiguous().reshape(-1)
+    return one.shape == other.shape and one.dtype is other.dtype and torch.equal(*(x.view(torch.uint8) for x in flat))
+
+
+def test_exports_and_files_are_read_by_torch_and_safetensors(
+    ranks: Pool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, weights, states = ranks.run(trained, tmp_path / "runs", 3, world=2)[0]
+    for name in ("rank-00000.safetensors", "rank-00001.safetensors"):
+        with safetensors.safe_open(path / name, "pt") as file:
+            assert file.metadata()["rank"] == str(int(name[5:10]))
+            for key in file.keys():  # noqa: SIM118 (no mapping)
+                tensor = file.get_tensor(key)
+                section, _, kind = key.partition("/")
+                if section == "buffers":
+                    assert same_bits(tensor, weights[kind.split("/")[0]]), key
+
+    assert main(["export", str(tmp_path / "runs"), "--to", "safetensors", str(tmp_path / "w.safetensors")]) == 0
+    exported = safetensors.torch.load_file(tmp_path / "w.safetensors")
+    assert set(exported) == set(weights)
+    for index, name in enumerate(weights):
+        if weights[name].dtype is torch.bfloat16:
+            number = next(
+                number
+                for number, each in states["state"].items()
+                if "master" in each and each["master"].shape == weights[name].shape
+            )
+            assert same_bits(exported[name], states["state"][number]["master"]), (index, name)
+        else:
+            assert same_bits(exported[name], weights[name]), name
+
+    assert main(["export", str(path), "--to", "torch", str(tmp_path / "opt.pt")]) == 0
+    loaded = torch.load(tmp_path / "opt.pt", weights_only=True)
+    assert loaded["param_groups"] == states["param_groups"]
+    assert loaded["state"].keys() == states["state"].keys()
+    for number, state in states["state"].items():
+        assert loaded["state"][number].keys() == state.keys()
+        for key, value in state.items():
+            assert same_bits(loaded["state"][number][key], value), (number, key)
+    params = [torch.nn.Parameter(torch.zeros_like(state["exp_avg"])) for state in states["state"].values()]
+    fresh = torch.optim.AdamW([{"params": params[:4]}, {"params": params[4:]}], amsgrad=True)
+    fresh.load_state_dict(loaded)
+    assert fresh.param_groups[0]["lr"] == 0.01 and not list(tmp_path.glob("*.part-*"))
+
+    capsys.readouterr()
+    assert main(["inspect", str(tmp_path / "runs")]) == 0
+    table = capsys.readouterr().out
+    assert "step 2, written by 2 rank(s)" in table and "adam" in table
+    assert any("cells.4.weight" in line and "exp_avg_sq" in line and "[24, 24]" in line for line in table.splitlines())
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify", "export"])
+def test_each_command_tells_what_it_does(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main([command, "--help"])
+    told = capsys.readouterr().out
+    assert "DIR" in told and len(told) > 300
+
+
+def test_verify_names_what_is_damaged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model, optimizer = build(1)
+    train(model, optimizer, range(1))
+    first = save(tmp_path, model, optimizer)
+    second = save(tmp_path, model, optimizer)
+    assert main(["verify", str(tmp_path), "--all"]) == 0
+    assert capsys.readouterr().out.count("whole") == 2
+    file = first / "rank-00000.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    assert main(["verify", str(tmp_path)]) == 0
+    assert main(["verify", str(first)]) == 1
+    assert main(["verify", str(tmp_path), "--all"]) == 1
+    told = capsys.readouterr().out
+    assert "rank-00000.safetensors" in told and "elements [" in told and second.name in told
+    assert main(["verify", str(tmp_path / "nothing")]) == 1
+    assert "no directory" in capsys.readouterr().err

@@ -1,0 +1,418 @@
+"""DeepSpeed configs: every key mapped, checked or named; a training from one, saved and resumed."""
+
+import io
+import json
+import math
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import shardopt
+from shardopt import Offload, ShardoptError, from_deepspeed_config
+from shardopt.loss_scaler import LossScale, LossScaler
+from tests.support.ranks import Pool
+from tests.support.training import Net, loss_of, raises
+
+# As in DeepSpeed's documentation of ZeRO-3 with offload.
+DOCUMENTED: dict[str, Any] = {
+    "train_batch_size": 16,
+    "train_micro_batch_size_per_gpu": 4,
+    "gradient_accumulation_steps": 2,
+    "steps_per_print": 10,
+    "wall_clock_breakdown": False,
+    "zero_allow_untested_optimizer": True,
+    "gradient_clipping": 0.5,
+    "optimizer": {
+        "type": "AdamW",
+        "params": {"lr": 0.01, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1},
+    },
+    "scheduler": {
+        "type": "WarmupDecayLR",
+        "params": {"warmup_min_lr": 0.001, "warmup_max_lr": 0.01, "warmup_num_steps": 3, "total_num_steps": 10},
+    },
+    "fp16": {
+        "enabled": True,
+        "loss_scale": 0,
+        "initial_scale_power": 16,
+        "loss_scale_window": 4,
+        "hysteresis": 2,
+        "min_loss_scale": 1,
+    },
+    "zero_optimization": {
+        "stage": 3,
+        "offload_optimizer": {"device": "nvme", "nvme_path": "/local_nvme", "pin_memory": True, "ratio": 0.5},
+        "offload_param": {"device": "cpu", "pin_memory": True},
+        "overlap_comm": True,
+        "contiguous_gradients": True,
+        "sub_group_size": 1000000000,
+        "reduce_bucket_size": 500,
+        "allgather_bucket_size": 500,
+        "stage3_prefetch_bucket_size": 500,
+        "stage3_param_persistence_threshold": 100,
+        "stage3_max_live_parameters": 2000,
+        "stage3_max_reuse_distance": 2000,
+        "stage3_gather_16bit_weights_on_model_save": True,
+    },
+}
+
+
+NVME = {"device": "nvme", "nvme_path": "/a"}
+
+
+def changed(**sections: Any) -> dict[str, Any]:
+    """The documented config at one rank, with sections replaced (None: left out)."""
+    config = {**DOCUMENTED, "train_batch_size": 8, **sections}
+    return json.loads(json.dumps({key: value for key, value in config.items() if value is not None}))
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+# -- keys --------------------------------------------------------------------------------------------------------------
+
+
+def test_what_the_keys_become(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps(changed()))
+    module = Net()
+    with pytest.warns(UserWarning, match="change no result") as seen:
+        run = from_deepspeed_config(path, module)
+    assert len(seen) == 1
+    for name in ("sub_group_size", "allgather_bucket_size", "prefetch", "reuse"):
+        assert name in str(seen[0].message)
+    assert (
+        "offload" not in str(seen[0].message)
+        and "overlap_comm" not in str(seen[0].message)
+        and "steps_per_print" not in str(seen[0].message)
+    )
+    opt = run.optimizer
+    assert type(opt) is shardopt.ShardedAdamW and opt.options.module is module
+    assert (opt.options.stage, opt.options.max_grad_norm) == (3, 0.5)
+    assert opt.defaults["betas"] == (0.9, 0.95) and opt.defaults["weight_decay"] == 0.1
+    tuning = opt.options.tuning
+    assert (tuning.bucket_bytes, tuning.keep_below, tuning.live_bytes) == (1000, 100, 4000)
+    assert opt.options.offload == Offload("/local_nvme", params="cpu", fraction=0.5, pin_memory=True)
+    assert (run.accumulation_steps, run.micro_batch_size) == (2, 4)
+    assert run.scaler.is_enabled() and run.scaler.get_scale() == 65536
+    assert all(param.dtype is torch.float16 for param in module.parameters())
+
+
+@pytest.mark.parametrize(
+    ("section", "expected", "warned"),
+    [
+        ({"stage": 2, "offload_optimizer": {"device": "cpu"}}, Offload("cpu"), ""),
+        ({"stage": 2, "offload_optimizer": {"device": "cpu", "pin_memory": False}}, Offload(pin_memory=False), ""),
+        ({"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.0}}, None, ""),
+        ({"stage": 3, "offload_optimizer": {"device": "none", "nvme_path": "/a"}}, None, ""),
+        ({"stage": 1, "cpu_offload": True, "cpu_offload_params": True}, Offload(), "below stage 3"),
+        ({"stage": 3, "offload_param": {"device": "cpu"}}, Offload(params="cpu"), "without offload_optimizer"),
+        (
+            {
+                "stage": 3,
+                **{name: {"device": "nvme", "nvme_path": "/a"} for name in ("offload_optimizer", "offload_param")},
+            },
+            Offload("/a", params="/a"),
+            "",
+        ),
+    ],
+)
+def test_offload(section: dict[str, Any], expected: Offload | None, warned: str) -> None:
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        run = from_deepspeed_config(changed(zero_optimization=section), Net())
+    assert run.optimizer.options.offload == expected
+    assert warned in "".join(str(each.message) for each in seen) and len(seen) == bool(warned)
+
+
+@pytest.mark.parametrize(
+    ("kind", "params", "expected", "defaults"),
+    [
+        ("Adam", {}, "ShardedAdamW", {"weight_decay": 0.0, "lr": 1e-3}),
+        ("Adam", {"adam_w_mode": False, "weight_decay": 0.2}, "ShardedAdam", {"weight_decay": 0.2}),
+        ("AdamW", {"torch_adam": True}, "ShardedAdamW", {"weight_decay": 0.01}),
+        ("Lion", {"betas": [0.8, 0.9]}, "ShardedLion", {"betas": (0.8, 0.9), "lr": 1e-3}),
+        ("Adagrad", {"lr": 0.5}, "ShardedAdagrad", {"lr": 0.5}),
+        ("SGD", {"lr": 0.1, "momentum": 0.9}, "ShardedSGD", {"momentum": 0.9}),
+    ],
+)
+def test_optimizers(kind: str, params: dict[str, Any], expected: str, defaults: dict[str, Any]) -> None:
+    config = changed(optimizer={"type": kind, "params": params}, fp16=None, scheduler=None)
+    with quiet():
+        run = from_deepspeed_config(config, Net())
+    assert type(run.optimizer).__name__ == expected and run.scheduler is None and not run.scaler.is_enabled()
+    assert {key: run.optimizer.defaults[key] for key in defaults} == defaults
+
+
+def test_sums_of_gradients() -> None:
+    for kept in ("fp32", "bf16"):
+        with quiet():
+            run = from_deepspeed_config(
+                changed(fp16=None, bf16={"enabled": True}, data_types={"grad_accum_dtype": kept}), Net()
+            )
+        assert run.optimizer.options.gradient_format == kept
+
+
+def test_batch_sizes() -> None:
+    names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    for given, found in [
+        ((8, 4, 2), (4, 2)),
+        ((8, 4, None), (4, 2)),
+        ((8, None, 2), (4, 2)),
+        ((None, 4, 2), (4, 2)),
+        ((8, None, None), (8, 1)),
+        ((None, 4, None), (4, 1)),
+        (("auto", 4, 2), (4, 2)),
+        (("auto", "auto", 2), (None, 2)),
+    ]:
+        with quiet():
+            run = from_deepspeed_config(changed(**dict(zip(names, given, strict=True))), Net())
+        assert (run.micro_batch_size, run.accumulation_steps) == found, given
+    for wrong in ((9, 4, 2), (7, None, 2), (8, 4, 4)):
+        with pytest.raises(ShardoptError, match="train_batch_size"), quiet():
+            from_deepspeed_config(changed(**dict(zip(names, wrong, strict=True))), Net())
+
+
+def test_auto() -> None:
+    module = Net()
+    zero = {"stage": 3, "reduce_bucket_size": "auto", "stage3_param_persistence_threshold": "auto"}
+    zero["stage3_prefetch_bucket_size"] = "auto"
+    config = changed(
+        zero_optimization=zero, gradient_clipping="auto", optimizer={"type": "AdamW", "params": {"lr": "auto"}}
+    )
+    with pytest.raises(ShardoptError, match=r"optimizer.params.lr is 'auto'") as error, quiet():
+        from_deepspeed_config(config, module)
+    assert "hidden_size" in str(error.value) and "gradient_clipping is 'auto'" in str(error.value)
+    module.config = type("Config", (), {"hidden_size": 32})()  # type: ignore[assignment]
+    with quiet():
+        run = from_deepspeed_config(config, module, auto={"optimizer.params.lr": 0.25, "gradient_clipping": 0.75})
+    assert run.optimizer.defaults["lr"] == 0.25 and run.optimizer.options.max_grad_norm == 0.75
+    assert run.optimizer.options.tuning.bucket_bytes == 2 * 32**2 and run.optimizer.options.tuning.keep_below == 320
+    with pytest.raises(ShardoptError, match="does not leave to 'auto'"):
+        from_deepspeed_config(config, module, auto={"zero_optimization.stage": 2})
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"optimizer": {"type": "OneBitAdam", "params": {}}}, "OneBitAdam"),
+    ({"optimizer": {"type": "AdamW", "params": {"freeze_step": 3}}}, "freeze_step"),
+    ({"optimizer": {"type": "Adam", "params": {"bias_correction": False}}}, "bias_correction"),
+    ({"optimizer": None}, "no optimizer"),
+    ({"scheduler": {"type": "Cosine", "params": {}}}, "Cosine.*OneCycle"),
+    ({"scheduler": {"type": "OneCycle", "params": {"cycle_max_lr": 1.0}}}, "cycle_min_lr is missing"),
+    ({"scheduler": {"type": "OneCycle", "params": {"cycle_first_stair_count": 3}}}, "cycle_first_stair_count=3"),
+    ({"scheduler": {"type": "LRRangeTest", "params": {"last_batch_iteration": 3}}}, "last_batch_iteration"),
+    ({"scheduler": {"type": "WarmupCosineLR", "params": {}}}, "total_num_steps"),
+    ({"scheduler": {"type": "WarmupLR", "params": {"warmup": 3}}}, "scheduler.params.warmup"),
+    ({"fp16": {"enabled": True, "fp16_master_weights_and_grads": True}}, "fp16_master_weights_and_grads"),
+    ({"fp16": {"enabled": True, "scale": 3}}, "fp16.scale"),
+    ({"bf16": {"enabled": True}}, "bf16.enabled"),
+    ({"prescale_gradients": True}, "prescale_gradients"),
+    ({"sparse_gradients": True}, "sparse_gradients"),
+    ({"communication_data_type": "fp8"}, "communication_data_type"),
+    ({"data_types": {"grad_accum_dtype": "bf16"}}, "grad_accum_dtype='bf16'.*bf16 params"),
+    ({"zero_optimization": {"stage": 3, "zero_quantized_weights": True}}, "zero_quantized_weights"),
+    ({"zero_optimization": {"stage": 3, "mics_shard_size": 2}}, "DeviceMesh"),
+    ({"zero_optimization": {"stage": 3, "offload_param": {"device": "tape"}}}, "tape"),
+    ({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}}}, "without nvme_path"),
+    ({"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu", "ratio": 2}}}, "fraction"),
+    (
+        {
+            "zero_optimization": {
+                "stage": 3,
+                "offload_param": {"device": "nvme", "nvme_path": "/a"},
+                "cpu_offload": True,
+            }
+        },
+        "same directory",
+    ),
+    ({"pipeline": {"stages": 2}}, "pipeline.stages"),
+    ({"gradient_clipping": "auto"}, "gradient_clipping is 'auto'"),
+    ({"fp16": {"enabled": "auto"}}, "fp16.enabled is 'auto'"),
+    ({"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}}}, "warmup_num_steps is 'auto'"),
+]
+
+
+@pytest.mark.parametrize(("section", "word"), WRONG)
+def test_what_would_change_results_is_an_error(section: dict[str, Any], word: str) -> None:
+    module = Net()
+    with pytest.raises(ShardoptError, match=word), quiet():
+        from_deepspeed_config(changed(**section), module)
+    assert all(param.dtype is torch.float32 for param in module.parameters())  # nothing half done
+
+
+def test_errors_come_together_and_warnings_too() -> None:
+    with pytest.raises(ShardoptError) as error, quiet():
+        from_deepspeed_config(changed(prescale_gradients=True, elsewhere=3), Net())
+    assert "prescale_gradients" in str(error.value) and "elsewhere=3" in str(error.value)
+    zero = {"stage": 1, "overlap_comm": False, "contiguous_gradients": False}
+    with pytest.warns(UserWarning) as seen:
+        from_deepspeed_config(changed(zero_optimization=zero, wall_clock_breakdown=True), Net())
+    assert len(seen) == 1
+    for word in ("overlap_comm=false", "contiguous_gradients=false", "optimizer.timings()"):
+        assert word in str(seen[0].message)
+
+
+# -- schedules and scales ----------------------------------------------------------------------------------------------
+
+
+def rates(kind: str, steps: int, key: str = "lr", **params: Any) -> list[Any]:
+    config = changed(scheduler={"type": kind, "params": params}, fp16=None, zero_optimization={"stage": 1})
+    with quiet():
+        run = from_deepspeed_config(config, Net())
+    found = []
+    for _ in range(steps):
+        found.append(run.optimizer.param_groups[0][key])
+        run.optimizer.step()  # no gradients: nothing happens
+        assert run.scheduler is not None
+        run.scheduler.step()
+    return found
+
+
+def test_schedules() -> None:
+    log = [0.0, 0.0, math.log(2) / math.log(4), math.log(3) / math.log(4), 1.0, 1.0]
+    near = pytest.approx
+    assert rates("WarmupLR", 6, warmup_max_lr=1.0, warmup_num_steps=4)[:4] == near(log[:4])
+    assert rates("WarmupLR", 6, warmup_max_lr=1.0, warmup_num_steps=4)[5:] == near([1.0])
+    line = rates(
+        "WarmupDecayLR", 9, warmup_min_lr=0.5, warmup_max_lr=1.5, warmup_num_steps=2, total_num_steps=6,
+        warmup_type="linear",
+    )  # fmt: skip
+    assert line == near([0.5, 0.5, 1.0, 1.5, 1.25, 1.0, 0.75, 0.5, 0.5])
+    cosine = rates("WarmupCosineLR", 8, warmup_num_steps=2, total_num_steps=6, warmup_type="linear", cos_min_ratio=0.1)
+    shares = [0.1 + 0.9 * (1 + math.cos(math.pi * each / 4)) / 2 for each in (1, 2, 3, 4)]
+    assert cosine == near([0.01 * each for each in (0.0, 0.0, 0.5, *shares, shares[-1])])
+    # Without a highest rate WarmupLR rises to the optimizer's own, WarmupDecayLR to its default.
+    assert rates("WarmupLR", 4, warmup_num_steps=2)[3:] == near([0.01])
+    assert max(rates("WarmupDecayLR", 6, warmup_num_steps=2, total_num_steps=9)) == near(0.001)
+
+
+def test_cycles_and_range_tests() -> None:
+    near = pytest.approx
+    cycle = {"cycle_min_lr": 1.0, "cycle_max_lr": 3.0, "cycle_first_step_size": 2, "cycle_second_step_size": 4}
+    decay = {"decay_step_size": 2, "decay_lr_rate": 0.5, "decay_mom_rate": 0.01}
+    up_and_down = [1.0, 2.0, 3.0, 2.5, 2.0, 1.5, 1.0]
+    assert rates("OneCycle", 9, **cycle, **decay) == near([*up_and_down, 1 / 1.25, 1 / 1.5])
+    assert rates("OneCycle", 9, **cycle) == near([*up_and_down, 1.0, 1.0])
+    betas = rates("OneCycle", 9, "betas", **cycle, **decay)
+    assert [first for first, _ in betas] == near([0.8, 0.85, 0.8, 0.825, 0.85, 0.875, 0.9, 0.9 * 1.005, 0.9 * 1.01])
+    assert {second for _, second in betas} == {0.99}
+    assert set(rates("OneCycle", 9, "betas", **cycle, cycle_momentum=False)) == {(0.9, 0.95)}
+    found = rates("LRRangeTest", 5, lr_range_test_min_lr=0.5, lr_range_test_step_size=2, lr_range_test_step_rate=2.0)
+    assert found == near([0.5, 1.0, 1.5, 2.0, 2.5])
+    stairs = rates("LRRangeTest", 5, lr_range_test_step_size=2, lr_range_test_staircase=True)
+    assert stairs == near([0.001, 0.001, 0.002, 0.002, 0.003])
+    scheduler = {"type": "OneCycle", "params": {"cycle_min_lr": 0.1, "cycle_max_lr": 1.0}}
+    config = changed(scheduler=scheduler, optimizer={"type": "SGD", "params": {"lr": 0.1}}, fp16=None)
+    with pytest.warns(UserWarning, match="cycle_momentum .of an optimizer without betas"):
+        from_deepspeed_config(config, Net())
+
+
+def scales(rule: LossScale, overflows: list[bool]) -> list[float]:
+    scaler = LossScaler(rule, "cpu")
+    param = nn.Parameter(torch.ones(3))
+    opt, found = torch.optim.SGD([param], lr=0.0), []
+    for overflow in overflows:
+        param.grad = torch.full((3,), math.inf if overflow else 1.0)
+        scaler.scale(torch.ones(()))
+        scaler.step(opt)
+        scaler.update()
+        found.append(scaler.get_scale())
+        again = LossScaler(rule, "cpu")  # its state is all there is
+        again.load_state_dict(scaler.state_dict())
+        scaler = again
+    return found
+
+
+def test_loss_scales() -> None:
+    assert scales(LossScale(8, hysteresis=2), [True, True, False, True]) == [8, 4, 4, 2]
+    assert scales(LossScale(8, hysteresis=2, refills=True), [True, False, True, True]) == [8, 8, 8, 4]
+    assert scales(LossScale(8, window=2, hysteresis=1), [False] * 5) == [8, 8, 16, 16, 32]
+    assert scales(LossScale(8, window=1, hysteresis=2), [True, True, False, False, True, True]) == [8, 4, 4, 8, 8, 4]
+    assert scales(LossScale(8, fixed=True), [True, False, True]) == [8, 8, 8]
+    with raises(ShardoptError, "min_loss_scale"):
+        scales(LossScale(4, hysteresis=1, floor=2), [True, True])
+    disabled = LossScaler(LossScale(), "cpu", enabled=False)
+    disabled.update()
+    assert disabled.state_dict() == {} and disabled.scale(torch.ones(())) == 1
+
+
+# -- a training --------------------------------------------------------------------------------------------------------
+
+
+def forward(module: nn.Module, step: int, bad: bool = False) -> torch.Tensor:
+    loss = loss_of(module, step)
+    return loss * math.inf if bad else loss
+
+
+def train(run: Any, module: nn.Module, begin: int, end: int) -> list[float]:
+    losses = []
+    for step in range(begin, end):
+        for turn in range(run.accumulation_steps):
+            loss = forward(module, 10 * step + turn, bad=step == 2 and turn == 0 and dist.get_rank() == 1)
+            losses.append(loss.item())
+            run.scaler.scale(loss / run.accumulation_steps).backward()
+        assert run.step() == (step != 2)
+    return losses
+
+
+def saves_and_resumes(fp16: bool, stage: int, directory: str) -> None:
+    warnings.simplefilter("ignore")
+    config = json.loads(json.dumps(DOCUMENTED))
+    config["zero_optimization"]["offload_optimizer"]["nvme_path"] = directory
+    config["fp16"]["enabled"], config["bf16"] = fp16, {"enabled": not fp16}
+    config["fp16"]["initial_scale_power"] = 8
+    config["zero_optimization"]["stage"] = stage
+    module = Net()
+    run = from_deepspeed_config(config, module)
+    # The same with torch's parts: fp32 throughout, which low precision stays near.
+    reference = nn.parallel.DistributedDataParallel(Net())
+    torch_opt = torch.optim.AdamW(reference.parameters(), lr=0.01, betas=(0.9, 0.95), weight_decay=0.1)
+    expected, taken = [], 0
+    for step in range(6):
+        for turn in range(2):
+            loss = forward(reference, 10 * step + turn)
+            expected.append(loss.item())
+            (loss / 2).backward()
+        if step != 2:
+            torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.5)
+            curve = (0.0, 0.0, math.log(2) / math.log(3), 1.0, 1.0)
+            torch_opt.param_groups[0]["lr"] = 0.001 + 0.009 * (1.0 if taken == 4 else curve[taken])
+            torch_opt.step()
+            taken += 1
+        torch_opt.zero_grad()
+    found = train(run, module, 0, 4)
+    file, weights = io.BytesIO(), io.BytesIO()
+    if dist.get_rank() == 0:
+        torch.save(run.state_dict(), file)
+        torch.save(module.state_dict(), weights)
+    box = [file.getvalue(), weights.getvalue()]
+    dist.broadcast_object_list(box, 0)
+    assert run.scaler.get_scale() == (256.0 if fp16 else 1.0)
+    assert run.optimizer.memory()["state"]["disk"]
+    rest = train(run, module, 4, 6)
+    again = Net()
+    resumed = from_deepspeed_config(config, again)
+    again.load_state_dict(torch.load(io.BytesIO(box[1]), weights_only=True))
+    resumed.load_state_dict(torch.load(io.BytesIO(box[0]), weights_only=True))
+    assert train(resumed, again, 4, 6) == rest  # to the bit
+    assert resumed.scaler.state_dict() == run.scaler.state_dict()
+    finite = [(mine, theirs) for mine, theirs in zip(found + rest, expected, strict=True) if math.isfinite(mine)]
+    for mine, theirs in finite:
+        assert mine == pytest.approx(theirs, rel=0.02)
+    run.optimizer.close()
+    resumed.optimizer.close()
+
+
+def test_trains_saves_and_resumes(ranks: Pool, tmp_path: Path) -> None:
+    for fp16, stage in ((True, 3), (False, 3), (True, 2), (False, 1)):
+        ranks.run(saves_and_resumes, fp16, stage, str(tmp_path), world=2, timeout=30)

@@ -1,0 +1,218 @@
+"""On a GPU: the compiled Triton kernel gives the bits of the native one, alone and inside of whole optimizers."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+import shardopt
+from shardopt.twins import compare
+from tests.support.ranks import Pool
+from tests.support.training import raw
+
+pytestmark = pytest.mark.gpu
+
+NAMES = ["AdamW", "Adam", "SGD", "Adagrad", "RMSprop", "NAdam", "RAdam", "Adamax", "Adadelta", "ASGD", "Rprop", "Lion"]
+# Every flag that changes the arithmetic.
+FLAGS: dict[str, dict[str, Any]] = {
+    "AdamW": {"amsgrad": True, "maximize": True},
+    "Adam": {"amsgrad": True, "weight_decay": 0.1},
+    "SGD": {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1},
+    "RMSprop": {"centered": True, "momentum": 0.9},
+    "NAdam": {"decoupled_weight_decay": True, "weight_decay": 0.1},
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_one_shard(name: str, dtype: torch.dtype) -> None:
+    for keywords in ({}, FLAGS.get(name, {})):
+        optimizer = getattr(shardopt, f"Sharded{name}")([torch.zeros(1)], **keywords)
+        groups = [dict(optimizer.defaults), {**optimizer.defaults, "lr": 0.5 * optimizer.defaults["lr"]}]
+        assert {each.tensor: each.different for each in compare(optimizer.rule, groups, dtype) if each.different} == {}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_whole_optimizers(name: str, dtype: torch.dtype) -> None:
+    """Params of many shapes, two groups, one param without a gradient at some steps, clipping, an overflow skipped."""
+    ends = []
+    for device in ("cpu", "cuda"):
+        generator = torch.Generator().manual_seed(0)
+        shapes: list[tuple[int, ...]] = [(), (0,), (1,), (257,), (64, 33), (3, 5, 7, 2)]
+        params = [Parameter(torch.randn(shape, generator=generator).to(dtype).to(device)) for shape in shapes]
+        groups = [{"params": params[:3]}, {"params": params[3:], "lr": 0.003}]
+        keywords = {"lr": 0.01, **FLAGS.get(name, {})}
+        optimizer = getattr(shardopt, f"Sharded{name}")(groups, max_grad_norm=1.0, **keywords)
+        for step in range(6):
+            for index, param in enumerate(params):
+                grad = torch.randn(param.shape, generator=generator)
+                param.grad = None if index == 4 and step in (1, 3) else grad.to(dtype).to(device)
+            optimizer.step()
+        tensors = [*params, *(value for state in optimizer.state.values() for value in state.values())]
+        ends.append([each.detach().float().cpu() for each in tensors])
+    for cpu, cuda in zip(*ends, strict=True):
+        assert torch.equal(cpu.view(torch.int32), cuda.view(torch.int32))
+
+
+def test_a_step_waits_for_nothing_but_its_decision() -> None:
+    """Gradients may be freed right after the step: their memory is not reused before the kernel has read them."""
+    param = Parameter(torch.zeros(1 << 24, device="cuda"))
+    optimizer = shardopt.ShardedSGD([param], lr=1.0, tuning=shardopt.Tuning(nonfinite="propagate"))
+    for _ in range(5):
+        param.grad = torch.ones_like(param)
+        optimizer.step()
+        param.grad = None
+        torch.full_like(param, float("nan"))
+    assert torch.equal(param, torch.full_like(param, -5.0))
+
+
+class Link(nn.Module):
+    """Adds the sum of its weight times integers, which are its gradient: the same on every device."""
+
+    def __init__(self, numel: int):
+        super().__init__()
+        self.weight = Parameter(torch.linspace(-1, 1, numel))
+
+    def forward(self, x: Tensor, salt: int) -> Tensor:
+        generator = torch.Generator().manual_seed(salt)
+        factors = torch.randint(-8, 9, self.weight.shape, generator=generator).float()
+        return x + (self.weight * factors.to(x.device)).sum()
+
+
+class Chain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.links = nn.ModuleList(Link(numel) for numel in (300, 1, 2000, 257, 70_000))
+
+    def forward(self, x: Tensor, salt: int) -> Tensor:
+        for number, link in enumerate(self.links):
+            x = link(x, 100 * salt + number)
+        return x
+
+
+def trains(stage: int, device: str, offload: Any = None) -> list[bytes]:
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    model = Chain().to(device)
+    tuning = shardopt.Tuning(bucket_bytes=4000, keep_below=500, live_bytes=0)
+    optimizer = shardopt.ShardedAdamW(model, lr=0.01, stage=stage, max_grad_norm=100.0, tuning=tuning, offload=offload)
+    for step in range(8):  # after six of them it is known which step is faster
+        optimizer.zero_grad()
+        for turn in range(1 + step % 2):
+            model(torch.zeros((), device=device), 10 * step + 3 * rank + turn).backward()
+        optimizer.step()
+    assert optimizer.grad_norm is not None and optimizer.grad_norm > 100.0
+    with optimizer.unsharded():
+        return [raw(param.detach().cpu()) for param in model.parameters()]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_stages(ranks: Pool, stage: int) -> None:
+    """One rank, and two that share the GPU: sums are ours, so they have the bits of the CPU's."""
+    for world in (1, 2):
+        on_cpu, on_cuda = (ranks.run(trains, stage, device, world=world) for device in ("cpu", "cuda"))
+        assert on_cuda == on_cpu
+        assert all(each == on_cpu[0] for each in on_cpu)
+
+
+# -- states elsewhere --------------------------------------------------------------------------------------------------
+
+
+def rests(name: str, dtype: torch.dtype, offload: Any) -> tuple[list[bytes], dict[str, Any]]:
+    """Steps of params that take several chunks; with a state dict saved and loaded in between."""
+    generator = torch.Generator().manual_seed(0)
+    shapes: list[tuple[int, ...]] = [(257,), (64, 33), (300, 700), (), (5000,)]
+    params = [Parameter(torch.randn(shape, generator=generator).to(dtype).cuda()) for shape in shapes]
+    tuning = shardopt.Tuning(chunk_bytes=64 << 10, bucket_bytes=200_000)
+    optimizer = getattr(shardopt, f"Sharded{name}")(params, lr=0.01, offload=offload, tuning=tuning)
+    for step in range(8):
+        for param in params:
+            param.grad = torch.randn(param.shape, generator=generator).to(param)
+        optimizer.step()
+        if step == 2:
+            optimizer.load_state_dict(optimizer.state_dict())
+    tensors = [*params, *(value for state in optimizer.state.values() for value in state.values())]
+    found, memory = [raw(each.detach().cpu()) for each in tensors], optimizer.memory()
+    optimizer.close()
+    return found, memory
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["AdamW", "SGD", "Lion", "Adagrad"])
+def test_states_elsewhere_leave_the_same_bits(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    expected, _ = rests(name, dtype, None)
+    ways = [shardopt.Offload(step=step, pin_memory=pins) for step in ("gpu", "cpu") for pins in (True, False)]
+    halves = [shardopt.Offload(step=step, fraction=0.5) for step in ("gpu", "cpu")]
+    for offload in ("cpu", *ways, *halves, tmp_path):
+        found, memory = rests(name, dtype, offload)
+        assert found == expected, offload
+        if name != "SGD":  # which keeps no state without momentum
+            assert memory["state"]["disk" if offload is tmp_path else "host"] > 0
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_stages_with_states_elsewhere(ranks: Pool, stage: int, tmp_path: Path) -> None:
+    root = str(tmp_path)
+    ways: list[Any] = ["cpu", shardopt.Offload(step="cpu"), shardopt.Offload(step="gpu"), root]
+    if stage >= 2:
+        ways += [shardopt.Offload(gradients="cpu", step=step) for step in ("auto", "cpu", "gpu")]
+        ways += [shardopt.Offload(root, gradients="cpu"), shardopt.Offload(gradients="cpu", step="gpu", fraction=0.5)]
+    if stage == 3:
+        ways += [shardopt.Offload(params="cpu"), shardopt.Offload(root, params=root)]
+    for world in (1, 2):
+        expected = ranks.run(trains, stage, "cpu", world=world)
+        for offload in ways:
+            assert ranks.run(trains, stage, "cuda", offload, world=world) == expected, offload
+
+
+def test_offload_frees_the_device_and_reload_takes_it_back() -> None:
+    param = Parameter(torch.zeros(64 << 20, device="cuda"))
+    optimizer = shardopt.ShardedAdamW([param])
+    expected = shardopt.ShardedAdamW([Parameter(param.detach().clone())])
+    other = expected.param_groups[0]["params"][0]
+
+    def step() -> None:
+        for each, one in ((param, optimizer), (other, expected)):
+            each.grad = torch.full_like(each, 0.25)
+            one.step()
+            each.grad = None
+
+    step()
+    torch.cuda.synchronize()
+    full = torch.cuda.memory_allocated()
+    optimizer.offload()
+    assert full - torch.cuda.memory_allocated() > 0.9 * 2 * param.nbytes
+    step()  # states stream through the device
+    optimizer.reload()
+    step()
+    assert torch.equal(param, other)
+
+
+def released(device: str, release_gradients: bool) -> list[bytes]:
+    """What three steps leave of a model whose last layers are updated while its first still run backward."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(96, 96) for _ in range(6))).bfloat16().to(device)
+    opt = shardopt.ShardedAdamW(
+        model,
+        lr=0.01,
+        master="split24",
+        state_format="int8",
+        release_gradients=release_gradients,
+        tuning=shardopt.Tuning(bucket_bytes=30_000),
+    )
+    for step in range(3):
+        x = torch.randn(8, 96, generator=torch.Generator().manual_seed(step)).bfloat16().to(device)
+        model(x).square().mean().backward()
+        opt.step()
+        opt.zero_grad()
+    return [raw(param.cpu()) for param in model.parameters()] + [
+        raw(value.cpu()) for param in model.parameters() for value in opt.state[param].values()
+    ]
+
+
+def test_released_gradients() -> None:
+    assert released("cuda", True) == released("cuda", False)

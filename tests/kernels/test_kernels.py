@@ -1,0 +1,379 @@
+"""The step kernels: Triton's, the native one and NumPy give the same bits, and touch nothing else."""
+
+import dataclasses
+import gc
+import mmap
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardopt.config import Options
+from shardopt.kept import kept_for
+from shardopt.kernels import native_step, pool, triton_step
+from shardopt.kernels.formats import (
+    BF16,
+    BF16_DITHERED,
+    BF16_RANDOM,
+    FP16,
+    FP32,
+    SIGNED8,
+    SPLIT,
+    SPLIT24,
+    UNSIGNED8,
+    Format,
+)
+from shardopt.kernels.launch import Backend, Native, Triton
+from shardopt.kernels.spec import StepSpec
+from shardopt.kernels.tables import BLOCK, Factors, Gradients, Streams
+from shardopt.rules import rule
+from shardopt.rules.rule import Rule
+from tests.support.cases import CASES, GRADIENTS, Case, Keywords
+from tests.support.shards import BACKENDS, SCALES, HandmadeShard, Member, Shape, assert_same_bits, lone
+
+Formats = tuple[Format, Format, Format | None, tuple[Format, ...]]  # of param, gradient, master and each state
+FORMATS = [(param, grad) for param in (FP32, BF16, FP16) for grad in (FP32, BF16, FP16)]
+# Of AdamW without amsgrad: every format of a master with every one of a state, and states that differ.
+KEPT: list[Formats] = [
+    (FP32, FP32, FP32, (SIGNED8, UNSIGNED8)),
+    (FP32, BF16, FP32, (BF16, BF16_DITHERED)),
+    (BF16, BF16, FP32, (SIGNED8, BF16_DITHERED)),
+    (BF16, FP16, SPLIT, ()),
+    (BF16, BF16, SPLIT, (SIGNED8, UNSIGNED8)),
+    (BF16, FP32, SPLIT, (BF16, BF16_DITHERED)),
+    (BF16, BF16, SPLIT24, (BF16_DITHERED, UNSIGNED8)),
+    (BF16, FP32, SPLIT24, (SIGNED8, FP32)),
+    (BF16_RANDOM, BF16, None, (SIGNED8, UNSIGNED8)),
+    (BF16_RANDOM, FP32, None, (BF16_DITHERED, BF16)),
+    (BF16_RANDOM, FP32, None, ()),
+    (FP16, FP16, FP32, (UNSIGNED8, SIGNED8)),
+]
+# A block and its neighbours, one element, no element, a piece of a larger param, groups and steps of their own, a
+# gradient of odd alignment: in the middle of the shard, so that programs of several blocks meet them in every position.
+NASTY = Shape(
+    members=(
+        Member(BLOCK + 1, step=3),
+        Member(1, step=1, lr_factor=0.5),
+        Member(0),
+        Member(2 * BLOCK, step=1000, lr_factor=3.0, before=5),
+        Member(BLOCK - 1, skipped=True),
+        Member(251, step=2**24 + 1),
+        Member(4 * BLOCK, step=2),
+        Member(7, step=1),
+    ),
+    empty_blocks=2,
+    factors=Factors(unscale=1 / 3, clip=0.7),
+)
+
+
+def group_of(case: Case, keywords: Keywords) -> dict[str, Any]:
+    """The param group that the class makes of its arguments, as plain numbers."""
+    group = case.ours([torch.nn.Parameter(torch.zeros(1))], **keywords).param_groups[0]
+    return {name: value.item() if isinstance(value, torch.Tensor) else value for name, value in group.items()}
+
+
+def variants() -> Iterator[Any]:
+    """Every variant once, with the last of its keywords: they turn most on."""
+    found = {}
+    for case in CASES:
+        for keywords in case.keywords:
+            group = group_of(case, keywords)
+            found[case.rule.variant(group)] = (case, group, keywords)
+    for index, (case, group, keywords) in enumerate(found.values()):
+        yield pytest.param(case.rule, group, FORMATS[1 + index % 8], id=f"{case}-{keywords}")
+
+
+VARIANTS = list(variants())
+ADAMW = next(group_of(case, {"weight_decay": 0.1}) for case in CASES if case.name == "AdamW")
+ADAM_RULE = next(case.rule for case in CASES if case.name == "AdamW")
+
+
+def check(
+    shape: Shape,
+    of: Rule,
+    group: dict[str, Any],
+    param: Format = FP32,
+    grad: Format = FP32,
+    master: Format | None = FP32,
+    states: tuple[Format, ...] = (),
+) -> None:
+    """Both kernels against NumPy."""
+    shard = HandmadeShard(shape, of, group, StepSpec(of.variant(group), param, grad, master, states), GRADIENTS)
+    expected = shard.expected()
+    for backend, device in BACKENDS:
+        shard.assert_same(shard.launch(backend, device), expected, type(backend).__name__)
+
+
+# -- bits --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("of", "group", "mixed"), VARIANTS)
+def test_every_variant(of: Rule, group: dict[str, Any], mixed: tuple[Format, Format]) -> None:
+    """All fp32, and in one of the mixed formats by turns; values of every magnitude, then those that are none."""
+    check(NASTY, of, group)
+    check(dataclasses.replace(NASTY, grads="special", seed=1), of, group)
+    check(dataclasses.replace(NASTY, seed=2), of, group, *mixed)
+
+
+@pytest.mark.parametrize(("param", "grad"), FORMATS, ids=lambda each: each.name)
+@pytest.mark.parametrize("grads", GRADIENTS)
+@pytest.mark.parametrize("misaligned", [0, 1, 3])
+def test_every_format(param: Format, grad: Format, grads: str, misaligned: int) -> None:
+    members = tuple(dataclasses.replace(member, misaligned=misaligned) for member in NASTY.members)
+    check(dataclasses.replace(NASTY, members=members, grads=grads, seed=3), ADAM_RULE, ADAMW, param, grad)
+
+
+@pytest.mark.parametrize("kept", KEPT, ids=lambda kept: "-".join(each.name for each in formats_in(kept)))
+@pytest.mark.parametrize("grads", GRADIENTS)
+def test_every_format_of_masters_and_states(kept: Formats, grads: str) -> None:
+    members = tuple(
+        dataclasses.replace(member, misaligned=index % 3, before=index) for index, member in enumerate(NASTY.members)
+    )
+    check(dataclasses.replace(NASTY, members=members, grads=grads, seed=5), ADAM_RULE, ADAMW, *kept)
+
+
+def formats_in(kept: Formats) -> list[Format]:
+    param, grad, master, states = kept
+    return [each for each in (param, grad, master, *states) if each is not None]
+
+
+@pytest.mark.parametrize("number", range(len(CASES)), ids=[case.name for case in CASES])
+def test_every_rule_in_the_formats_it_is_given(number: int) -> None:
+    """With an average of the weights, and most flags on."""
+    case = CASES[number]
+    of, group = case.rule.averaging(0.9), group_of(case, case.keywords[-1])
+    keep = [("split", "int8"), ("none", "bf16"), ("split24", "bf16"), ("none", "int8"), ("fp32", "int8")][number % 5]
+    kept = kept_for(of, Options(master=keep[0], state_format=keep[1]), torch.bfloat16, 10**6)
+    states = tuple(kept.states[name] for name in of.variant(group).states)
+    for seed, grads in enumerate(("heavy_tailed", "special")):
+        shape = dataclasses.replace(NASTY, grads=grads, seed=seed)
+        check(shape, of, group, BF16 if kept.master else BF16_RANDOM, BF16, kept.master, states)
+
+
+MEMBERS = st.builds(
+    Member,
+    numel=st.sampled_from([0, 1, 2, 7, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK]) | st.integers(0, 5 * BLOCK),
+    step=st.sampled_from([1, 2, 10, 10**6]),
+    lr_factor=st.sampled_from([0.0, 0.1, 1.0, 100.0]),
+    skipped=st.sampled_from([False, False, True]),
+    before=st.sampled_from([0, 0, 1, 2**23 - 1, 2**24 + 3]),
+    misaligned=st.sampled_from([0, 0, 0, 1, 8]),
+)
+SHAPES = st.builds(
+    Shape,
+    members=st.lists(MEMBERS, max_size=7).map(tuple),
+    empty_blocks=st.integers(0, 5),
+    factors=st.builds(
+        Factors,
+        divisor=st.just(1.0),
+        unscale=st.sampled_from([1.0, 1 / 65536, 1 / 3, 1e-30]),
+        clip=st.sampled_from([1.0, 0.3, 1e-3]),
+    ),
+    grads=st.sampled_from(list(GRADIENTS)),
+    seed=st.integers(0, 2**32),
+)
+
+
+@settings(max_examples=80, deadline=None, derandomize=True, database=None)
+@given(shape=SHAPES, formats=st.sampled_from([*FORMATS, *KEPT]), blocks=st.sampled_from([1, 2, 4]))
+def test_any_shard(shape: Shape, formats: Any, blocks: int) -> None:
+    """Whatever a program's share of the blocks."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(triton_step, "BLOCKS_PER_PROGRAM", blocks)
+        check(shape, ADAM_RULE, ADAMW, *formats)
+
+
+@pytest.mark.parametrize("formats", [(FP32, FP32), (BF16, BF16), (FP16, FP32), *KEPT[4:10]])
+def test_padding_stays_zero(formats: Any) -> None:
+    """What surrounds a gradient, NaN here, is not read even for the padding, where nothing would notice."""
+    shape = dataclasses.replace(NASTY, padding=0.0)
+    shard = HandmadeShard(shape, ADAM_RULE, ADAMW, StepSpec(ADAM_RULE.variant(ADAMW), *formats), GRADIENTS)
+    for backend, device in BACKENDS:
+        for name, stream in shard.launch(backend, device).streams().items():
+            if name.endswith(SCALES):
+                continue
+            for member, start in zip(shape.members, shard.starts, strict=True):
+                end = start + member.numel
+                assert not bool(stream.inner[end : -(-end // BLOCK) * BLOCK].any()), f"{type(backend).__name__}: {name}"
+
+
+def nothing(group: Any, step: int, carried: Any) -> dict[str, float]:
+    return {}
+
+
+@rule(scalars=nothing)
+def bare(param, grad, state, s):
+    return param - grad
+
+
+def test_rule_without_states_and_scalars() -> None:
+    check(NASTY, bare, {"lr": 1.0}, BF16, FP16)
+
+
+@rule(scalars=nothing)
+def take_gradient(param, grad, state, s):
+    return grad
+
+
+@pytest.mark.parametrize("divisor", [1, 2, 4.0, 8, 1024])
+@pytest.mark.parametrize("fmt", [FP32, BF16, FP16], ids=lambda each: each.name)
+def test_a_folded_divisor_gives_the_bits_of_the_division(fmt: Format, divisor: float) -> None:
+    """Of numpy's, for quotients of normal magnitude; where there is no unscale, for all."""
+    generator = torch.Generator().manual_seed(0)
+    grad = torch.cat([GRADIENTS[kind](torch.Size([3000]), generator) for kind in GRADIENTS]).to(fmt.dtype)
+    wide = grad.float().numpy()
+    spec = StepSpec(take_gradient.variant({}), FP32, fmt)
+    for factors in (Factors(divisor), Factors(divisor, clip=0.7), Factors(divisor, 1 / 3, 0.7), Factors(divisor, 7)):
+        folded = factors.folded()
+        assert folded is not None and folded.divisor == 1
+        number, unscale, clip = map(np.float32, factors)
+        with np.errstate(all="ignore"):
+            quotient = wide / number
+            expected = quotient * unscale * clip
+        assert expected.dtype == np.float32
+        subnormal = (wide != 0) & (np.abs(quotient) < np.finfo(np.float32).tiny)
+        compared = torch.from_numpy(~subnormal | (unscale == 1))
+        assert compared.sum() > 0.7 * len(grad)
+        for backend, device in BACKENDS:
+            gradients, _grad = lone(grad.to(device), fmt)
+            param = torch.zeros(gradients.num_blocks * BLOCK, device=device)
+            with np.errstate(all="ignore"):
+                backend.step(spec, Streams(param, None, ()), gradients, torch.empty((1, 0), device=device), folded)
+            found = param[: len(grad)].cpu()[compared]
+            assert_same_bits(found, torch.from_numpy(expected)[compared], f"{type(backend).__name__} {factors}")
+
+
+@pytest.mark.parametrize("divisor", [0, 3, 6.0, 7, 1000, float("inf")])
+def test_no_other_divisor_is_folded(divisor: float) -> None:
+    assert Factors(divisor).folded() is None
+
+
+@pytest.mark.parametrize("backend", [Native(), Triton()], ids=lambda each: type(each).__name__)
+def test_a_step_does_not_divide(backend: Backend) -> None:
+    spec = StepSpec(take_gradient.variant({}), FP32, FP32)
+    gradients, _grad = lone(torch.ones(1))
+    param = torch.zeros(BLOCK)
+    with pytest.raises(AssertionError):
+        backend.step(spec, Streams(param, None, ()), gradients, torch.empty((1, 0)), Factors(divisor=2))
+    assert not bool(param.any())
+
+
+def test_a_wrong_bit_is_seen() -> None:
+    """The comparison itself can fail: -0 for 0, one ulp, a number for NaN."""
+    zero, one, nan = torch.zeros(3), torch.ones(3), torch.full((3,), torch.nan)
+    assert_same_bits(nan, -nan, "any NaN")
+    for found, expected in ((-zero, zero), (one.nextafter(zero), one), (one, nan), (nan, one)):
+        with pytest.raises(AssertionError, match="3 of 3 differ"):
+            assert_same_bits(found, expected, "")
+
+
+# -- threads -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+    torch.set_flush_denormal(False)
+
+
+def test_threads_and_flush_mode_change_no_bit(threads: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Subnormals are kept though the caller's thread flushes them, on one thread or on many."""
+    monkeypatch.setattr(pool, "BLOCKS_PER_RANGE", 2)  # several ranges
+    members = tuple(Member(BLOCK * 5 + index, step=index) for index in range(1, 6))
+    shape = Shape(members, factors=Factors(unscale=1e-30), grads="log_uniform")
+    group = group_of(next(case for case in CASES if case.name == "SGD"), {"momentum": 0.9})
+    sgd = next(case.rule for case in CASES if case.name == "SGD")
+    shard = HandmadeShard(shape, sgd, group, StepSpec(sgd.variant(group), FP32, FP32), GRADIENTS)
+    expected = shard.expected()
+    moments = expected.states["momentum_buffer"].inner
+    assert bool(((moments != 0) & (moments.abs() < torch.finfo(torch.float32).tiny)).any())
+    for count in (1, 2, 5):
+        torch.set_num_threads(count)
+        for flush in (True, False):
+            assert torch.set_flush_denormal(flush)
+            found = shard.launch(Native(), torch.device("cpu"))
+            torch.set_flush_denormal(False)
+            shard.assert_same(found, expected, f"{count} threads, flush {flush}")
+
+
+# -- what is compiled --------------------------------------------------------------------------------------------------
+
+
+def test_new_numbers_compile_nothing() -> None:
+    """Learning rate, step, factors, number of blocks, which params are there: data. (Compiled: test_compiled.py.)"""
+    rule_function = triton_step.rule_function
+    check(NASTY, ADAM_RULE, ADAMW, BF16, FP32)
+    before = native_step.compilations, rule_function.cache_info().misses
+    changed = {**ADAMW, "lr": 0.125, "betas": (0.0, 0.5), "eps": 1e-3, "weight_decay": 7.0}
+    others = tuple(
+        dataclasses.replace(member, step=member.step + 1, lr_factor=2, skipped=not member.skipped)
+        for member in reversed(NASTY.members)
+    )
+    check(Shape(others[:3]), ADAM_RULE, changed, BF16, FP32)
+    check(Shape((), 1), ADAM_RULE, changed, BF16, FP32)
+    check(Shape(()), ADAM_RULE, changed, BF16, FP32)
+    assert (native_step.compilations, rule_function.cache_info().misses) == before
+
+    @rule(scalars=nothing)
+    def another(param, grad, state, s):
+        return param - grad * 0.5
+
+    check(NASTY, another, {"lr": 1.0}, BF16, FP32)
+    assert (native_step.compilations, rule_function.cache_info().misses) == (before[0] + 1, before[1] + 1)
+
+
+# -- more than 2**31 elements ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("numel", [2**31 - 300, 2**31 + 300])
+def test_elements_beyond_31_bits(numel: int) -> None:
+    """Streams of 8 GiB of which only the last pages exist: every param but the last, 555 elements long, is skipped.
+
+    An index that wraps at 32 bits reads a page that holds zeros, or crashes, and leaves the last elements as they were.
+    """
+    num_blocks, count = -(-numel // BLOCK), 555
+    start = (num_blocks - 3) * BLOCK
+    end = start + count
+    spec = StepSpec(ADAM_RULE.variant(ADAMW), BF16, FP32)
+    generator = torch.Generator().manual_seed(0)
+    grad = torch.randn(count, generator=generator)
+    param = sparse(num_blocks * BLOCK, torch.bfloat16)
+    master, *states = (sparse(num_blocks * BLOCK, torch.float32) for _ in range(3))
+    small = [torch.randn(count, generator=generator).abs() for _ in range(3)]
+    for stream, values in zip((master, *states), small, strict=True):
+        stream[start:end] = values
+    row_of_block = sparse(num_blocks, torch.int32)  # row 0: skipped
+    row_of_block[start // BLOCK :] = 1
+    rows = torch.tensor([[0, 0], [grad.data_ptr() - 4 * start, end]], dtype=torch.int64)
+    scalars = torch.tensor([[0.0] * len(spec.variant.scalars), ADAM_RULE.evaluate(spec.variant, ADAMW, 1, {})[0]])
+    tables = Gradients(row_of_block, rows, False)
+    Native().step(spec, Streams(param, master, tuple(states)), tables, scalars, Factors())
+
+    near = [torch.zeros(3 * BLOCK) for _ in range(3)]
+    for stream, values in zip(near, small, strict=True):
+        stream[:count] = values
+    near_param = torch.zeros(3 * BLOCK, dtype=torch.bfloat16)
+    rows = torch.tensor([[grad.data_ptr(), count]], dtype=torch.int64)
+    tables = Gradients(torch.zeros(3, dtype=torch.int32), rows, False)
+    Native().step(spec, Streams(near_param, near[0], tuple(near[1:])), tables, scalars[1:], Factors())
+    for name, far, expected in zip(
+        ("param", "master", *spec.variant.states), (param, master, *states), (near_param, *near), strict=True
+    ):
+        assert_same_bits(far[start:end], expected[:count], name)
+    assert bool((near_param[:count] != 0).any())
+    del param, master, states, row_of_block, stream, far
+    gc.collect()
+
+
+def sparse(numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """Zeros that take no memory until they are written."""
+    no_reserve = 0x4000  # MAP_NORESERVE, which the mmap module does not name
+    size = numel * torch.empty((), dtype=dtype).element_size()
+    pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | no_reserve)
+    return torch.frombuffer(pages, dtype=dtype)

@@ -1,0 +1,336 @@
+"""Sums of squares, largest magnitudes, non-finite counts: the same bits from both kernels, in any order, never over."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardopt.kernels.formats import BF16, FP16, FP32, Format
+from shardopt.kernels.launch import Backend, Native
+from shardopt.kernels.reductions import LIMBS, BlockSums, Totals, sum_of_squares
+from shardopt.kernels.spec import StepSpec
+from shardopt.kernels.tables import BLOCK, Factors, Gradients
+from tests.support.cases import ADAM_KEYWORDS, CASES, GRADIENTS
+from tests.support.shards import BACKENDS, HandmadeShard, Member, Shape, bits, lone, scaled
+
+LARGEST, SMALLEST = 3.4028234663852886e38, 2.0**-149
+# The bound that reductions.py states, for the norm: blocks are truncated to 27 bits of their largest element.
+RTOL = 2.0**-21
+
+
+def shard_of(shape: Shape, grad: Format) -> HandmadeShard:
+    case = CASES[0]
+    group = case.ours([torch.nn.Parameter(torch.zeros(1))], **ADAM_KEYWORDS[0]).param_groups[0]
+    return HandmadeShard(shape, case.rule, group, StepSpec(case.rule.variant(group), FP32, grad), GRADIENTS)
+
+
+def blocks_of(shard: HandmadeShard) -> list[np.ndarray]:
+    """The divided and unscaled gradient of each block of the shard; empty where the block is skipped or no param's."""
+    blocks = [np.zeros(0, np.float32) for _ in range(shard.num_blocks)]
+    for member, start, grad in zip(shard.shape.members, shard.starts, shard.memory.grads, strict=True):
+        if not member.skipped:
+            values = scaled(grad.inner, shard.shape.factors)
+            for first in range(0, member.numel, BLOCK):
+                blocks[(start + first) // BLOCK] = values[first : first + BLOCK]
+    return blocks
+
+
+def reference(block: np.ndarray) -> tuple[int, int, int, int]:
+    """(S, E, bits of the largest, non-finite count) of one block, in float64 and Python's integers."""
+    finite = np.abs(block[np.isfinite(block)])
+    largest = np.max(finite, initial=np.float32(0))
+    exponent = max(math.frexp(largest)[1] + 126, 1) if largest else 1
+    whole = np.floor(np.ldexp(finite.astype(np.float64), 153 - exponent))  # exact: a power of two
+    total = sum(int(q) ** 2 for q in whole)
+    return total, exponent, int(largest.view(np.int32)), len(block) - len(finite)
+
+
+def exact(sums: BlockSums, rows: Sequence[int] | None = None, row: int = 0) -> Fraction:
+    """What the mantissas and exponents of all blocks stand for, or of those of one row."""
+    triples = zip(sums.mantissa.tolist(), sums.exponent.tolist(), rows or [row] * sums.mantissa.numel(), strict=True)
+    return sum(
+        (mantissa * Fraction(2) ** (2 * max(exponent, 1) - 306) for mantissa, exponent, of in triples if of == row),
+        Fraction(0),
+    )
+
+
+def value(limbs: torch.Tensor) -> int:
+    """What one row of limbs stands for, without the base."""
+    return sum(limb << (32 * index) for index, limb in enumerate(limbs.tolist()))
+
+
+def shard_norm(backend: Backend, sums: BlockSums, gradients: Gradients) -> float:
+    """The square of the norm of the whole shard."""
+    return sum_of_squares(backend.totals(sums, gradients).of_shard().limbs)
+
+
+MEMBERS = st.builds(
+    Member,
+    numel=st.integers(0, 3 * BLOCK) | st.sampled_from([0, 1, BLOCK - 1, BLOCK, BLOCK + 1]),
+    skipped=st.sampled_from([False, False, True]),
+    misaligned=st.sampled_from([0, 0, 1, 8]),
+)
+SHAPES = st.builds(
+    Shape,
+    members=st.lists(MEMBERS, max_size=6).map(tuple),
+    empty_blocks=st.integers(0, 3),
+    factors=st.builds(
+        Factors,
+        divisor=st.sampled_from([1.0, 2.0, 3.0, 7.0]),
+        unscale=st.sampled_from([1.0, 1 / 65536, 1 / 3, 1e-30, 1e30]),
+        clip=st.just(1.0),
+    ),
+    grads=st.sampled_from(list(GRADIENTS)),
+    seed=st.integers(0, 2**32),
+)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True, database=None)
+@given(shape=SHAPES, fmt=st.sampled_from([FP32, BF16, FP16]))
+def test_kernels_equal_the_reference(shape: Shape, fmt: Format) -> None:
+    shard = shard_of(shape, fmt)
+    blocks = blocks_of(shard)
+    expected = [reference(block) for block in blocks]
+    raw = sum(
+        int((~grad.inner.isfinite()).sum())
+        for member, grad in zip(shape.members, shard.memory.grads, strict=True)
+        if not member.skipped
+    )
+    for backend, device in BACKENDS:
+        memory = shard.memory.copy_to(device)
+        gradients = shard.gradients(memory)
+        with np.errstate(all="ignore"):
+            sums = backend.block_sums(fmt, gradients, shape.factors._replace(clip=0.5))  # of no effect
+            count = backend.count_nonfinite(fmt, gradients)
+        columns = [column.tolist() for column in (sums.mantissa, sums.exponent, sums.largest, sums.nonfinite)]
+        assert list(zip(*columns, strict=True)) == expected, type(backend).__name__
+        assert int(count) == raw, "of the gradients as they are, before the loss scale"
+        squares = shard_norm(backend, sums, gradients)
+        assert squares == float(exact(sums))
+        finite = np.concatenate([block[np.isfinite(block)] for block in [np.zeros(0, np.float32), *blocks]])
+        truth = math.sqrt(math.fsum(float(each) ** 2 for each in finite))
+        assert math.sqrt(squares) == pytest.approx(truth, rel=RTOL, abs=0)
+
+
+@pytest.mark.parametrize("divisor", [2.0, 3.0, 7.0])
+@pytest.mark.parametrize("fmt", [FP32, BF16, FP16], ids=lambda each: each.name)
+def test_the_divisor_is_divided_by(fmt: Format, divisor: float) -> None:
+    """On elements for which multiplying by the reciprocal gives other bits, each the only one of its block."""
+    grad = GRADIENTS["heavy_tailed"](torch.Size([999]), torch.Generator().manual_seed(0)).to(fmt.dtype)
+    quotients = grad.float().numpy() / np.float32(divisor)
+    differs = quotients != grad.float().numpy() * (np.float32(1) / np.float32(divisor))
+    if divisor != 2:  # halves are exact
+        grad, quotients = grad[torch.from_numpy(differs)], quotients[differs]
+    grad, quotients = grad[:50], quotients[:50]
+    assert len(grad) == 50
+    alone = torch.zeros(len(grad), BLOCK, dtype=fmt.dtype)
+    alone[:, 17] = grad
+    for backend, device in BACKENDS:
+        gradients, _grad = lone(alone.view(-1).to(device), fmt)
+        sums = backend.block_sums(fmt, gradients, Factors(divisor))
+        assert torch.equal(sums.largest.cpu(), bits(torch.from_numpy(np.abs(quotients)))), type(backend).__name__
+        found = list(zip(sums.mantissa.tolist(), sums.exponent.tolist(), strict=True))
+        assert found == [reference(quotients[index : index + 1])[:2] for index in range(len(quotients))]
+
+
+# -- totals ------------------------------------------------------------------------------------------------------------
+
+
+def made_up(mantissas: Sequence[int], exponents: Sequence[int], rows: Sequence[int]) -> tuple[BlockSums, Gradients]:
+    """Sums that no kernel made, and tables with two rows more than those that have a block."""
+    zeros = torch.zeros(len(rows), dtype=torch.int32)
+    sums = BlockSums(
+        torch.tensor(mantissas, dtype=torch.int64), torch.tensor(exponents, dtype=torch.int32), zeros, zeros
+    )
+    table = torch.zeros(max(rows, default=0) + 3, 2, dtype=torch.int64)
+    return sums, Gradients(torch.tensor(rows, dtype=torch.int32), table, True)
+
+
+BLOCK_SUMS = st.tuples(
+    st.integers(0, 2**62 - 1) | st.sampled_from([0, 1, 2**31, 2**32, 2**62 - 1]),
+    st.integers(0, 254),
+    st.sampled_from([0, 0, 1, 2, 7]),  # row
+)
+
+
+@pytest.mark.parametrize("backend", [backend for backend, _ in BACKENDS], ids=lambda each: type(each).__name__)
+@settings(max_examples=200, deadline=None, derandomize=True, database=None)
+@given(blocks=st.lists(BLOCK_SUMS, max_size=40), data=st.data())
+def test_limbs_are_exact_in_any_order(
+    backend: Backend, blocks: list[tuple[int, int, int]], data: st.DataObject
+) -> None:
+    """Blocks dealt to ranks and buckets in any way, their limbs added in any order: one and the same sum."""
+
+    def limbs_of(share: list[tuple[int, int, int]]) -> tuple[torch.Tensor, BlockSums, list[int]]:
+        columns = [list(column) for column in zip(*share, strict=True)] or [[], [], []]
+        sums, gradients = made_up(*columns)
+        limbs = torch.zeros(10, LIMBS, dtype=torch.int64)
+        found = backend.totals(sums, gradients)
+        assert found.limbs.shape == (gradients.num_rows, LIMBS)
+        limbs[: gradients.num_rows] = found.limbs
+        return limbs, sums, columns[2]
+
+    limbs, sums, rows = limbs_of(blocks)
+    for row in range(len(limbs)):
+        assert value(limbs[row]) == exact(sums, rows, row) * 2**304
+        assert sum_of_squares(limbs[row].tolist()) == float(exact(sums, rows, row))
+    order = data.draw(st.permutations(blocks))
+    cut = data.draw(st.integers(0, len(blocks)))
+    assert torch.equal(limbs_of(order[cut:])[0] + limbs_of(order[:cut])[0], limbs)
+
+
+def test_blocks_that_fit() -> None:
+    """2**30 of the worst blocks at every exponent stay below 2**63 in each limb, and so does no carry get lost."""
+    for exponent in range(255):
+        sums, gradients = made_up([2**62 - 1], [exponent], [0])
+        for backend, _ in BACKENDS:
+            limbs = backend.totals(sums, gradients).limbs[0] * 2**30
+            assert bool((limbs >= 0).all())
+            assert value(limbs) == exact(sums) * 2**304 * 2**30
+
+
+def same(found: Totals, expected: Totals) -> bool:
+    return torch.equal(found.table.cpu(), expected.table.cpu())
+
+
+@settings(max_examples=60, deadline=None, derandomize=True, database=None)
+@given(shape=SHAPES, fmt=st.sampled_from([FP32, BF16, FP16]), length=st.integers(1, 4), threads=st.integers(1, 3))
+def test_a_row_is_its_param_alone(shape: Shape, fmt: Format, length: int, threads: int) -> None:
+    """Whatever shares the shard with it, in whatever ranges and threads; rows of no block and skipped ones are 0."""
+    shard = shard_of(shape, fmt)
+    before = torch.get_num_threads()
+    ends = []
+    for backend, device in BACKENDS:
+        memory = shard.memory.copy_to(device)
+        gradients = shard.gradients(memory)
+        with pytest.MonkeyPatch.context() as patch, np.errstate(all="ignore"):
+            patch.setattr("shardopt.kernels.pool.BLOCKS_PER_RANGE", length)
+            torch.set_num_threads(threads)
+            try:
+                totals = backend.totals(backend.block_sums(fmt, gradients, shape.factors), gradients)
+            finally:
+                torch.set_num_threads(before)
+            assert totals.table.shape == (len(shape.members) + 1, LIMBS + 2)
+            assert (totals.table.dtype, totals.table.device) == (torch.int64, gradients.rows.device)
+            assert not bool(totals.table[-1].any())  # the row of blocks that no param has
+            for row, (member, grad) in enumerate(zip(shape.members, memory.grads, strict=True)):
+                numbers = (totals.limbs[row], totals.largest[row], totals.nonfinite[row])
+                if member.skipped:
+                    assert not any(bool(each.any()) for each in numbers)
+                    continue
+                own, _grad = lone(grad.inner, fmt, member.misaligned)
+                alone = backend.totals(backend.block_sums(fmt, own, shape.factors), own)
+                expected = (alone.limbs[0], alone.largest[0], alone.nonfinite[0])
+                assert all(map(torch.equal, numbers, expected)), (row, type(backend).__name__)
+                values = torch.from_numpy(scaled(grad.inner.cpu(), shape.factors))
+                finite = values[values.isfinite()].abs()
+                assert int(totals.largest[row]) == (int(bits(finite).max()) if len(finite) else 0)
+                assert int(totals.nonfinite[row]) == len(values) - len(finite)
+        total = totals.of_shard()
+        assert total.nonfinite == int(totals.nonfinite.sum())
+        assert list(total.limbs) == totals.limbs.sum(dim=0).tolist()
+        ends.append(totals)
+    assert same(*ends)
+
+
+def test_many_rows() -> None:
+    """Rows in no order, most of them of one block, as thousands of small params make them."""
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randint(0, 3000, (5000,), generator=generator)
+    mantissas = torch.randint(0, 2**62 - 1, (5000,), generator=generator)
+    exponents = torch.randint(0, 255, (5000,), generator=generator)
+    sums, gradients = made_up(mantissas.tolist(), exponents.tolist(), rows.tolist())
+    largest = torch.randint(0, 0x7F800000, (5000,), generator=generator).int()
+    nonfinite = torch.randint(0, BLOCK + 1, (5000,), generator=generator).int()
+    sums = dataclasses.replace(sums, largest=largest, nonfinite=nonfinite)
+    native, triton = (backend.totals(sums, gradients) for backend, _ in BACKENDS)
+    assert same(native, triton)
+    for row in range(0, gradients.num_rows, 7):
+        mine = rows == row
+        assert native.largest[row] == max(largest[mine].tolist(), default=0)
+        assert native.nonfinite[row] == int(nonfinite[mine].sum())
+        assert value(native.limbs[row]) == exact(sums, rows.tolist(), row) * 2**304
+
+
+# -- extremes ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        [0.0, -0.0],
+        [SMALLEST],
+        [SMALLEST] * 1000,
+        [LARGEST],
+        [-LARGEST] * 1000,
+        [LARGEST, SMALLEST],
+        [2.0**-126, SMALLEST, 2.0**-126 - SMALLEST],
+        [1e-45, 3.4e38, 1e30, 1e-30, 1.0],
+        [1.0] + [2.0**-13] * 255,  # the small ones together weigh as much as one truncated bit
+        [2.0 - 2.0**-23] * 256,  # every bit set: the largest mantissa that a block can have
+    ],
+    ids=lambda values: f"{len(values)} of {values[0]:.3g}",
+)
+def test_extremes(values: list[float]) -> None:
+    grad = torch.tensor(values)
+    truth = sum((Fraction(float(each)) ** 2 for each in grad), Fraction(0))
+    for backend, device in BACKENDS:
+        gradients, _grad = lone(grad.to(device))
+        sums = backend.block_sums(FP32, gradients, Factors())
+        found = shard_norm(backend, sums, gradients)
+        assert math.isfinite(found) and int(sums.nonfinite.sum()) == 0
+        assert math.sqrt(found) == pytest.approx(math.sqrt(truth), rel=RTOL, abs=0)
+        assert sums.largest.cpu().view(torch.float32).max() == grad.abs().max()
+
+
+@pytest.mark.parametrize("position", [0, 1, BLOCK - 1, BLOCK, 2 * BLOCK + 6])
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan, -math.nan])
+@pytest.mark.parametrize("fmt", [FP32, BF16, FP16], ids=lambda each: each.name)
+def test_one_bad_element(fmt: Format, value: float, position: int) -> None:
+    """Counted once wherever it lies, and left out of the sum and of the largest magnitude."""
+    grad = torch.ones(2 * BLOCK + 7, dtype=fmt.dtype)
+    grad[position] = value
+    for backend, device in BACKENDS:
+        gradients, _grad = lone(grad.to(device), fmt)
+        with np.errstate(all="ignore"):
+            assert int(backend.count_nonfinite(fmt, gradients)) == 1
+            sums = backend.block_sums(fmt, gradients, Factors(unscale=0.5))
+        assert sums.nonfinite.tolist() == [int(block == position // BLOCK) for block in range(3)]
+        assert shard_norm(backend, sums, gradients) == (len(grad) - 1) / 4
+        assert sums.largest.cpu().view(torch.float32).tolist() == [0.5] * 3
+
+
+def test_unscaling_can_overflow() -> None:
+    """A finite gradient whose product with ``unscale`` is not finite counts: that product is what the step uses."""
+    gradients, _grad = lone(torch.tensor([1e30, 1.0]))
+    assert int(Native().count_nonfinite(FP32, gradients)) == 0
+    sums = Native().block_sums(FP32, gradients, Factors(unscale=1e30))
+    assert sums.nonfinite.tolist() == [1]
+    assert shard_norm(Native(), sums, gradients) == pytest.approx(1e60, rel=RTOL)
+
+
+def test_the_divisor_comes_first() -> None:
+    """A sum whose mean fits is no overflow, though the product with the other factor alone would be one."""
+    gradients, _grad = lone(torch.tensor([3e38, 1.0]))
+    sums = Native().block_sums(FP32, gradients, Factors(divisor=4.0, unscale=2.0))
+    assert sums.nonfinite.tolist() == [0] and sums.largest.view(torch.float32).tolist() == [torch.tensor(1.5e38)]
+
+
+def test_threads_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    grad = torch.randn(100 * BLOCK + 3, generator=torch.Generator().manual_seed(0)) * 1e-40  # subnormal
+    gradients, _grad = lone(grad)
+    alone = Native().block_sums(FP32, gradients, Factors())
+    monkeypatch.setattr("shardopt.kernels.pool.BLOCKS_PER_RANGE", 3)
+    torch.set_flush_denormal(True)
+    try:
+        many = Native().block_sums(FP32, gradients, Factors())
+    finally:
+        torch.set_flush_denormal(False)
+    assert torch.equal(alone.mantissa, many.mantissa) and bool(alone.mantissa.any())
+    assert torch.equal(alone.exponent, many.exponent)

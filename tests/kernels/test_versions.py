@@ -1,0 +1,215 @@
+"""Libraries that are absent or broken, and code that must never be in the package."""
+
+import ast
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from types import ModuleType
+
+import pytest
+
+from shardopt.errors import UnsupportedVersionError
+from shardopt.kernels import versions
+from tests.support.paths import ROOT
+
+PACKAGE = ROOT / "shardopt"
+
+# An import hook put in front: the named libraries are not there, or fail as a broken build does.
+HOOK = """
+import sys
+
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {blocked!r}:
+            raise {error}
+
+sys.meta_path.insert(0, Missing())
+"""
+ABSENT = "ModuleNotFoundError(f'No module named {name!r}', name=name)"
+# torch imports Triton for its own use when an optimizer is constructed, and forgives an ImportError alone.
+BROKEN = {"numba": "AttributeError('no attribute')", "triton": "ImportError('undefined symbol')"}
+
+
+def run(program: str, blocked: tuple[str, ...] = (), error: str = ABSENT) -> str:
+    """What a fresh interpreter prints."""
+    hook = HOOK.format(blocked=blocked, error=error) if blocked else ""
+    command = [sys.executable, "-W", "error", "-c", hook + textwrap.dedent(program)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=PACKAGE.parent, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+STEP = """
+    import torch, shardopt
+    param = torch.nn.Parameter(torch.ones(300))
+    opt = shardopt.ShardedAdamW([param], lr=0.1)
+    param.grad = torch.ones(300)
+    try:
+        opt.step()
+    except shardopt.errors.UnsupportedVersionError as error:
+        print(error)
+    assert bool((param == 1).all()) and not opt.state_dict()["state"], "something changed"
+"""
+
+
+@pytest.mark.parametrize("error", [ABSENT, BROKEN["numba"]], ids=("absent", "broken"))
+def test_no_numba(error: str) -> None:
+    message = run(STEP, ("numba",), error)
+    assert "numba cannot be imported" in message and "no step can be taken" in message
+    assert "pip install" in message
+    assert error.partition("(")[0] in message
+
+
+@pytest.mark.parametrize("error", [ABSENT, BROKEN["triton"]], ids=("absent", "broken"))
+def test_no_triton(error: str) -> None:
+    """The CPU trains without it; for a GPU tensor the backend says what is missing."""
+    found = run(
+        """
+        import torch, shardopt
+        from shardopt.kernels.launch import backend_of
+        param = torch.nn.Parameter(torch.ones(300))
+        opt = shardopt.ShardedAdamW([param], lr=0.1)
+        param.grad = torch.ones(300)
+        opt.step()
+        assert bool((param < 0.95).all())
+        try:
+            backend_of(torch.device("cuda"))
+        except shardopt.errors.UnsupportedVersionError as error:
+            print(error)
+        """,
+        ("triton",),
+        error,
+    )
+    assert "triton cannot be imported" in found and "cuda" in found and "pip install" in found
+
+
+@pytest.mark.parametrize("library", ["numba", "triton"])
+def test_too_old(library: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    (major, minor), _newest = versions.TESTED[library]
+    old = ModuleType(library)
+    monkeypatch.setitem(sys.modules, library, old)
+    for number, refused in ((f"{major}.{minor}.0", False), (f"{major}.{minor - 1}.9", True), ("99.0.dev1", False)):
+        old.__version__ = number  # type: ignore[attr-defined]
+        if refused:
+            with pytest.raises(UnsupportedVersionError, match=rf"{library} {number} is older.*pip install"):
+                versions.require(library, "cpu tensors")
+        else:
+            versions.require(library, "cpu tensors")
+
+
+def test_import_loads_no_compiler() -> None:
+    """Seconds of start-up, and a reason to fail, for a program that may never take a step."""
+    loaded = run(
+        """
+        import sys, torch
+        before = set(sys.modules)
+        import shardopt, shardopt.optim, shardopt.kernels.launch
+        print(sorted({name.partition(".")[0] for name in set(sys.modules) - before}))
+        """
+    )
+    names = set(ast.literal_eval(loaded))
+    assert "shardopt" in names and not names & {"numba", "llvmlite", "triton", "scipy"}
+
+
+# -- what the package must not do --------------------------------------------------------------------------------------
+
+# The one file that reads pickles, restricted, and what alone may import it: the command that imports checkpoints.
+RESTRICTED = "checkpoint/unpickle.py"
+READERS = ["checkpoint/from_dcp.py", "checkpoint/from_deepspeed.py", "checkpoint/from_torch.py"]
+
+# Calls that run, or can run, what a file or a peer sends.
+FORBIDDEN_CALLS = {"eval", "exec", "__import__", "import_module", "load_module", "literal_eval"}
+FORBIDDEN_ATTRIBUTES = {
+    ("torch", "load"),
+    ("np", "load"),
+    ("numpy", "load"),
+    *(("*", name) for name in ("all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list")),
+    *(("*", name) for name in ("send_object_list", "recv_object_list", "reduce_object", "allow_pickle")),
+}
+FORBIDDEN_MODULES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
+
+
+def offences(source: str) -> Iterator[str]:
+    for node in ast.walk(ast.parse(source)):
+        line = getattr(node, "lineno", 0)
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            modules = [node.module or ""] if isinstance(node, ast.ImportFrom) else [name.name for name in node.names]
+            for name in [*modules, *(alias.name for alias in node.names)]:
+                if name.partition(".")[0] in FORBIDDEN_MODULES or ("*", name) in FORBIDDEN_ATTRIBUTES:
+                    yield f"{line}: imports {name}"
+        elif isinstance(node, ast.Attribute):
+            owner = node.value.id if isinstance(node.value, ast.Name) else "?"
+            runs_code = node.attr in FORBIDDEN_CALLS and owner in ("builtins", "importlib", "ast", "__builtins__")
+            if runs_code or {(owner, node.attr), ("*", node.attr)} & FORBIDDEN_ATTRIBUTES:
+                yield f"{line}: {owner}.{node.attr}"
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in FORBIDDEN_CALLS:
+            yield f"{line}: calls {node.func.id}"
+        elif isinstance(node, ast.keyword) and node.arg in ("allow_pickle", "weights_only"):
+            yield f"{line}: {node.arg}="
+
+
+def test_no_code_from_data() -> None:
+    files = sorted(PACKAGE.rglob("*.py"))
+    assert len(files) > 25
+    found = [f"{file.relative_to(PACKAGE)}:{offence}" for file in files for offence in offences(file.read_text())]
+    restricted = [offence for offence in found if offence.startswith(f"{RESTRICTED}:")]
+    assert {offence.rpartition(": ")[2] for offence in restricted} == {"imports pickle", "torch.load", "weights_only="}
+    found = [offence for offence in found if offence not in restricted]
+    # The compilers are loaded by name, and the names are these two.
+    assert [offence.partition(":")[0] + offence.rpartition(":")[2] for offence in found] == [
+        "kernels/versions.py importlib.import_module"
+    ]
+    assert set(versions.TESTED) == {"numba", "triton"}
+
+
+def importers(module: str) -> list[str]:
+    return [
+        str(file.relative_to(PACKAGE))
+        for file in sorted(PACKAGE.rglob("*.py"))
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").rpartition(".")[2] == module
+    ]
+
+
+def test_the_import_command_alone_reads_pickles() -> None:
+    assert importers("unpickle") == READERS
+    assert {each for name in ("from_dcp", "from_deepspeed") for each in importers(name)} == {
+        "checkpoint/import_command.py"
+    }
+    assert set(importers("from_torch")) == {"checkpoint/from_dcp.py", "checkpoint/import_command.py"}
+    assert importers("import_command") == ["checkpoint/commands.py"]
+    assert importers("commands") == ["__main__.py"]
+    source = (PACKAGE / RESTRICTED).read_text()
+    assert "weights_only=True" in source and "pickle.load" not in source and source.count("find_class") == 1
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "import pickle",
+        "from pickle import loads",
+        "import torch.distributed as d; d.all_gather_object([], 1)",
+        "from torch.distributed import broadcast_object_list",
+        "torch.load('x')",
+        "eval('1')",
+        "exec('1')",
+        "import builtins; builtins.exec('1')",
+        "np.load(f, allow_pickle=True)",
+        "__import__(name)",
+        "importlib.import_module(name)",
+    ],
+)
+def test_the_scan_sees(line: str) -> None:
+    assert list(offences(line))
+
+
+def test_compiling_stays_in_one_place() -> None:
+    """``compile`` is called once, on text that is ours: translate.py."""
+    calls = [
+        file.name
+        for file in sorted(PACKAGE.rglob("*.py"))
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "compile"
+    ]
+    assert calls == ["translate.py"]

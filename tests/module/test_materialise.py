@@ -1,0 +1,187 @@
+"""Models that were built on the meta device get the values that they would have had, bucket by bucket."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from shardopt import BindingError, ShardedSGD
+from shardopt.partition.bucket import Bucket
+from shardopt.partition.gather import GatheredBucket
+from tests.support.modules import KEPT, RATES, Block, W, plain, poisoned, small, train_step
+from tests.support.ranks import Pool
+from tests.support.training import raises, raw
+
+
+class Table(nn.Module):
+    """Buffers, one of which is not saved, and a param that is initialised behind a child's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.norm = Parameter(torch.empty(W, W)), nn.BatchNorm1d(W)
+        self.register_buffer("saved", torch.empty(4))
+        self.register_buffer("unsaved", torch.empty(3), persistent=False)
+        self.inner = nn.Linear(W, W)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=0.2)
+        self.saved.copy_(torch.arange(4.0))
+        self.unsaved.fill_(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(self.inner(x).transpose(1, 2)).transpose(1, 2)
+        return x @ self.weight * self.saved[1] * self.unsaved[0]
+
+
+class Large(nn.Module):
+    """All that a model on the meta device may hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.table = nn.Embedding(11, W), Table()
+        self.lstm, self.blocks = nn.LSTM(W, W, batch_first=True), nn.ModuleList(Block() for _ in range(2))
+        self.head, self.last = nn.Linear(W, 11), nn.Linear(11, W)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, _ = self.lstm(self.table(self.embed((x[..., 0].abs() * 3).long().clamp(max=10))))
+        for block in self.blocks:
+            x = block(x)
+        return self.last(self.head(x))
+
+
+@contextmanager
+def resident() -> Iterator[Callable[[], int]]:
+    """Tells the most bytes of buckets that were there at once, of those that stage 3 releases."""
+    buckets: list[Bucket] = []
+    most = 0
+    init, take = Bucket.__init__, Bucket.take_room
+
+    def note() -> None:
+        nonlocal most
+        most = max(most, sum(each.resident_bytes for each in buckets))
+
+    def inits(bucket: Bucket, *arguments: Any) -> None:
+        init(bucket, *arguments)
+        if min(bucket.layout.numels) >= KEPT:
+            buckets.append(bucket)
+        note()
+
+    def takes(bucket: Bucket) -> None:
+        take(bucket)
+        note()
+
+    with patch.object(Bucket, "__init__", inits), patch.object(Bucket, "take_room", takes):
+        yield lambda: most
+
+
+@contextmanager
+def default(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def largest_module(model: nn.Module, where: dict[Parameter, GatheredBucket]) -> int:
+    """Bytes of all buckets of the module that needs most."""
+    owned = [{where[param] for param in each.parameters(recurse=False) if param in where} for each in model.modules()]
+    return max(sum(each.bucket.nbytes for each in buckets) for buckets in owned)
+
+
+def materialised(stage: int, dtype: torch.dtype, neighbours: bool) -> None:
+    """The values of a model that was built the usual way on rank 0; never more there than what one module needs."""
+    with default(dtype):
+        torch.manual_seed(70)
+        usual = Large().state_dict()
+        saved = {name: value + 1 for name, value in Large().state_dict().items()}
+        with torch.device("meta"):
+            models = Large(), Large()
+    for model, expected in zip(models, (usual, saved), strict=True):
+        opt = ShardedSGD(model, **RATES, stage=stage, tuning=small(neighbours=neighbours))
+        torch.manual_seed(70 + dist.get_rank())
+        before = torch.get_rng_state()
+        with resident() as most, poisoned():
+            opt.bind(None if expected is usual else {**saved, "table.unsaved": torch.full((3,), 0.5)})
+        assert stage < 3 or 0 < most() == largest_module(model, opt._binding.sharded.where)
+        assert dist.get_rank() == 0 or torch.equal(torch.get_rng_state(), before)
+        with opt.unsharded():
+            found = model.state_dict()
+            assert list(found) == list(expected) and model.head.weight is model.embed.weight
+            for name, value in found.items():
+                assert value.dtype == expected[name].dtype and raw(value) == raw(expected[name]), name
+        assert model.table.unsaved.eq(0.5).all()
+        masters = [(shard.whole("master"), shard.param) for shard in opt._binding.shards if shard.masters]
+        assert bool(masters) == (dtype is not torch.float32)
+        assert all(torch.equal(master, param.float()) for master, param in masters)
+        if dtype is torch.float32:
+            train_step(model, opt, 0)
+
+
+def half_on_meta() -> None:
+    """What has values keeps them."""
+    torch.manual_seed(0)
+    model = Large()
+    for each in (model.table.norm, model.blocks[0].up):
+        for tensor in each.state_dict().values():
+            tensor.copy_(torch.full_like(tensor, 3))
+    with torch.device("meta"):
+        model.blocks[1], model.table.inner = Block(), nn.Linear(W, W)
+    expected = {name: value.clone() for name, value in model.state_dict().items() if not value.is_meta}
+    opt = ShardedSGD(model, **RATES, stage=3, tuning=small())
+    opt.bind()
+    with opt.unsharded():
+        found = model.state_dict()
+        assert all(raw(found[name]) == raw(value) for name, value in expected.items())
+        assert all(value.isfinite().all() for value in found.values()) and len(expected) < len(found)
+
+
+class Unready(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.own = nn.Linear(W, W), Parameter(torch.empty(W, W))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) @ self.own
+
+
+def not_materialised() -> None:
+    """Errors, before anything changed; then with all that it takes."""
+    with torch.device("meta"):
+        model = Unready()
+    opt = ShardedSGD(model, **RATES, stage=3, tuning=small())
+    values = {name: torch.full(param.shape, 0.1) for name, param in model.named_parameters()}
+    with raises(BindingError, "own", "reset_parameters()", "bind(state_dict="):
+        plain(model, 0)
+    for wrong, words in (
+        ({name: value for name, value in values.items() if name != "layer.bias"}, ("missing", "layer.bias")),
+        ({**values, "own": torch.ones(W, 1)}, ("other shapes", "own")),
+    ):
+        with raises(BindingError, *words):
+            opt.bind(wrong)
+    assert all(param.is_meta for param in model.parameters())
+    opt.bind(values)
+    with opt.unsharded():
+        assert all((param == 0.1).all() for param in model.parameters())
+    train_step(model, opt, 0)
+
+
+def test_meta_device(ranks: Pool) -> None:
+    for stage, dtype, neighbours, world in (
+        (0, torch.float32, True, 2),
+        (2, torch.bfloat16, True, 2),
+        (3, torch.float32, True, 2),
+        (3, torch.bfloat16, False, 2),
+        (3, torch.float32, False, 3),
+    ):
+        ranks.run(materialised, stage, dtype, neighbours, world=world)
+    for function in (half_on_meta, not_materialised):
+        ranks.run(function, world=2)

@@ -1,0 +1,94 @@
+"""torch's own helpers around a training, at the stages that take the module over: compiled models, SWA and EMA."""
+
+import inspect
+import warnings
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import lr_scheduler
+from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn, get_swa_multi_avg_fn, update_bn
+
+from shardopt import ReleasedError, ShardedAdamW, Tuning
+from tests.optim.test_drop_in import SCHEDULERS
+from tests.support.ranks import Pool
+from tests.support.training import Net, batch, close_to, ddp, loss_of, raises, train_step
+
+SMALL = Tuning(bucket_bytes=2000, keep_below=100, timeout=30)
+STAGES = (1, 2, 3)
+
+
+def test_every_scheduler_of_torch_is_tested() -> None:
+    """In test_drop_in.py, beside torch's optimizer."""
+    found = {
+        name
+        for name, kind in vars(lr_scheduler).items()
+        if inspect.isclass(kind) and issubclass(kind, lr_scheduler.LRScheduler) and not name.startswith("_")
+    }
+    assert found - {"LRScheduler"} <= set(SCHEDULERS)
+
+
+def compiled() -> None:
+    """Compiled before it is handed over, after it, and inside of DDP."""
+    warnings.simplefilter("ignore")
+    for stage in STAGES:
+        expected = Net()
+        torch_opt, reference = torch.optim.AdamW(expected.parameters(), lr=1e-2), ddp(expected)
+        models = [Net(), Net(), Net()]
+        opts = [ShardedAdamW(model, lr=1e-2, stage=stage, tuning=SMALL) for model in models[:2]]
+        runs: list[nn.Module] = [
+            torch.compile(models[0], backend="aot_eager"),
+            ddp(torch.compile(models[1], backend="aot_eager")),
+            torch.compile(models[2], backend="aot_eager"),
+        ]
+        opts.append(ShardedAdamW(runs[2], lr=1e-2, stage=stage, tuning=SMALL))
+        for step in range(3):
+            train_step(reference, torch_opt, step)
+            for model, opt in zip(runs, opts, strict=True):
+                train_step(model, opt, step)
+        for model, opt in zip(models, opts, strict=True):
+            with opt.unsharded():
+                close_to(model, expected)
+            opt.close()
+        torch._dynamo.reset()
+
+
+def averages() -> None:
+    """The same average of the same weights, updated after each step; its own memory, whole on every rank."""
+    for stage in STAGES:
+        for make in (lambda: get_ema_multi_avg_fn(0.9), get_swa_multi_avg_fn):
+            theirs, ours = ddp(Net()), Net()
+            torch_opt = torch.optim.AdamW(theirs.parameters(), lr=1e-2)
+            opt = ShardedAdamW(ours, lr=1e-2, stage=stage, tuning=SMALL)
+            schedules = [SWALR(each, 1e-3, anneal_epochs=3) for each in (torch_opt, opt)]
+            averaged = [AveragedModel(theirs.module, multi_avg_fn=make()), AveragedModel(ours, multi_avg_fn=make())]
+            for step in range(4):
+                train_step(theirs, torch_opt, step)
+                train_step(ours, opt, step)
+                averaged[0].update_parameters(theirs.module)
+                if stage == 3:
+                    with raises(ReleasedError, "unsharded()"):
+                        AveragedModel(ours)
+                with opt.unsharded():
+                    averaged[1].update_parameters(ours)
+                for schedule in schedules:
+                    schedule.step()
+            close_to(averaged[1], averaged[0])
+            update_bn([batch(0)[0]], averaged[1])
+            assert torch.isfinite(loss_of(averaged[1], 9))
+            # Made in mid-training, of the weights of this moment.
+            with opt.unsharded():
+                late: Any = AveragedModel(ours)
+                close_to(late.module, ours)
+                before = [param.clone() for param in late.parameters()]
+            train_step(ours, opt, 5)
+            assert all(torch.equal(mine, kept) for mine, kept in zip(late.parameters(), before, strict=True))
+            opt.close()
+
+
+def test_compiled(ranks: Pool) -> None:
+    ranks.run(compiled, world=2)
+
+
+def test_averages(ranks: Pool) -> None:
+    ranks.run(averages, world=2)

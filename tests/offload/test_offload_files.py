@@ -1,0 +1,313 @@
+"""The file that states rest in: made safely, never taken for another's, gone afterwards; it does not grow."""
+
+import fcntl
+import gc
+import os
+import signal
+import stat
+import subprocess
+import sys
+import textwrap
+import threading
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import Parameter
+
+from shardopt import OffloadError, ShardedAdam, ShardedAdamW, Tuning
+from shardopt.offload.checksum import checksum
+from shardopt.offload.file_io import PAGE
+from tests.support.paths import ROOT
+from tests.support.training import raises, raw
+
+
+def trained(root: Path, numel: int = 3000) -> ShardedAdam:
+    param = Parameter(torch.ones(numel))
+    optimizer = ShardedAdam([param], offload=root, tuning=Tuning(chunk_bytes=4096))
+    param.grad = torch.ones_like(param)
+    optimizer.step()
+    return optimizer
+
+
+def folder_of(root: Path) -> Path:
+    (folder,) = root.glob("shardopt-*")
+    return folder
+
+
+# -- who may do what ---------------------------------------------------------------------------------------------------
+
+
+def test_modes_do_not_depend_on_the_umask(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        optimizer = trained(tmp_path / "made")
+    finally:
+        os.umask(before)
+    folder = folder_of(tmp_path / "made")
+    assert [stat.S_IMODE(each.stat().st_mode) for each in (folder.parent, folder, folder / "states")] == [
+        0o700,
+        0o700,
+        0o600,
+    ]
+    optimizer.close()
+    assert not os.listdir(tmp_path / "made")
+
+
+def test_a_directory_that_others_can_change_is_refused(tmp_path: Path) -> None:
+    tmp_path.chmod(0o777)
+    with pytest.raises(OffloadError, match="other users"):
+        trained(tmp_path)
+    tmp_path.chmod(0o1777)
+    trained(tmp_path).close()
+
+
+def test_two_jobs_in_one_directory(tmp_path: Path) -> None:
+    first, second = trained(tmp_path), trained(tmp_path, 4000)
+    assert len(os.listdir(tmp_path)) == 2
+    kept = second.state_dict()["state"][0]["exp_avg"].clone()
+    first.close()
+    assert torch.equal(second.state_dict()["state"][0]["exp_avg"], kept)
+    second.close()
+    assert not os.listdir(tmp_path)
+
+
+def test_an_optimizer_that_is_dropped_takes_its_file_along(tmp_path: Path) -> None:
+    optimizer = trained(tmp_path)
+    assert os.listdir(tmp_path)
+    del optimizer
+    gc.collect()
+    assert not os.listdir(tmp_path)
+
+
+def test_a_forked_child_leaves_the_file_alone(tmp_path: Path) -> None:
+    optimizer = trained(tmp_path)
+    child = os.fork()
+    if not child:  # as a DataLoader's worker that ends, its copy of the optimizer with it
+        optimizer.close()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert (folder_of(tmp_path) / "states").exists()
+    optimizer.close()
+
+
+def test_a_forked_child_neither_reads_nor_writes(tmp_path: Path) -> None:
+    """Nor waits for threads that were left behind; its parent goes on."""
+    optimizer = trained(tmp_path)
+    (param,) = optimizer.param_groups[0]["params"]
+    before = optimizer.state_dict()["state"][0]["exp_avg"].clone()
+    uses = (optimizer.step, optimizer.state_dict, lambda: optimizer.offload("cpu"))
+    child = os.fork()
+    if not child:
+        signal.alarm(60)  # where it waits all the same
+        code = 1
+        try:
+            param.grad = torch.ones_like(param)
+            weights = raw(param)
+            for use in uses:
+                with raises(OffloadError, "fork", "Nothing was read or written"):
+                    use()
+            assert raw(param) == weights
+            code = 0
+        finally:
+            os._exit(code)
+    assert os.waitpid(child, 0)[1] == 0
+    assert torch.equal(optimizer.state_dict()["state"][0]["exp_avg"], before)
+    optimizer.step()
+    optimizer.close()
+
+
+# -- what dead runs leave ----------------------------------------------------------------------------------------------
+
+TRAINS = """
+import sys, time, torch
+from shardopt import ShardedAdam
+param = torch.nn.Parameter(torch.ones(3000))
+optimizer = ShardedAdam([param], offload=sys.argv[1])
+param.grad = torch.ones_like(param)
+optimizer.step()
+print("ready", flush=True)
+time.sleep(600)
+"""
+
+
+def start(root: Path) -> "subprocess.Popen[str]":
+    run = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(TRAINS), str(root)],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert run.stdout is not None and run.stdout.readline() == "ready\n"
+    return run
+
+
+def test_the_next_run_reclaims_what_a_killed_one_left(tmp_path: Path) -> None:
+    run = start(tmp_path)
+    left = folder_of(tmp_path)
+    living = trained(tmp_path)
+    assert left.exists()  # its owner lives
+    run.send_signal(signal.SIGKILL)
+    run.communicate()
+    assert (left / "states").stat().st_size > PAGE
+    next_one = trained(tmp_path)
+    assert not left.exists() and len(os.listdir(tmp_path)) == 2
+    living.close()
+    next_one.close()
+
+
+def test_the_number_of_a_process_serves_where_there_are_no_locks(tmp_path: Path) -> None:
+    optimizer = trained(tmp_path)
+    assert optimizer._binding is not None
+    fcntl.flock(cast(Any, optimizer._binding.store)._file.fd, fcntl.LOCK_UN)
+    left = folder_of(tmp_path)
+    trained(tmp_path).close()
+    assert left.exists()
+    optimizer.close()
+
+
+def test_a_lock_serves_where_the_number_of_a_process_says_nothing(tmp_path: Path) -> None:
+    """A child that was forked, or a process in another container, holds the file of one that is not to be seen."""
+    optimizer = trained(tmp_path)
+    left = folder_of(tmp_path)
+    gone = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, check=True)
+    header = (left / "states").read_bytes()[:PAGE].rstrip(b"\0")
+    told = header.replace(b'"pid": %d' % os.getpid(), b'"pid": %d' % int(gone.stdout))
+    with open(left / "states", "r+b") as file:
+        file.write(told.ljust(PAGE, b"\0"))
+    trained(tmp_path).close()
+    assert left.exists() and told != header
+    optimizer.close()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory to another user")
+def test_a_directory_of_another_user_is_refused(tmp_path: Path) -> None:
+    os.chown(tmp_path, 12345, -1)
+    with pytest.raises(OffloadError, match="owner 12345"):
+        trained(tmp_path)
+    os.chown(tmp_path, 0, -1)
+
+
+def test_what_is_not_ours_stays(tmp_path: Path) -> None:
+    """Traps that look like leftovers."""
+    run = start(tmp_path)
+    model = folder_of(tmp_path)
+    run.send_signal(signal.SIGKILL)
+    run.communicate()
+    header = (model / "states").read_bytes()
+    precious = tmp_path / "precious"
+    precious.write_bytes(header)
+
+    def trap(number: int, mode: int = 0o700) -> Path:
+        folder = tmp_path / f"shardopt-{number:032x}"
+        folder.mkdir(mode)
+        folder.chmod(mode)
+        return folder
+
+    def owned(number: int) -> bytes:
+        return header.replace(model.name.encode(), f"shardopt-{number:032x}".encode())
+
+    (trap(1) / "states").symlink_to(precious)
+    os.link(precious, trap(2) / "states")
+    os.mkfifo(trap(3) / "states")
+    (trap(4) / "states").write_bytes(header)  # another run's
+    (trap(5) / "states").write_bytes(b"notes")
+    for number in (4, 5):  # or their modes would save them
+        (tmp_path / f"shardopt-{number:032x}" / "states").chmod(0o600)
+    (trap(6, 0o755) / "states").write_bytes(owned(6))
+    with_notes = trap(7)
+    (with_notes / "notes").write_bytes(b"mine")
+    (with_notes / "states").write_bytes(owned(7))
+    (with_notes / "states").chmod(0o600)
+    (tmp_path / f"shardopt-{8:032x}").symlink_to(tmp_path / f"shardopt-{5:032x}")
+    (tmp_path / "shardopt-mine").mkdir()
+    (tmp_path / f"shardopt-{9:032x}").write_text("a file")
+    trap(10)
+    before = sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*"))
+    optimizer = trained(tmp_path)
+    optimizer.close()
+    after = sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*"))
+    gone = [str(path) for path in before if path not in after]
+    assert gone == sorted([model.name, f"{model.name}/states", f"{with_notes.name}/states"])
+    assert precious.read_bytes() == header
+
+
+# -- what it takes -----------------------------------------------------------------------------------------------------
+
+
+def test_nothing_grows_with_the_number_of_steps(tmp_path: Path) -> None:
+    def taken() -> tuple[int, int, int]:
+        gc.collect()
+        return (
+            len(os.listdir("/proc/self/fd")),
+            threading.active_count(),
+            sum(each.stat().st_size for each in tmp_path.glob("*/states")),
+        )
+
+    param = Parameter(torch.ones(2000, dtype=torch.bfloat16))
+    optimizer = ShardedAdamW([param], offload=tmp_path, tuning=Tuning(chunk_bytes=4096))
+    param.grad = torch.ones_like(param)
+
+    def steps(count: int) -> None:
+        for _ in range(count // 10):
+            for _ in range(10):
+                optimizer.step()
+            optimizer.state_dict()
+            optimizer.offload("cpu")
+            optimizer.reload()
+
+    steps(500)
+    before, bytes_before = taken(), resident()
+    steps(10_000)
+    assert taken() == before and len(os.listdir(tmp_path)) == 1
+    assert resident() - bytes_before < 4 << 20  # 420 bytes a step
+    optimizer.close()
+
+
+def resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_optimizers_that_come_and_go_leave_nothing(tmp_path: Path) -> None:
+    trained(tmp_path).close()
+    files, threads = len(os.listdir("/proc/self/fd")), threading.active_count()
+    for _ in range(30):
+        trained(tmp_path).close()
+    for thread in [each for each in threading.enumerate() if each.name.startswith("shardopt-io")]:
+        thread.join(5)
+    assert len(os.listdir("/proc/self/fd")) <= files and threading.active_count() <= threads
+    assert not os.listdir(tmp_path)
+
+
+# -- the checksum ------------------------------------------------------------------------------------------------------
+
+
+def test_the_checksum_sees_what_disks_do() -> None:
+    words = np.random.default_rng(0).integers(0, 1 << 63, 1024, dtype=np.uint64)
+    expected = checksum(words)
+    assert checksum(words.copy()) == expected
+    seen: set[int] = {expected}
+
+    def changed(values: Any) -> None:
+        seen.add(checksum(np.ascontiguousarray(values)))
+
+    for bit in range(64):
+        for place in (0, 1, 500, 1023):
+            flipped = words.copy()
+            flipped[place] ^= np.uint64(1 << bit)
+            changed(flipped)
+            flipped[(place + 4) % 1024] ^= np.uint64(1 << bit)  # the same bit of the next word of the same lane
+            changed(flipped)
+    assert len(seen) == 1 + 64 * 4 * 2
+    sectors = words.reshape(16, 64)
+    for one in range(16):
+        for other in range(one):
+            swapped = sectors.copy()
+            swapped[[one, other]] = swapped[[other, one]]
+            changed(swapped.reshape(-1))
+        zeroed = sectors.copy()
+        zeroed[one] = 0
+        changed(zeroed.reshape(-1))
+    assert len(seen) == 1 + 64 * 4 * 2 + 120 + 16

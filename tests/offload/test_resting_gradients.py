@@ -1,0 +1,448 @@
+"""Sums of gradients in host memory, params on a GPU: the bits of sums that never left it, and no copy too many.
+
+A GPU of CPU tensors (``late_copies.py``): sums go down and come up as late as the landing allows.
+"""
+
+import copy
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import shardopt
+from shardopt import BindingError, CommunicationError, Offload, ShardedAdamW, ShardedSGD, Tuning
+from shardopt.gradient import GradientPart
+from shardopt.offload.landing import SLOTS, HostLanding
+from shardopt.offload.lanes import AtOnce
+from shardopt.partition.reducer import Reducer
+from shardopt.partition.resting import RestingBucket
+from shardopt.plan import Way, plan
+from shardopt.tiers import check_offload
+from tests.offload.test_offload import Resting
+from tests.step.test_gradient_format import Setting as Summing
+from tests.step.test_gradient_format import is_exact
+from tests.step.test_stages import RECIPES, Setting, train
+from tests.support.late_copies import AsLateAsAllowed, Later, as_on_a_gpu
+from tests.support.ranks import Pool, RankFailure
+from tests.support.training import Net, loss_of, raw
+
+
+def ways(root: Path | str) -> list[Offload]:
+    return [
+        *(Offload(gradients="cpu", step=step) for step in ("cpu", "gpu", "auto")),
+        Offload(gradients="cpu", step="gpu", fraction=0.5),
+        Offload(root, gradients="cpu"),
+        Offload(root, gradients="cpu", fraction=0.5),
+    ]
+
+
+def away(offload: Offload | None) -> AbstractContextManager[None]:
+    return nullcontext() if offload is None else as_on_a_gpu(AsLateAsAllowed)
+
+
+# -- the sums ----------------------------------------------------------------------------------------------------------
+
+
+def exact_at_rest(settings: Sequence[Summing]) -> None:
+    with as_on_a_gpu(AsLateAsAllowed):
+        for setting in settings:
+            is_exact(setting)
+
+
+def summing(root: str) -> list[Summing]:
+    kinds = [replace(Summing(2), offload=each) for each in ways(root)]
+    kinds += [Summing(3, neighbours=False, offload=each) for each in ways(root)[:2]]
+    first = kinds[0]
+    return [
+        *kinds,
+        replace(first, syncs=(True, False, True)),
+        replace(first, reduce_dtype=torch.float32),
+        replace(first, debug=True),
+    ]
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_sums_are_those_of_the_oracle(world: int, ranks: Pool, tmp_path: Path) -> None:
+    ranks.run(exact_at_rest, summing(str(tmp_path)), world=world)
+    if world == 2:  # of more ranks no backend says in which order it adds
+        collectives = Summing(2, neighbours=False, collectives=True, reduce_dtype=torch.float32)
+        ranks.run(exact_at_rest, [replace(collectives, offload=each) for each in ways(str(tmp_path))[:2]], world=2)
+
+
+@contextmanager
+def settles_nothing() -> Iterator[None]:
+    with patch.object(HostLanding, "settle", lambda self: None):
+        yield
+
+
+@contextmanager
+def arrives_at_once() -> Iterator[None]:
+    with patch.object(HostLanding, "arrive", lambda self, slot: None):
+        yield
+
+
+@contextmanager
+def lends_at_once() -> Iterator[None]:
+    """Without waiting for the copy of the sum that was in the slot before."""
+    with patch.object(HostLanding, "lend", lambda self, resting: self._enter(resting)):
+        yield
+
+
+@contextmanager
+def brings_at_once() -> Iterator[None]:
+    """Into a slot that its last sum has not left yet."""
+
+    def bring(self: HostLanding, resting: Tensor) -> Any:
+        slot = self._enter(resting)
+        slot.mark = None
+        self._free.insert(0, slot)
+        return real(self, resting)
+
+    real = HostLanding.bring
+    with patch.object(HostLanding, "bring", bring):
+        yield
+
+
+@contextmanager
+def looks_behind() -> Iterator[None]:
+    """At norms once the sum has left, and its slot holds anything."""
+
+    def use(self: RestingBucket[Any], job: Any, arrived: Any) -> None:
+        loan, self._loan = self._loan, None
+        assert loan is not None
+        self._landing.take(loan, self.total)
+        self._landing.settle()
+        loan.here.view(torch.uint8).fill_(0xFF)
+        self.on_sum(loan.here)
+
+    with patch.object(RestingBucket, "use", use):
+        yield
+
+
+@contextmanager
+def forgets_what_is_held() -> Iterator[None]:
+    """A later backward's sum goes down in place of the earlier ones'."""
+    real = RestingBucket.job
+    with patch.object(RestingBucket, "job", lambda self, buffer, add: real(self, buffer, False)):
+        yield
+
+
+BROKEN: list[Callable[[], AbstractContextManager[None]]] = [
+    settles_nothing,
+    arrives_at_once,
+    lends_at_once,
+    brings_at_once,
+    looks_behind,
+    forgets_what_is_held,
+]
+
+
+def exact_but_broken(break_it: Callable[[], AbstractContextManager[None]], offload: Offload) -> None:
+    with break_it():
+        exact_at_rest([Summing(2, offload=offload)])
+
+
+@pytest.mark.parametrize("break_it", BROKEN, ids=lambda each: each.__name__)
+def test_each_wait_is_needed(break_it: Callable[[], AbstractContextManager[None]], ranks: Pool) -> None:
+    for step in ("cpu", "gpu"):
+        with pytest.raises(RankFailure):
+            ranks.run(exact_but_broken, break_it, Offload(gradients="cpu", step=step), world=1)
+
+
+# -- trainings ---------------------------------------------------------------------------------------------------------
+
+NAMES = ("accumulates under no_sync", "clips in the step", "scaler", "own groups", "overflows, scaler")
+
+
+def ends(stage: int, offload: Offload | None, neighbours: bool, gradient_format: str) -> list[Tensor]:
+    """Params on each rank, and states on rank 0, of all recipes."""
+    where: dict[str, Any] = {"stage": stage, "neighbours": neighbours, "gradient_format": gradient_format}
+    setting = Setting(**where) if offload is None else Resting(**where, offload=offload)
+    found = []
+    for name in NAMES:
+        with away(offload):
+            ended = train(replace(RECIPES[name], steps=5), setting)
+        found += [*ended.params, *(value for state in ended.states for value in state.values())]
+    return found
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("world", [1, 2])
+def test_trainings_leave_the_same_bits(world: int, stage: int, ranks: Pool, tmp_path: Path) -> None:
+    for neighbours, gradient_format in ((True, "fp32"), (False, "bf16")):
+        expected = ranks.run(ends, stage, None, neighbours, gradient_format, world=world)
+        offloads = ways(str(tmp_path))
+        if not neighbours:
+            offloads = offloads[:2]
+        if stage == 3 and not neighbours:  # as what rests elsewhere is in no memory that others could read
+            offloads += [Offload(gradients="cpu", params="cpu"), Offload(tmp_path, gradients="cpu", params=tmp_path)]
+        for offload in offloads:
+            found = ranks.run(ends, stage, offload, neighbours, gradient_format, world=world)
+            for mine, theirs in zip(found, expected, strict=True):
+                assert len(mine) == len(theirs) > 10
+                assert all(raw(one) == raw(other) for one, other in zip(mine, theirs, strict=True)), offload
+
+
+class Twice(nn.Module):
+    """Calls its first layer inside of a reentrant checkpoint and outside, so that it has a gradient from each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(40, 40), nn.Linear(40, 40)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(checkpoint(self.first, self.first(x).relu(), use_reentrant=True))
+
+
+def through_everything(offload: Offload | None, folder: str) -> list[bytes]:
+    """All that reads or writes sums between backwards, beside what a loop does in every step."""
+    found: list[bytes] = []
+    rank = dist.get_rank() if dist.is_initialized() else 0
+
+    def note(optimizer: Any, *tensors: Tensor) -> None:
+        with optimizer.unsharded():
+            params = [param for group in optimizer.param_groups for param in group["params"]]
+            found.extend(raw(each.detach()) for each in (*params, *tensors))
+
+    with away(offload):
+        tuning = Tuning(bucket_bytes=2000, chunk_bytes=4096, nonfinite="skip")
+        model = Net()
+        opt = ShardedAdamW(model, lr=0.01, stage=2, offload=offload, tuning=tuning, max_grad_norm=0.5)
+
+        def accumulate(*steps: int) -> list[Tensor]:
+            for step in steps:
+                loss_of(model, step).backward()
+            return [param.grad for param in model.parameters() if param.grad is not None]
+
+        parts = accumulate(0, 1)
+        note(opt, *(part.full_tensor() for part in parts), *(part.norm() for part in parts))
+        opt.step()
+        # Nobody knows the norms of what was clamped: the step looks at the sums.
+        opt.zero_grad(set_to_none=False)
+        for part in accumulate(2):
+            part.mul_(3.0).clamp_(-0.01, 0.01)
+        opt.step()
+        note(opt, *(part.local for part in accumulate(3)), *(part.isnan().any() for part in accumulate()))
+        # A mean that was scaled is added to.
+        for part in accumulate(4):
+            part.div_(2)
+        parts = accumulate(5)
+        note(opt, *(part.full_tensor() for part in parts), *(part.isfinite().all() for part in parts))
+        opt.step()
+        # One of a bucket's params starts anew, the others' sums are added to.
+        opt.zero_grad()
+        accumulate(20)
+        model.out.bias.grad = None
+        accumulate(21)
+        opt.step()
+        # A backward that fails half-way, when sums are under way.
+        _fails_half_way(model, 6)
+        opt.zero_grad()
+        accumulate(7, 8)
+        opt.step()
+        # Sums that are not used yet are saved, and loaded.
+        opt.zero_grad()
+        parts = accumulate(9)
+        shardopt.save_checkpoint(folder, model, opt)
+        saved = [part.full_tensor() for part in parts]
+        accumulate(10)
+        opt.step()
+        shardopt.load_checkpoint(folder, model, opt)
+        parts = [param.grad for param in model.parameters() if param.grad is not None]
+        assert all(raw(part.full_tensor()) == raw(before) for part, before in zip(parts, saved, strict=True))
+        # A copy that a failed backward had asked for must not come over what is loaded behind it.
+        _fails_half_way(model, 11)
+        opt.zero_grad()
+        shardopt.load_checkpoint(folder, model, opt)
+        accumulate(11)
+        opt.step()
+        # Masters and states move; the sums stay.
+        if offload is not None:
+            accumulate(12)
+            opt.offload(f"{folder} moved")
+            opt.step()
+            opt.zero_grad()
+            accumulate(13)
+            opt.reload()
+            opt.step()
+        else:
+            accumulate(12)
+            opt.step()
+            opt.zero_grad()
+            accumulate(13)
+            opt.step()
+        note(opt)
+        opt.close()
+        late: list[int] = []
+        twice = Twice()
+        other = ShardedSGD(twice, lr=0.1, stage=2, offload=offload, tuning=tuning)
+        real = Reducer.finish_late
+        with patch.object(Reducer, "finish_late", lambda self, numbers: (late.extend(numbers), real(self, numbers))[1]):
+            for step in range(4):
+                x = torch.full((2, 40), 0.1 * (step + rank + 1), requires_grad=True)
+                twice(x).square().mean().backward()
+                if step % 2:
+                    other.step()
+                    other.zero_grad()
+        assert late
+        note(other)
+        other.close()
+    return found
+
+
+def _fails_half_way(model: Net, step: int) -> None:
+    def fail(_: Tensor) -> None:
+        raise RuntimeError("on purpose")
+
+    watched = model.conv.weight.register_post_accumulate_grad_hook(fail)
+    with pytest.raises((RuntimeError, CommunicationError), match=r"on purpose|gave up this backward"):
+        loss_of(model, step).backward()
+    watched.remove()
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_whatever_looks_at_sums_finds_the_same_bits(world: int, ranks: Pool, tmp_path: Path) -> None:
+    expected = ranks.run(through_everything, None, str(tmp_path / "still"), world=world)
+    for number, offload in enumerate(ways(str(tmp_path / "swap"))):
+        found = ranks.run(through_everything, offload, str(tmp_path / str(number)), world=world)
+        for mine, theirs in zip(found, expected, strict=True):
+            assert [a == b for a, b in zip(mine, theirs, strict=True)] == [True] * len(theirs), offload
+
+
+# -- bytes -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Moved:
+    down: int = 0
+    up: int = 0
+
+
+def test_each_sum_goes_down_once_a_backward_and_the_cpu_reads_it_there() -> None:
+    moved, layers, width = Moved(), 12, 64
+    numel = layers * width * width
+
+    class Counting(AtOnce):
+        def bring(self, copies: Any, behind: Any) -> None:
+            moved.up += sum(each.source.nbytes for each in copies)
+            super().bring(copies, behind)
+
+        def take(self, copies: Any, behind: Any) -> None:
+            moved.down += sum(each.source.nbytes for each in copies)
+            AtOnce.bring(self, copies, behind)
+
+    def passed() -> tuple[int, int]:
+        found = copy.copy(moved)
+        moved.down = moved.up = 0
+        return found.down, found.up
+
+    for step, stepped in (("cpu", (0, 2 * numel)), ("gpu", (12 * numel, 16 * numel))):
+        model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers))).bfloat16()
+        x = torch.ones(2, width, dtype=torch.bfloat16)
+        with as_on_a_gpu(Counting):
+            tuning = Tuning(bucket_bytes=2 * 2 * width * width)
+            optimizer = ShardedAdamW(model, stage=2, offload=Offload(gradients="cpu", step=step), tuning=tuning)
+            for number in range(3):
+                passed()
+                model(x).sum().backward()
+                assert passed() == (4 * numel, 0)
+                model(x).sum().backward()
+                assert passed() == (4 * numel, 4 * numel)
+                optimizer.step()
+                down, up = passed()
+                if number:  # at first params come down as well
+                    assert (down, up) == stepped
+                optimizer.zero_grad()
+            memory = optimizer.memory()
+            assert memory["gradient"] == {"device": 0, "host": 4 * numel}
+            # Two params a bucket: two slots of sums for six buckets; and a row for each block.
+            landing = optimizer._binding.landing if optimizer._binding is not None else None
+            assert landing is not None and landing.slot_bytes == SLOTS * 4 * 2 * width * width
+            still, away = (
+                plan(model, optimizer, 1, Way(2, True, torch.bfloat16, tier="host", sums_rest=rest), optimizer.options)
+                for rest in (False, True)
+            )
+            assert away.bytes["gradient"] == {"host": 4 * numel}
+            assert landing.slot_bytes <= away.bytes["buffer"]["device"] - still.bytes["buffer"]["device"]
+            optimizer.close()
+
+
+@dataclass(eq=False)
+class HostAhead(AsLateAsAllowed):
+    """Knows all copies to the device: until the host has waited for one, it must not write what that reads."""
+
+    up: ClassVar[list[Later]] = []
+
+    def bring(self, copies: Any, behind: Any) -> Later:
+        mark = super().bring(copies, behind)
+        self.up.append(mark)
+        return mark
+
+
+@pytest.mark.parametrize("step", ["gpu", "auto", "half"])
+def test_sums_that_were_used_can_be_written(step: Any) -> None:
+    """``zero_grad(set_to_none=False)`` behind a step zeroes host memory at once."""
+    with as_on_a_gpu(HostAhead):
+        offload = Offload(gradients="cpu", **({"step": "gpu", "fraction": 0.5} if step == "half" else {"step": step}))
+        model = nn.Sequential(*(nn.Linear(40, 40) for _ in range(4)))
+        tuning = Tuning(bucket_bytes=2000, chunk_bytes=4096)
+        optimizer = ShardedAdamW(model, stage=2, offload=offload, tuning=tuning)
+        for _ in range(8):
+            for _ in range(2):
+                model(torch.ones(2, 40)).sum().backward()
+            parts = [param.grad for param in model.parameters()]
+            sums = {part.slot.total.untyped_storage().data_ptr() for part in parts if isinstance(part, GradientPart)}
+            optimizer.step()
+            copies = [each for mark in HostAhead.up if not mark.is_over for each in mark.copies]
+            assert sums and not any(each.source.untyped_storage().data_ptr() in sums for each in copies)
+            optimizer.zero_grad(set_to_none=False)
+        optimizer.close()
+    HostAhead.up.clear()
+
+
+@pytest.mark.parametrize("ends", ["closed", "dropped"])
+def test_no_page_of_sums_stays_registered(ends: str) -> None:
+    """Without the garbage collector."""
+    there: set[int] = set()
+
+    def unregister(registered: dict[int, int]) -> None:
+        there.difference_update(registered)
+        registered.clear()
+
+    gc.disable()
+    try:
+        with (
+            as_on_a_gpu(AsLateAsAllowed),
+            patch("shardopt.tiers.register_with_cuda", lambda address, _: not there.add(address)),
+            patch("shardopt.offload.pinned._unregister", unregister),
+        ):
+            model = nn.Linear(400, 400, bias=False)
+            optimizer = ShardedSGD(model, lr=0.1, stage=2, offload=Offload(gradients="cpu", step="gpu"))
+            model(torch.ones(2, 400)).sum().backward()
+            assert isinstance(model.weight.grad, GradientPart)
+            assert model.weight.grad.slot.total.data_ptr() in there
+            optimizer.step()
+            if ends == "closed":
+                optimizer.close()
+            del optimizer
+            assert not there
+    finally:
+        gc.enable()
+
+
+def test_copies_of_the_states_are_refused() -> None:
+    for device in (torch.device("cuda"), torch.device("cpu")):
+        check_offload(Offload(gradients="cpu"), device)
+    check_offload(Offload(gradients="cpu"), torch.device("cpu"), 2)
+    with pytest.raises(BindingError, match="2 copies of the states"):
+        check_offload(Offload(gradients="cpu"), torch.device("cuda"), 2)

@@ -1,0 +1,212 @@
+"""The public face, frozen: names, arguments, defaults, the README's code, the command line."""
+
+import inspect
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import shardopt
+from shardopt.config import OptionKeywords, Options
+from tests.support.paths import ROOT
+
+EXPORTED = [
+    "BindingError",
+    "CheckpointError",
+    "CommunicationError",
+    "DeepSpeedRun",
+    "Difference",
+    "DisagreementError",
+    "Offload",
+    "OffloadError",
+    "Part",
+    "ReleasedError",
+    "RuleError",
+    "ShardedASGD",
+    "ShardedAdadelta",
+    "ShardedAdagrad",
+    "ShardedAdam",
+    "ShardedAdamW",
+    "ShardedAdamax",
+    "ShardedLion",
+    "ShardedNAdam",
+    "ShardedOptimizer",
+    "ShardedRAdam",
+    "ShardedRMSprop",
+    "ShardedRprop",
+    "ShardedSGD",
+    "ShardoptError",
+    "StateError",
+    "Tuning",
+    "UnsupportedVersionError",
+    "Verdict",
+    "from_deepspeed_config",
+    "load_checkpoint",
+    "prepare_states",
+    "rule",
+    "save_checkpoint",
+    "verify",
+]
+TORCH_CLASSES = [
+    name.removeprefix("Sharded")
+    for name in EXPORTED
+    if name.startswith("Sharded") and name not in ("ShardedOptimizer", "ShardedLion")
+]
+
+
+def test_names_are_added_on_purpose() -> None:
+    assert sorted(shardopt.__all__) == sorted(EXPORTED)
+    assert all(hasattr(shardopt, name) for name in EXPORTED)
+
+
+def test_options_are_added_on_purpose() -> None:
+    assert list(Options.__dataclass_fields__) == [
+        "module",
+        "stage",
+        "process_group",
+        "norm_group",
+        "master",
+        "state_format",
+        "gradient_format",
+        "ema",
+        "max_grad_norm",
+        "release_gradients",
+        "reduce_dtype",
+        "offload",
+        "tuning",
+    ]
+    assert set(OptionKeywords.__annotations__) == set(Options.__dataclass_fields__)
+    assert list(shardopt.Tuning.__dataclass_fields__) == [
+        "bucket_bytes",
+        "keep_below",
+        "live_bytes",
+        "timeout",
+        "neighbours",
+        "chunk_bytes",
+        "debug",
+        "nonfinite",
+        "compress_from",
+        "seed",
+    ]
+
+
+@pytest.mark.parametrize("name", TORCH_CLASSES)
+def test_arguments_and_groups_are_torchs(name: str) -> None:
+    torch_class, ours = getattr(torch.optim, name), getattr(shardopt, f"Sharded{name}")
+    theirs = inspect.signature(torch_class).parameters
+    mine = dict(inspect.signature(ours).parameters)
+    assert mine.pop("options").kind is inspect.Parameter.VAR_KEYWORD
+    assert [(each.name, each.default, each.kind) for each in mine.values()] == [
+        (each.name, each.default, each.kind) for each in theirs.values()
+    ]
+    params = [torch.nn.Parameter(torch.zeros(3))]
+    assert ours(params).defaults == torch_class(params).defaults
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "message"),
+    [
+        ({"stge": 1}, TypeError, "unexpected keyword argument 'stge'.*module, stage, process_group"),
+        ({"stage": 4}, ValueError, "stage must be 0"),
+        ({"max_grad_norm": -1.0}, ValueError, "max_grad_norm must be above 0"),
+        ({"norm_group": 7}, TypeError, "norm_group takes a ProcessGroup"),
+        ({"offload": 1}, TypeError, "offload takes 'cpu', a directory"),
+        ({"offload": ""}, TypeError, "'cpu' or a directory"),
+        ({"tuning": {"timeout": 3}}, TypeError, "shardopt.Tuning"),
+        ({"capturable": True}, shardopt.ShardoptError, "capturable=True.*captured graph"),
+        ({"differentiable": True}, shardopt.ShardoptError, "differentiable=True.*autograd"),
+    ],
+)
+def test_wrong_options_are_refused(arguments: dict[str, Any], kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=message):
+        shardopt.ShardedAdamW([torch.zeros(3)], **arguments)
+
+
+@pytest.mark.parametrize("flag", ["capturable", "differentiable"])
+def test_flags_of_a_group_are_refused(flag: str) -> None:
+    with pytest.raises(shardopt.ShardoptError, match=f"{flag}=True"):
+        shardopt.ShardedAdamW([{"params": [torch.zeros(3)], flag: True}])
+
+
+@pytest.mark.parametrize(
+    "keywords",
+    [{"bucket_bytes": 0}, {"timeout": 0}, {"timeout": -1.0}, {"nonfinite": "ignore"}, {"chunk_bytes": 0}],
+    ids=str,
+)
+def test_wrong_tuning_is_refused(keywords: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(keywords))):
+        shardopt.Tuning(**keywords)
+
+
+BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
+
+
+@pytest.mark.parametrize("number", range(len(BLOCKS)))
+def test_the_code_of_the_readme_runs(number: int, tmp_path: Path) -> None:
+    # A rule is read from its file, so each block is one. The excerpt of AdamW needs the names of the file it is from.
+    names = (
+        ""
+        if "import" in BLOCKS[number]
+        else "from shardopt.rules.adam import *\nfrom shardopt.rules import rule, sqrt\n"
+    )
+    script = tmp_path / "block.py"
+    script.write_text(names + BLOCKS[number])
+    paths = {**os.environ, "PYTHONPATH": str(ROOT)}
+    subprocess.run([sys.executable, "-W", "error", script], check=True, cwd=tmp_path, env=paths, timeout=120)
+
+
+def test_the_excerpt_of_adamw_in_the_readme_is_the_rule(tmp_path: Path) -> None:
+    """Its arithmetic, on AdamW's flags, is that of the real file where exp_avg does not change its base."""
+    names: dict[str, Any] = {}
+    script = tmp_path / "excerpt.py"
+    script.write_text("from shardopt.rules.adam import *\nfrom shardopt.rules import rule, sqrt\n" + BLOCKS[0])
+    exec(compile(script.read_text(), str(script), "exec"), names)
+    group = dict(shardopt.ShardedAdamW([torch.zeros(1)]).defaults)
+    real, excerpt = shardopt.ShardedAdamW([torch.zeros(1)]).rule, names["adam"]
+    params = [torch.linspace(-3, 3, 500).requires_grad_() for _ in range(2)]
+    optimizers = [
+        shardopt.ShardedOptimizer([param], group, rule=each)
+        for param, each in zip(params, (real, excerpt), strict=True)
+    ]
+    for step in range(5):
+        for param, optimizer in zip(params, optimizers, strict=True):
+            param.grad = torch.sin(param.detach() * (step + 1))
+            optimizer.step()
+    assert torch.equal(params[0], params[1])
+
+
+def test_the_numbers_of_the_readme_are_those_of_the_results() -> None:
+    subprocess.run([sys.executable, ROOT / "bench" / "readme.py", "--check"], check=True, timeout=60)
+
+
+def test_command_line() -> None:
+    run = [sys.executable, "-m", "shardopt"]
+    shown = subprocess.run([*run, "--help"], check=True, capture_output=True, text=True, timeout=120).stdout
+    assert "twins" in shown
+    twins = subprocess.run(
+        [*run, "twins", "--optimizer", "SGD"], check=True, capture_output=True, text=True, timeout=120
+    )
+    assert "all bits are equal" in twins.stdout
+
+
+def test_timings(tmp_path: Path) -> None:
+    """Each phase of a step has its time, and its label in torch's profiler."""
+    for offload, phases in ((None, set()), (str(tmp_path), {"fetch"})):
+        model = torch.nn.Linear(300, 7)
+        optimizer = shardopt.ShardedAdamW(model, offload=offload)
+        assert not optimizer.timings() and "no step" in str(optimizer.timings())
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            for _ in range(3):
+                optimizer.zero_grad()
+                model(torch.ones(2, 300)).sum().backward()
+                optimizer.step()
+        labels = {event.key for event in profile.key_averages()}
+        timings = optimizer.timings()
+        for phase in phases | {"reduce", "survey", "agree", "update", "gather"}:
+            assert 0 < timings[phase] < 60 and f"shardopt: {phase}" in labels and phase in str(timings)
+        optimizer.close()

@@ -1,0 +1,125 @@
+"""Wrong uses: a clear error on every rank, nothing changed, in time."""
+
+import warnings
+
+import torch
+import torch.distributed as dist
+from torch.nn import Parameter
+
+from shardopt import (
+    BindingError,
+    CommunicationError,
+    DisagreementError,
+    ShardedAdamW,
+    ShardoptError,
+    Tuning,
+)
+from tests.support.cases import fill_gradients
+from tests.support.ranks import Pool
+from tests.support.training import Net, digest, raises, raw, refused, with_gradient
+
+# -- wrong uses --------------------------------------------------------------------------------------------------------
+
+
+def wrong_params() -> None:
+    first = with_gradient(Parameter(torch.ones(8)))
+    refused([first, with_gradient(Parameter(first.detach()[2:6]))], BindingError, "share memory", "param 0", "param 1")
+    refused([first, with_gradient(Parameter(first.detach().view(2, 4)))], BindingError, "share memory")
+    expanded = Parameter(torch.ones(3).expand(2, 3))
+    expanded.grad = torch.ones(2, 3)
+    refused([first, expanded], BindingError, "one place in memory")
+    refused([first, Parameter(torch.ones(3, device="meta"))], BindingError, "meta")
+    refused([first, with_gradient(Parameter(torch.ones(3, dtype=torch.float64)))], ShardoptError, "float64")
+    sparse = Parameter(torch.ones(4, 3))
+    sparse.grad = torch.zeros(4, 3).to_sparse()
+    before = raw(sparse), raw(first)
+    with raises(ShardoptError, "sparse"):
+        ShardedAdamW([first, sparse]).step()
+    assert before == (raw(sparse), raw(first))
+    with raises(TypeError, "complex"):
+        ShardedAdamW([first, Parameter(torch.ones(3, dtype=torch.complex64))])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch only warns of duplicates
+        with raises((ValueError, BindingError), "twice"):  # type: ignore[arg-type]
+            ShardedAdamW([first, first]).step()
+    with raises(ValueError, "more than one parameter group"):
+        ShardedAdamW([{"params": [first]}, {"params": [first]}])
+    for flag in ("differentiable", "capturable"):
+        with raises(ShardoptError, flag):
+            ShardedAdamW([first], **{flag: True})
+    for options, kind in (
+        ({"stage": 2}, ValueError),
+        ({"max_grad_norm": -1.0}, ValueError),
+        ({"tuning": {}}, TypeError),
+    ):
+        with raises(kind, next(iter(options))):
+            ShardedAdamW([first], **options)
+    # After all these refusals the param still trains.
+    opt = ShardedAdamW([first])
+    before = raw(first), raw(first)
+    opt.step()
+    assert raw(first) != before[0]
+
+
+def moved_params() -> None:
+    for change in ("moved", "recast", "resized", "released"):
+        for world_wide in (True, False):
+            model = Net()
+            opt = ShardedAdamW(model.parameters())
+            fill_gradients(model.parameters(), "integers", 0)
+            opt.step()
+            fill_gradients(model.parameters(), "integers", 1)
+            victim = model.out.weight
+            kept, before = victim.data, digest(opt)
+            if world_wide or dist.get_rank() == 0:
+                if change == "moved":
+                    victim.data = kept.clone()
+                elif change == "recast":
+                    victim.grad = None
+                    victim.data = kept.bfloat16()
+                    victim.grad = torch.ones_like(victim)
+                elif change == "resized":
+                    victim.grad = None
+                    victim.data = kept[:1]
+                else:
+                    victim.grad = None
+                    victim.data = torch.empty(0)
+            with raises((BindingError, DisagreementError), "moved"):  # type: ignore[arg-type]
+                opt.step()
+            if world_wide or dist.get_rank() == 0:
+                victim.grad = None
+                victim.data = kept
+            assert digest(opt) == before
+            fill_gradients(model.parameters(), "integers", 1)
+            opt.step()
+            assert digest(opt) != before
+
+
+def test_wrong_uses(ranks: Pool) -> None:
+    for world in (1, 2):
+        ranks.run(wrong_params, world=world)
+        ranks.run(moved_params, world=world)
+
+
+# -- deadlines ---------------------------------------------------------------------------------------------------------
+
+
+def late() -> str:
+    """A rank that never comes: the others say what they waited for, in time."""
+    model = Net()
+    opt = ShardedAdamW(model.parameters(), tuning=Tuning(timeout=2.0))
+    fill_gradients(model.parameters(), "integers", 0)
+    opt.step()
+    found = ""
+    if dist.get_rank() == 0:
+        try:
+            opt.step()
+        except CommunicationError as error:
+            found = str(error)
+    dist.destroy_process_group()
+    return found
+
+
+def test_deadline(ranks: Pool) -> None:
+    found = ranks.run(late, world=2, deadline=60)[0]
+    assert "agreeing on the step" in found and "rank 0 of 2" in found

@@ -1,0 +1,235 @@
+"""What begins a round of reduction, what must not, and what happens to gradients between rounds."""
+
+import copy
+import gc
+import io
+import time
+import warnings
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_
+
+from shardopt import BindingError, DisagreementError, ReleasedError, ShardedSGD, ShardoptError, StateError
+from shardopt.partition.reducer import Reducer
+from tests.module.test_handover import SGD, Net, average, backward, check_close, loss_of, pair, train_step, tuning
+from tests.support.ranks import Pool
+from tests.support.training import close_to, raises
+
+
+def own_gradient_beside_a_part(neighbours: bool) -> None:
+    """A backward under no_sync() behind a reduced one: used together, dropped together, never one without the other."""
+    theirs, ours, torch_opt, opt = pair(1, neighbours)
+    for step in range(4):
+        for model, each in ((theirs, torch_opt), (ours, opt)):
+            each.zero_grad()
+            backward(model, step)
+            with model.no_sync():
+                backward(model, 10 + step)
+                backward(model, 20 + step)
+        params = list(ours.module.parameters())
+        if step == 0:  # reduced with the next one
+            for model in (theirs, ours):
+                backward(model, 30)
+        elif step == 1:
+            grads = [param.grad for param in params if param.grad is not None]
+            for spoil in (
+                lambda grads: clip_grad_norm_(params, 1.0),  # noqa: B023
+                lambda grads: grads[0].mul_(0.5),
+                lambda grads: grads[0].local,
+                lambda grads: torch._foreach_mul_(grads, 0.5),
+            ):
+                with raises(StateError, "no_sync()"):
+                    spoil(grads)
+            with raises(ShardoptError, "no_sync()"):
+                opt.step()
+            for model in (theirs, ours):
+                backward(model, 30)
+        elif step == 2:  # zeroed through the module, which knows no optimizer
+            for model in (theirs, ours):
+                model.zero_grad(set_to_none=False)
+                backward(model, 31)
+        else:  # the reduced part is given up
+            for model in (theirs, ours):
+                model.zero_grad(set_to_none=True)
+                backward(model, 32)
+        torch_opt.step()
+        opt.step()
+        check_close(ours, theirs, opt)
+
+
+def no_round(stage: int, neighbours: bool) -> None:
+    """torch.autograd.grad() accumulates nothing: one rank alone may ask. backward(inputs=...) accumulates some."""
+    theirs, ours, torch_opt, opt = pair(stage, neighbours)
+    for step in range(3):
+        for model, each in ((theirs, torch_opt), (ours, opt)):
+            each.zero_grad()
+            if model is ours and step and dist.get_rank() == 1 and stage < 3:
+                x = torch.ones(4, 6, requires_grad=True)
+                model.eval()
+                (grad,) = torch.autograd.grad(model.module(x).sum(), x)
+                assert grad.shape == x.shape and not opt._handover.backward.is_open
+                model.train()
+            backward(model, step)
+            each.step()
+    check_close(ours, theirs, opt)
+    for model in (theirs, ours):
+        model.zero_grad()
+    loss_of(ours, 5).backward(inputs=[ours.module.out.bias])
+    with theirs.no_sync():
+        loss_of(theirs, 5).backward(inputs=[theirs.module.out.bias])
+    average(theirs.module)
+    opt.step()
+    torch_opt.step()
+    check_close(ours, theirs, opt)
+
+
+def files_and_copies(stage: int) -> None:
+    """A copy or a file of the module holds no hook of the optimizer's, and trains by itself."""
+    model = Net()
+    opt = ShardedSGD(model, **SGD, stage=stage, tuning=tuning(True))
+    train_step(model, opt, 0)
+    file = io.BytesIO()
+    with opt.unsharded():
+        torch.save(model, file)
+        copied = copy.deepcopy(model)
+    file.seek(0)
+    for other in (torch.load(file, weights_only=False), copied):
+        with opt.unsharded():
+            close_to(other, model)
+        backward(other, 1)
+        grads = [param.grad for param in other.parameters() if param.requires_grad]
+        assert all(type(grad) is Tensor for grad in grads)
+    train_step(model, opt, 1)
+    opt.close()
+
+
+def graphs_of_before_close(stage: int) -> None:
+    model, reference = Net(), Net()
+    opt = ShardedSGD(model, **SGD, stage=stage, tuning=tuning(True))
+    train_step(model, opt, 0)
+    with opt.unsharded():
+        reference.load_state_dict(model.state_dict())
+    loss = loss_of(model, 1)
+    opt.close()
+    if stage == 3:
+        with raises(ReleasedError, "close()"):
+            loss.backward()
+    else:
+        loss.backward()
+        backward(reference, 1)
+        for one, other in zip(model.parameters(), reference.parameters(), strict=True):
+            assert (one.grad is None) == (other.grad is None)
+            assert one.grad is None or torch.equal(one.grad, other.grad)
+
+
+def dropped_with_params() -> None:
+    model = Net()
+    opt = ShardedSGD(model, **SGD, stage=3, tuning=tuning(True))
+    train_step(model, opt, 0)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        del opt
+        gc.collect()
+    assert any("close()" in str(each.message) for each in caught)
+
+
+def wrong_on_one_rank(stage: int) -> None:
+    """All hear of it before any waits for another one's values."""
+    rank, model = dist.get_rank(), Net()
+    opt = ShardedSGD(model, **SGD, stage=stage, tuning=tuning(True, timeout=30))
+    if rank == 1:
+        model.extra = nn.Parameter(torch.ones(3))  # trainable, and nobody's
+    start = time.monotonic()
+    with raises(BindingError if rank == 1 else DisagreementError, "extra"):
+        backward(model, 0)
+    assert time.monotonic() - start < 15
+    if rank == 1:
+        del model.extra
+        model.register_buffer("extra", torch.ones(3))
+    with raises(DisagreementError, "extra"):
+        backward(model, 0)
+    if rank == 1:
+        del model.extra
+    train_step(model, opt, 0)
+    opt.close()
+
+
+class Meeting(torch.autograd.Function):
+    """A collective of the model's own in backward, as SyncBatchNorm has one."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        dist.all_reduce(grad := grad.clone())
+        return grad / dist.get_world_size()
+
+
+class Deep(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(12))
+
+    def forward(self, x: Tensor, skipped: int) -> Tensor:
+        for number, layer in enumerate(self.layers):
+            if number == 4:
+                x = Meeting.apply(x)
+            if number != skipped:
+                x = layer(x)
+        return x
+
+
+def collective_in_backward(frozen: bool) -> None:
+    """One rank lacks the param that a bucket waits for, so nobody gets memory back before the model's own meeting."""
+    rank, models = dist.get_rank(), (Deep(), Deep())
+    torch_opt = torch.optim.SGD(models[0].parameters(), **SGD)
+    opt = ShardedSGD(models[1], **SGD, stage=2, tuning=tuning(True, timeout=30))
+    for step in range(3):
+        x = torch.full((2, 16), 0.1 * (rank + step + 1))
+        started = []
+        for model, each in zip(models, (torch_opt, opt), strict=True):
+            each.zero_grad()
+            if frozen and step == 2:
+                model.layers[11].requires_grad_(False)
+            loss = model(x, -1 if frozen else (0, 11)[rank]).square().mean()
+            if model is models[1]:
+                reducer = opt._binding.reducer
+                assert isinstance(reducer, Reducer)
+                watched = model.layers[3].weight.register_post_accumulate_grad_hook(
+                    lambda _, reducer=reducer, started=started: started.append(reducer._started)
+                )
+            loss.backward()
+            if model is models[0]:
+                for param in model.parameters():
+                    if param.requires_grad and param.grad is None:
+                        param.grad = torch.zeros_like(param)
+                average(model)
+            else:
+                watched.remove()
+            each.step()
+        close_to(models[1], models[0])
+        # What was frozen holds nobody up.
+        assert step == 0 or started[0] > 0 or not frozen
+
+
+def test_rounds(ranks: Pool) -> None:
+    for neighbours in (True, False):
+        ranks.run(own_gradient_beside_a_part, neighbours, world=2, timeout=20)
+        for stage in (1, 3):
+            ranks.run(no_round, stage, neighbours, world=2, timeout=20)
+    for frozen in (False, True):
+        ranks.run(collective_in_backward, frozen, world=2, timeout=20)
+
+
+def test_copies_and_ends(ranks: Pool) -> None:
+    for stage in (1, 2, 3):
+        ranks.run(files_and_copies, stage, world=2, timeout=20)
+        ranks.run(graphs_of_before_close, stage, world=2, timeout=20)
+        ranks.run(wrong_on_one_rank, stage, world=2, timeout=20)
+    ranks.run(dropped_with_params, world=2, timeout=20)

@@ -1,0 +1,275 @@
+"""One rank saves, and no other one makes a call for it."""
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+import threading
+import time
+from multiprocessing import connection
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from shardopt import ShardedAdamW, ShardedSGD, ShardoptError, StateError, Tuning
+from shardopt.partition import serve
+from tests.support.ranks import Pool
+from tests.support.training import raises, raw
+
+SMALL = Tuning(bucket_bytes=3000, keep_below=100, timeout=20)
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(17, 40), nn.Tanh(), nn.Linear(40, 33), nn.LayerNorm(33), nn.Linear(33, 3))
+
+
+def train_step(model: nn.Module, opt: Any, step: int) -> None:
+    opt.zero_grad()
+    generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
+    x = torch.randn(4, 17, generator=generator).to(model[0].weight.dtype)
+    model(x).square().mean().backward()
+    if opt.options.module is None:
+        for param in model.parameters():
+            dist.all_reduce(param.grad)
+            param.grad /= dist.get_world_size()
+    opt.step()
+
+
+def saved(value: Any) -> Any:
+    """Through a file, read as one reads a stranger's."""
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, Tensor):
+        return type(one) is Tensor and one.shape == other.shape and one.dtype == other.dtype and raw(one) == raw(other)
+    return bool(one == other)
+
+
+def saves_alone(stage: int, dtype: torch.dtype) -> None:
+    rank, model = dist.get_rank(), network().to(dtype)
+    model[2].weight.data = model[2].weight.data.t().contiguous().t()  # strides of its own
+    taken = [model] if stage else [model.parameters()]
+    opt = ShardedAdamW(*taken, lr=0.01, stage=stage or 1, tuning=SMALL)
+    for step in range(4):
+        train_step(model, opt, step)
+        # The others go on to the next step, and are asked on their way.
+        alone, weights = (saved(opt.state_dict()), saved(model.state_dict())) if rank == 0 and step % 2 else ({}, {})
+        if step != 3:
+            continue
+        opt.consolidate_state_dict(to=0)
+        with opt.unsharded():
+            whole = {name: value.clone() for name, value in model.state_dict().items()}
+        if rank == 0:
+            assert same(alone, opt.state_dict()) and same(weights, whole)
+            assert same(saved(opt.state_dict()), alone)
+            theirs = network().to(dtype)
+            torch_opt = torch.optim.AdamW(theirs.parameters(), lr=0.01)
+            torch_opt.load_state_dict(alone)
+            assert all(state["exp_avg"].shape == param.shape for param, state in torch_opt.state.items())
+    # Whatever reads is answered, whatever would write is refused, and what has moved on is not given out as it was.
+    if rank == 1:
+        part = next(iter(opt.state_dict()["state"].values()))["exp_avg"]
+        copied = part.double()
+        assert float(part.abs().sum()) > 0 and torch.equal(copied.float() * 1, part * 1)
+        with raises(StateError, "part"):
+            part.add_(1)
+        kept = opt.state_dict()
+    dist.barrier()
+    train_step(model, opt, 4)
+    if rank == 1:
+        for stale in (kept, copied):
+            with raises(StateError, "before the next step"):
+                saved(stale)
+    # Into another world, every rank its part.
+    state = saved(opt.state_dict()) if rank == 2 else None
+    everyones = [state]
+    dist.broadcast_object_list(everyones, src=2)
+    again = network().to(dtype)
+    other = ShardedAdamW(again, lr=0.01, stage=2, tuning=Tuning(bucket_bytes=900, timeout=20))
+    other.load_state_dict(everyones[0])
+    train_step(again, other, 5)
+    with opt.unsharded():
+        again.load_state_dict({name: value.clone() for name, value in model.state_dict().items()})
+    opt.close()
+    other.close()
+
+
+def test_saves_alone(ranks: Pool) -> None:
+    for stage, dtype in ((0, torch.float32), (1, torch.bfloat16), (2, torch.float32), (3, torch.bfloat16)):
+        ranks.run(saves_alone, stage, dtype, world=3, timeout=30)
+
+
+def closed_and_strange() -> int:
+    rank, model = dist.get_rank(), network()
+    opt = ShardedSGD(model, lr=0.1, momentum=0.9, stage=2, tuning=SMALL)
+    train_step(model, opt, 0)
+    (server,) = serve._SERVERS.values()
+    assert server._listener._listener._family == "AF_UNIX"  # type: ignore[attr-defined]
+    folder = os.stat(os.path.dirname(server.address))
+    assert folder.st_uid == os.getuid() and folder.st_mode & 0o077 == 0
+    showing = opt._binding.exhibit._showing
+    for greeting in (b"not json", json.dumps({"token": "x", "challenge": "y"}).encode(), b"{" * 5000):
+        with connection.Client(server.address) as stranger:
+            stranger.send_bytes(greeting)
+            assert not stranger.poll(5) or _hung_up(stranger)
+    # Knowing the token is not enough.
+    with connection.Client(server.address) as stranger:
+        stranger.send_bytes(json.dumps({"token": showing._shelf.token, "challenge": "y"}).encode())
+        json.loads(stranger.recv_bytes())
+        stranger.send_bytes(json.dumps({"proof": "0" * 64}).encode())
+        assert stranger.poll(5) and _hung_up(stranger)
+    dist.barrier()
+    if rank == 0:
+        saved(opt.state_dict())
+    dist.barrier()
+    if rank == 1:
+        with patch.object(serve, "SILENCE", 0.5):
+            opt.close()
+    dist.barrier()
+    if rank == 0:
+        with raises(StateError, "closed its optimizer"):
+            saved(opt.state_dict())
+        opt.close()
+    end = time.monotonic() + 10
+    while any(thread.name == "shardopt-farewell" for thread in threading.enumerate()) and time.monotonic() < end:
+        time.sleep(0.01)
+    assert showing not in serve._SHOWINGS
+    return sum(thread.name == "shardopt-answer" for thread in threading.enumerate())
+
+
+def _hung_up(stranger: Any) -> bool:
+    try:
+        stranger.recv_bytes()
+    except (EOFError, OSError):
+        return True
+    return False
+
+
+def test_closed_and_strange(ranks: Pool) -> None:
+    first = ranks.run(closed_and_strange, world=2, timeout=30)
+    second = ranks.run(closed_and_strange, world=2, timeout=30)
+    assert [one <= other for one, other in zip(second, first, strict=True)] == [True, True]
+
+
+SCRIPT = """
+import os, signal, sys, time
+import torch, torch.distributed as dist
+from shardopt import ShardedAdamW, Tuning
+from shardopt.partition import serve
+
+rank, folder, ending = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+dist.init_process_group("gloo", store=dist.FileStore(folder + "/store", 2), rank=rank, world_size=2)
+
+class Ordered(list):
+    def discard(self, each):
+        self.remove(each)
+
+def live_on():
+    # Two optimizers that nobody drops, which the ranks leave in opposite order.
+    for _ in range(2):
+        model = torch.nn.Linear(3, 3)
+        opt = ShardedAdamW(model, stage=2, tuning=Tuning(timeout=20))
+        opt.bind()
+        LIVING.append((model, opt))
+    serve._SHOWINGS = Ordered(sorted(serve._SHOWINGS, key=lambda each: each._shelf.token, reverse=bool(rank)))
+
+LIVING = []
+
+def main():
+    torch.manual_seed(0)
+    model = torch.nn.Linear(300, 7)
+    opt = ShardedAdamW(model, stage=2, tuning=Tuning(timeout=20))
+    for _ in range(2):
+        opt.zero_grad()
+        model(torch.ones(2, 300)).sum().backward()
+        opt.step()
+    if ending == "several":
+        live_on()
+    if ending == "destroyed":
+        dist.destroy_process_group()
+    if rank == 0:
+        time.sleep(1.5)  # an evaluation, say
+        torch.save(opt.state_dict(), folder + "/state.pt")
+        print("saved")
+    if ending == "closed":
+        opt.close()
+    elif ending == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif ending == "raised":
+        raise RuntimeError("told")
+
+main()
+"""
+
+
+def run_script(ending: str) -> tuple[list[int], list[str], list[float], Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        start, ends = time.monotonic(), [0.0, 0.0]
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, "-c", textwrap.dedent(SCRIPT), str(rank), folder, ending],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            for rank in range(2)
+        ]
+        texts = ["", ""]
+        for rank in (1, 0):
+            texts[rank], _ = ranks[rank].communicate(timeout=100)
+            ends[rank] = time.monotonic() - start
+        codes = [each.returncode for each in ranks]
+        state = torch.load(Path(folder, "state.pt"), weights_only=True) if codes[0] == 0 else None
+        return codes, texts, ends, state
+
+
+def test_at_the_end_of_a_script() -> None:
+    """The others are through with it while rank 0 still saves; they wait, unless something went wrong."""
+    for ending in ("plain", "destroyed", "closed", "several"):
+        codes, texts, _, state = run_script(ending)
+        assert codes == [0, 0] and "saved" in texts[0], texts
+        assert state["state"][0]["exp_avg"].shape == (7, 300) and bool(state["state"][0]["exp_avg"].all())
+    for ending in ("raised", "killed"):
+        codes, texts, ends, state = run_script(ending)
+        assert codes == [1, 1 if ending == "raised" else -signal.SIGKILL], texts
+        assert state is None and "CommunicationError" in texts[0] and "rank 1" in texts[0]
+        assert ends[1] < ends[0]
+
+
+def test_one_rank_needs_nobody() -> None:
+    model = network()
+    opt = ShardedAdamW(model, lr=0.01)
+    model(torch.ones(2, 17)).sum().backward()
+    opt.step()
+    assert same(saved(opt.state_dict()), opt.state_dict()) and not serve._SERVERS
+    assert issubclass(StateError, ShardoptError)
+
+
+def test_one_rank_at_stage_3() -> None:
+    """Its slices are all there is: they are saved, read and loaded like whole params."""
+    model, twin = network(), network()
+    opt = ShardedAdamW(model, lr=0.01, stage=3, tuning=SMALL)
+    other = ShardedAdamW(twin, lr=0.01)
+    for each, its in ((model, opt), (twin, other)):
+        each(torch.ones(2, 17)).sum().backward()
+        its.step()
+    assert same(saved(model.state_dict()), dict(twin.state_dict()))
+    model.load_state_dict(model.state_dict())
+    assert same(saved(model.state_dict()), dict(twin.state_dict()))
+    assert raw(model[0].weight.detach().sum()) == raw(twin[0].weight.detach().sum())
+    opt.close()

@@ -1,0 +1,225 @@
+"""Saving, loading, converting from and to torch, at several ranks; the bits go on as if nothing had happened."""
+
+import copy
+import io
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn import Parameter
+
+from shardopt import (
+    Part,
+    ShardedAdamW,
+    ShardedOptimizer,
+    ShardedSGD,
+    StateError,
+    Tuning,
+)
+from tests.support.cases import Zoo, fill_gradients
+from tests.support.ranks import Pool
+from tests.support.training import digest, load_bytes, raises, raw, saved_bytes
+
+# -- state dicts -------------------------------------------------------------------------------------------------------
+
+
+def continued(dtype: torch.dtype) -> tuple[str, bytes]:
+    """Ten steps; also five, saved, loaded elsewhere in every way, and five: the same bits. Returns them, the file."""
+
+    def advance(params: list[Parameter], optimizer: torch.optim.Optimizer, steps: range) -> None:
+        for step in steps:
+            fill_gradients(params, "heavy_tailed", step)
+            if step == 3:
+                params[4].grad = None
+            optimizer.step()
+
+    whole = list(Zoo(dtype).parameters())
+    opt = ShardedAdamW(whole, lr=1e-2, amsgrad=True)
+    advance(whole, opt, range(5))
+    data = saved_bytes(opt)
+    weights = [param.detach().clone() for param in whole]
+    parts = {
+        key: {name: value.clone() for name, value in state.items()} for key, state in opt.state_dict()["state"].items()
+    }
+    part_dict = {**opt.state_dict(), "state": parts}
+    advance(whole, opt, range(5, 10))
+    expected = digest(opt)
+    ways: dict[str, Callable[[list[Parameter], ShardedOptimizer], None]] = {
+        "before the first step": lambda params, fresh: fresh.load_state_dict(load_bytes(data)),
+        "parts, on the ranks that they come from": lambda params, fresh: (
+            advance(params, fresh, range(50, 52)),
+            fresh.load_state_dict(part_dict),
+        ),
+        "after other steps": lambda params, fresh: (
+            advance(params, fresh, range(50, 52)),
+            fresh.load_state_dict(load_bytes(data)),
+        ),
+        "twice": lambda params, fresh: (
+            fresh.load_state_dict(load_bytes(data)),
+            fresh.load_state_dict(fresh.state_dict()),
+        ),
+        "deepcopied after loading": lambda params, fresh: fresh.load_state_dict(load_bytes(data)),
+    }
+    for name, way in ways.items():
+        params = list(Zoo(dtype, seed=5).parameters())
+        fresh = ShardedAdamW(params, lr=3.0, amsgrad=True, stage=1, tuning=Tuning(bucket_bytes=1 << 20))
+        way(params, fresh)
+        with torch.no_grad():
+            for param, value in zip(params, weights, strict=True):
+                param.copy_(value)
+        if name.startswith("after") or name.startswith("parts"):
+            # The weights were written after the state was loaded: masters that round to other values were refreshed.
+            fresh.load_state_dict(load_bytes(data))
+        if name.startswith("deepcopied"):
+            params, fresh = copy.deepcopy((params, fresh))
+        advance(params, fresh, range(5, 10))
+        assert digest(fresh) == expected, name
+    return expected, data
+
+
+def moved_and_cast_after_loading(data: bytes) -> None:
+    """Loaded before .to(dtype) and before DDP: kept until the params are bound."""
+    low = list(Zoo(torch.bfloat16).parameters())
+    ours = ShardedAdamW(low, lr=1e-2, amsgrad=True)
+    ours.load_state_dict(load_bytes(data))
+    late_model = Zoo()
+    late = ShardedAdamW(late_model.parameters(), lr=1e-2, amsgrad=True)
+    late.load_state_dict(load_bytes(data))
+    late_model.bfloat16()
+    with torch.no_grad():
+        for mine, theirs in zip(late_model.parameters(), low, strict=True):
+            mine.copy_(theirs)
+    for step in range(3):
+        fill_gradients(low, "integers", step)
+        fill_gradients(late_model.parameters(), "integers", step)
+        ours.step()
+        late.step()
+    assert digest(ours) == digest(late)
+
+
+def through_torch() -> None:
+    """torch -> ours -> torch, each going on from the other's file as it would from its own."""
+    for kind, ours, keywords in (
+        (torch.optim.AdamW, ShardedAdamW, {"lr": 1e-2, "amsgrad": True}),
+        (torch.optim.SGD, ShardedSGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
+    ):
+        reference, params = list(Zoo().parameters()), list(Zoo().parameters())
+        torch_opt, first = kind(reference, **keywords), kind(params, **keywords)
+        middle, last = ours(params, **keywords), kind(params, **keywords)
+        for step in range(9):
+            if step == 3:
+                middle.load_state_dict(first.state_dict())
+            if step == 6:
+                saved, expected = load_bytes(saved_bytes(middle)), torch_opt.state_dict()
+                assert saved.keys() == expected.keys()
+                assert saved["param_groups"][0].keys() == expected["param_groups"][0].keys()
+                last.load_state_dict(saved)
+            fill_gradients(reference, "integers", step)
+            fill_gradients(params, "integers", step)
+            torch_opt.step()
+            (first, middle, last)[step // 3].step()
+        for mine, theirs in zip(params, reference, strict=True):
+            torch.testing.assert_close(mine, theirs, atol=1e-6, rtol=2e-6)
+            for name, value in torch_opt.state.get(theirs, {}).items():
+                torch.testing.assert_close(last.state[mine][name], value, atol=1e-6, rtol=2e-6)
+
+
+def wrong_state_dicts() -> None:
+    params = [param for param in Zoo().parameters() if param.requires_grad]
+    opt = ShardedAdamW(params)
+    fill_gradients(params, "integers", 0)
+    opt.step()
+    before = digest(opt), repr(opt.param_groups)
+
+    def refuse(saved: dict[str, Any], kind: type[Exception], *words: str) -> None:
+        with raises(kind, *words):
+            opt.load_state_dict(saved)
+        assert (digest(opt), repr(opt.param_groups)) == before
+
+    def stepped(kind: type[torch.optim.Optimizer], shapes: list[Any], **keywords: Any) -> dict[str, Any]:
+        others = [Parameter(torch.ones(shape)) for shape in shapes]
+        other = kind(others, **keywords)
+        for each in others:
+            each.grad = torch.ones_like(each)
+        other.step()
+        return other.state_dict()
+
+    shapes = [param.shape for param in params]
+    refuse(stepped(torch.optim.AdamW, shapes[::-1]), StateError, "shape", "another model")
+    refuse(stepped(torch.optim.AdamW, shapes[1:]), ValueError, "doesn't match the size")
+    refuse(stepped(torch.optim.SGD, shapes, momentum=0.9), StateError, "exp_avg", "momentum_buffer")
+    refuse(stepped(torch.optim.Adagrad, shapes), StateError, "exp_avg")
+    good = stepped(torch.optim.AdamW, shapes)
+    lacks = copy.deepcopy(good)
+    del lacks["state"][3]["exp_avg_sq"]
+    refuse(lacks, StateError, "missing", "exp_avg_sq")
+    stranger = copy.deepcopy(good)
+    stranger["state"][99] = stranger["state"][0]
+    refuse(stranger, StateError, "99")
+    two_groups = copy.deepcopy(good)
+    two_groups["param_groups"].append(two_groups["param_groups"][0])
+    refuse(two_groups, ValueError, "different number of parameter groups")
+    flags = stepped(torch.optim.AdamW, shapes, amsgrad=True)
+    for group in flags["param_groups"]:
+        group["amsgrad"] = False
+    refuse(flags, StateError, "max_exp_avg_sq")
+    with raises(StateError, "load_state_dict"):
+        opt.state = {0: 1}  # type: ignore[misc, assignment]
+
+
+def parts() -> None:
+    """A part says what it is, refuses what it cannot answer, and gathers."""
+    params = [param for param in Zoo(torch.bfloat16).parameters() if param.requires_grad]
+    opt, alone = ShardedAdamW(params), copy.deepcopy(params)
+    torch_opt = ShardedAdamW(alone, stage=0)
+    for step in range(3):
+        for each, optimizer in ((params, opt), (alone, torch_opt)):
+            fill_gradients(each, "integers", step)
+            optimizer.step()
+    found = 0
+    for param, other in zip(params, alone, strict=True):
+        for name, value in opt.state[param].items():
+            exact = torch_opt.state[other][name]
+            assert value.shape == exact.shape and value.dtype == exact.dtype
+            if name == "step":
+                continue
+            assert isinstance(value, Part) and not isinstance(exact, Part)
+            assert raw(value.full_tensor()) == raw(exact)
+            assert value.full_tensor().stride() == exact.stride()
+            assert raw(value.sum()) == raw(exact.sum()) and raw(value + 1) == raw(exact + 1)
+            with raises(StateError, "full_tensor"):
+                value += 1
+            with raises(StateError, "consolidate_state_dict"):
+                torch.save(copy.deepcopy(value), io.BytesIO())
+            assert raw(value.clone()) == raw(value) and f"shape={tuple(value.shape)}" in repr(value)
+            found += value.local.numel()
+    assert found
+    with raises(StateError, "state_dict"):
+        torch.save(opt, io.BytesIO())
+    opt.consolidate_state_dict(to=dist.get_world_size() - 1)
+    is_plain = dist.get_rank() == dist.get_world_size() - 1
+    for state in opt.state_dict()["state"].values():
+        assert isinstance(state["exp_avg"], Part) != is_plain
+    with raises(ValueError, "ranks"):
+        opt.consolidate_state_dict(to=7)
+
+
+def test_state_dicts(ranks: Pool) -> None:
+    finals: dict[torch.dtype, list[Any]] = {torch.float32: [], torch.bfloat16: []}
+    files = {}
+    for world in (1, 2, 3):
+        for dtype, found in finals.items():
+            by_rank = ranks.run(continued, dtype, world=world)
+            files[dtype, world] = by_rank[0][1]
+            found.append(load_bytes(by_rank[0][1]))
+        ranks.run(moved_and_cast_after_loading, files[torch.bfloat16, 1], world=world)
+        ranks.run(through_torch, world=world)
+        ranks.run(wrong_state_dicts, world=world)
+        if world > 1:
+            ranks.run(parts, world=world)
+    for dicts in finals.values():  # what is saved does not tell how many ranks saved it
+        for other in dicts[1:]:
+            assert other["param_groups"] == dicts[0]["param_groups"]
+            for key, state in dicts[0]["state"].items():
+                assert all(raw(value) == raw(other["state"][key][name]) for name, value in state.items())

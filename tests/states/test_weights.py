@@ -1,0 +1,128 @@
+"""Weights that others write, copies of model and optimizer, bytes on each rank."""
+
+import copy
+
+import torch
+import torch.distributed as dist
+from torch.nn import Parameter
+from torch.nn.parallel import DistributedDataParallel
+
+from shardopt import (
+    Part,
+    ShardedAdamW,
+    ShardedSGD,
+    ShardoptError,
+    Tuning,
+)
+from tests.support.cases import Zoo, fill_gradients
+from tests.support.ranks import Pool
+from tests.support.training import Net, close_to, ddp, digest, load_bytes, raises, saved_bytes
+
+# -- weights written by others, copies, ends ---------------------------------------------------------------------------
+
+
+def written_weights() -> None:
+    """Masters follow weights that were written; elements that the write left alone keep their low bits."""
+    for way in ("in place", "through .data"):
+        params = [param for param in Zoo(torch.bfloat16).parameters() if param.requires_grad]
+        opt = ShardedSGD(params, lr=0.01, momentum=0.9)
+        for step in range(3):
+            fill_gradients(params, "heavy_tailed", step)
+            opt.step()
+        masters = [
+            opt.state[param]["master"].full_tensor()
+            if dist.get_world_size() > 1
+            else opt.state[param]["master"].clone()
+            for param in params
+        ]
+        assert any((master != param.float()).any() for master, param in zip(masters, params, strict=True))
+        values = [param.detach().clone() for param in params]
+        for value in values:
+            value[torch.arange(value.numel()).reshape(value.shape) % 2 == 0] = 0.25
+        for param, value in zip(params, values, strict=True):
+            if way == "in place":
+                with torch.no_grad():
+                    param.copy_(value)
+            else:
+                param.data.copy_(value)
+            param.grad = None
+        if way != "in place":
+            opt.refresh_masters()
+        else:
+            fill_gradients(params[:1], "integers", 0)
+            params[0].grad.zero_()
+            opt.step()  # notices
+        for which, (param, value, master) in enumerate(zip(params, values, masters, strict=True)):
+            now = opt.state[param]["master"]
+            now = now.full_tensor() if isinstance(now, Part) else now
+            if which == 0 and way == "in place":
+                continue  # the momentum moved it
+            kept = master.bfloat16() == value
+            assert torch.equal(now, torch.where(kept, master, value.float())), f"{way}, param {which}"
+
+
+def copies() -> None:
+    model = ddp(Net()) if dist.get_world_size() > 1 else Net()
+    opt = ShardedAdamW(model.parameters(), lr=1e-2)
+    for step in range(3):
+        fill_gradients(model.parameters(), "integers", step)
+        opt.step()
+    plain = Net()
+    plain.load_state_dict(
+        model.module.state_dict() if isinstance(model, DistributedDataParallel) else model.state_dict()
+    )
+    other_model, other = copy.deepcopy((list(model.parameters()), opt))
+    before = digest(opt)
+    assert digest(other) == before
+    for step in range(3, 6):
+        fill_gradients(other_model, "integers", step)
+        other.step()
+    assert digest(opt) == before
+    for step in range(3, 6):
+        fill_gradients(model.parameters(), "integers", step)
+        opt.step()
+    assert digest(opt) == digest(other)
+    opt.close()
+    with raises(ShardoptError, "closed"):
+        opt.step()
+    close_to(model, model)
+    again = ShardedAdamW(model.parameters(), lr=1e-2)
+    again.load_state_dict(load_bytes(saved_bytes(other)))
+    for params, optimizer in ((list(model.parameters()), again), (other_model, other)):
+        fill_gradients(params, "integers", 6)
+        optimizer.step()
+    assert digest(again) == digest(other)
+
+
+def memory_is_the_formula() -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        for stage in (0, 1):
+            numels = (100_000, 257, 1, 0, 30_000)
+            params = [Parameter(torch.randn(numel).to(dtype)) for numel in numels]
+            opt = ShardedAdamW(params, stage=stage, tuning=Tuning(bucket_bytes=1 << 30))
+            for param in params:
+                param.grad = torch.ones_like(param)
+            opt.step()
+            shards = dist.get_world_size() if stage else 1
+            blocks = sum(-(-numel // 256) for numel in numels)
+            per_shard = -(-blocks // shards) * 256
+            size = params[0].element_size()
+            assert opt.memory() == {
+                "param": {"device": per_shard * shards * size},
+                "gradient": {"device": sum(numels) * size},
+                "master": {"device": 4 * per_shard if dtype is torch.bfloat16 else 0},
+                "state": {"device": 8 * per_shard},
+                "buffer": {"device": per_shard // 256 * 4},
+            }
+            held = sum(
+                opt.state[param][name].untyped_storage().nbytes() if not isinstance(opt.state[param][name], Part) else 0
+                for param in params[:1]
+                for name in ("exp_avg",)
+            )
+            assert stage or held == 4 * per_shard
+
+
+def test_weights_copies_memory(ranks: Pool) -> None:
+    for world in (1, 2, 3):
+        for function in (written_weights, copies, memory_is_the_formula):
+            ranks.run(function, world=world)

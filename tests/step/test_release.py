@@ -1,0 +1,592 @@
+"""Released gradients: the bits of a training without, no gradient kept, a clear error for what comes too late."""
+
+import io
+import itertools
+import math
+import warnings
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+from unittest.mock import patch
+from weakref import WeakSet
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from shardopt import (
+    BindingError,
+    CheckpointError,
+    DisagreementError,
+    ShardedAdamW,
+    ShardedLion,
+    ShardedNAdam,
+    ShardedSGD,
+    ShardoptError,
+    StateError,
+    Tuning,
+    save_checkpoint,
+)
+from shardopt.config import Options
+from shardopt.partition import reducer as reducer_module
+from shardopt.partition.collectives import Ranks
+from shardopt.partition.reduced import PassingBucket
+from shardopt.plan import Way, plan
+from shardopt.released_gradient import ReleasedGradient
+from tests.support import modules, training
+from tests.support.modules import Odd, Repeated, Stack, Tied, W
+from tests.support.ranks import Pool
+from tests.support.training import raises, raw
+
+ADAMW = {"lr": 0.01, "weight_decay": 0.1}
+SGD = {"lr": 0.125, "momentum": 0.5, "weight_decay": 0.25}
+SMALL = {"master": "split24", "state_format": "int8"}
+HALF_WAY = "half-way"
+JOB = PassingBucket.job
+
+Loss = Callable[[nn.Module, int], Tensor]
+
+
+def tuning(**more: Any) -> Tuning:
+    """Several buckets; states of all params compressed; no wait for long."""
+    return Tuning(**{"bucket_bytes": 1500, "compress_from": 256, "timeout": 20.0, **more})
+
+
+def number() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+# -- the same bits -----------------------------------------------------------------------------------------------------
+
+
+def on_tokens(model: nn.Module, step: int) -> Tensor:
+    return training.loss_of(model, step)
+
+
+def on_floats(model: nn.Module, step: int) -> Tensor:
+    return modules.loss_of(model(modules.data(step, 4, 3, W)))
+
+
+def skipping(model: nn.Module, step: int) -> Tensor:
+    """Each rank leaves out other blocks, and no rank needs one of them in the first steps."""
+    model.skipped = {(step + number()) % 3, 3 if step < 2 else 4}
+    return on_floats(model, step)
+
+
+def two_forwards(model: nn.Module, step: int) -> Tensor:
+    return on_floats(model, step) + on_floats(model, step + 70)
+
+
+def bf16_net(**keywords: Any) -> nn.Module:
+    return training.Net(**keywords).bfloat16()
+
+
+CASES: dict[str, tuple[Callable[[], nn.Module], Loss, Any, dict[str, Any]]] = {
+    "fp32": (training.Net, on_tokens, ShardedAdamW, ADAMW),
+    "small formats": (bf16_net, on_tokens, ShardedAdamW, {**ADAMW, **SMALL}),
+    "fp32 masters, an average": (bf16_net, on_tokens, ShardedNAdam, {"lr": 0.01, "ema": 0.9}),
+    "no masters": (bf16_net, on_tokens, ShardedLion, {"lr": 0.01, "master": "none"}),
+    "reduced in bf16": (training.Net, on_tokens, ShardedSGD, {**SGD, "reduce_dtype": torch.bfloat16}),
+    "offloaded": (bf16_net, on_tokens, ShardedAdamW, {**ADAMW, **SMALL, "offload": "cpu"}),
+    "checkpointed": (lambda: training.Net(checkpointed=True), on_tokens, ShardedSGD, SGD),
+    "reentrant": (lambda: Stack(reentrant=True, blocks=2), on_floats, ShardedSGD, SGD),
+    "all reentrant": (lambda: Stack(reentrant=True, whole=True, blocks=2), on_floats, ShardedSGD, SGD),
+    "used several times": (Repeated, two_forwards, ShardedSGD, SGD),
+    "tied": (Tied, on_floats, ShardedSGD, SGD),
+    "odd shapes": (Odd, on_floats, ShardedAdamW, ADAMW),
+    "unused": (lambda: Stack(blocks=5), skipping, ShardedAdamW, ADAMW),
+}
+
+
+def trained(name: str, stage: int, released: bool, **knobs: Any) -> dict[str, Any]:
+    """What a training of some steps leaves, with other rates for biases, a schedule, and weights written meanwhile."""
+    make, loss, kind, keywords = CASES[name]
+    torch.manual_seed(0)
+    model = make()
+    frozen = list(model.parameters())[-1].requires_grad_(False)
+    groups = [
+        {"params": [param for param in model.parameters() if param.dim() > 1]},
+        {"params": [param for param in model.parameters() if param.dim() < 2], "lr": 0.03},
+    ]
+    opt = kind(
+        groups,
+        **keywords,
+        module=model,
+        stage=stage,
+        release_gradients=released,
+        tuning=tuning(**knobs),
+    )
+    schedule = torch.optim.lr_scheduler.LambdaLR(opt, lambda epoch: 0.5**epoch)
+    norms = []
+    for step in range(5):
+        if step == 2:
+            frozen.requires_grad_(True)  # bound at its first forward
+            with torch.no_grad():
+                next(model.parameters()).mul_(0.5)  # as a loader would write
+        if step == 3:
+            frozen.requires_grad_(False)
+        opt.zero_grad()
+        loss(model, step).backward()
+        grads = [param.grad for param in model.parameters() if param.grad is not None]
+        assert all(isinstance(grad, ReleasedGradient) for grad in grads) or not released
+        norms.append(0.0 if released else math.sqrt(math.fsum(float(g.norm(dtype=torch.float64)) ** 2 for g in grads)))
+        opt.step()
+        if released:
+            assert all(param.grad is None for param in model.parameters())
+            norms[-1] = opt.grad_norm
+        schedule.step()
+    states = {key: {name: raw(value) for name, value in opt.state[key].items()} for key in model.parameters()}
+    return {
+        "params": [raw(param) for param in model.parameters()],
+        "states": list(states.values()),
+        "updates": opt.updates,
+        "norms": norms,
+        "kept": opt.memory()["gradient"]["device"] if released else 0,
+    }
+
+
+def has_same_bits(stage: int, neighbours: bool) -> None:
+    for index, name in enumerate(CASES):
+        policy = "propagate" if index % 4 == 3 else "skip"
+        check_same(name, stage, neighbours=neighbours, nonfinite=policy)
+
+
+def check_same(name: str, stage: int, **knobs: Any) -> None:
+    plain, released = (trained(name, stage, each, **knobs) for each in (False, True))
+    torch.testing.assert_close(released.pop("norms"), plain.pop("norms"), rtol=1e-12, atol=0)
+    for key in plain:
+        assert released[key] == plain[key], f"{key} of {name}, stage {stage}, {knobs}"
+
+
+def has_same_bits_otherwise() -> None:
+    """With the backend's own collectives, of which two ranks' sums have the same bits; and each reduction checked."""
+    for stage in (0, 1):
+        check_same("fp32", stage, debug=True)
+        with patch.object(Ranks, "has_collectives", lambda ranks, device: ranks.group is not None):
+            check_same("fp32", stage, neighbours=False)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_same_bits_as_without(world: int, ranks: Pool) -> None:
+    for stage in (0, 1):
+        ranks.run(has_same_bits, stage, world != 2, world=world)
+    if world == 2:
+        ranks.run(has_same_bits_otherwise, world=world)
+
+
+def test_a_param_that_leaves_its_group_and_returns_keeps_all_of_its_master() -> None:
+    """Its backwards meanwhile write nothing, so what is kept beside it is still that of its weights."""
+    ends = []
+    for released in (False, True):
+        model = layers(2)
+        opt = ShardedAdamW(model, **ADAMW, master="split", release_gradients=released)
+        params = opt.param_groups[0]["params"]
+        for step in range(6):
+            if step == 2:
+                away = params.pop(0)
+            if step == 4:
+                params.insert(0, away)
+            x = torch.randn(4, 64, generator=torch.Generator().manual_seed(step)).bfloat16()
+            model(x).float().square().mean().backward()
+            opt.step()
+            model.zero_grad()
+        ends.append([raw(each) for param in model.parameters() for each in (param, *opt.state[param].values())])
+    assert ends[0] == ends[1]
+
+
+def adversaries(**keywords: Any) -> list[bytes]:
+    """A critic through which the loss of another model runs while it is frozen: at first, and before its own step."""
+    torch.manual_seed(0)
+    critic, maker = Stack(blocks=2), Stack(blocks=2)
+    opts = [ShardedAdamW(each, **ADAMW, **keywords) for each in (critic, maker)]
+
+    def take_step(opt: Any) -> None:
+        opt.step()
+        opt.zero_grad()
+
+    def fool(step: int, weight: float = 1.0) -> None:
+        critic.requires_grad_(False)
+        (critic(maker(modules.data(step, 4, 3, W))).square().mean() * weight).backward()
+        critic.requires_grad_(True)
+        take_step(opts[1])
+
+    for step in range(4):
+        fool(step)
+        critic(maker(modules.data(step, 4, 3, W)).detach()).mean().backward()
+        if step == 2:
+            fool(9, weight=0.0)  # what comes through depends on whether the critic is updated
+        take_step(opts[0])
+    for opt in opts:
+        opt.close()
+    return [raw(param) for model in (critic, maker) for param in model.parameters()]
+
+
+def has_same_bits_through_frozen_models() -> None:
+    usual = [adversaries(stage=stage, tuning=tuning(keep_below=1000)) for stage in (1, 2, 3)]
+    released = [adversaries(stage=stage, release_gradients=True, tuning=tuning()) for stage in (0, 1)]
+    assert all(each == usual[0] for each in (*usual, *released))
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_backwards_of_other_models_are_no_steps(world: int, ranks: Pool) -> None:
+    ranks.run(has_same_bits_through_frozen_models, world=world)
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+
+def layers(count: int = 16, width: int = 64) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(count))).bfloat16()
+
+
+def keeps_no_gradient(stage: int) -> None:
+    """Of gradients, their buffers and their sums, never more is there than a few buckets hold."""
+    model = layers()
+    tuned = tuning(bucket_bytes=4 * 64 * 64, timeout=120.0)
+    opt = ShardedAdamW(model, **ADAMW, **SMALL, stage=stage, release_gradients=True, tuning=tuned)
+    numel, world = sum(param.numel() for param in model.parameters()), dist.get_world_size()
+    bucket = 2 * 64 * 64  # elements
+    made: dict[StorageWeakRef, int] = {}
+    peaks = []
+
+    def note(*tensors: Tensor) -> None:
+        made.update({StorageWeakRef(each.untyped_storage()): each.untyped_storage().nbytes() for each in tensors})
+        peaks.append(sum(nbytes for ref, nbytes in made.items() if not ref.expired()))
+
+    def job(self: PassingBucket, buffer: Tensor, add: bool) -> Any:
+        found = JOB(self, buffer, add)
+        note(found.buffer, found.target)
+        return found
+
+    for param in model.parameters():
+        param.register_hook(note)
+    # More memory than was meant is taken by ranks of a busy machine that lose patience, and beside an optimizer that
+    # another test left in mid-backward.
+    patient = patch.multiple(reducer_module, BYTES_UNDER_WAY=0, PATIENCE=60.0, _REDUCERS=WeakSet())
+    with patch.object(PassingBucket, "job", job), patient:
+        for step in range(3):
+            x = torch.randn(4, 64, generator=torch.Generator().manual_seed(step)).bfloat16()
+            model(x).square().mean().backward()
+            opt.step()
+            if step == 0:
+                peaks.clear()  # ranks compile, and are waited for no longer than a while
+    assert len(peaks) == 2 * 24
+    # Two buckets that are reduced and one that is filled, as buffers and as fp32 sums; two params' own gradients.
+    sums = 4 * bucket // (world if stage else 1) if world > 1 else 0
+    assert max(peaks) <= 3 * (2 * bucket + sums) + 2 * 2 * 64 * 64 < 16 * (2 * bucket + sums) // 2
+    memory = opt.memory()
+    assert memory["gradient"] == {"device": 0}
+    kept = sum(memory[kind]["device"] for kind in ("param", "master", "state"))
+    shards = world if stage else 1
+    assert kept == numel * 2 + numel * (3 + 2 * 4 / 256) / shards
+    if world == 1:
+        assert kept / numel == 5.03125
+    way = Way(stage, True, torch.bfloat16, "split24", "int8", releases=True)
+    need = plan(model, opt, world, way, Options(tuning=opt.options.tuning))
+    for kind in ("param", "gradient", "master", "state"):
+        assert need.bytes[kind]["device"] == memory[kind]["device"]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_no_gradient_is_kept(world: int, ranks: Pool) -> None:
+    for stage in (0, 1):
+        ranks.run(keeps_no_gradient, stage, world=world)
+
+
+# -- what comes too late -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("keywords", "words"),
+    [
+        ({"module": None}, ("without the module", "ShardedAdamW(model")),
+        ({"stage": 2}, ("stage 2", "stage=1")),
+        ({"stage": 3}, ("stage 3", "stage=1")),
+        ({"max_grad_norm": 1.0}, ("max_grad_norm=1.0", "Leave one")),
+        ({"gradient_format": "bf16"}, ("gradient_format='bf16'", "no effect")),
+        ({"offload": "/tmp"}, ("'/tmp'", 'offload="cpu"')),
+        ({"release_gradients": "yes"}, ("True or False",)),
+    ],
+)
+def test_refused_at_construction(keywords: dict[str, Any], words: tuple[str, ...]) -> None:
+    model = training.Net()
+    with raises(TypeError if "release_gradients" in keywords else ValueError, *words):
+        ShardedAdamW(model.parameters(), **{"module": model, "release_gradients": True, **keywords})
+
+
+def made(stage: int = 1, make: Callable[[], nn.Module] = training.Net, **keywords: Any) -> tuple[Any, Any]:
+    model = make()
+    given = {"release_gradients": True, "tuning": tuning(), **keywords}
+    return model, ShardedSGD(model, **SGD, stage=stage, **given)
+
+
+def step_with(model: nn.Module, opt: Any, step: int, loss: Loss = on_tokens) -> None:
+    opt.zero_grad()
+    loss(model, step).backward()
+    opt.step()
+
+
+def bits(model: nn.Module, opt: Any) -> list[bytes]:
+    """Params and, where they are bound, this rank's states."""
+    states = [raw(value) for param in model.parameters() for value in opt.state.get(param, {}).values()]
+    return [raw(param) for param in model.parameters()] + states
+
+
+LATE_USES: dict[str, Callable[[nn.Module, Any], Any]] = {
+    "clipped": lambda model, opt: nn.utils.clip_grad_norm_(model.parameters(), 1.0),
+    "clipped one by one": lambda model, opt: nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=False),
+    "clipped by value": lambda model, opt: nn.utils.clip_grad_value_(model.parameters(), 1.0),
+    "a norm": lambda model, opt: model.out.weight.grad.norm(),
+    "read": lambda model, opt: model.out.weight.grad * 1,
+    "printed as numbers": lambda model, opt: model.out.bias.grad[0].item(),
+    "added to": lambda model, opt: model.out.weight.grad.add_(1.0),
+    "gathered": lambda model, opt: model.out.weight.grad.full_tensor(),
+    "copied": lambda model, opt: model.out.weight.grad.clone(),
+    "saved": lambda model, opt: torch.save(model.out.weight.grad, io.BytesIO()),
+    "unscaled": lambda model, opt: torch.amp.GradScaler("cpu").unscale_(opt),
+    "scaled": lambda model, opt: torch.amp.GradScaler("cpu").step(opt),
+}
+
+
+def refuses_what_comes_too_late(stage: int, folder: Any) -> None:
+    reference, plain = made(stage, release_gradients=False)
+    model, opt = made(stage)
+    opt.step()  # without a backward nothing happens, as in torch
+    model.out.weight.sum().backward()  # the module had no forward yet: nobody took this gradient
+    with raises(ShardoptError, "no backward handed over"):
+        opt.step()
+    opt.zero_grad()
+    opt.bind()
+    with raises(ShardoptError, "no forward"):
+        model.out.weight.sum().backward()
+    opt.zero_grad()
+    for step in range(4):
+        step_with(reference, plain, step)
+    step_with(model, opt, 0)
+    on_tokens(model, 1).backward()
+    for use in LATE_USES.values():
+        scaler = torch.amp.GradScaler("cpu")
+        scaler.scale(torch.ones(()))  # as for a loss: before, torch asks for it
+        with patch.object(torch.amp, "GradScaler", lambda _, scaler=scaler: scaler), raises(StateError, "released"):
+            use(model, opt)
+    # The second backward is refused before anything changed, through the output's node or through a param's.
+    before = bits(model, opt)
+    for loss in (lambda: on_tokens(model, 9), lambda: model.out.weight.sum()):
+        with raises(ShardoptError, "second backward", "step()"):
+            loss().backward()
+    opt.zero_grad(set_to_none=False)
+    opt.zero_grad()  # takes no update back
+    with raises(ShardoptError, "second backward", "step()"):
+        on_tokens(model, 9).backward()
+    opt.zero_grad()
+    assert before == bits(model, opt)
+    assert opt.step() is None and opt.updates == 2
+    # So is what is to be accumulated, by either no_sync().
+    before = bits(model, opt)
+    wrapped = DistributedDataParallel(model)
+    for outer, context in ((model, opt.no_sync), (wrapped, wrapped.no_sync)):
+        with context(), raises(ShardoptError, "no_sync()", "once a step"):
+            on_tokens(outer, 9).backward()
+        with raises(ShardoptError, "no backward handed over"):
+            opt.step()
+        opt.zero_grad()
+    model.out.bias.grad = torch.ones_like(model.out.bias)
+    with raises(ShardoptError, "by hand"):
+        opt.step()
+    opt.zero_grad()
+    opt.offload(folder)
+    with raises(ShardoptError, "reload()"):
+        on_tokens(model, 9).backward()
+    opt.zero_grad()
+    opt.reload()
+    assert before == bits(model, opt) and opt.updates == 2
+    step_with(model, opt, 2)
+
+    def closure() -> Tensor:
+        opt.zero_grad()
+        loss = on_tokens(model, 3)
+        loss.backward()
+        return loss
+
+    assert opt.step(closure) is not None and opt.updates == 4
+    assert bits(model, opt) == bits(reference, plain)
+
+
+def refuses_two_directions() -> None:
+    mesh = dist.init_device_mesh("cpu", (2, 2))
+    model, opt = made(process_group=mesh)
+    for _ in range(2):
+        with raises(BindingError, "2D DeviceMesh"):
+            on_tokens(model, 0)
+    opt.close()
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_refused_by_name(world: int, ranks: Pool, tmp_path: Any) -> None:
+    for stage in (0, 1):
+        ranks.run(refuses_what_comes_too_late, stage, str(tmp_path), world=world)
+    if world == 2:
+        ranks.run(refuses_two_directions, world=4)
+
+
+# -- half a step -------------------------------------------------------------------------------------------------------
+
+
+def is_broken(model: nn.Module, opt: Any, folder: Any, loss: Loss = on_tokens) -> None:
+    """Nothing goes on from here, on any rank."""
+    with raises(ShardoptError, HALF_WAY):
+        opt.step()
+    opt.zero_grad()
+    with raises(ShardoptError):
+        loss(model, 5).backward()
+    with raises(ShardoptError, HALF_WAY):
+        opt.step()
+    with raises(CheckpointError, HALF_WAY):
+        save_checkpoint(folder, model, opt)
+
+
+class Boom(Exception):
+    pass
+
+
+def fails_in_backward(folder: Any) -> None:
+    """An error of the user's on the last rank, when so many params have their gradient."""
+    last = dist.get_rank() == dist.get_world_size() - 1
+    reference, plain = made(release_gradients=False)
+    for step in range(2):
+        step_with(reference, plain, step)
+    for position in (0, 4, 8):
+        model, opt = made()
+        step_with(model, opt, 0)
+        before = bits(model, opt)
+        counted = itertools.count()
+
+        def fail(_: Tensor, position: int = position, counted: Any = counted) -> None:
+            if next(counted) == position:
+                raise Boom
+
+        hooks = [param.register_hook(fail) for param in model.parameters()] if last else []
+        with raises((Boom, ShardoptError)):
+            try:
+                on_tokens(model, 1).backward()
+            except Boom:
+                opt.zero_grad()  # tells the others
+                raise
+        for hook in hooks:
+            hook.remove()
+        if position:
+            is_broken(model, opt, folder)
+        elif dist.get_world_size() == 1:  # nothing was used: the training goes on
+            assert before == bits(model, opt)
+            step_with(model, opt, 1)
+            assert bits(model, opt) == bits(reference, plain)
+
+
+class Peeking(nn.Module):
+    """Uses a param where autograd does not see it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.mix = nn.Linear(W, W), nn.Linear(W, W, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mix(self.first(x) @ self.mix.weight.detach())
+
+
+class Again(nn.Module):
+    """Checkpoints that hand over the gradients of one module in two turns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.block = nn.Linear(W, W)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(2):
+            x = checkpoint(self.block, x.requires_grad_() if x.is_leaf else x, use_reentrant=True)
+        return x
+
+
+def meets_an_updated_param(folder: Any) -> None:
+    for make, kind, words in (
+        (Peeking, RuntimeError, ("inplace operation",)),
+        (Again, ShardoptError, ("use_reentrant=False", "block")),
+    ):
+        if make is Peeking and dist.get_world_size() > 1:
+            continue  # whether the update comes first is then a matter of time; if it does not, nothing is wrong
+        model = make()
+        opt = ShardedSGD(model.named_parameters(), **SGD, module=model, release_gradients=True, tuning=tuning())
+        with raises(kind, *words):
+            on_floats(model, 0).backward()
+        is_broken(model, opt, folder, on_floats)
+
+
+def meets_inf_and_nan(folder: Any) -> None:
+    """In all gradients, where nothing was used yet; in one, behind buckets that were."""
+    last = dist.get_rank() == dist.get_world_size() - 1
+    reference, plain = made(release_gradients=False)
+    for step in range(2):
+        step_with(reference, plain, step)
+    for policy in ("skip", "raise"):
+        model, opt = made(tuning=tuning(nonfinite=policy))
+        step_with(model, opt, 0)
+        before = bits(model, opt)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error" if policy == "raise" else "ignore")
+            with raises(ShardoptError, "NaN", "nothing changed") if policy == "raise" else nullcontext():
+                (on_tokens(model, 1) * (math.nan if last else 1.0)).backward()
+            opt.step()
+        assert before == bits(model, opt) and opt.updates == 1
+        step_with(model, opt, 1)
+        assert bits(model, opt) == bits(reference, plain)
+        if last:
+            model.embed.weight.register_hook(lambda grad: grad.fill_(math.inf))
+        with raises(ShardoptError, "NaN", "were updated before", "first in"):
+            on_tokens(model, 2).backward()
+        assert all(param.isfinite().all() for param in model.parameters())
+        is_broken(model, opt, folder)
+    found = []
+    for release_gradients in (True, False):
+        model, opt = made(tuning=tuning(nonfinite="propagate"), release_gradients=release_gradients)
+        if last:
+            model.conv.weight.register_hook(lambda grad: grad.index_fill(0, torch.tensor(0), math.inf))
+        step_with(model, opt, 0)
+        assert opt.grad_norm == (math.inf if release_gradients else None) and opt.updates == 1
+        found.append(bits(model, opt))
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("happens", [fails_in_backward, meets_an_updated_param, meets_inf_and_nan])
+def test_half_a_step_is_the_end(happens: Callable[[Any], None], world: int, ranks: Pool, tmp_path: Any) -> None:
+    ranks.run(happens, tmp_path, world=world)
+
+
+def ranks_differ(folder: Any) -> None:
+    last = dist.get_rank() == 1
+    model, opt = made()
+    step_with(model, opt, 0)
+    opt.param_groups[0]["lr"] *= 2 if last else 1
+    with raises(DisagreementError, "lr", "0.25 on rank 1", "checkpoint"):
+        on_tokens(model, 1).backward()
+    is_broken(model, opt, folder)
+    model, opt = made()
+    step_with(model, opt, 0)
+    with torch.no_grad():
+        model.out.bias.mul_(2 if last else 3)
+    with raises(DisagreementError, "weights (sum of bits)", "checkpoint"):
+        on_tokens(model, 1).backward()
+    is_broken(model, opt, folder)
+    model, opt = made(release_gradients=last)
+    with raises(DisagreementError, "release_gradients", "nothing changed"):
+        on_tokens(model, 0)
+
+
+def test_ranks_that_differ(ranks: Pool, tmp_path: Any) -> None:
+    ranks.run(ranks_differ, tmp_path, world=2)

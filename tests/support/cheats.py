@@ -1,0 +1,197 @@
+"""The code broken on purpose: what a parity test must notice, or it is not a parity test.
+
+Each cheat is a context in which the real code does one thing wrong. The oracle and the torch class are not touched.
+"""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+
+from shardopt import ShardedOptimizer
+from shardopt import step as step_module
+from shardopt import survey as survey_module
+from shardopt.kernels.launch import Native
+from shardopt.kernels.tables import Factors
+from shardopt.partition import message_scatter, neighbour_scatter, scatter
+from shardopt.partition.reduced import ReducedBucket
+from shardopt.partition.reducer import Reducer
+from shardopt.partition.transport import Transport
+from shardopt.partition.wire import NoWire
+from tests.support.cases import Case, Keywords
+
+SECOND_MOMENTS = {"exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum", "exp_inf"}
+STEP = Native.step
+NUMBERS = step_module.plain_numbers
+SCALARS = survey_module.scalars_of
+SUM_INTO = scatter.sum_into
+DELIVER = Reducer.deliver
+JOB = ReducedBucket.job
+NO_SYNC = ShardedOptimizer.no_sync
+
+
+def does_nothing(*_: Any) -> None:
+    pass
+
+
+def summed(self: Native, spec: Any, streams: Any, gradients: Any, scalars: Any, factors: Factors, *noise: Any) -> None:
+    """Gradients summed over two ranks where the mean is meant."""
+    STEP(self, spec, streams, gradients, scalars, factors._replace(unscale=factors.unscale * 2), *noise)
+
+
+def last_rank_idle(self: Native, *arguments: Any) -> None:
+    if dist.get_rank() != dist.get_world_size() - 1:
+        STEP(self, *arguments)
+
+
+def nothing_gathered(*_: Any) -> NoWire:
+    """A rank's updated params never reach the others."""
+    return NoWire()
+
+
+def zeroes_second_moment(self: Native, spec: Any, streams: Any, *arguments: Any) -> None:
+    STEP(self, spec, streams, *arguments)
+    for name, state in zip(spec.variant.states, streams.states, strict=True):
+        if name in SECOND_MOMENTS:
+            state.zero_()
+
+
+def twice_the_learning_rate(group: Any) -> dict[str, Any]:
+    numbers = NUMBERS(group)
+    return {**numbers, "lr": 2 * numbers["lr"]}
+
+
+def slightly_larger_learning_rate(group: Any) -> dict[str, Any]:
+    numbers = NUMBERS(group)
+    return {**numbers, "lr": 1.0001 * numbers["lr"]}
+
+
+def decay_dropped(group: Any) -> dict[str, Any]:
+    return {**NUMBERS(group), "weight_decay": 0.0}
+
+
+def counts_one_too_many(binding: Any, numbers: Any, ready: Any) -> Any:
+    for each in ready:
+        each.entry.step += 1
+    result = SCALARS(binding, numbers, ready)
+    for each in ready:
+        each.entry.step -= 1
+    return result
+
+
+# -- where shardopt reduces the gradients ------------------------------------------------------------------------------
+
+
+def not_divided(*_: Any) -> int:
+    """The sum of gradients is taken for their mean."""
+    return 1
+
+
+def last_rank_is_alone(target: Any, terms: Any, add: bool) -> None:
+    """The slice of the last rank holds that one's own gradients; the right order of magnitude."""
+    if dist.get_rank() == dist.get_world_size() - 1:
+        terms = iter([[term.clone() for term in terms][dist.get_rank()] * dist.get_world_size()])
+    SUM_INTO(target, terms, add)
+
+
+def later_backwards_dropped(target: Any, terms: Any, add: bool) -> None:
+    if not add:
+        SUM_INTO(target, terms, add)
+
+
+def earlier_backwards_overwritten(target: Any, terms: Any, add: bool) -> None:
+    SUM_INTO(target, terms, False)
+
+
+def last_rank_leaves_later_ones_out(self: Reducer, number: int, index: int, grad: Any, strides: Any) -> None:
+    """Its second and later micro-batches never reach the sum."""
+    if dist.get_rank() == dist.get_world_size() - 1 and self._filling[number].held:
+        grad = torch.zeros_like(grad)
+    DELIVER(self, number, index, grad, strides)
+
+
+@contextmanager
+def forgetful_no_sync(self: ShardedOptimizer) -> Iterator[None]:
+    with NO_SYNC(self):
+        yield
+    for group in self.param_groups:
+        for param in group["params"]:
+            param.grad = None
+
+
+class SummingBy:
+    """Another sum in place of ours, whichever way gradients travel."""
+
+    def __init__(self, cheat: Any):
+        self._patches = [patch.object(each, "sum_into", cheat) for each in (message_scatter, neighbour_scatter)]
+
+    def __enter__(self) -> None:
+        for each in self._patches:
+            each.start()
+
+    def __exit__(self, *_: Any) -> None:
+        for each in self._patches:
+            each.stop()
+
+
+_PREVIOUS: dict[torch.dtype, Any] = {}
+
+
+def adds_another_bucket(self: ReducedBucket, buffer: Any, add: bool) -> Any:
+    """On the first rank, a buffer still holds what was in the last one."""
+    previous = _PREVIOUS.get(buffer.dtype)
+    _PREVIOUS[buffer.dtype] = buffer.clone()
+    if previous is not None and dist.get_rank() == 0:
+        numel = min(buffer.numel(), previous.numel())
+        buffer[:numel] += previous[:numel].nan_to_num()  # what pads a param may be anything
+    return JOB(self, buffer, add)
+
+
+CHEATS: dict[str, Any] = {
+    "a step that does nothing": patch.object(Native, "step", does_nothing),
+    "twice the learning rate": patch.object(step_module, "plain_numbers", twice_the_learning_rate),
+    "learning rate off by 1e-4": patch.object(step_module, "plain_numbers", slightly_larger_learning_rate),
+    "gradients summed": patch.object(Native, "step", summed),
+    "one shard not updated": patch.object(Native, "step", last_rank_idle),
+    "gather dropped": patch.object(Transport, "wire", nothing_gathered),
+    "second moment zeroed": patch.object(Native, "step", zeroes_second_moment),
+    "decay dropped": patch.object(step_module, "plain_numbers", decay_dropped),
+    "step off by one": patch.object(survey_module, "scalars_of", counts_one_too_many),
+}
+
+# These need the module handed over, several backwards before a step, and two ranks or more.
+REDUCING_CHEATS: dict[str, Any] = {
+    "gradients not divided": patch.object(survey_module, "_divisor", not_divided),
+    "one shard's gradient not reduced": SummingBy(last_rank_is_alone),
+    "later backwards dropped": SummingBy(later_backwards_dropped),
+    "earlier backwards overwritten": SummingBy(earlier_backwards_overwritten),
+    "later backwards dropped on one rank": patch.object(Reducer, "deliver", last_rank_leaves_later_ones_out),
+    "no_sync() forgets": patch.object(ShardedOptimizer, "no_sync", forgetful_no_sync),
+    "another bucket added": patch.object(ReducedBucket, "job", adds_another_bucket),
+}
+
+
+@contextmanager
+def cheating(cheat: str | None) -> Iterator[None]:
+    """A context in which the step is wrong in the named way; None: right."""
+    context: AbstractContextManager[Any] = nullcontext() if cheat is None else (CHEATS | REDUCING_CHEATS)[cheat]
+    _PREVIOUS.clear()
+    with context:
+        yield
+
+
+def shows(cheat: str, case: Case, keywords: Keywords) -> bool:
+    """Whether this optimizer has what the cheat takes away."""
+    if cheat == "second moment zeroed":
+        return bool(SECOND_MOMENTS & set(case.states))
+    if cheat == "decay dropped":
+        return bool(keywords.get("weight_decay", case.name == "AdamW"))
+    if cheat == "step off by one":  # where the update asks for the step number
+        needs = {"SGD": "dampening", "Adagrad": "initial_accumulator_value"}.get(case.name)
+        return case.name not in ("RMSprop", "Adadelta", "Lion") and (needs is None or needs in keywords)
+    if cheat == "learning rate off by 1e-4" and case.name == "Lion":
+        return keywords.get("lr", 0) >= 1e-3  # with less, the difference is below the rounding of the param
+    return True

@@ -1,0 +1,399 @@
+"""Compiles the kernels for GPUs that need not be there and prints, as JSON, what the code is made of.
+
+Run by test_compiled.py in a process of its own, because the tests' process has Triton's interpreter switched on.
+"""
+
+import importlib.util
+import inspect
+import json
+import multiprocessing
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from shardopt.kernels import triton_reductions, triton_step
+from shardopt.kernels.formats import (
+    BF16,
+    BF16_DITHERED,
+    BF16_RANDOM,
+    FP16,
+    FP32,
+    SIGNED8,
+    SPLIT,
+    SPLIT24,
+    UNSIGNED8,
+    BlockFormat,
+    Format,
+)
+from shardopt.kernels.launch import Triton
+from shardopt.kernels.spec import StepSpec
+from shardopt.kernels.tables import BLOCK, Factors, Gradients, Streams
+from tests.support.cases import CASES
+
+TARGETS = {
+    "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+}
+# As the launches pass them, which the test checks.
+OPTIONS = {"num_warps": triton_step.NUM_WARPS, "enable_fp_fusion": False}
+POINTERS = {
+    torch.float32: "*fp32",
+    torch.float16: "*fp16",
+    torch.int16: "*i16",
+    torch.int8: "*i8",
+    torch.uint8: "*u8",
+}
+BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+
+
+def specs() -> Iterator[tuple[str, StepSpec, bool]]:
+    """Every rule with most of its flags on, in fp32 and in the fewest bytes; AdamW plain and in all formats, gradients
+    aligned and not.
+    """
+    for case in CASES:
+        group = case.ours([torch.nn.Parameter(torch.zeros(1))], **case.keywords[-1]).param_groups[0]
+        variant = case.rule.variant(group)
+        yield case.name, StepSpec(variant, FP32, FP32), True
+        least = {"fp32": FP32, "bf16": BF16_DITHERED}
+        states = [
+            least.get(case.rule.tolerates(name), UNSIGNED8 if name in case.rule.nonnegative else SIGNED8)
+            for name in variant.states
+        ]
+        yield f"{case.name} kept", StepSpec(variant, BF16_RANDOM, BF16, None, tuple(states)), True
+    plain = CASES[0].rule.variant({**group_of_adamw(), "amsgrad": False})
+    for param in (FP32, BF16, FP16):
+        for grad in (FP32, BF16, FP16):
+            yield "AdamW plain", StepSpec(plain, param, grad), True
+    for param, master in ((FP32, FP32), (BF16, FP32), (BF16, SPLIT), (BF16, SPLIT24), (BF16_RANDOM, None)):
+        for states in ((FP32, FP32), (SIGNED8, UNSIGNED8), (BF16, BF16_DITHERED)):
+            if master is FP32 and states == (FP32, FP32):
+                continue  # above
+            yield "AdamW kept", StepSpec(plain, param, BF16 if param is not FP32 else FP32, master, states), True
+    yield "AdamW plain", StepSpec(plain, FP32, FP32), False
+    yield "AdamW plain", StepSpec(plain, BF16, BF16), False
+
+
+def group_of_adamw() -> dict[str, Any]:
+    return CASES[0].ours([torch.nn.Parameter(torch.zeros(1))]).param_groups[0]
+
+
+@triton.jit(do_not_specialize=["divisor"])
+def quotients_alone(source_ptr, target_ptr, divisor, BLOCK: tl.constexpr):
+    offsets = tl.arange(0, BLOCK)
+    tl.store(target_ptr + offsets, tl.div_rn(tl.load(source_ptr + offsets), divisor))
+
+
+# -- compiling ---------------------------------------------------------------------------------------------------------
+
+
+def compile_step(spec: StepSpec, aligned: bool, target: GPUTarget, kernel: Any = triton_step.step_kernel) -> Any:
+    constants = triton_step.constants(spec, aligned)
+    arguments = {
+        "param_ptr": POINTERS[spec.param.storage],
+        "master_ptr": POINTERS[(spec.master if spec.has_master and spec.master else spec.param).storage],
+        "state_ptrs": tuple(POINTERS[each.storage] for each in spec.states),
+        "scale_ptrs": tuple(
+            "*fp32" if isinstance(each, BlockFormat) else POINTERS[each.storage] for each in spec.states
+        ),
+        "row_of_block_ptr": "*i32",
+        "rows_ptr": "*i64",
+        "scalars_ptr": "*fp32",
+        "noise_ptr": "*i32",
+        "num_blocks": "i32",
+        "unscale": "fp32",
+        "clip": "fp32",
+    }
+    return compile_kernel(kernel, arguments, constants, target)
+
+
+def compile_reduction(kernel: Any, grad: Format, target: GPUTarget) -> Any:
+    tables = {"row_of_block_ptr": "*i32", "rows_ptr": "*i64"}
+    if kernel is triton_reductions.block_sums_kernel:
+        columns = {"mantissa_ptr": "*i64", "exponent_ptr": "*i32", "largest_ptr": "*i32", "nonfinite_ptr": "*i32"}
+        arguments = {**tables, **columns, "num_blocks": "i32", "divisor": "fp32", "unscale": "fp32"}
+    else:
+        arguments = {**tables, "counts_ptr": "*i32", "num_blocks": "i32"}
+    constants = {
+        "GRAD": grad.name,
+        "GRAD_TYPE": triton_step.GRAD_TYPES[grad.name],
+        "ALIGNED": True,
+        "BLOCK": BLOCK,
+        "BLOCKS": triton_step.BLOCKS_PER_PROGRAM,
+    }
+    return compile_kernel(kernel, arguments, constants, target)
+
+
+def fused_in_quotients(target: GPUTarget) -> int:
+    """Fused operations in the machine code of one block's quotients by one number."""
+    arguments = {"source_ptr": "*fp32", "target_ptr": "*fp32", "divisor": "fp32"}
+    found: int = facts(compile_kernel(quotients_alone, arguments, {"BLOCK": BLOCK}, target), target)["machine_fused"]
+    return found
+
+
+def compile_kernel(kernel: Any, arguments: dict[str, Any], constants: dict[str, Any], target: GPUTarget) -> Any:
+    """As a launch with aligned tensors would."""
+    aligned = [["tt.divisibility", 16]]
+    paths: list[tuple[int, ...]] = []
+    for index, kind in enumerate(arguments.values()):
+        if isinstance(kind, tuple):
+            paths += [(index, inner) for inner in range(len(kind))]
+        elif kind.startswith("*"):
+            paths.append((index,))
+    source = ASTSource(
+        fn=kernel,
+        signature={**arguments, **dict.fromkeys(constants, "constexpr")},
+        constexprs=constants,
+        attrs={path: aligned for path in paths},
+    )
+    return triton.compile(source, target=target, options=OPTIONS)
+
+
+# -- reading what was compiled -----------------------------------------------------------------------------------------
+
+
+def facts(kernel: Any, target: GPUTarget) -> dict[str, Any]:
+    found = {"narrow_offsets": narrow_offsets(kernel.asm["ttir"]), "shared": kernel.metadata.shared}
+    if target.backend == "cuda":
+        return found | ptx_facts(kernel.asm["ptx"]) | resources(kernel.asm["cubin"])
+    return found | amdgcn_facts(kernel.asm["amdgcn"])
+
+
+def ptx_facts(ptx: str) -> dict[str, Any]:
+    return {
+        "memory": Counter(re.findall(r"\b(?:ld|st)\.global(?:\.v\d)?\.b\d+", ptx)),
+        "other_memory": sorted(set(re.findall(r"\b(?:ld|st|atom|red|cp)\.(?!global|param|shared)\S+", ptx))),
+        "roots_and_quotients": sorted(set(re.findall(r"\b(?:div|sqrt|rcp|rsqrt)\.\S+", ptx))),
+        "quotients": len(re.findall(r"\bdiv\.rn\.f32", ptx)),
+        "fused": sorted(set(re.findall(r"\b(?:fma|mad)\.\S*f\d+\S*", ptx))),
+        "flushed": sorted(set(re.findall(r"\b\w+\.(?:\w+\.)*ftz\S*", ptx))),
+    }
+
+
+def resources(cubin: bytes) -> dict[str, Any]:
+    """Registers a thread and bytes of spills, as the driver would see them; fused operations in the machine code."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        usage = run(str(BIN / "cuobjdump"), "-res-usage", file.name)
+        machine_code = run(str(BIN / "nvdisasm"), "-c", file.name)
+    numbers = {name: int(value) for name, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", usage)}
+    return {
+        "registers": numbers["REG"],
+        "spilled": numbers["STACK"] + numbers["LOCAL"] + len(re.findall(r"\b(?:STL|LDL)\b", machine_code)),
+        "machine_fused": len(re.findall(r"\bFFMA\b", machine_code)),
+    }
+
+
+def amdgcn_facts(text: str) -> dict[str, Any]:
+    def number(name: str) -> int:
+        found = re.search(rf"{name}:?\s+(\d+)", text)
+        assert found, f"{name} is not in the assembly"
+        return int(found.group(1))
+
+    return {
+        "memory": Counter(re.findall(r"\b(?:global|buffer)_(?:load|store)_\w+", text)),
+        "registers": number(r"\.vgpr_count"),
+        "spilled": number(r"\.vgpr_spill_count")
+        + number(r"\.sgpr_spill_count")
+        + number(r"\.private_segment_fixed_size"),
+        "machine_fused": len(re.findall(r"\bv_(?:pk_)?(?:fma|mad|fmac|mac)_(?:f32|legacy_f32)", text)),
+        "quotients": len(re.findall(r"\bv_div_fixup_f32", text)),
+        "denormals": number(r"\.amdhsa_float_denorm_mode_32"),  # 3: kept
+    }
+
+
+def run(*command: str) -> str:
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+def narrow_offsets(ttir: str) -> list[str]:
+    """Sums and products of fewer than 64 bits that an address is computed from, followed back to where data begins."""
+    made_by = dict(re.findall(r"^\s*(%[\w.#]+)(?::\d+)? = (.*)$", ttir, re.MULTILINE))
+    wrong: dict[str, None] = {}
+
+    def follow(name: str, seen: set[str]) -> None:
+        text = made_by.get(name)
+        if text is None or name in seen:
+            return
+        seen.add(name)
+        operation = text.split()[0]
+        if operation in ("tt.load", "arith.constant", "tt.make_range", "tt.get_program_id"):
+            return
+        kind = re.sub(r" loc\(.*", "", text).rsplit(":", 1)[-1]
+        if operation in ("arith.muli", "arith.addi", "arith.subi", "arith.shli") and "i64" not in kind:
+            wrong[f"{name} = {operation} : {kind.strip()}"] = None
+        for operand in re.findall(r"%[\w.#]+", text.split(" loc(")[0]):
+            follow(operand, seen)
+
+    addresses = [name for name, text in made_by.items() if text.startswith("tt.addptr")]
+    assert addresses
+    for name in addresses:
+        follow(name, set())
+    return list(wrong)
+
+
+# -- a kernel that is wrong on purpose ---------------------------------------------------------------------------------
+
+
+def mutant_kernel(folder: Path) -> Any:
+    """The step kernel with offsets of 32 bits."""
+    source = inspect.getsource(triton_step)
+    changed = source.replace("tl.program_id(0).to(tl.int64)", "tl.program_id(0)")
+    assert changed != source
+    path = folder / "mutant.py"
+    path.write_text(changed)
+    found = importlib.util.spec_from_file_location("shardopt.kernels.mutant", path)
+    assert found and found.loader
+    module = importlib.util.module_from_spec(found)
+    found.loader.exec_module(module)
+    return module.step_kernel
+
+
+# -- launches ----------------------------------------------------------------------------------------------------------
+
+
+class NoDriver:
+    """Stands for a GPU: what a launch asks before it compiles."""
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return TARGETS["sm_90"]
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+
+class Launches:
+    """Takes a kernel's launches: compiles what a real one would compile, notes the grid, starts nothing."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.grids: list[tuple[int, ...]] = []
+        self.compiled: list[str] = []  # one entry a launch
+        self.options: list[dict[str, Any]] = []
+        self._run = kernel.run
+        kernel.run = self
+
+    def __call__(self, *arguments: Any, grid: Any, warmup: bool, **keywords: Any) -> None:
+        self.grids.append(grid)
+        self.options.append({name: keywords.get(name) for name in OPTIONS})
+        self.compiled.append(self._run(*arguments, grid=grid, warmup=True, **keywords).hash)
+
+
+def launch_facts() -> dict[str, Any]:
+    """Launches of every size with every number changed: how many kernels, which grids."""
+    triton.runtime.driver.set_active(NoDriver())
+    case = CASES[0]
+    spec = StepSpec(case.rule.variant(group_of_adamw()), BF16, BF16)
+    steps, sums = Launches(triton_step.step_kernel), Launches(triton_reductions.block_sums_kernel)
+    counts = Launches(triton_reductions.count_nonfinite_kernel)
+    sizes = [1, 2, 3, 4, 5, 16, 17, 1024, 4096]
+    for index, num_blocks in enumerate(sizes):
+        numel = num_blocks * BLOCK
+        streams = Streams(
+            torch.zeros(numel, dtype=torch.bfloat16), torch.zeros(numel), (torch.zeros(numel), torch.zeros(numel))
+        )
+        num_rows = 1 + index
+        gradients = Gradients(
+            torch.zeros(num_blocks, dtype=torch.int32), torch.zeros((num_rows, 2), dtype=torch.int64), True
+        )
+        scalars = torch.full((num_rows, len(spec.variant.scalars)), float(index))
+        # With a float at first, then with ints too.
+        factors = Factors() if index == 0 else Factors(1, 2.0**-index, 1 + index)
+        Triton().step(spec, streams, gradients, scalars, factors)
+        Triton().block_sums(BF16, gradients, factors._replace(divisor=1.0 if index == 0 else 1 + index))
+        Triton().count_nonfinite(BF16, gradients)
+    return {
+        "sizes": sizes,
+        "blocks_per_program": triton_step.BLOCKS_PER_PROGRAM,
+        "step_grids": steps.grids,
+        "sums_grids": sums.grids,
+        "counts_grids": counts.grids,
+        "step_kernels": len(set(steps.compiled)),
+        "sums_kernels": len(set(sums.compiled)),
+        "counts_kernels": len(set(counts.compiled)),
+        "wrong_options": [each for each in steps.options + sums.options + counts.options if each != OPTIONS],
+    }
+
+
+def label_of(label: str, spec: StepSpec, aligned: bool) -> str:
+    kept = [] if "kept" not in label else [spec.master, *spec.states]
+    names = [spec.param.name, spec.grad.name, *("-" if each is None else each.name for each in kept)]
+    return " ".join([label, *names, *["unaligned"][aligned:]])
+
+
+def itemsizes(spec: StepSpec, verb: str, aligned: bool) -> list[int]:
+    """Bytes of an element of every stream that one pass reads or writes whole."""
+    found = [each.itemsize for each in spec.states]
+    if spec.has_master and spec.master is not None:
+        found.append(spec.master.itemsize)
+    if verb == "store" or spec.reads_param:
+        found.append(spec.param.itemsize)
+    if verb == "load" and aligned:
+        found.append(spec.grad.itemsize)
+    return found
+
+
+def facts_of(name: str) -> dict[str, Any]:
+    """All that is asked of one target."""
+    target, kernels, reductions = TARGETS[name], [], []
+    for label, spec, aligned in specs():
+        threads = triton_step.NUM_WARPS * target.warp_size
+        kernels.append(
+            {
+                "label": label_of(label, spec, aligned),
+                "target": name,
+                "elements": triton_step.BLOCKS_PER_PROGRAM * BLOCK // threads,  # a thread
+                "streams": {verb: itemsizes(spec, verb, aligned) for verb in ("load", "store")},
+                "scales": sum(isinstance(each, BlockFormat) for each in spec.states),
+                **facts(compile_step(spec, aligned, target), target),
+            }
+        )
+    for kernel in (triton_reductions.block_sums_kernel, triton_reductions.count_nonfinite_kernel):
+        for grad in (FP32, BF16, FP16):
+            reductions.append(
+                {
+                    "label": f"{kernel.fn.__name__} {grad.name}",
+                    "target": name,
+                    "elements": triton_step.BLOCKS_PER_PROGRAM * BLOCK // (OPTIONS["num_warps"] * target.warp_size),
+                    **facts(compile_reduction(kernel, grad, target), target),
+                }
+            )
+    return {"kernels": kernels, "reductions": reductions, "fused_in_quotients": {name: fused_in_quotients(target)}}
+
+
+def main(folder: Path) -> None:
+    # Compiling is most of the time, and one core's: a process for each target, as far as there are cores.
+    workers = min(len(TARGETS), os.cpu_count() or 1)
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
+        targets = pool.map(facts_of, TARGETS)
+        plain = next(spec for label, spec, _ in specs() if label == "AdamW plain")
+        mutant = compile_step(plain, True, TARGETS["sm_90"], mutant_kernel(folder))
+        found: dict[str, Any] = {"mutant": narrow_offsets(mutant.asm["ttir"]), "launches": launch_facts()}
+        kernels, reductions, fused = zip(*(each.values() for each in targets), strict=True)
+    found["kernels"], found["reductions"] = [*chain(*kernels)], [*chain(*reductions)]
+    found["fused_in_quotients"] = {name: count for each in fused for name, count in each.items()}
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

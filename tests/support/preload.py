@@ -1,0 +1,36 @@
+"""What every process of the tests has imported before its first test; the fork server imports this module once.
+
+A process that starts from nothing spends three to five seconds of a core on importing torch, Numba and shardopt. The
+ranks of a run are forked from a process that has done so, and start in milliseconds. Nothing here may start a thread
+or run a backward: neither survives a fork.
+"""
+# ruff: noqa: F401
+
+import gc
+import os
+
+if not os.path.exists("/dev/nvidiactl"):
+    # Read when Triton is imported: its kernels then run in the interpreter.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+import numba
+import torch
+import torch._dynamo  # torch imports it at an optimizer's first zero_grad()
+import torch.distributed.checkpoint
+import torch.distributed.fsdp
+import torch.distributed.tensor
+import torch.nn.parallel
+
+import shardopt
+import shardopt.kernels.native_formats
+import shardopt.kernels.native_reductions
+import shardopt.kernels.native_words
+from tests.support import kernel_cache
+
+for is_deterministic in (True, False):  # as ranks ask for: it imports torch's compiler, 800 modules
+    torch.use_deterministic_algorithms(is_deterministic)
+kernel_cache.install()
+gc.collect()
+# A full collection walks a million objects of these libraries, a third of a second each time that a test asks for one.
+# Frozen, they are passed over.
+gc.freeze()

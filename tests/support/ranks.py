@@ -1,0 +1,212 @@
+"""Ranks for tests: a pool of processes, forked once a session, that run a function with a fresh gloo group each time.
+
+::
+
+    def sums(value):                     # of a module, so that the processes can import it
+        return shardopt_or_torch_code(dist.get_rank(), value)
+
+    def test_sums(ranks):                # the fixture of conftest.py
+        assert ranks.run(sums, 7, world=3) == [...]   # what each rank returned, by rank
+
+A grid of settings belongs inside one function: processes and groups are then paid once. What a rank raises is raised in
+the test with its traceback. A job that is not done in time fails the test with the stack of every thread of every rank.
+After any failure the processes are replaced: what a failed job left behind cannot fail the next one. They are forked
+from a process that has imported everything (``preload.py``), which takes milliseconds.
+"""
+
+import faulthandler
+import gc
+import os
+import pickle
+import signal
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing import connection, get_context
+from multiprocessing.context import ForkServerContext
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+MAX_WORLD = 8
+TIMEOUT = 60.0  # seconds, of one wait in the group
+DEADLINE = 240.0  # seconds, of a job
+
+
+def fork_server() -> ForkServerContext:
+    """Starts processes as ``multiprocessing``'s contexts do, with all that ``preload.py`` imports in them already."""
+    context = get_context("forkserver")
+    assert isinstance(context, ForkServerContext)
+    context.set_forkserver_preload(["tests.support.preload"])
+    return context
+
+
+class RankFailure(AssertionError):
+    """A job did not return on every rank; the message holds each failing rank's traceback."""
+
+
+@dataclass
+class Worker:
+    """One process, and the file into which it writes its stacks when it is asked where it stands."""
+
+    process: BaseProcess
+    pipe: connection.Connection
+    stacks: Path
+
+
+class Pool:
+    """Processes kept from test to test; a job at world size N runs on the first N."""
+
+    def __init__(self) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="shardopt-ranks-")
+        self._workers: list[Worker] = []
+        self._started = 0
+        self._jobs = 0
+
+    def run(
+        self,
+        function: Callable[..., Any],
+        *arguments: Any,
+        world: int,
+        timeout: float = TIMEOUT,
+        deadline: float = DEADLINE,
+        group: bool = True,
+    ) -> list[Any]:
+        """``function(*arguments)`` on ``world`` ranks; what each returned.
+
+        Args:
+            timeout: of the process group's waits.
+            deadline: of the whole job.
+            group: False: no process group.
+
+        Raises:
+            RankFailure: an exception, a death or a missed deadline on some rank.
+        """
+        assert 1 <= world <= MAX_WORLD
+        while len(self._workers) < world:
+            self._workers.append(self._start())
+        self._jobs += 1
+        workers = self._workers[:world]
+        store = str(Path(self._folder.name) / f"store{self._jobs}") if group else None
+        for rank, worker in enumerate(workers):
+            worker.pipe.send_bytes(pickle.dumps((function, arguments, rank, world, store, timeout)))
+        results, failures = self._collect(workers, time.monotonic() + deadline)
+        if failures:
+            told = "\n".join(f"-- rank {rank} of {world} --\n{failures[rank]}" for rank in sorted(failures))
+            raise RankFailure(f"{function.__module__}.{function.__qualname__} failed.\n{told}")
+        return [results[rank] for rank in range(world)]
+
+    def _collect(self, workers: list[Worker], end: float) -> tuple[dict[int, Any], dict[int, str]]:
+        results: dict[int, Any] = {}
+        failures: dict[int, str] = {}
+        waiting = {worker.pipe: rank for rank, worker in enumerate(workers)}
+        broken = False
+        while waiting and not broken:
+            ready = connection.wait(list(waiting), timeout=max(end - time.monotonic(), 0))
+            broken = not ready
+            for pipe in ready:
+                assert isinstance(pipe, connection.Connection)
+                rank = waiting.pop(pipe)
+                try:
+                    succeeded, value = pickle.loads(pipe.recv_bytes())
+                    (results if succeeded else failures)[rank] = value
+                except (EOFError, ConnectionError):
+                    workers[rank].process.join(5)
+                    failures[rank] = f"the process died, exit code {workers[rank].process.exitcode}"
+                    broken = True
+        if broken:
+            for rank in waiting.values():
+                failures[rank] = f"not done in time; it stood here:\n{_stacks_of(workers[rank])}"
+        if failures:
+            self._stop()
+        return results, failures
+
+    def _start(self) -> Worker:
+        self._started += 1
+        stacks = Path(self._folder.name) / f"stacks{self._started}"
+        context = fork_server()
+        ours, theirs = context.Pipe()
+        process = context.Process(target=_serve, args=(theirs, str(stacks)), daemon=True)
+        process.start()
+        theirs.close()
+        return Worker(process, ours, stacks)
+
+    def _stop(self) -> None:
+        for worker in self._workers:
+            worker.process.kill()
+            worker.process.join()
+            worker.pipe.close()
+        self._workers = []
+
+    def close(self) -> None:
+        for worker in self._workers:
+            worker.pipe.send_bytes(pickle.dumps(None))
+        for worker in self._workers:
+            worker.process.join(10)
+        self._stop()
+        self._folder.cleanup()
+
+
+def _stacks_of(worker: Worker) -> str:
+    if worker.process.pid is not None and worker.process.is_alive():
+        os.kill(worker.process.pid, signal.SIGUSR1)
+        time.sleep(0.5)
+    return worker.stacks.read_text() if worker.stacks.exists() else "(no stack: it was not up yet)"
+
+
+# -- in a worker -------------------------------------------------------------------------------------------------------
+
+
+def _serve(pipe: connection.Connection, stacks: str) -> None:
+    with open(stacks, "w") as file:
+        faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
+        torch.set_num_threads(1)
+        # What torch.empty gives is then NaN: padding that is read as data shows.
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = True
+        warnings.filterwarnings("error", category=UserWarning)
+        while True:
+            try:
+                job = pickle.loads(pipe.recv_bytes())
+            except EOFError:  # the test process is gone
+                return
+            except Exception:
+                pipe.send_bytes(pickle.dumps((False, traceback.format_exc())))
+                continue
+            if job is None:
+                return
+            pipe.send_bytes(pickle.dumps(_run_job(*job)))
+
+
+def _run_job(
+    function: Callable[..., Any], arguments: tuple[Any, ...], rank: int, world: int, store: str | None, timeout: float
+) -> tuple[bool, Any]:
+    """(whether it returned, what it returned or its traceback)."""
+    outcome: tuple[bool, Any]
+    try:
+        if store is not None:
+            dist.init_process_group(
+                "gloo",
+                store=dist.FileStore(store, world),
+                rank=rank,
+                world_size=world,
+                timeout=timedelta(seconds=timeout),
+            )
+        with warnings.catch_warnings():  # what a job silences is heard in the next one
+            outcome = True, function(*arguments)
+        if dist.is_initialized():
+            # A rank that tears its connections down while another still sends aborts that one.
+            dist.barrier()
+    except BaseException:
+        outcome = False, traceback.format_exc()
+    gc.collect()  # frames of an exception keep tensors, and gloo's threads abort the process over them
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return outcome

@@ -1,0 +1,76 @@
+"""Parts and params as files without pickle see them: by the memory that they say is theirs."""
+
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file, save_model
+from torch import nn
+
+from shardopt import Part, ShardedAdamW, StateError, Tuning
+from tests.support.ranks import Pool
+from tests.support.training import Net as Plain
+from tests.support.training import raises, train_step
+
+SMALL = Tuning(bucket_bytes=2000, keep_below=100, timeout=30)
+
+
+class Tied(Plain):
+    """With a weight that two modules share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.again = nn.Linear(20, 31)
+        self.again.weight = self.hidden.weight
+
+
+def saves_by_memory(folder: str, stage: int) -> None:
+    rank, model = dist.get_rank(), Tied()
+    opt = ShardedAdamW(model, lr=0.01, stage=stage, tuning=SMALL)
+    model.again.bias.requires_grad_(False)
+    for step in range(2):
+        train_step(model, opt, step)
+    path = Path(folder) / f"stage{stage}"
+    if rank == 0:
+        shown = model.state_dict()
+        # No two params lie in one storage but the tied ones, which do.
+        places = {name: value.untyped_storage().data_ptr() for name, value in shown.items()}
+        assert places["again.weight"] == places["hidden.weight"] and len(set(places.values())) == len(shown) - 1
+        assert all(value.untyped_storage().nbytes() == value.nbytes for value in shown.values())
+        save_model(model, f"{path}.model")
+        states = {
+            f"{index}.{name}": value
+            for index, state in opt.state_dict()["state"].items()
+            for name, value in state.items()
+        }
+        save_file(states, f"{path}.states")
+    dist.barrier()
+    part = opt.state_dict()["state"][0]["exp_avg"].clone()
+    assert isinstance(part, Part) and part.data_ptr() == part.untyped_storage().data_ptr()
+    opt.consolidate_state_dict(to=0)
+    with opt.unsharded():
+        if rank == 0:
+            expected = {name: value.clone() for name, value in model.state_dict().items()}
+            read = load_file(f"{path}.model")
+            assert set(expected) - set(read) <= {"again.weight", "hidden.weight"} and len(read) == len(expected) - 1
+            assert all(torch.equal(value, expected[name]) for name, value in read.items())
+            read = load_file(f"{path}.states")
+            for index, state in opt.state_dict()["state"].items():
+                assert all(torch.equal(value, read[f"{index}.{name}"]) for name, value in state.items())
+        dist.barrier()
+    opt.close()
+
+
+def gradients_have_no_memory() -> None:
+    model = Plain()
+    opt = ShardedAdamW(model, stage=2)
+    model(torch.zeros(1, 7, dtype=torch.int64)).sum().backward()
+    with raises(StateError, "data_ptr()", "full_tensor()"):
+        model.out.weight.grad.data_ptr()
+    opt.close()
+
+
+def test_files_without_pickle(ranks: Pool, tmp_path: Path) -> None:
+    for stage in (1, 3):
+        ranks.run(saves_by_memory, str(tmp_path), stage, world=2, timeout=30)
+    ranks.run(gradients_have_no_memory, world=2)

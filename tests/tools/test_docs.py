@@ -1,0 +1,69 @@
+"""Every block of Python in the README and under docs/ runs as it stands there; what they quote and link to is there."""
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from tests.support.paths import ROOT
+
+PAGES = sorted((ROOT / "docs").glob("*.md"))
+BLOCKS = [
+    pytest.param(block, id=f"{page.stem}-{number}")
+    for page in (ROOT / "README.md", *PAGES)
+    for number, block in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL))
+    if page in PAGES or "import" in block  # the README shows a piece of a file of ours too
+]
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_the_code_of_a_page_runs(block: str, tmp_path: Path) -> None:
+    needs = [name for name in ("transformers", "accelerate", "lightning") if re.search(rf"^from {name}\b", block, re.M)]
+    missing = [name for name in needs if find_spec(name) is None]
+    if missing:
+        pytest.skip(f"needs the extra 'frameworks' ({missing[0]}): pip install .[frameworks]")
+    script = tmp_path / "block.py"
+    script.write_text(block)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, script], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def strings_of(path: Path) -> Iterator[str]:
+    """Every text in a file's code; what an f-string fills in is a blank that no page quotes."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.JoinedStr):
+            yield "".join(str(each.value) if isinstance(each, ast.Constant) else "\0" for each in node.values)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+
+
+MESSAGES = re.findall(r"^### `(.*)`$", (ROOT / "docs" / "troubleshooting.md").read_text(), re.MULTILINE)
+
+
+def test_messages_that_a_page_explains_are_those_of_the_code() -> None:
+    texts = [text for path in (ROOT / "shardopt").rglob("*.py") for text in strings_of(path)]
+    quoted = {message: re.compile(".*".join(map(re.escape, message.split("..."))), re.DOTALL) for message in MESSAGES}
+    assert len(quoted) > 25
+    lost = [message for message, pattern in quoted.items() if not any(map(pattern.search, texts))]
+    assert not lost, f"no code says so any more: {lost}"
+
+
+def test_links_between_pages_lead_somewhere() -> None:
+    for page in (*PAGES, ROOT / "README.md"):
+        for link in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):
+            assert link.startswith("https://") or (page.parent / link).exists(), f"{page.name}: {link}"
+
+
+def test_pages_are_there_and_found() -> None:
+    names = {page.name for page in PAGES}
+    linked = set(re.findall(r"\(docs/([\w-]+\.md)(?:#[\w-]+)?\)", (ROOT / "README.md").read_text()))
+    assert names == linked and len(BLOCKS) >= 6

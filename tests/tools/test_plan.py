@@ -1,0 +1,275 @@
+"""The planner against what optimizers hold and move; the doctor; the command line of both."""
+
+import dataclasses
+import itertools
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import shardopt
+from shardopt import Offload, ShardedAdagrad, ShardedAdamW, ShardedSGD, Tuning
+from shardopt.__main__ import main
+from shardopt.config import Options
+from shardopt.doctor import report
+from shardopt.plan import TIERS, WAYS, Need, Way, cheapest, every_way, plan, transformer
+from shardopt.plan_report import advice, parse_size, table
+from tests.support.ranks import Pool
+
+TUNING = Tuning(bucket_bytes=8_000, keep_below=2000, live_bytes=30_000, chunk_bytes=4096)
+ADAMW = ShardedAdamW([torch.zeros(1)])
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    layers = [layer for _ in range(6) for layer in (nn.Linear(256, 256), nn.ReLU(), nn.LayerNorm(256))]
+    return nn.Sequential(*layers, nn.Linear(256, 256), nn.LayerNorm(256), nn.Linear(256, 7))
+
+
+Bytes = dict[str, dict[str, int]]
+
+
+def held(model: nn.Module, opt: Any) -> Bytes:
+    model(torch.ones(2, 256, dtype=next(model.parameters()).dtype)).sum().backward()
+    opt.step()
+    return {kind: {tier: nbytes for tier, nbytes in tiers.items() if nbytes} for kind, tiers in opt.memory().items()}
+
+
+def formula_of(need: Need, ranks: int) -> float:
+    """Bytes a param that its words come to."""
+    terms = need.formula.replace(", host", " +").replace(", disk", " +").split(" + ")
+    return sum(float(term.removesuffix("/N")) / (ranks if term.endswith("/N") else 1) for term in terms)
+
+
+def offload_of(way: Way, directory: str) -> Offload | str | None:
+    where = {"device": None, "host": "cpu", "disk": directory}[way.tier]
+    return Offload(where, gradients="cpu") if way.sums_rest and where is not None else where
+
+
+def plans_are_what_is_held(kind: Any, keywords: dict[str, Any], ways: Sequence[Way], directory: str) -> None:
+    world = dist.get_world_size()
+    with torch.device("meta"):
+        shapes = network()
+    numel = sum(param.numel() for param in shapes.parameters())
+    for way in ways:
+        model = network().to(way.dtype)
+        wrapped = model if way.has_module else DistributedDataParallel(model)
+        opt = kind(
+            model.parameters(),
+            **keywords,
+            stage=way.stage,
+            module=model if way.has_module else None,
+            master=way.master,
+            state_format=way.state_format,
+            gradient_format=way.gradient_format,
+            ema=0.9 if way.has_average else None,
+            release_gradients=way.releases,
+            offload=offload_of(way, directory),
+            tuning=TUNING,
+        )
+        found = held(wrapped, opt)
+        need = plan(shapes, kind([torch.zeros(1)], **keywords), world, way, Options(tuning=TUNING))
+        for each in ("param", "gradient", "master", "state"):
+            wanted = {tier: nbytes for tier, nbytes in need.bytes[each].items() if nbytes}
+            assert wanted == found[each], f"{way}, {each}"
+        for tier in TIERS:
+            assert found["buffer"].get(tier, 0) <= need.bytes["buffer"].get(tier, 0), f"{way}: {found['buffer']}"
+        at_rest = sum(map(need.on, TIERS)) - sum(need.bytes[each].get("device", 0) for each in ("window", "ddp"))
+        if way.sums_rest:  # on CPUs they are made where they rest, and in no slot
+            at_rest -= need.bytes["buffer"]["device"]
+            still = dataclasses.replace(way, sums_rest=False)
+            at_rest += plan(shapes, kind([torch.zeros(1)], **keywords), world, still, Options(tuning=TUNING)).bytes[
+                "buffer"
+            ]["device"]
+        assert sum(sum(tiers.values()) for tiers in found.values()) == pytest.approx(at_rest, rel=0.02), (
+            f"{way}: {found}"
+        )
+        kept = sum(map(need.on, TIERS)) - sum(sum(need.bytes[each].values()) for each in ("window", "buffer"))
+        # A world of one has no DDP.
+        a_param = formula_of(need, world) - (way.dtype.itemsize if world == 1 and not way.has_module else 0)
+        # Shards are whole blocks, and small params keep fp32 states.
+        assert kept / numel == pytest.approx(a_param, rel=0.03 if way.state_format == "fp32" else 0.08), str(way)
+        opt.close()
+
+
+RELEASED = ((0, "device"), (1, "device"), (1, "host"))
+
+
+def ways_with_formats() -> list[Way]:
+    """Every stage, master, format and tier, not every combination of them: each is compiled for."""
+    low = [way for way in WAYS if way.dtype is torch.bfloat16]
+    kinds = [("split", "int8", "host"), ("split24", "bf16", "disk"), ("none", "int8", "device")]
+    found = [
+        dataclasses.replace(way, master=master, state_format=states, tier=tier, has_average=states == "bf16")
+        for way, (master, states, tier) in zip(low, itertools.cycle(kinds), strict=False)
+    ]
+    found += [dataclasses.replace(way, gradient_format="bf16") for way in found if way.has_module]
+    mixed = [Way(3, True, torch.bfloat16, state_format="int8", tier="disk")]
+    mixed += [dataclasses.replace(way, sums_rest=True) for way in found if way.stage >= 2 and way.tier != "device"]
+    released = [Way(stage, True, torch.bfloat16, "split24", "int8", tier, releases=True) for stage, tier in RELEASED]
+    return [
+        *found,
+        *mixed,
+        Way(2, True, torch.float32, tier="disk"),
+        Way(2, True, torch.bfloat16, "split24"),
+        *released,
+    ]
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_plans_are_what_is_held(world: int, ranks: Pool, tmp_path: Path) -> None:
+    ranks.run(plans_are_what_is_held, ShardedAdamW, {}, WAYS, str(tmp_path), world=world)
+    if world == 2:
+        ranks.run(plans_are_what_is_held, ShardedSGD, {"momentum": 0.9}, WAYS, str(tmp_path), world=world)
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_plans_of_formats_and_tiers(world: int, ranks: Pool, tmp_path: Path) -> None:
+    ranks.run(plans_are_what_is_held, ShardedAdamW, {}, ways_with_formats(), str(tmp_path), world=world)
+    adagrad = [way for way in ways_with_formats() if way.has_module and way.stage == 2]  # its sums stay in fp32
+    ranks.run(plans_are_what_is_held, ShardedAdagrad, {}, adagrad, str(tmp_path), world=world)
+
+
+def need_of(stage: int, ranks: int, numel: int = 10_000_000, dtype: torch.dtype = torch.bfloat16) -> Need:
+    return plan(transformer(numel), ADAMW, ranks, Way(stage, True, dtype))
+
+
+def test_formulas_and_traffic() -> None:
+    low = [need_of(stage, 8).formula for stage in (0, 1, 2, 3)]
+    assert low == ["18", "2 + 16/N", "2 + 16/N", "18/N"]
+    full = [need_of(stage, 8, dtype=torch.float32).formula for stage in (0, 1, 2, 3)]
+    assert full == ["16", "4 + 12/N", "4 + 12/N", "16/N"]
+    unit = 2 * 10_000_000 * 7 // 8
+    assert [need_of(stage, 8).moved["wire"] for stage in (1, 2, 3)] == [2 * unit, 2 * unit, 3 * unit]
+    assert need_of(0, 1).moved == {"wire": 0, "bus": 0, "disk": 0}
+
+
+def test_formulas_and_traffic_of_formats_and_tiers() -> None:
+    def of(**changes: Any) -> Need:
+        return plan(transformer(10**7), ADAMW, 8, dataclasses.replace(Way(2, True, torch.bfloat16), **changes))
+
+    split = [of(master=master).formula for master in ("split", "split24", "none")]
+    assert split == ["2 + 14/N", "2 + 13/N", "2 + 12/N"]
+    assert of(master="split24", state_format="int8").formula == "2 + 7.03/N"
+    assert of(master="none", state_format="bf16", has_average=True).formula == "2 + 10/N"
+    assert of(stage=1, master="split24", state_format="int8", gradient_format="bf16").formula == "2 + 5.03/N"
+    assert of(stage=3, master="split24", state_format="int8", gradient_format="bf16").formula == "7.03/N"
+    sums = [of(stage=0, gradient_format=each).moved["wire"] for each in ("fp32", "bf16")]
+    assert sums[0] * 4 == sums[1] * 6  # an all-reduce: they travel as they are, and back as they are kept
+    assert of(stage=1, master="split24", state_format="int8", releases=True).formula == "2 + 3.03/N"
+    found = every_way([dataclasses.replace(way, releases=True) for way in WAYS])
+    assert {way.tier for way in found if way.releases} == {"device"}  # with the rest, binding refuses params on a GPU
+    unit = 2 * 10**7 * 7 // 8
+    assert [of(stage=stage, releases=True).moved["wire"] for stage in (0, 1)] == [8 * unit, 2 * unit]
+    assert of(tier="disk").formula == "2 + 4/N, disk 12/N"
+    host, disk = of(tier="host"), of(tier="disk")
+    assert host.on("disk") == 0 and host.moved["bus"] == disk.moved["disk"] and disk.moved["bus"] == 0
+    assert disk.moved["disk"] == 2 * disk.on("disk") == disk.file
+    assert disk.on("disk") == pytest.approx(10**7 * 12 / 8, rel=0.01)
+    resting = [of(tier=tier, sums_rest=True) for tier in ("host", "disk")]
+    assert [each.formula for each in resting] == ["2, host 16/N", "2, host 4/N, disk 12/N"]
+    sums = host.bytes["gradient"]["device"]
+    assert [each.moved["bus"] for each in resting] == [host.moved["bus"] + 2 * sums, sums]
+    assert [each.bytes["gradient"]["host"] for each in resting] == [sums, sums]
+
+
+def test_the_cheapest_that_fits() -> None:
+    needs = [need_of(stage, 8, 10**9) for stage in (0, 1, 2, 3)]
+    assert cheapest(needs, 10**12).way.stage == 1
+    assert cheapest(needs, needs[2].on("device") - 1).way.stage == 3
+    assert cheapest(needs, 1000) is None
+
+
+def test_the_cheapest_of_all_ways() -> None:
+    low = [way for way in WAYS if way.dtype is torch.bfloat16 and way.has_module]
+    needs = {way: plan(transformer(10**9), ADAMW, 8, way) for way in every_way(low)}
+    everything = list(needs.values())
+    # Sums rest in host memory at stage 2 and 3, beside states that are not on the device.
+    assert len(everything) == 4 * 4 * 3 * 2 * 3 + 2 * 4 * 3 * 2 * 2 == len(set(needs))
+
+    def best(device: int, host: int | None = None) -> Way:
+        found = cheapest(everything, device, host)
+        assert found is not None
+        return found.way
+
+    stage3 = Way(3, True, torch.bfloat16)
+    whole = dataclasses.replace(stage3, master="split")
+    assert best(needs[whole].on("device")) == whole  # exact, and on the device
+    below = needs[whole].on("device") - 1
+    assert best(below).tier == "host" and best(below).is_exact
+    assert best(below, host=1000).is_exact is False  # a disk needs memory too
+    on_disk = best(below, host=needs[dataclasses.replace(whole, tier="disk")].on("host"))
+    assert (on_disk.tier, on_disk.is_exact) == ("disk", True)
+    text, is_found = advice(everything, "AdamW", below)
+    assert is_found and "on host" in text and "offload='cpu'" in text
+    assert "with less precision: stage" in text and "state_format=" in text.split("with less")[1]
+
+
+def test_sizes() -> None:
+    for numel in (1, 300, 10_001, 10_000_000, 7_000_000_000):
+        assert sum(param.numel() for param in transformer(numel).parameters()) == numel
+    read = {"80G": 80 * 10**9, "80GiB": 80 * 2**30, "7e9": 7 * 10**9, "1.5k": 1500, "2Mi": 2**21, "12": 12, "3B": 3}
+    assert {text: parse_size(text) for text in read} == read
+    for text in ("", "G", "1X"):
+        with pytest.raises(ValueError):
+            parse_size(text)
+    text = table([need_of(3, 8)], 10_000_000, 10**9)
+    assert "18/N" in text and text.splitlines()[0].split()[:3] == ["way", "param", "gradient"]
+
+
+def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "chart.png"
+    arguments = ["plan", "--params", "7e8", "--ranks", "8", "--device-memory", "8G", "--plot", str(file)]
+    assert main(arguments) == 0
+    printed = capsys.readouterr().out
+    assert "cheapest that fits: stage 1, bfloat16, master split;" in printed and "4 + 12/N" in printed
+    assert "    ShardedAdamW(model, stage=1, master='split')" in printed and "on disk" not in printed
+    assert file.read_bytes().startswith(b"\x89PNG")
+    shown = [
+        "--master",
+        "split24",
+        "--state-format",
+        "int8",
+        "--gradient-format",
+        "bf16",
+        "--offload",
+        "disk",
+        "--ema",
+        "--dtype",
+        "bf16",
+    ]
+    assert main(["plan", "--params", "7e8", "--ranks", "8", *shown]) == 0
+    printed = capsys.readouterr().out
+    assert "stage 2, bfloat16, master split24, states int8, gradients bf16, ema, on disk" in printed
+    assert "stage 1, params only, bfloat16, master split24, states int8, ema, on disk" in printed
+    assert "2 + 2/N, disk 5.03/N" in printed and "cheapest" not in printed
+    assert main(["plan", "--params", "7e5", "--all", "--plot", str(tmp_path / "all.svg")]) == 0
+    tiers = 6 * 3 * 3 + (2 + 4 * 2) * 4 * 3 * 3
+    assert len(capsys.readouterr().out.splitlines()) == 3 + tiers + 2 * 3 * 2 + 2 * 2 * 4 * 3 * 2
+    assert main(["plan", "--params", "7e8", "--offload", "disk", "--offload-gradients"]) == 0
+    printed = capsys.readouterr().out
+    assert sum("on disk, gradients on host" in line for line in printed.splitlines()) == 4
+    assert "2, host 4/N, disk 12/N" in printed
+    assert main(["plan", "--params", "7e8", "--dtype", "bf16", "--release-gradients", "--device-memory", "8G"]) == 0
+    printed = capsys.readouterr().out
+    assert sum("released gradients" in line for line in printed.split("cheapest")[0].splitlines()) == 2
+    assert "release_gradients=True)" in printed
+    least = ["--device-memory", "8G", "--dtype", "bf16", "--optimizer", "SGD"]
+    assert main(["plan", "--params", "7e9", *least]) == 1
+    assert "none fits" in capsys.readouterr().out
+
+
+def test_doctor(tmp_path: Path) -> None:
+    text = report(tmp_path)
+    for word in ("python", "torch", "backends", "pinned memory", "direct I/O", shardopt.__version__):
+        assert word in text
+    assert "refused" in report(tmp_path / "missing")
+    done = subprocess.run([sys.executable, "-m", "shardopt", "doctor"], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0 and "gloo" in done.stdout, done.stderr

@@ -1,0 +1,93 @@
+"""``shardopt.verify``: agrees where all is well, and names the first tensor that differs where a rule is wrong."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import shardopt
+from shardopt import ShardedOptimizer, rule, verify
+from tests.support.ranks import Pool
+from tests.support.training import Net, batch
+
+
+@rule(states=("momentum",), scalars=lambda group, step, carried: {"lr": group["lr"], "beta": group["momentum"]})
+def wrong(param, grad, state, s):  # type: ignore[no-untyped-def]
+    """SGD's momentum, damped where it should not be."""
+    state.momentum = s.beta * state.momentum + (1 - s.beta) * grad
+    return param - s.lr * state.momentum
+
+
+def make_wrong(module: nn.Module, stage: int, **arguments: Any) -> ShardedOptimizer:
+    return ShardedOptimizer(module, arguments, rule=wrong, stage=stage)
+
+
+def loss(module: nn.Module, sample: tuple[Tensor, Tensor]) -> Tensor:
+    return nn.functional.cross_entropy(module(sample[0]).flatten(0, 1), sample[1].flatten())
+
+
+def verdicts() -> None:
+    batches = [batch(step) for step in range(5)]
+    verdict = verify(Net, batches, steps=12, loss=loss, lr=0.01, weight_decay=0.1)
+    assert verdict.agrees and [each.stage for each in verdict.differences] == [0, 1, 2, 3], str(verdict)
+    assert all(each.largest < 1e-3 for each in verdict.differences) and "agrees" in str(verdict)
+    verdict = verify(Net, batches, 12, loss=loss, optimizer=shardopt.ShardedSGD, lr=0.1, momentum=0.9, stages=(2,))
+    assert verdict.agrees and len(verdict.differences) == 1
+    found = verify(Net, batches, 4, loss=loss, optimizer=make_wrong, reference=torch.optim.SGD, lr=0.1, momentum=0.9)
+    assert not found.agrees
+    for each in found.differences:
+        assert (each.step, each.name) == (1, "embed.weight") and each.found == pytest.approx(0.9, rel=0.01)
+    assert "DIFFERS from step 1 on, first in embed.weight" in str(found)
+    assert dist.is_initialized()
+
+
+def verdicts_of_ways(directory: str) -> None:
+    batches = [batch(step) for step in range(5)]
+    tuning = shardopt.Tuning(compress_from=256)
+    ways = [{"offload": directory}, {"state_format": "int8", "tuning": tuning}]
+    verdict = verify(Net, batches, 8, loss=loss, stages=(1, 3), ways=ways, lr=0.01)
+    moved, coarse = verdict.differences[:2], verdict.differences[2:]
+    assert verdict.agrees and all(each.step is None and not each.is_expected for each in moved), str(verdict)
+    assert f"stage 1, offload={directory!r}: agrees" in str(verdict)
+    for each in coarse:
+        assert each.is_expected and each.step is not None and 1e-3 < each.largest < 0.5 and 0 < abs(each.loss) < 0.01
+    assert "of the way from torch's params, and " in str(verdict) and "% from its loss" in str(verdict)
+    assert len({(each.largest, each.loss) for each in coarse}) == 1  # a format is that of the param, not of the shard
+    wrong = verify(Net, batches, 3, loss=loss, stages=(2,), ways=[{"max_grad_norm": 1e-3}], lr=0.01)
+    assert not wrong.agrees and "stage 2, max_grad_norm=0.001: DIFFERS from step 1 on" in str(wrong)
+
+
+def low() -> None:
+    verdict = verify(
+        lambda: Net().bfloat16(), [batch(0)], 5, loss=loss, stages=(2,), ways=[{"master": "split"}], lr=0.1
+    )
+    assert verdict.agrees and verdict.differences[0].is_expected, str(verdict)
+
+
+class Scalar(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(300))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.weight * x).square().sum()
+
+
+def test_verdicts(ranks: Pool) -> None:
+    ranks.run(verdicts, world=2)
+
+
+def test_ways(ranks: Pool, tmp_path: Path) -> None:
+    ranks.run(verdicts_of_ways, str(tmp_path), world=2)
+    low()
+
+
+def test_alone() -> None:
+    assert verify(Scalar, [torch.linspace(0, 1, 300)], steps=3).agrees
+    with pytest.raises(ValueError, match="at least one batch"):
+        verify(Scalar, [])
+    with pytest.raises(ValueError, match="reference="):
+        verify(Scalar, [torch.ones(300)], optimizer=shardopt.ShardedLion)
