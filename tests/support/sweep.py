@@ -1,0 +1,62 @@
+"""Grids of settings: a few rows of them in the default run, all rows with ``--slow``.
+
+::
+
+    AXES = {"stage": (0, 1, 2, 3), "world": (1, 2, 3), "tier": (None, "cpu", "disk")}
+
+    @sweep(AXES)                           # every two values of two axes meet: 12 of 36 rows; the rest is slow
+    def test_same_bits(stage, world, tier): ...
+
+    @sweep(AXES, strength=1)               # every value comes once: 4 of 36
+    def test_refusals(stage, world, tier): ...
+
+Almost every defect of a combination needs two values to meet, not three (Kuhn, Wallace and Gallo, IEEE TSE 30(6),
+2004).
+"""
+
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import pytest
+
+Row = tuple[Any, ...]
+
+
+def drawn(axes: Mapping[str, Sequence[Any]], strength: int = 2, allowed: Allowed | None = None) -> list[Row]:
+    """Few rows of the grid in which all allowed combinations of ``strength`` values meet; the same in every run.
+
+    Greedy: each next row is the first of those that bring together most values that have not met yet.
+    """
+    rows = grid(axes, allowed)
+    open_sets = {each for row in rows for each in _sets(row, strength)}
+    chosen: list[Row] = []
+    while open_sets:
+        best = max(rows, key=lambda row: len(open_sets & _sets(row, strength)))
+        open_sets -= _sets(best, strength)
+        chosen.append(best)
+    return chosen
+
+
+def grid(axes: Mapping[str, Sequence[Any]], allowed: Allowed | None = None) -> list[Row]:
+    """All rows; ``allowed(**row)`` leaves out what makes no sense."""
+    rows = itertools.product(*axes.values())
+    return [row for row in rows if allowed is None or allowed(**dict(zip(axes, row, strict=True)))]
+
+
+def sweep(axes: Mapping[str, Sequence[Any]], strength: int = 2, allowed: Allowed | None = None) -> pytest.MarkDecorator:
+    """Parametrizes a test over the axes by name; rows that are not drawn are marked slow."""
+    few = drawn(axes, strength, allowed)
+    rest = [row for row in grid(axes, allowed) if row not in few]
+    rows = [*map(_param, few), *(_param(row, pytest.mark.slow) for row in rest)]
+    return pytest.mark.parametrize(",".join(axes), rows)
+
+
+def _param(row: Row, *marks: pytest.MarkDecorator) -> Any:
+    return pytest.param(*row, marks=marks, id="-".join(getattr(value, "__name__", str(value)) for value in row))
+
+
+def _sets(row: Row, strength: int) -> set[frozenset[tuple[int, str]]]:
+    """The combinations that a row covers, as (axis, value); values need not be hashable."""
+    named: Iterable[tuple[int, str]] = enumerate(map(repr, row))
+    return {frozenset(each) for each in itertools.combinations(named, min(strength, len(row)))}
