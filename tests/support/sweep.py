@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 
 Row = tuple[Any, ...]
+Allowed = Callable[..., bool]
 
 
 def drawn(axes: Mapping[str, Sequence[Any]], strength: int = 2, allowed: Allowed | None = None) -> list[Row]:
