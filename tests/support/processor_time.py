@@ -5,8 +5,8 @@
     python -m pytest -p tests.support.processor_time --processor-time FILE ...
     python -m tests.support.processor_time FILE          # a table by file, most first
 
-FILE gets a line of JSON for each test. Processor time is that of the pytest process and of all its descendants while the
-test runs, which the load of other processes changes little; wall-clock time is the machine's of that moment.
+FILE gets a line of JSON for each test. Processor time is that of the pytest process and of all its descendants while
+the test runs, which the load of other processes changes little; wall-clock time is the machine's of that moment.
 """
 
 import collections
