@@ -54,7 +54,16 @@ def sweep(axes: Mapping[str, Sequence[Any]], strength: int = 2, allowed: Allowed
 
 
 def _param(row: Row, *marks: pytest.MarkDecorator) -> Any:
-    return pytest.param(*row, marks=marks, id="-".join(getattr(value, "__name__", str(value)) for value in row))
+    return pytest.param(*row, marks=marks, id="-".join(map(_label, row)))
+
+
+def _label(value: Any) -> str:
+    if isinstance(value, tuple):
+        return "+".join(map(_label, value))
+    for name in ("__name__", "name"):
+        if isinstance(getattr(value, name, None), str):
+            return str(getattr(value, name))
+    return str(value)
 
 
 def _sets(row: Row, strength: int) -> set[frozenset[tuple[int, str]]]:
