@@ -1,5 +1,6 @@
 """What all tests share."""
 
+import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,3 +21,9 @@ def ranks() -> Iterator[Pool]:
     pool = Pool()
     yield pool
     pool.close()
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Collections that tests ask for pass over what was imported until now, which is a million objects."""
+    gc.collect()
+    gc.freeze()
