@@ -1,6 +1,8 @@
 """What all tests share."""
 
+import gc
 import json
+import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -39,3 +41,9 @@ def ranks() -> Iterator["Pool"]:
     pool = Pool()
     yield pool
     pool.close()
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Collections that tests ask for pass over what was imported until now, which is a million objects."""
+    gc.collect()
+    gc.freeze()

@@ -35,6 +35,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.support.parcels import dumps
+
 MAX_WORLD = 8
 TIMEOUT = 60.0  # seconds, of one wait in the group
 DEADLINE = 240.0  # seconds, of a job
@@ -95,8 +97,9 @@ class Pool:
         self._jobs += 1
         workers = self._workers[:world]
         store = str(Path(self._folder.name) / f"store{self._jobs}") if group else None
+        work = dumps((function, arguments))
         for rank, worker in enumerate(workers):
-            worker.pipe.send_bytes(pickle.dumps((function, arguments, rank, world, store, timeout)))
+            worker.pipe.send_bytes(pickle.dumps((work, rank, world, store, timeout)))
         results, failures = self._collect(workers, time.monotonic() + deadline)
         if failures:
             told = "\n".join(f"-- rank {rank} of {world} --\n{failures[rank]}" for rank in sorted(failures))
@@ -175,6 +178,8 @@ def _serve(pipe: connection.Connection, stacks: str) -> None:
         while True:
             try:
                 job = pickle.loads(pipe.recv_bytes())
+                if job is not None:
+                    job = *pickle.loads(job[0]), *job[1:]
             except EOFError:  # the test process is gone
                 return
             except Exception:
@@ -182,7 +187,9 @@ def _serve(pipe: connection.Connection, stacks: str) -> None:
                 continue
             if job is None:
                 return
-            pipe.send_bytes(pickle.dumps(_run_job(*job)))
+            # What is there before a job, the modules that it imports among others, no collection needs to walk again.
+            gc.freeze()
+            pipe.send_bytes(dumps(_run_job(*job)))
 
 
 def _run_job(
