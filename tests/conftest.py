@@ -2,7 +2,6 @@
 
 import gc
 import json
-import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
