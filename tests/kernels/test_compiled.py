@@ -155,7 +155,8 @@ def test_arithmetic_is_ieee(compiled: Facts) -> None:
         assert kernel["quotients"] == 2 * kernel["elements"] + kernel["scales"], kernel["label"]
 
 
-def test_one_launch_covers_a_shard(compiled: Facts) -> None:
+def test_a_call_is_one_launch_over_all_blocks(compiled: Facts) -> None:
+    """That a shard's step is one call, test_counts.py holds."""
     found = compiled["launches"]
     for grids in (found["step_grids"], found["sums_grids"], found["counts_grids"]):
         assert len(grids) == len(found["sizes"])
