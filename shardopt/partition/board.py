@@ -26,6 +26,7 @@ _ATTEMPTS = 1 << 20  # of one round, at most; round and attempt are one number, 
 # A look takes a microsecond, a wait for a rank that computes milliseconds: after some looks the core is left to it.
 _EAGER_LOOKS = 20
 _NAP = 50e-6  # seconds
+_LOOKS_A_ROLL_CALL = 500  # looks at one rank between two at all ranks: naps take far longer than looks
 
 
 class Nap:
@@ -33,12 +34,12 @@ class Nap:
 
     def __init__(self, seconds: float):
         """``seconds``: how long to go on looking."""
-        self._looks, self._end = 0, time.monotonic() + seconds
+        self.looks, self._end = 0, time.monotonic() + seconds
 
     def take(self) -> bool:
         """Whether to look again."""
-        self._looks += 1
-        if self._looks <= _EAGER_LOOKS:
+        self.looks += 1
+        if self.looks <= _EAGER_LOOKS:
             return True
         time.sleep(_NAP)
         return time.monotonic() < self._end
@@ -145,10 +146,15 @@ class Board:
         """The rank's notice once it has reached the point.
 
         Raises:
-            CommunicationError: as ``ready``, or it is late.
+            CommunicationError: as ``ready``, or it is late, or any rank died.
         """
         nap = Nap(self._ranks.seconds)
         while (notice := self.ready(rank, reached, phase)) is None:
+            if nap.looks % _LOOKS_A_ROLL_CALL == _EAGER_LOOKS:
+                # The awaited rank may have given up for the sake of one that died, and then never comes to the attempt
+                # that this rank is at. No rank ends a round without all others.
+                for each in range(self._ranks.size):
+                    self._look(each, phase)
             if not nap.take():
                 self._own[_MISSED] = rank + 1
                 raise CommunicationError(

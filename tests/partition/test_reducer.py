@@ -6,15 +6,14 @@ rate is a power of two: what three ranks make of them must be, bit for bit, what
 
 import os
 import signal
-import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from multiprocessing import connection, get_context
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -22,6 +21,10 @@ from torch.nn import Parameter
 from torch.utils.checkpoint import checkpoint
 
 from shardopt import ShardedAdamW, ShardedOptimizer, ShardedSGD, ShardoptError, Tuning
+from shardopt.partition.message_scatter import MessageScatter
+from shardopt.partition.neighbour_scatter import NeighbourScatter
+from tests.support.absence import LATER, Roll, given_up
+from tests.support.moments import Moments
 from tests.support.ranks import Pool
 from tests.support.training import raw
 
@@ -37,7 +40,7 @@ SPARE = 6  # in no graph unless a case puts it there
 
 Body = Callable[["Chain"], Tensor]
 Case = Callable[["Chain", int, int], None]  # model, rank, step
-Trouble = Callable[["Chain", ShardedOptimizer, int], None]  # model, optimizer, rank
+Trouble = Callable[["Chain", ShardedOptimizer, int, Roll], None]  # model, optimizer, rank, who waits for it
 
 
 class Link(nn.Module):
@@ -325,7 +328,6 @@ def test_sums_are_exact(ranks: Pool) -> None:
 # -- what can go wrong on one rank -------------------------------------------------------------------------------------
 
 ODD = 1
-SOON, LATER = 1.0, 20.0  # seconds: where a rank must be waited for in vain, and where nobody needs to wait
 
 
 class Told(Exception):
@@ -348,76 +350,81 @@ def failing(model: Chain, *numbers: int) -> Iterator[None]:
 
 
 def fails_at(*numbers: int) -> Trouble:
-    def trouble(model: Chain, opt: ShardedOptimizer, rank: int) -> None:
+    def trouble(model: Chain, opt: ShardedOptimizer, rank: int, roll: Roll) -> None:
         with failing(model, *numbers if rank == ODD else ()):
             run_case(plain, model, rank, 7)
 
     return trouble
 
 
-def fails_behind_the_last_gradient(model: Chain, opt: ShardedOptimizer, rank: int) -> None:
+def fails_behind_the_last_gradient(model: Chain, opt: ShardedOptimizer, rank: int, roll: Roll) -> None:
     """When this rank has nothing to wait for any more, and the others only wait for it to say so."""
     x = torch.zeros((), requires_grad=True)
-    if rank == ODD:
-        time.sleep(0.2)
-        x.register_hook(fail)
-    model(lambda chain: chain.through(*ALL, x=1 * x)).backward()
+    with pytest.MonkeyPatch.context() as patched:
+        for name, point in (("finish", "has filled its bucket"), ("_meet", "has its sum")):
+            patched.setattr(NeighbourScatter, name, saying(roll, point, getattr(NeighbourScatter, name)))
+        if rank == ODD:
+            # So it finds the others' gradients there, and need not look for them again.
+            model.links[0].weight.register_hook(lambda _: roll.wait("has filled its bucket"))
+            x.register_hook(lambda _: (roll.wait("has its sum"), fail()))
+        model(lambda chain: chain.through(*ALL, x=1 * x)).backward()
 
 
-def fails_in_forward(model: Chain, opt: ShardedOptimizer, rank: int) -> None:
+def saying(roll: Roll, point: str, method: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def call(self: Any) -> Any:
+        roll.say(point)
+        return method(self)
+
+    return call
+
+
+def fails_in_forward(model: Chain, opt: ShardedOptimizer, rank: int, roll: Roll) -> None:
     model(lambda chain: fail() if rank == ODD else chain.through(*ALL)).backward()
 
 
-def fails_before_forward(model: Chain, opt: ShardedOptimizer, rank: int) -> None:
-    if rank == ODD:
-        fail()
-    run_case(plain, model, rank, 7)
-
-
-def fails_everywhere(model: Chain, opt: ShardedOptimizer, rank: int) -> None:
+def fails_everywhere(model: Chain, opt: ShardedOptimizer, rank: int, roll: Roll) -> None:
     with failing(model, 4):
         run_case(plain, model, rank, 7)
 
 
-def fails_in_other_places(model: Chain, opt: ShardedOptimizer, rank: int) -> None:
+def fails_in_other_places(model: Chain, opt: ShardedOptimizer, rank: int, roll: Roll) -> None:
     with failing(model, (8, 4, 0)[rank]):
         run_case(plain, model, rank, 7)
 
 
-def one_backward_more(model: Chain, opt: ShardedOptimizer, rank: int) -> None:
-    for _ in range(2 if rank == ODD else 1):
+def one_backward_more(model: Chain, opt: ShardedOptimizer, rank: int, roll: Roll) -> None:
+    if rank == ODD:
         run_case(plain, model, rank, 7)
     opt.step()
 
 
-def one_backward_less(model: Chain, opt: ShardedOptimizer, rank: int) -> None:
+def one_backward_less(model: Chain, opt: ShardedOptimizer, rank: int, roll: Roll) -> None:
     if rank != ODD:
         run_case(plain, model, rank, 7)
     opt.step()
 
 
-def one_step_less(model: Chain, opt: ShardedOptimizer, rank: int) -> None:
-    run_case(plain, model, rank, 7)
+def one_step_less(model: Chain, opt: ShardedOptimizer, rank: int, roll: Roll) -> None:
     if rank == ODD:
         opt.zero_grad()
         run_case(plain, model, rank, 8)
     opt.step()
 
 
-def zeroed_on_one(model: Chain, opt: ShardedOptimizer, rank: int) -> None:
+def zeroed_on_one(model: Chain, opt: ShardedOptimizer, rank: int, roll: Roll) -> None:
     run_case(plain, model, rank, 7)
     if rank == ODD:
         opt.zero_grad()
     run_case(plain, model, rank, 8)
 
 
-def steps_on_half_of_it(model: Chain, opt: ShardedOptimizer, rank: int) -> None:
+def steps_on_half_of_it(model: Chain, opt: ShardedOptimizer, rank: int, roll: Roll) -> None:
     with suppress(Told, ShardoptError), failing(model, *(4,) if rank == ODD else ()):
         run_case(plain, model, rank, 7)
     opt.step()
 
 
-def other_experts(model: Chain, opt: ShardedOptimizer, rank: int) -> None:
+def other_experts(model: Chain, opt: ShardedOptimizer, rank: int, roll: Roll) -> None:
     """Ranks gather other params, of the same size: none may take one for the other."""
     model(used(4 if rank == ODD else 8)).backward()
 
@@ -434,6 +441,7 @@ class Row:
         words: in what the others say.
         waits: whether a rank has to wait for another one in vain.
         mends: whether training goes on after zero_grad() on every rank. A message that never comes ends the group.
+        begins: whether the trouble comes after a backward that all ranks finished.
     """
 
     trouble: Trouble
@@ -443,6 +451,7 @@ class Row:
     words: str
     waits: bool = True
     mends: bool = True
+    begins: bool = False
     tuning: dict[str, int] = field(default_factory=lambda: SMALL)
 
 
@@ -460,9 +469,9 @@ ROWS = {
     "in other places": Row(fails_in_other_places, ((2, True),), TOLD, f"{TOLD}|{LOST}", ""),
     "zeroed on one": Row(zeroed_on_one, SETTINGS, DIFFER, DIFFER, "earlier backward", waits=False),
     "half": Row(steps_on_half_of_it, ((1, True), (2, True)), HALF, HALF, "part of a backward only", waits=False),
-    "one backward more": Row(one_backward_more, ((2, True), (2, False)), LOST, LOST, "step", mends=False),
+    "one backward more": Row(one_backward_more, ((2, True), (2, False)), LOST, LOST, "step", mends=False, begins=True),
     "one backward less": Row(one_backward_less, ((1, True),), LOST, LOST, "rank 1", mends=False),
-    "one step less": Row(one_step_less, ((3, True),), LOST, LOST, "step", mends=False),
+    "one step less": Row(one_step_less, ((3, True),), LOST, LOST, "step", mends=False, begins=True),
     "other experts": Row(other_experts, ((3, False),), LOST, LOST, "gathering params", mends=False, tuning=ALONE),
 }
 
@@ -473,7 +482,6 @@ class Outcome:
 
     error: str
     message: str
-    seconds: float
     unchanged: bool
     afterwards: str  # the error of what came next, or ""
 
@@ -489,23 +497,22 @@ def held(opt: ShardedOptimizer) -> list[bytes]:
     ]
 
 
-def outcome(call: Callable[[], None]) -> tuple[str, str, float]:
-    start, error, message = time.monotonic(), "", ""
+def outcome(call: Callable[[], None]) -> tuple[str, str]:
     try:
         call()
     except Exception as caught:
-        error, message = type(caught).__name__, str(caught)
-    return error, message, time.monotonic() - start
+        return type(caught).__name__, str(caught)
+    return "", ""
 
 
 class Training:
-    """A plain training and its reference, in a group of its own."""
+    """A plain training and its reference, perhaps in a group of its own. No wait of it ends by itself."""
 
-    def __init__(self, stage: int, neighbours: bool, timeout: float, group: Any, **tuning: int):
+    def __init__(self, stage: int, neighbours: bool, group: Any = None, **tuning: int):
         self.opt: ShardedOptimizer
         self.model, self.rank = Chain(), dist.get_rank(group)
         self.reference = Reference(plain, dist.get_world_size(group))
-        tuned = Tuning(neighbours=neighbours, timeout=timeout, **tuning)
+        tuned = Tuning(neighbours=neighbours, timeout=LATER, **tuning)
         self.opt = ShardedSGD(self.model, **RATES, stage=stage, process_group=group, tuning=tuned)
 
     def step(self, step: int) -> None:
@@ -516,14 +523,19 @@ class Training:
         check_same(self.model, self.reference.model, [self.opt], f"step {step}")
 
 
-def disturbed(row: Row, stage: int, neighbours: bool) -> Outcome:
-    group = dist.new_group(timeout=timedelta(seconds=LATER))
-    training = Training(stage, neighbours, SOON if row.waits else LATER, group, **row.tuning)
+def disturbed(row: Row, stage: int, neighbours: bool, moments: Moments, name: str) -> Outcome:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    training = Training(stage, neighbours, dist.new_group(timeout=timedelta(seconds=LATER)), **row.tuning)
     opt = training.opt
     training.step(0)
+    if row.begins:
+        run_case(plain, training.model, rank, 7)
     before = held(opt)
-    dist.barrier()
-    error, message, seconds = outcome(lambda: row.trouble(training.model, opt, training.rank))
+    roll = Roll(moments, name, rank, world)
+    absent = frozenset() if not row.waits else {ODD} if rank != ODD else roll.others if row.odd == LOST else frozenset()
+    with given_up(absent, roll):
+        error, message = outcome(lambda: row.trouble(training.model, opt, rank, roll))
+    roll.say()
     unchanged = before == held(opt)
     dist.barrier()
     opt.zero_grad()
@@ -532,111 +544,127 @@ def disturbed(row: Row, stage: int, neighbours: bool) -> Outcome:
         training.step(1)
         training.step(2)
 
-    return Outcome(error, message, seconds, unchanged, " ".join(outcome(goes_on)[:2]))
+    roll = Roll(moments, f"{name}, afterwards", rank, world)
+    with given_up(() if row.mends else roll.others, roll):
+        afterwards = outcome(goes_on)
+    roll.say()
+    return Outcome(error, message, unchanged, " ".join(afterwards))
 
 
-def all_rows(stage: int, neighbours: bool) -> dict[str, Outcome]:
-    Training(stage, neighbours, LATER, None, **SMALL).step(0)  # kernels are compiled
-    return {name: disturbed(row, stage, neighbours) for name, row in ROWS.items() if (stage, neighbours) in row.where}
+def all_rows(stage: int, neighbours: bool, folder: Path) -> dict[str, Outcome]:
+    moments = Moments(folder)
+    return {
+        name: disturbed(row, stage, neighbours, moments, name)
+        for name, row in ROWS.items()
+        if (stage, neighbours) in row.where
+    }
 
 
-def test_trouble_on_one_rank(ranks: Pool) -> None:
+def test_trouble_on_one_rank(ranks: Pool, tmp_path: Path) -> None:
+    """No wait ends too late: one that the deadline should end, and any that a notice should, would outlast the job."""
     wrong, count = [], 0
     for stage, neighbours in SETTINGS:
-        for rank, outcomes in enumerate(ranks.run(all_rows, stage, neighbours, world=3)):
+        found_by_rank = ranks.run(all_rows, stage, neighbours, tmp_path / f"{stage}{neighbours}", world=3)
+        for rank, outcomes in enumerate(found_by_rank):
             for name, found in outcomes.items():
                 row, count = ROWS[name], count + 1
                 kind = row.odd if rank == ODD else row.others
                 typed = found.error in kind.split("|") and (rank == ODD or row.words in found.message)
                 ends = "" if row.mends else LOST
-                in_time = found.seconds < (3 * SOON if row.waits else LATER / 2)
-                if not (typed and in_time and found.unchanged and found.afterwards.partition(" ")[0] == ends):
+                if not (typed and found.unchanged and found.afterwards.partition(" ")[0] == ends):
                     wrong.append(f"{name} at stage {stage}, neighbours {neighbours}, rank {rank}: {found}")
     assert not wrong, "\n".join(wrong)
     assert count == 3 * sum(len(row.where) for row in ROWS.values())
 
 
-def gives_up_and_goes_on(stage: int) -> tuple[str, str, float]:
+def gives_up_and_goes_on(stage: int, folder: Path) -> tuple[str, str]:
     """One rank fails and tries again at once; the others notice in their own time. No barrier between them."""
-    training = Training(stage, True, LATER, None, **SMALL)
+    training = Training(stage, True, **SMALL)
     training.step(0)
-    found = outcome(lambda: fails_at(2)(training.model, training.opt, training.rank))
+    roll = Roll(Moments(folder), "gives up", training.rank, dist.get_world_size())
+    found = outcome(lambda: fails_at(2)(training.model, training.opt, training.rank, roll))
     training.step(1)
     training.step(2)
     return found
 
 
-def test_giving_up_is_noticed(ranks: Pool) -> None:
+def test_giving_up_is_noticed(ranks: Pool, tmp_path: Path) -> None:
     for stage in (2, 3):
-        found = ranks.run(gives_up_and_goes_on, stage, world=3)
-        for rank, (error, message, seconds) in enumerate(found):
-            assert error == (TOLD if rank == ODD else LOST) and seconds < LATER / 2
+        found = ranks.run(gives_up_and_goes_on, stage, tmp_path, world=3)
+        for rank, (error, message) in enumerate(found):
+            assert error == (TOLD if rank == ODD else LOST)
             assert rank == ODD or "gave up this backward" in message
-        told = [message for rank, (_, message, _) in enumerate(found) if rank != ODD]
+        told = [message for rank, (_, message) in enumerate(found) if rank != ODD]
         assert any("rank 1 gave up" in message for message in told)  # the rest heard of one that gave up for its sake
 
 
 # -- a rank that dies or stalls ----------------------------------------------------------------------------------------
 
-SURVIVORS = (0, 1)
-DOOMED = ((True, signal.SIGKILL), (True, signal.SIGSTOP), (False, signal.SIGKILL))  # neighbours, what happens
+DOOMED = 2
 
 
-def waits_and_limit(neighbours: bool, which: signal.Signals) -> tuple[float, float]:
-    """Of each wait, and of what a survivor may take: a neighbour's death is seen long before the deadline."""
-    return (20 * SOON, 10 * SOON) if neighbours and which == signal.SIGKILL else (4 * SOON, 10 * SOON)
+def live_or_die(neighbours: bool, which: signal.Signals, folder: Path) -> Outcome:
+    """The doomed rank ends in mid-backward, when the others have nothing left to do but to wait for it."""
+    training = Training(2, neighbours, **SMALL)
+    training.opt.bind()
+    assert training.opt._binding is not None
+    before, roll = held(training.opt), Roll(Moments(folder), "backward", training.rank, dist.get_world_size())
+
+    def ends(_: Tensor) -> None:
+        roll.wait("has reduced all it can")
+        roll.say()
+        os.kill(os.getpid(), which)
+
+    if training.rank == DOOMED:
+        training.model.links[4].weight.register_hook(ends)
+    kind = NeighbourScatter if neighbours else MessageScatter
+    finish = kind.finish
+
+    def finishes(scatter: Any) -> Any:
+        roll.say("has reduced all it can")
+        roll.wait("has reduced all it can")
+        return finish(scatter)
+
+    # A stopped process gives no sign: the deadline ends the wait. A death is seen, by survivors that have no deadline.
+    absent = (DOOMED,) if which == signal.SIGSTOP else ()
+    with pytest.MonkeyPatch.context() as patched, given_up(absent, roll):
+        patched.setattr(kind, "finish", finishes)
+        error, message = outcome(lambda: training.step(0))
+    return Outcome(error, message, before == held(training.opt), "")
 
 
-def ends(which: signal.Signals) -> None:
-    time.sleep(SOON)  # the others have left the messages of the binding, which die with their sender, and wait
-    os.kill(os.getpid(), which)
+def dies_before_one_begins(folder: Path) -> Outcome:
+    """Rank 0 begins its backward when one rank is dead, and another has given the round up and does not come again."""
+    training, moments = Training(2, True, **SMALL), Moments(folder)
+    training.opt.bind()
+    before = held(training.opt)
+    moments.say(f"bound {training.rank}")
+    if training.rank == DOOMED:
+        moments.wait("bound 0", "bound 1")
+        os.kill(os.getpid(), signal.SIGKILL)
+    if training.rank == 0:
+        moments.wait("given up")
+    error, message = outcome(lambda: training.step(0))
+    if training.rank == 1:
+        moments.say("given up")
+        moments.wait("raised")
+    moments.say("raised")
+    return Outcome(error, message, before == held(training.opt), "")
 
 
-def live_or_die(rank: int, folder: str, pipe: connection.Connection) -> None:
-    """Ranks 0 and 1 train with each of the others in turn, in groups of three; that one ends in mid-backward."""
-    torch.set_num_threads(1)
-    store = dist.FileStore(f"{folder}/store", len(SURVIVORS) + len(DOOMED))
-    size, wait = len(SURVIVORS) + len(DOOMED), timedelta(seconds=60)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=wait)
-    doomed = list(enumerate(DOOMED, len(SURVIVORS)))
-    groups = {other: dist.new_group([*SURVIVORS, other]) for other, _ in doomed}
-    for other, (neighbours, which) in doomed:
-        if rank not in (*SURVIVORS, other):
-            continue
-        dist.barrier(groups[other])  # with the group's timeout: it is this one's turn
-        training = Training(2, neighbours, waits_and_limit(neighbours, which)[0], groups[other], **SMALL)
-        training.opt.bind()
-        before = held(training.opt)
-        if rank == other:
-            training.model.links[4].weight.register_hook(lambda _, which=which: ends(which))
-        error, message, seconds = outcome(lambda training=training: training.step(0))
-        pipe.send(Outcome(error, message, seconds, before == held(training.opt), ""))
-
-
-def test_a_rank_that_dies_or_stalls() -> None:
-    """In processes of their own. The survivors say who is missing, in time, and nothing changed."""
-    context = get_context("spawn")
-    with tempfile.TemporaryDirectory() as folder:
-        pipes = [context.Pipe() for _ in range(len(SURVIVORS) + len(DOOMED))]
-        processes = [
-            context.Process(target=live_or_die, args=(rank, folder, theirs), daemon=True)
-            for rank, (_, theirs) in enumerate(pipes)
-        ]
-        try:
-            for process in processes:
-                process.start()
-            end = time.monotonic() + 120
-            for neighbours, which in DOOMED:
-                answers = []
-                for rank in SURVIVORS:
-                    assert pipes[rank][0].poll(max(end - time.monotonic(), 0)), f"no answer of rank {rank}: {which}"
-                    answers.append(pipes[rank][0].recv())
-                    limit = waits_and_limit(neighbours, which)[1]
-                    assert answers[-1].error == LOST and answers[-1].unchanged and answers[-1].seconds < limit, answers
-                # Over messages a rank can only name the one that it waited for, which may have waited for another.
-                named = ["rank 2" in each.message for each in answers]
-                assert all(named) if neighbours else any(named), answers
-        finally:
-            for process in processes:
-                process.kill()
-                process.join()
+def test_a_rank_that_dies_or_stalls(tmp_path: Path) -> None:
+    """The survivors say who is missing, and nothing changed."""
+    pool = Pool()  # of its own: the processes of the others keep what they have compiled
+    try:
+        for neighbours, which in ((True, signal.SIGKILL), (True, signal.SIGSTOP), (False, signal.SIGKILL)):
+            folder = tmp_path / f"{which.name}{neighbours}"
+            *survivors, _ = pool.run(live_or_die, neighbours, which, folder, world=3, doomed=(DOOMED,))
+            for found in survivors:
+                assert found.error == LOST and found.unchanged and "rank 2" in found.message, survivors
+            by_deadline = any("did not come within" in found.message for found in survivors)
+            assert by_deadline == (which == signal.SIGSTOP), survivors
+        *survivors, _ = pool.run(dies_before_one_begins, tmp_path / "late", world=3, doomed=(DOOMED,))
+        for found in survivors:
+            assert found.error == LOST and found.unchanged and "rank 2 is gone" in found.message, survivors
+    finally:
+        pool.close()

@@ -12,6 +12,9 @@ A grid of settings belongs inside one function: processes and groups are then pa
 the test with its traceback. A job that is not done in time fails the test with the stack of every thread of every rank.
 After any failure the processes are replaced: what a failed job left behind cannot fail the next one. They are forked
 from a process that has imported everything (``preload.py``), which takes milliseconds.
+
+Deadlines only bound a hang: they are far from what a job takes on a busy machine. A test of a deadline of the package's
+own makes the moment (``moments.py``, ``absence.py``).
 """
 
 import faulthandler
@@ -23,7 +26,7 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import connection, get_context
@@ -38,8 +41,8 @@ import torch.distributed as dist
 from tests.support.parcels import dumps
 
 MAX_WORLD = 8
-TIMEOUT = 60.0  # seconds, of one wait in the group
-DEADLINE = 240.0  # seconds, of a job
+TIMEOUT = 300.0  # seconds, of one wait in the group: deadlines only end a hang, however busy the machine is
+DEADLINE = 600.0  # seconds, of a job
 
 
 def fork_server() -> ForkServerContext:
@@ -80,6 +83,7 @@ class Pool:
         timeout: float = TIMEOUT,
         deadline: float = DEADLINE,
         group: bool = True,
+        doomed: Collection[int] = (),
     ) -> list[Any]:
         """``function(*arguments)`` on ``world`` ranks; what each returned.
 
@@ -87,6 +91,7 @@ class Pool:
             timeout: of the process group's waits.
             deadline: of the whole job.
             group: False: no process group.
+            doomed: ranks that die or are stopped. None is returned for them; all processes are replaced afterwards.
 
         Raises:
             RankFailure: an exception, a death or a missed deadline on some rank.
@@ -99,17 +104,19 @@ class Pool:
         store = str(Path(self._folder.name) / f"store{self._jobs}") if group else None
         work = dumps((function, arguments))
         for rank, worker in enumerate(workers):
-            worker.pipe.send_bytes(pickle.dumps((work, rank, world, store, timeout)))
-        results, failures = self._collect(workers, time.monotonic() + deadline)
+            worker.pipe.send_bytes(pickle.dumps((work, rank, world, store, timeout, not doomed)))
+        results, failures = self._collect(workers, time.monotonic() + deadline, doomed)
         if failures:
             told = "\n".join(f"-- rank {rank} of {world} --\n{failures[rank]}" for rank in sorted(failures))
             raise RankFailure(f"{function.__module__}.{function.__qualname__} failed.\n{told}")
-        return [results[rank] for rank in range(world)]
+        return [results.get(rank) if rank in doomed else results[rank] for rank in range(world)]
 
-    def _collect(self, workers: list[Worker], end: float) -> tuple[dict[int, Any], dict[int, str]]:
+    def _collect(
+        self, workers: list[Worker], end: float, doomed: Collection[int]
+    ) -> tuple[dict[int, Any], dict[int, str]]:
         results: dict[int, Any] = {}
         failures: dict[int, str] = {}
-        waiting = {worker.pipe: rank for rank, worker in enumerate(workers)}
+        waiting = {worker.pipe: rank for rank, worker in enumerate(workers) if rank not in doomed}
         broken = False
         while waiting and not broken:
             ready = connection.wait(list(waiting), timeout=max(end - time.monotonic(), 0))
@@ -127,7 +134,7 @@ class Pool:
         if broken:
             for rank in waiting.values():
                 failures[rank] = f"not done in time; it stood here:\n{_stacks_of(workers[rank])}"
-        if failures:
+        if failures or doomed:
             self._stop()
         return results, failures
 
@@ -193,7 +200,13 @@ def _serve(pipe: connection.Connection, stacks: str) -> None:
 
 
 def _run_job(
-    function: Callable[..., Any], arguments: tuple[Any, ...], rank: int, world: int, store: str | None, timeout: float
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
+    rank: int,
+    world: int,
+    store: str | None,
+    timeout: float,
+    meets: bool,
 ) -> tuple[bool, Any]:
     """(whether it returned, what it returned or its traceback)."""
     outcome: tuple[bool, Any]
@@ -208,7 +221,7 @@ def _run_job(
             )
         with warnings.catch_warnings():  # what a job silences is heard in the next one
             outcome = True, function(*arguments)
-        if dist.is_initialized():
+        if dist.is_initialized() and meets:
             # A rank that tears its connections down while another still sends aborts that one.
             dist.barrier()
     except BaseException:

@@ -28,7 +28,7 @@ import torch
 
 from tests.support.ranks import fork_server
 
-DEADLINE = 240.0  # seconds, of a program
+DEADLINE = 600.0  # seconds, of a program
 
 
 class Done(NamedTuple):
