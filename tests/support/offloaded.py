@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.nn import Parameter
 
-from shardopt import Offload, ShardedOptimizer, Tuning
+from shardopt import ShardedOptimizer, Tuning
 from tests.step.test_stages import Ended, Recipe, Setting, check_same_bits, reference, train, with_steps
 from tests.support.cases import Zoo, fill_gradients
 from tests.support.late_copies import AsLateAsAllowed, as_on_a_gpu
@@ -66,13 +66,6 @@ class Resting(Setting):
         options = super().options(recipe)
         tuning = Tuning(**{**vars(options["tuning"]), "chunk_bytes": CHUNK})
         return {**options, "tuning": tuning, "offload": self.offload}
-
-
-def is_possible(stage: int, neighbours: bool, offload: Offload) -> bool:
-    """Whether something of this stage rests where ``offload`` says; what rests elsewhere is in no shared memory."""
-    if offload.params is not None:
-        return stage == 3 and not neighbours
-    return offload.gradients is None or stage >= 2
 
 
 def trainings(calls: Sequence[tuple[str, Setting]], around: Callable[[], AbstractContextManager[Any]]) -> list[Ended]:
