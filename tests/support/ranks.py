@@ -35,6 +35,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.support.coverage_contexts import attributed
+
 MAX_WORLD = 8
 TIMEOUT = 60.0  # seconds, of one wait in the group
 DEADLINE = 240.0  # seconds, of a job
@@ -96,7 +98,7 @@ class Pool:
         workers = self._workers[:world]
         store = str(Path(self._folder.name) / f"store{self._jobs}") if group else None
         for rank, worker in enumerate(workers):
-            worker.pipe.send_bytes(pickle.dumps((function, arguments, rank, world, store, timeout)))
+            worker.pipe.send_bytes(pickle.dumps((*attributed(function, arguments), rank, world, store, timeout)))
         results, failures = self._collect(workers, time.monotonic() + deadline)
         if failures:
             told = "\n".join(f"-- rank {rank} of {world} --\n{failures[rank]}" for rank in sorted(failures))
