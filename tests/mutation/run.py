@@ -41,13 +41,13 @@ class Trial:
         batches = self._batches(found)
         if not batches:
             return {"status": NOT_COVERED}
-        status, by, spent = SURVIVED, None, 0.0
-        ran = 0
+        status, by, spent, ran = SURVIVED, None, 0.0, 0
         for batch in batches:
             tests, limit = self._within(batch, self._options.cap - spent)
             while tests and status == SURVIVED:
+                unsound = [test for test, passes in list(self._passes.items()) if "::" in test and not passes]
                 path.write_text(found.apply(source))
-                outcome = self._scratch.run(tests, self._unsound(), limit)
+                outcome = self._scratch.run(tests, unsound, limit)
                 path.write_text(source)
                 spent += outcome.seconds
                 by = outcome.killer
@@ -56,7 +56,7 @@ class Trial:
                     break
                 if self._passes_alone(by, tests, limit):
                     status = KILLED
-                elif "::" not in by:  # nor can a test be left out
+                elif "::" not in by or by in unsound:  # no test can be left out
                     status = UNCLEAR
         told = {"status": status, "by": by, "seconds": round(spent, 1)}
         return told if status == KILLED else {**told, "ran": ran, "of": sum(map(len, batches))}
@@ -84,9 +84,6 @@ class Trial:
         if key not in self._passes:
             self._passes[key] = self._scratch.run(tests, [], limit).killer is None
         return self._passes[key]
-
-    def _unsound(self) -> list[str]:
-        return [test for test, passes in list(self._passes.items()) if "::" in test and not passes]
 
 
 class Results:
@@ -135,7 +132,9 @@ class Results:
         for each in done:
             if each["status"] != KILLED:
                 ran = f", {each['ran']} of {each['of']} tests ran" if "ran" in each else ""
-                text += f"\n{_head(each)}: {each['status']}{ran}\n\n{_change(each)}\n{each.get('verdict', 'open')}.\n"
+                other = f"; by the other tests: {each['elsewhere']['status']}" if "elsewhere" in each else ""
+                text += f"\n{_head(each)}: {each['status']}{ran}{other}\n\n{_change(each)}\n"
+                text += f"Verdict: {each.get('verdict', 'open')}.\n"
         text += "\n## Killed\n"
         killed = [each for each in done if each["status"] == KILLED]
         return text + "".join(
