@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 
+from tests.support.coverage_contexts import attributed
 from tests.support.ranks import fork_server
 
 # No framework may ask the network for anything, nor report to it.
@@ -49,7 +50,7 @@ def launch(
     """
     with tempfile.TemporaryDirectory(prefix="shardopt-launch-") as name:
         folder = Path(name)
-        (folder / "job").write_bytes(pickle.dumps((function, arguments, killed)))
+        (folder / "job").write_bytes(pickle.dumps((*attributed(function, arguments), killed)))
         processes = [_start(folder, rank, world) for rank in range(world)]
         try:
             _wait(processes, time.monotonic() + deadline)

@@ -38,6 +38,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.support.coverage_contexts import attributed
 from tests.support.parcels import dumps
 
 MAX_WORLD = 8
@@ -102,7 +103,7 @@ class Pool:
         self._jobs += 1
         workers = self._workers[:world]
         store = str(Path(self._folder.name) / f"store{self._jobs}") if group else None
-        work = dumps((function, arguments))
+        work = dumps(attributed(function, arguments))
         for rank, worker in enumerate(workers):
             worker.pipe.send_bytes(pickle.dumps((work, rank, world, store, timeout, not doomed)))
         results, failures = self._collect(workers, time.monotonic() + deadline, doomed)

@@ -1,0 +1,91 @@
+"""Mutants (``tests/mutation/``): each is one change in one place, of what steers the code; a seed draws the same."""
+
+import ast
+import textwrap
+
+from tests.mutation.mutants import Mutant, draw, mutants_of
+
+SOURCE = textwrap.dedent(
+    '''\
+    """Texts stay: 1 < 2."""
+    from typing import TYPE_CHECKING
+
+    if TYPE_CHECKING:
+        LIMIT = 3
+
+    @cache
+    def first(items: list[int] = 4, flag: "x < 5" = True) -> int:
+        """Stays too."""
+        assert items, f"not {1 + 1}"
+        if flag and not items[1:]:
+            raise ValueError("too few" + str(2 + 2))
+        elif rank == 0 or flag is None:
+            work.wait()
+        items.append(
+            torch.float32,
+        )
+        for index in range(len(items)):
+            total += index * self.rank
+        return (
+            total
+            < index
+        )
+
+    class Box:
+        def __repr__(self):
+            return str(1 + 2)
+    '''
+)
+AFTER = [
+    'def first(items: list[int] = 4, flag: "x < 5" = False) -> int:',
+    'def first(items: list[int] = 5, flag: "x < 5" = True) -> int:',
+    "if flag or not items[1:]:",
+    "if flag and not items[2:]:",
+    "if flag and not items[1 + 1:]:",
+    "if not (flag and not items[1:]):",
+    "elif rank == 0 and flag is None:",
+    "elif rank != 0 or flag is None:",
+    "elif rank == 0 or flag is not None:",
+    "elif rank == 1 or flag is None:",
+    "elif 0 == 0 or flag is None:",
+    "elif abs(rank - 1) == 0 or flag is None:",
+    "elif not (rank == 0 or flag is None):",
+    "pass",
+    "pass",
+    "torch.bfloat16,",
+    "for index in range(len(items) + 1):",
+    "total += index / self.rank",
+    "total -= index * self.rank",
+    "total += index * 0",
+    "total += index * abs(self.rank - 1)",
+    "None",
+    "<= index",
+]
+
+
+def test_each_mutant_is_one_change() -> None:
+    mutants = mutants_of("a/b.py", SOURCE)
+    assert [each.after.strip() for each in mutants] == AFTER
+    trees = {ast.dump(ast.parse(each.apply(SOURCE))) for each in mutants}
+    assert len(trees) == len(AFTER) and ast.dump(ast.parse(SOURCE)) not in trees
+    assert [each.kind for each in mutants if each.after.strip() == "pass"] == ["dropped wait", "dropped call"]
+    assert all(each.is_cached for each in mutants)
+    assert {(each.first, each.last) for each in mutants if each.line == 22} == {(20, 23)}
+
+
+def test_lines_that_moved_are_found_again() -> None:
+    for each in mutants_of("a/b.py", SOURCE):
+        moved = each.moved_to("# one\n# two\n" + SOURCE)
+        assert moved is not None and (moved.line, moved.first) == (each.line + 2, each.first + 2)
+        assert moved.apply("# one\n# two\n" + SOURCE) == "# one\n# two\n" + each.apply(SOURCE)
+        assert each.moved_to("x = 1\n") is None
+
+
+def test_a_seed_draws_the_same_from_each_folder() -> None:
+    everything = [each for file in ("a/b.py", "a/c/d.py", "a/c/e.py") for each in mutants_of(file, SOURCE)]
+    drawn = draw(everything, 5, 12)
+    assert drawn == draw(iter(everything), 5, 12) and drawn != draw(everything, 6, 12)
+    assert len({(each.file, each.line) for each in drawn}) == 12
+    folders = [each.file.rpartition("/")[0] for each in drawn]
+    assert folders.count("a") == 4 and folders.count("a/c") == 8
+    assert len({each.kind for each in drawn}) > 5 and all(isinstance(each, Mutant) for each in drawn)
