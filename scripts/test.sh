@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
 # Run the tests with pytest.
 #
-#   bash scripts/test.sh                  the default run: under 15 minutes on two cores
-#   bash scripts/test.sh --slow           the long sweeps too
+#   bash scripts/test.sh                  the default run: at most 10 minutes on two cores
+#   bash scripts/test.sh --slow           the long sweeps too: at most 80 minutes
 #   bash scripts/test.sh --gpu            only the tests that need a GPU
-#   bash scripts/test.sh -x -k layout     any other argument goes to pytest
+#   bash scripts/test.sh -x -k layout     any other argument goes to pytest, which then runs in one process
 #
-# Tests that need a GPU are part of every run where there is one.
+# Whole runs take as many files at a time as there are cores. Tests that need a GPU are part of every run where there is
+# one. Environment: WORKERS, the number of files at a time.
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 
 slow=false gpu_only=false arguments=()
@@ -47,4 +48,11 @@ elif ! has_nvidia_gpu; then
 fi
 selection=""
 for mark in ${terms[@]+"${terms[@]}"}; do selection+="${selection:+ and }$mark"; done
-exec "$python" -m pytest -m "$selection" ${arguments[@]+"${arguments[@]}"}
+
+# Each of the ranks that a test starts computes on one thread, and mostly waits for the others.
+workers=()
+if ((${#arguments[@]} == 0)) && ! $gpu_only; then
+    cores=$("$python" -c 'import os; print(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())')
+    workers=(--numprocesses "${WORKERS:-$((cores < 8 ? cores : 8))}" --dist loadfile --no-loadscope-reorder)
+fi
+exec "$python" -m pytest -m "$selection" ${workers[@]+"${workers[@]}"} ${arguments[@]+"${arguments[@]}"}

@@ -34,6 +34,7 @@ from shardopt.rules import rule
 from shardopt.rules.rule import Rule
 from tests.support.cases import CASES, GRADIENTS, Case, Keywords
 from tests.support.shards import BACKENDS, SCALES, HandmadeShard, Member, Shape, assert_same_bits, lone
+from tests.support.sweep import sweep
 
 Formats = tuple[Format, Format, Format | None, tuple[Format, ...]]  # of param, gradient, master and each state
 FORMATS = [(param, grad) for param in (FP32, BF16, FP16) for grad in (FP32, BF16, FP16)]
@@ -119,16 +120,14 @@ def test_every_variant(of: Rule, group: dict[str, Any], mixed: tuple[Format, For
     check(dataclasses.replace(NASTY, seed=2), of, group, *mixed)
 
 
-@pytest.mark.parametrize(("param", "grad"), FORMATS, ids=lambda each: each.name)
-@pytest.mark.parametrize("grads", GRADIENTS)
-@pytest.mark.parametrize("misaligned", [0, 1, 3])
-def test_every_format(param: Format, grad: Format, grads: str, misaligned: int) -> None:
+@sweep({"formats": FORMATS, "grads": tuple(GRADIENTS), "misaligned": (0, 1, 3)})
+def test_every_format(formats: tuple[Format, Format], grads: str, misaligned: int) -> None:
+    param, grad = formats
     members = tuple(dataclasses.replace(member, misaligned=misaligned) for member in NASTY.members)
     check(dataclasses.replace(NASTY, members=members, grads=grads, seed=3), ADAM_RULE, ADAMW, param, grad)
 
 
-@pytest.mark.parametrize("kept", KEPT, ids=lambda kept: "-".join(each.name for each in formats_in(kept)))
-@pytest.mark.parametrize("grads", GRADIENTS)
+@sweep({"kept": KEPT, "grads": tuple(GRADIENTS)}, strength=1)
 def test_every_format_of_masters_and_states(kept: Formats, grads: str) -> None:
     members = tuple(
         dataclasses.replace(member, misaligned=index % 3, before=index) for index, member in enumerate(NASTY.members)
@@ -178,7 +177,7 @@ SHAPES = st.builds(
 )
 
 
-@settings(max_examples=80)
+@settings(max_examples=40)
 @given(shape=SHAPES, formats=st.sampled_from([*FORMATS, *KEPT]), blocks=st.sampled_from([1, 2, 4]))
 def test_any_shard(shape: Shape, formats: Any, blocks: int) -> None:
     """Whatever a program's share of the blocks."""
@@ -219,12 +218,11 @@ def take_gradient(param, grad, state, s):
     return grad
 
 
-@pytest.mark.parametrize("divisor", [1, 2, 4.0, 8, 1024])
-@pytest.mark.parametrize("fmt", [FP32, BF16, FP16], ids=lambda each: each.name)
+@sweep({"fmt": (FP32, BF16, FP16), "divisor": (1, 2, 4.0, 8, 1024)}, strength=1)
 def test_a_folded_divisor_gives_the_bits_of_the_division(fmt: Format, divisor: float) -> None:
     """Of numpy's, for quotients of normal magnitude; where there is no unscale, for all."""
     generator = torch.Generator().manual_seed(0)
-    grad = torch.cat([GRADIENTS[kind](torch.Size([3000]), generator) for kind in GRADIENTS]).to(fmt.dtype)
+    grad = torch.cat([GRADIENTS[kind](torch.Size([1000]), generator) for kind in GRADIENTS]).to(fmt.dtype)
     wide = grad.float().numpy()
     spec = StepSpec(take_gradient.variant({}), FP32, fmt)
     for factors in (Factors(divisor), Factors(divisor, clip=0.7), Factors(divisor, 1 / 3, 0.7), Factors(divisor, 7)):

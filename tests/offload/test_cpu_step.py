@@ -23,17 +23,18 @@ from shardopt import BindingError, Offload, ShardedAdamW, Tuning
 from shardopt.offload.lanes import AtOnce
 from shardopt.offload.pinned import Pages
 from shardopt.tiers import check_offload
-from tests.offload.test_offload import CHUNK, RECIPES, Resting, advance, bits, make
 from tests.offload.test_offload_faults import FAULTS, disturbed, undisturbed
 from tests.offload.test_params_on_disk import goes_through_everything
-from tests.step.test_stages import Setting, train
+from tests.step.test_stages import STAGES
 from tests.support.cases import CASES, Case
 from tests.support.late_copies import AsLateAsAllowed, as_on_a_gpu
+from tests.support.offloaded import CHUNK, Resting, advance, bits, check_trainings, make, on_a_gpu
 from tests.support.ranks import Pool
+from tests.support.sweep import Row, sweep, sweep_at_once
 from tests.support.training import raw
 
 
-def ways(root: Path | str) -> dict[str, Offload]:
+def ways(root: Path) -> dict[str, Offload]:
     return {
         "cpu": Offload(step="cpu"),
         "auto": Offload(),
@@ -51,7 +52,7 @@ def test_every_rule_leaves_the_same_bits(case: Case, tmp_path: Path) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         ends = []
         for offload in (None, Offload(step="cpu"), Offload(tmp_path)):
-            with nullcontext() if offload is None else as_on_a_gpu(AsLateAsAllowed):
+            with nullcontext() if offload is None else on_a_gpu():
                 params, optimizer = make(case.ours, offload, dtype, **case.keywords[-1])
                 found = []
                 for step in range(5):
@@ -70,8 +71,7 @@ FORMATS = [
 ]
 
 
-@pytest.mark.parametrize("lanes", [AtOnce, AsLateAsAllowed])
-@pytest.mark.parametrize("formats", FORMATS, ids=repr)
+@sweep({"formats": FORMATS, "lanes": (AsLateAsAllowed, AtOnce)}, strength=1)
 def test_every_way_to_write_params_is_followed(formats: dict[str, Any], lanes: Any, tmp_path: Path) -> None:
     """What the CPU knows of the params must never be put over what others wrote to them."""
     ends: dict[str, list[list[bytes]]] = {}
@@ -117,21 +117,21 @@ def test_every_way_to_write_params_is_followed(formats: dict[str, Any], lanes: A
     assert not any(os.listdir(each) for each in (tmp_path, tmp_path / "elsewhere") if each != tmp_path)
 
 
-@pytest.mark.parametrize("lanes", [AtOnce, AsLateAsAllowed])
-def test_params_without_a_whole_master_are_what_the_device_says(lanes: Any, tmp_path: Path) -> None:
+@sweep({"master": ("split", "fp32", "none"), "lanes": (AsLateAsAllowed, AtOnce)}, strength=1)
+def test_params_without_a_whole_master_are_what_the_device_says(master: Any, lanes: Any, tmp_path: Path) -> None:
     """A write through ``.data`` leaves no trace, and counts where the update begins with the param."""
-    for dtype, master in ((torch.float32, "fp32"), (torch.bfloat16, "split"), (torch.bfloat16, "none")):
-        ends: dict[str, list[bytes]] = {}
-        for name, offload in ({"still": None} | ways(tmp_path)).items():
-            with nullcontext() if offload is None else as_on_a_gpu(lanes):
-                params, optimizer = make(ShardedAdamW, offload, dtype, master=master)
-                for step in range(8):
-                    advance(params, optimizer, range(step, step + 1))
-                    for param in params:
-                        param.data.clamp_(-0.1, 0.1)
-                ends[name] = bits(params, optimizer)
-                optimizer.close()
-        assert [name for name, end in ends.items() if end != ends["still"]] == [], (dtype, master)
+    dtype = torch.float32 if master == "fp32" else torch.bfloat16  # an fp32 param is its own master
+    ends: dict[str, list[bytes]] = {}
+    for name, offload in ({"still": None} | ways(tmp_path)).items():
+        with nullcontext() if offload is None else as_on_a_gpu(lanes):
+            params, optimizer = make(ShardedAdamW, offload, dtype, master=master)
+            for step in range(8):
+                advance(params, optimizer, [step])
+                for param in params:
+                    param.data.clamp_(-0.1, 0.1)
+            ends[name] = bits(params, optimizer)
+            optimizer.close()
+    assert [name for name, end in ends.items() if end != ends["still"]] == []
 
 
 @pytest.mark.parametrize("lanes", [AtOnce, AsLateAsAllowed])
@@ -172,17 +172,12 @@ def test_a_step_does_not_wait_for_params_on_their_way_up(tmp_path: Path) -> None
             assert lanes.last["in"].is_over
 
 
-@pytest.mark.parametrize(("kind", "fault"), [each for each in FAULTS if each[1] in ("EIO", "ENOSPC", "flip")])
-def test_a_step_that_fails_leaves_params_on_the_device_as_they_were(kind: str, fault: str, tmp_path: Path) -> None:
-    expected, calls = undisturbed(), 0
-    with as_on_a_gpu(AsLateAsAllowed):
-        while True:
-            failed = disturbed(str(tmp_path), kind, fault, 5 * calls, expected)
-            if failed < 0:
-                break
-            assert failed == (fault != "flip")
-            calls += 1
-    assert calls >= (2 if kind in ("read", "write") else 1)
+def test_a_step_that_fails_leaves_params_on_the_device_as_they_were(tmp_path: Path) -> None:
+    expected = undisturbed()
+    for kind, fault in [each for each in FAULTS if each[1] in ("EIO", "ENOSPC", "flip")]:
+        with on_a_gpu():
+            count = disturbed(str(tmp_path), kind, fault, 5, expected)
+        assert count >= (5 if kind in ("read", "write") else 1), (kind, fault)
     assert not os.listdir(tmp_path)
 
 
@@ -236,7 +231,7 @@ def test_no_page_stays_registered_that_is_gone(step: Any, ends: str, tmp_path: P
     gc.disable()
     try:
         with ExitStack() as stack:
-            stack.enter_context(as_on_a_gpu(AsLateAsAllowed))
+            stack.enter_context(on_a_gpu())
             stack.enter_context(patch("shardopt.tiers.Pages", Watched))
             stack.enter_context(patch("shardopt.tiers.register_with_cuda", lambda at, _: not there.setdefault(at, [])))
             stack.enter_context(patch("shardopt.offload.pinned._unregister", unregister))
@@ -282,53 +277,56 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
 # -- several ranks -----------------------------------------------------------------------------------------------------
 
 
-def ends(stage: int, offload: Any, neighbours: bool) -> list[Tensor]:
-    """Params on each rank, and states on rank 0, of all recipes."""
-    where: dict[str, Any] = {"stage": stage, "neighbours": neighbours, "wrapped": stage % 2 == 0, "live_bytes": 6000}
-    setting = Setting(**where) if offload is None else Resting(**where, offload=offload)
-    found = []
-    for recipe in RECIPES.values():
-        with nullcontext() if offload is None else as_on_a_gpu(AsLateAsAllowed):
-            ended = train(recipe, setting)
-        found += [*ended.params, *(value for state in ended.states for value in state.values())]
-    return found
+RECIPES = ("clips in the step", "SGD", "overflows")
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_every_stage_leaves_the_same_bits(stage: int, ranks: Pool, tmp_path: Path) -> None:
-    grid = [(each, True) for each in ways(str(tmp_path)).values()]
-    if stage == 3:  # without reading each other's memory, as what rests elsewhere is in none
-        expected = ranks.run(ends, stage, None, False, world=2)
-        away = [Offload(params="cpu", step=step) for step in ("cpu", "gpu", "auto")]
-        for offload in (*away, Offload(params="cpu", fraction=0.5), Offload(str(tmp_path), params=str(tmp_path))):
-            compare(ranks.run(ends, stage, offload, False, world=2), expected, offload)
-    expected = ranks.run(ends, stage, None, True, world=2)
-    for offload, neighbours in grid:
-        compare(ranks.run(ends, stage, offload, neighbours, world=2), expected, offload)
+@sweep_at_once({"stage": STAGES, "neighbours": (True, False), "way": tuple(ways(Path())), "recipe": RECIPES})
+def test_every_stage_leaves_the_same_bits(rows: list[Row], ranks: Pool, tmp_path: Path) -> None:
+    calls = [
+        (recipe, Resting(stage, stage % 2 == 0, neighbours, live_bytes=6000, offload=ways(tmp_path / str(stage))[way]))
+        for stage, neighbours, way, recipe in rows
+    ]
+    check_trainings(calls, ranks, 2, on_a_gpu)
     # Nothing was closed; at stage 3 a sharded module keeps its optimizer until it is.
-    assert stage == 3 or not os.listdir(tmp_path)
+    assert not any(os.listdir(tmp_path / stage) for stage in "012")
 
 
-def compare(found: list[list[Tensor]], expected: list[list[Tensor]], offload: Offload) -> None:
-    for mine, theirs in zip(found, expected, strict=True):
-        assert len(mine) == len(theirs) > 10
-        assert all(raw(one) == raw(other) for one, other in zip(mine, theirs, strict=True)), offload
+def with_params(root: Path) -> dict[str, Offload]:
+    away = {step: Offload(params="cpu", step=step) for step in ("cpu", "gpu", "auto")}
+    return {**away, "half": Offload(params="cpu", fraction=0.5), "disk": Offload(root, params=root)}
+
+
+@sweep_at_once({"way": tuple(with_params(Path())), "live_bytes": (6000, 1 << 20), "recipe": RECIPES}, strength=1)
+def test_params_elsewhere_leave_the_same_bits(rows: list[Row], ranks: Pool, tmp_path: Path) -> None:
+    """At stage 3, without reading each other's memory, as what rests elsewhere is in none."""
+    calls = [
+        (recipe, Resting(3, False, neighbours=False, live_bytes=live, offload=with_params(tmp_path)[way]))
+        for way, live, recipe in rows
+    ]
+    check_trainings(calls, ranks, 2, on_a_gpu)
 
 
 def everything(offload: Offload | None, runs: str, low: bool) -> list[list[bytes]]:
-    with nullcontext() if offload is None else as_on_a_gpu(AsLateAsAllowed):
+    with nullcontext() if offload is None else on_a_gpu():
         return goes_through_everything(offload, f"{runs} {dist.is_initialized()}", low)
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_every_way_to_params_at_stage_3_leaves_the_same_bits(world: int, ranks: Pool, tmp_path: Path) -> None:
-    swap = str(tmp_path / "swap")
-    for low in (True, False):
-        expected = ranks.run(everything, None, str(tmp_path / f"runs {low}"), low, world=world)
-        for number, offload in enumerate(
-            (Offload(params="cpu"), Offload(step="cpu"), Offload(swap), Offload(swap, params=swap))
-        ):
-            found = ranks.run(everything, offload, str(tmp_path / f"away {low} {number}"), low, world=world)
+EVERYTHING = {"world": (2, 1), "low": (True, False), "way": ("cpu", "params", "disk", "params on disk")}
+
+
+@sweep_at_once(EVERYTHING, strength=1)
+def test_every_way_to_params_at_stage_3_leaves_the_same_bits(rows: list[Row], ranks: Pool, tmp_path: Path) -> None:
+    swap = tmp_path / "swap"
+    offloads = {
+        "cpu": Offload(step="cpu"),
+        "params": Offload(params="cpu"),
+        "disk": Offload(swap),
+        "params on disk": Offload(swap, params=swap),
+    }
+    for world, low in dict.fromkeys(row[:2] for row in rows):
+        expected = ranks.run(everything, None, str(tmp_path / f"runs {world} {low}"), low, world=world)
+        for way in [row[2] for row in rows if row[:2] == (world, low)]:
+            found = ranks.run(everything, offloads[way], str(tmp_path / f"{world} {low} {way}"), low, world=world)
             for mine, theirs in zip(found, expected, strict=True):
-                assert [a == b for a, b in zip(mine, theirs, strict=True)] == [True] * len(theirs), offload
+                assert [a == b for a, b in zip(mine, theirs, strict=True)] == [True] * len(theirs), (world, low, way)
     assert not os.listdir(swap)

@@ -3,55 +3,23 @@
 import copy
 import io
 import os
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.nn import Parameter
 
 import shardopt
 from shardopt import BindingError, Offload, ShardedAdamW, ShardedOptimizer, ShardedSGD, Tuning
 from shardopt.tiers import check_offload
-from tests.step.test_stages import ADAMW, SGD, Recipe, Setting, train
-from tests.support.cases import CASES, Case, Keywords, Zoo, fill_gradients
+from tests.step.test_stages import STAGES
+from tests.support.cases import CASES, Case, Keywords
+from tests.support.offloaded import CHUNK, Resting, advance, bits, check_trainings, make
 from tests.support.ranks import Pool
+from tests.support.sweep import Row, sweep_at_once
 from tests.support.training import raw
-
-CHUNK = 4096  # bytes: 1,024 elements, so that the longest params have several chunks and the short ones share one
-
-
-class Menagerie(Zoo):
-    """With a param of several chunks and a piece."""
-
-    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
-        super().__init__(dtype)
-        self.long = Parameter(torch.linspace(-1, 1, 3 * 1024 + 77).to(dtype))
-
-
-def make(ours: Any, offload: Any, dtype: torch.dtype, **keywords: Any) -> tuple[list[Parameter], ShardedOptimizer]:
-    params = list(Menagerie(dtype).parameters())
-    tuning = Tuning(chunk_bytes=CHUNK, bucket_bytes=6000, nonfinite="propagate", compress_from=256)
-    return params, ours(params, **copy.deepcopy(keywords), offload=offload, tuning=tuning)
-
-
-def advance(params: list[Parameter], optimizer: ShardedOptimizer, steps: range) -> None:
-    for step in steps:
-        fill_gradients(params, ("heavy_tailed", "integers", "log_uniform")[step % 3], step)
-        if step % 2:
-            params[-1].grad = None  # its chunks are not even read
-        optimizer.step()
-
-
-def bits(params: list[Parameter], optimizer: ShardedOptimizer) -> list[bytes]:
-    states = [optimizer.state[param] for param in params]
-    return [raw(param) for param in params] + [
-        name.encode() + raw(value) for state in states for name, value in state.items()
-    ]
-
 
 # -- one rank ----------------------------------------------------------------------------------------------------------
 
@@ -189,72 +157,48 @@ def test_a_cpu_refuses_what_takes_a_gpu(tmp_path: Path) -> None:
 # -- several ranks -----------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Resting(Setting):
-    """A setting with its states elsewhere."""
-
-    offload: Any = "cpu"
-
-    def options(self, recipe: Recipe) -> dict[str, Any]:
-        options = super().options(recipe)
-        tuning = Tuning(**{**vars(options["tuning"]), "chunk_bytes": CHUNK})
-        return {**options, "tuning": tuning, "offload": self.offload}
+def ways(root: Path) -> dict[str, Offload]:
+    return {
+        "cpu": Offload(),
+        "disk": Offload(root),
+        "half on disk": Offload(root, fraction=0.5),
+        "gradients too": Offload(root, gradients="cpu"),
+    }
 
 
-RECIPES = {
-    "AdamW": Recipe("AdamW", {**ADAMW, "max_grad_norm": 20.0}, steps=6),
-    "SGD": Recipe("SGD", SGD, steps=6, low=torch.float32, syncs=(True, True)),
-    "skips": Recipe("AdamW", ADAMW, steps=6, overflows=True),
-}
+RECIPES = ("clips in the step", "SGD", "overflows")
+AXES = {"stage": STAGES, "neighbours": (True, False), "way": tuple(ways(Path())), "recipe": RECIPES}
 
 
-def ends(stage: int, offload: Any, neighbours: bool) -> list[Tensor]:
-    """Params on each rank, and states on rank 0, of all recipes."""
-    where: dict[str, Any] = {"stage": stage, "neighbours": neighbours, "wrapped": stage % 2 == 0}
-    setting = Setting(**where) if offload is None else Resting(**where, offload=offload)
-    found = []
-    for recipe in RECIPES.values():
-        ended = train(recipe, setting)
-        found += [*ended.params, *(value for state in ended.states for value in state.values())]
-    return found
+def allowed(stage: int, way: str, **_: Any) -> bool:
+    return stage >= 2 or way != "gradients too"
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_every_stage_leaves_the_same_bits(stage: int, ranks: Pool, tmp_path: Path) -> None:
-    expected = ranks.run(ends, stage, None, True, world=2)
-    half = Offload(tmp_path, fraction=0.5)
-    grid: list[tuple[Any, bool]] = [("cpu", True), (str(tmp_path), True), (str(tmp_path), False), (half, True)]
-    if stage >= 2:
-        grid.append((Offload(tmp_path, gradients="cpu"), True))
-    for offload, neighbours in grid:
-        found = ranks.run(ends, stage, offload, neighbours, world=2)
-        for mine, theirs in zip(found, expected, strict=True):
-            assert len(mine) == len(theirs) > 10
-            assert all(raw(one) == raw(other) for one, other in zip(mine, theirs, strict=True)), (offload, neighbours)
+@sweep_at_once(AXES, allowed=allowed)
+def test_every_stage_leaves_the_same_bits(rows: list[Row], ranks: Pool, tmp_path: Path) -> None:
+    calls = [
+        (recipe, Resting(stage, stage % 2 == 0, neighbours, live_bytes=6000, offload=ways(tmp_path / str(stage))[way]))
+        for stage, neighbours, way, recipe in rows
+    ]
+    check_trainings(calls, ranks, 2)
     # Nothing was closed; at stage 3 a sharded module keeps its optimizer until it is.
-    assert stage == 3 or not os.listdir(tmp_path)
+    assert not any(os.listdir(tmp_path / stage) for stage in "012")
 
 
-def ends_with_params_away(root: str | None, neighbours: bool, world: int) -> list[Tensor]:
-    """At stage 3; all ranks run the same modules in the same order, as messages need."""
-    offloads = [Offload(root, params=root), Offload(root, params=root, fraction=0.5)] if root else [None]
-    found = []
-    for offload in offloads:
-        for recipe in RECIPES.values():
-            ended = train(recipe, Resting(stage=3, neighbours=neighbours, live_bytes=6000, offload=offload))
-            found.append([*ended.params, *(value for state in ended.states for value in state.values())])
-    return found
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_params_in_a_file_leave_the_same_bits(world: int, ranks: Pool, tmp_path: Path) -> None:
-    expected = ranks.run(ends_with_params_away, None, False, world, world=world)
-    found = ranks.run(ends_with_params_away, str(tmp_path), False, world, world=world)
-    for mine, theirs in zip(found, expected, strict=True):
-        for index, tensors in enumerate(mine):
-            still = theirs[index % len(theirs)]
-            assert len(tensors) == len(still) > 3
-            assert all(raw(one) == raw(other) for one, other in zip(tensors, still, strict=True)), index
+@sweep_at_once({"world": (2, 1), "fraction": (1.0, 0.5), "live_bytes": (6000, 1 << 20), "recipe": RECIPES}, strength=1)
+def test_params_in_a_file_leave_the_same_bits(rows: list[Row], ranks: Pool, tmp_path: Path) -> None:
+    for world in (1, 2):
+        calls = [
+            (
+                recipe,
+                Resting(
+                    3, neighbours=False, live_bytes=live, offload=Offload(tmp_path, params=tmp_path, fraction=fraction)
+                ),
+            )
+            for number, fraction, live, recipe in rows
+            if number == world
+        ]
+        check_trainings(calls, ranks, world)
 
 
 def saved_on_rank_0(offload: str | None) -> list[bytes]:

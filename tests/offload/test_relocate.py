@@ -1,26 +1,28 @@
 """Masters and states go elsewhere between steps and come back: the bits are those of a training that never moved."""
 
 import copy
+import functools
 import gc
 import itertools
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.nn import Parameter
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import shardopt
 from shardopt import DisagreementError, Offload, OffloadError, ShardedAdamW, ShardedOptimizer, ShardedSGD, Tuning
 from shardopt.partition.room import return_free_pages
-from tests.offload.test_offload import RECIPES, Resting, advance, bits, make
 from tests.offload.test_offload_faults import Faulty, system
-from tests.step.test_stages import Setting, train
+from tests.support.offloaded import Resting, advance, bits, check_trainings, make
 from tests.support.ranks import Pool
+from tests.support.sweep import Row, sweep, sweep_at_once
 from tests.support.training import raw
 
 MIB = 1 << 20
@@ -41,8 +43,7 @@ def rests(optimizer: ShardedOptimizer) -> dict[str, dict[str, int]]:
 # -- one rank ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("base", ["device", "cpu", "disk", "half on disk"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@sweep({"dtype": (torch.bfloat16, torch.float32), "base": ("device", "cpu", "disk", "half on disk")}, strength=1)
 def test_every_way_leaves_the_same_bits(dtype: torch.dtype, base: str, tmp_path: Path) -> None:
     """Every pair of moves behind a step, with a step, a load or nothing in between."""
     offload = {"device": None, "cpu": "cpu", "disk": tmp_path, "half on disk": Offload(tmp_path, fraction=0.5)}[base]
@@ -154,43 +155,41 @@ def test_what_is_written_to_memory_and_a_file_is_in_both_or_in_neither(tmp_path:
 # -- several ranks -----------------------------------------------------------------------------------------------------
 
 
-def roams(stage: int, root: str, base: Any, neighbours: bool) -> list[Tensor]:
-    """What :func:`test_offload.ends` gives, of trainings whose states move behind every step."""
+@contextmanager
+def moving(root: str) -> Iterator[None]:
+    """States move after every step."""
     ways = itertools.cycle(("disk", "cpu", "reload", "cpu", "cpu", "reload", "disk", "disk", "reload", "reload"))
 
     def moves(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         assert isinstance(optimizer, ShardedOptimizer)
         move(optimizer, next(ways), Path(root))
 
-    setting = Resting(stage=stage, neighbours=neighbours, wrapped=stage % 2 == 0, offload=base)
     handle = register_optimizer_step_post_hook(moves)
-    found = []
     try:
-        for recipe in RECIPES.values():
-            ended = train(recipe, setting)
-            found += [*ended.params, *(value for state in ended.states for value in state.values())]
+        yield
     finally:
         handle.remove()
-    return found
 
 
-def stays(stage: int) -> list[Tensor]:
-    found = []
-    for recipe in RECIPES.values():
-        ended = train(recipe, Setting(stage=stage, wrapped=stage % 2 == 0))
-        found += [*ended.params, *(value for state in ended.states for value in state.values())]
-    return found
+def bases(root: Path) -> dict[str, Offload | None]:
+    return {"device": None, "cpu": Offload(), "disk": Offload(root), "half on disk": Offload(root, fraction=0.4)}
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_every_stage_leaves_the_same_bits(stage: int, ranks: Pool, tmp_path: Path) -> None:
-    expected = ranks.run(stays, stage, world=2)
-    bases = ("cpu", True), (Offload(tmp_path, fraction=0.4), False), (str(tmp_path), True)
-    for base, neighbours in bases:
-        found = ranks.run(roams, stage, str(tmp_path), base, neighbours, world=2)
-        for mine, theirs in zip(found, expected, strict=True):
-            assert len(mine) == len(theirs) > 10
-            assert all(raw(one) == raw(other) for one, other in zip(mine, theirs, strict=True)), base
+AXES = {
+    "stage": (0, 1, 2, 3),
+    "neighbours": (True, False),
+    "base": tuple(bases(Path())),
+    "recipe": ("clips in the step", "accumulates in the shard", "overflows"),
+}
+
+
+@sweep_at_once(AXES)
+def test_every_stage_leaves_the_same_bits(rows: list[Row], ranks: Pool, tmp_path: Path) -> None:
+    calls = [
+        (recipe, Resting(stage, stage % 2 == 0, neighbours, live_bytes=1 << 20, offload=bases(tmp_path)[base]))
+        for stage, neighbours, base, recipe in rows
+    ]
+    check_trainings(calls, ranks, 2, functools.partial(moving, str(tmp_path)))
 
 
 def saves_and_loads(root: str) -> None:

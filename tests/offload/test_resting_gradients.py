@@ -5,7 +5,8 @@ A GPU of CPU tensors (``late_copies.py``): sums go down and come up as late as t
 
 import copy
 import gc
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,12 +28,12 @@ from shardopt.partition.reducer import Reducer
 from shardopt.partition.resting import RestingBucket
 from shardopt.plan import Way, plan
 from shardopt.tiers import check_offload
-from tests.offload.test_offload import Resting
 from tests.step.test_gradient_format import Setting as Summing
 from tests.step.test_gradient_format import is_exact
-from tests.step.test_stages import RECIPES, Setting, train
 from tests.support.late_copies import AsLateAsAllowed, Later, as_on_a_gpu
+from tests.support.offloaded import Resting, check_trainings, on_a_gpu
 from tests.support.ranks import Pool, RankFailure
+from tests.support.sweep import Row, drawn, grid, sweep_at_once
 from tests.support.training import Net, loss_of, raw
 
 
@@ -46,14 +47,14 @@ def ways(root: Path | str) -> list[Offload]:
 
 
 def away(offload: Offload | None) -> AbstractContextManager[None]:
-    return nullcontext() if offload is None else as_on_a_gpu(AsLateAsAllowed)
+    return nullcontext() if offload is None else on_a_gpu()
 
 
 # -- the sums ----------------------------------------------------------------------------------------------------------
 
 
 def exact_at_rest(settings: Sequence[Summing]) -> None:
-    with as_on_a_gpu(AsLateAsAllowed):
+    with on_a_gpu():
         for setting in settings:
             is_exact(setting)
 
@@ -72,10 +73,20 @@ def summing(root: str) -> list[Summing]:
 
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_sums_are_those_of_the_oracle(world: int, ranks: Pool, tmp_path: Path) -> None:
+    """Every setting, by turns on 1, 2 and 3 ranks."""
+    ranks.run(exact_at_rest, summing(str(tmp_path))[world - 1 :: 3], world=world)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_sums_of_every_setting_are_those_of_the_oracle(world: int, ranks: Pool, tmp_path: Path) -> None:
     ranks.run(exact_at_rest, summing(str(tmp_path)), world=world)
-    if world == 2:  # of more ranks no backend says in which order it adds
-        collectives = Summing(2, neighbours=False, collectives=True, reduce_dtype=torch.float32)
-        ranks.run(exact_at_rest, [replace(collectives, offload=each) for each in ways(str(tmp_path))[:2]], world=2)
+
+
+def test_sums_by_collectives_are_those_of_the_oracle(ranks: Pool) -> None:
+    """Of two ranks: of more no backend says in which order it adds."""
+    setting = Summing(2, neighbours=False, collectives=True, reduce_dtype=torch.float32)
+    ranks.run(exact_at_rest, [replace(setting, offload=Offload(gradients="cpu", step="gpu"))], world=2)
 
 
 @contextmanager
@@ -160,36 +171,48 @@ def test_each_wait_is_needed(break_it: Callable[[], AbstractContextManager[None]
 
 # -- trainings ---------------------------------------------------------------------------------------------------------
 
-NAMES = ("accumulates under no_sync", "clips in the step", "scaler", "own groups", "overflows, scaler")
+RECIPES = ("accumulates under no_sync", "clips in the step", "scaler", "own groups", "overflows, scaler")
 
 
-def ends(stage: int, offload: Offload | None, neighbours: bool, gradient_format: str) -> list[Tensor]:
-    """Params on each rank, and states on rank 0, of all recipes."""
-    where: dict[str, Any] = {"stage": stage, "neighbours": neighbours, "gradient_format": gradient_format}
-    setting = Setting(**where) if offload is None else Resting(**where, offload=offload)
-    found = []
-    for name in NAMES:
-        with away(offload):
-            ended = train(replace(RECIPES[name], steps=5), setting)
-        found += [*ended.params, *(value for state in ended.states for value in state.values())]
-    return found
+def training_ways(root: Path) -> dict[str, Offload]:
+    params = [Offload(gradients="cpu", params="cpu"), Offload(root, gradients="cpu", params=root)]
+    names = ("cpu", "gpu", "auto", "half", "disk", "half on disk", "params", "params on disk")
+    return dict(zip(names, [*ways(root), *params], strict=True))
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+AXES = {
+    "stage": (2, 3),
+    "neighbours": (True, False),
+    "gradient_format": ("fp32", "bf16"),
+    "way": tuple(training_ways(Path())),
+}
+
+
+def allowed(stage: int, neighbours: bool, way: str, **_: Any) -> bool:
+    """What rests elsewhere is in no memory that others could read."""
+    return not way.startswith("params") or (stage == 3 and not neighbours)
+
+
+def train_at(world: int, calls: Iterable[tuple[Row, str]], ranks: Pool, root: Path) -> None:
+    settings = []
+    for (stage, neighbours, gradient_format, way), recipe in calls:
+        where: dict[str, Any] = {"gradient_format": gradient_format, "offload": training_ways(root)[way]}
+        live_bytes = 6000 if way.startswith("params") else 1 << 20
+        settings.append((recipe, Resting(stage, neighbours=neighbours, live_bytes=live_bytes, **where)))
+    check_trainings(settings, ranks, world, on_a_gpu)
+
+
+@pytest.mark.parametrize(("world", "strength"), [(1, 1), (2, 2)])
+def test_trainings_leave_the_same_bits(world: int, strength: int, ranks: Pool, tmp_path: Path) -> None:
+    """The recipes by turns."""
+    train_at(world, zip(drawn(AXES, strength, allowed), itertools.cycle(RECIPES), strict=False), ranks, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("world", [1, 2])
-def test_trainings_leave_the_same_bits(world: int, stage: int, ranks: Pool, tmp_path: Path) -> None:
-    for neighbours, gradient_format in ((True, "fp32"), (False, "bf16")):
-        expected = ranks.run(ends, stage, None, neighbours, gradient_format, world=world)
-        offloads = ways(str(tmp_path))
-        if not neighbours:
-            offloads = offloads[:2]
-        if stage == 3 and not neighbours:  # as what rests elsewhere is in no memory that others could read
-            offloads += [Offload(gradients="cpu", params="cpu"), Offload(tmp_path, gradients="cpu", params=tmp_path)]
-        for offload in offloads:
-            found = ranks.run(ends, stage, offload, neighbours, gradient_format, world=world)
-            for mine, theirs in zip(found, expected, strict=True):
-                assert len(mine) == len(theirs) > 10
-                assert all(raw(one) == raw(other) for one, other in zip(mine, theirs, strict=True)), offload
+def test_all_trainings_leave_the_same_bits(world: int, recipe: str, ranks: Pool, tmp_path: Path) -> None:
+    train_at(world, [(row, recipe) for row in grid(AXES, allowed)], ranks, tmp_path)
 
 
 class Twice(nn.Module):
@@ -310,13 +333,15 @@ def _fails_half_way(model: Net, step: int) -> None:
     watched.remove()
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_whatever_looks_at_sums_finds_the_same_bits(world: int, ranks: Pool, tmp_path: Path) -> None:
-    expected = ranks.run(through_everything, None, str(tmp_path / "still"), world=world)
-    for number, offload in enumerate(ways(str(tmp_path / "swap"))):
-        found = ranks.run(through_everything, offload, str(tmp_path / str(number)), world=world)
-        for mine, theirs in zip(found, expected, strict=True):
-            assert [a == b for a, b in zip(mine, theirs, strict=True)] == [True] * len(theirs), offload
+@sweep_at_once({"world": (2, 1), "way": range(6)}, strength=1)
+def test_whatever_looks_at_sums_finds_the_same_bits(rows: list[Row], ranks: Pool, tmp_path: Path) -> None:
+    for world in (1, 2):
+        expected = ranks.run(through_everything, None, str(tmp_path / f"still {world}"), world=world)
+        for number in [way for at, way in rows if at == world]:
+            offload = ways(tmp_path / "swap")[number]
+            found = ranks.run(through_everything, offload, str(tmp_path / f"{world} {number}"), world=world)
+            for mine, theirs in zip(found, expected, strict=True):
+                assert [a == b for a, b in zip(mine, theirs, strict=True)] == [True] * len(theirs), offload
 
 
 # -- bytes -------------------------------------------------------------------------------------------------------------
@@ -422,7 +447,7 @@ def test_no_page_of_sums_stays_registered(ends: str) -> None:
     gc.disable()
     try:
         with (
-            as_on_a_gpu(AsLateAsAllowed),
+            on_a_gpu(),
             patch("shardopt.tiers.register_with_cuda", lambda address, _: not there.add(address)),
             patch("shardopt.offload.pinned._unregister", unregister),
         ):

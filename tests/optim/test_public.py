@@ -1,7 +1,6 @@
 """The public face, frozen: names, arguments, defaults, the README's code, the command line."""
 
 import inspect
-import os
 import re
 import subprocess
 import sys
@@ -14,6 +13,7 @@ import torch
 import shardopt
 from shardopt.config import OptionKeywords, Options
 from tests.support.paths import ROOT
+from tests.support.scripts import run_module, run_script
 
 EXPORTED = [
     "BindingError",
@@ -156,8 +156,8 @@ def test_the_code_of_the_readme_runs(number: int, tmp_path: Path) -> None:
     )
     script = tmp_path / "block.py"
     script.write_text(names + BLOCKS[number])
-    paths = {**os.environ, "PYTHONPATH": str(ROOT)}
-    subprocess.run([sys.executable, "-W", "error", script], check=True, cwd=tmp_path, env=paths, timeout=120)
+    done = run_script(script, cwd=tmp_path, warn=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_the_excerpt_of_adamw_in_the_readme_is_the_rule(tmp_path: Path) -> None:
@@ -185,13 +185,12 @@ def test_the_numbers_of_the_readme_are_those_of_the_results() -> None:
 
 
 def test_command_line() -> None:
-    run = [sys.executable, "-m", "shardopt"]
-    shown = subprocess.run([*run, "--help"], check=True, capture_output=True, text=True, timeout=120).stdout
+    shown = subprocess.run(
+        [sys.executable, "-m", "shardopt", "--help"], check=True, capture_output=True, text=True, timeout=120
+    ).stdout
     assert "twins" in shown
-    twins = subprocess.run(
-        [*run, "twins", "--optimizer", "SGD"], check=True, capture_output=True, text=True, timeout=120
-    )
-    assert "all bits are equal" in twins.stdout
+    twins = run_module("shardopt", "twins", "--optimizer", "SGD")
+    assert twins.returncode == 0 and "all bits are equal" in twins.stdout, twins.stderr
 
 
 def test_timings(tmp_path: Path) -> None:

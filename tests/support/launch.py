@@ -36,7 +36,7 @@ OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "WANDB_DISABLED":
 
 
 def launch(
-    function: Callable[..., Any], *arguments: Any, world: int = 2, killed: bool = False, deadline: float = 240.0
+    function: Callable[..., Any], *arguments: Any, world: int = 2, killed: bool = False, deadline: float = 600.0
 ) -> list[Any]:
     """``function(*arguments)`` on ``world`` new ranks; what each returned.
 

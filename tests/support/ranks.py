@@ -40,9 +40,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from tests.support.parcels import dumps
+
 MAX_WORLD = 8
-TIMEOUT = 180.0  # seconds, of one wait in the group
-DEADLINE = 240.0  # seconds, of a job
+TIMEOUT = 300.0  # seconds, of one wait in the group: deadlines only end a hang, however busy the machine is
+DEADLINE = 600.0  # seconds, of a job
 _WRITES_STACKS = 10.0  # seconds that a process may take to write where it stands
 
 
@@ -103,8 +105,9 @@ class Pool:
         self._jobs += 1
         workers = self._workers[:world]
         store = str(Path(self._folder.name) / f"store{self._jobs}") if group else None
+        work = dumps((function, arguments))
         for rank, worker in enumerate(workers):
-            worker.pipe.send_bytes(pickle.dumps((function, arguments, rank, world, store, timeout, not doomed)))
+            worker.pipe.send_bytes(pickle.dumps((work, rank, world, store, timeout, not doomed)))
         results, failures = self._collect(workers, time.monotonic() + deadline, doomed)
         if failures:
             told = "\n".join(f"-- rank {rank} of {world} --\n{failures[rank]}" for rank in sorted(failures))
@@ -190,6 +193,8 @@ def _serve(pipe: connection.Connection, stacks: str) -> None:
         while True:
             try:
                 job = pickle.loads(pipe.recv_bytes())
+                if job is not None:
+                    job = *pickle.loads(job[0]), *job[1:]
             except EOFError:  # the test process is gone
                 return
             except Exception:
@@ -197,7 +202,9 @@ def _serve(pipe: connection.Connection, stacks: str) -> None:
                 continue
             if job is None:
                 return
-            pipe.send_bytes(pickle.dumps(_run_job(*job)))
+            # What is there before a job, the modules that it imports among others, no collection needs to walk again.
+            gc.freeze()
+            pipe.send_bytes(dumps(_run_job(*job)))
 
 
 def _run_job(

@@ -18,7 +18,6 @@ import runpy
 import sys
 import tempfile
 import threading
-import traceback
 import warnings
 from collections.abc import Mapping
 from multiprocessing.process import BaseProcess
@@ -29,7 +28,7 @@ import torch
 
 from tests.support.ranks import fork_server
 
-DEADLINE = 240.0  # seconds, of a program
+DEADLINE = 600.0  # seconds, of a program
 
 
 class Done(NamedTuple):
@@ -110,8 +109,10 @@ def _run(
         code = end.code if isinstance(end.code, int) else 0 if end.code is None else 1
         if isinstance(end.code, str):
             print(end.code, file=sys.stderr)
-    except BaseException:
-        traceback.print_exc()
+    except BaseException as error:
+        # As an interpreter does with what nobody caught.
+        sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
+        sys.excepthook(type(error), error, error.__traceback__)
         code = 1
     # As an interpreter ends; a forked child would skip both.
     threading._shutdown()  # type: ignore[attr-defined]

@@ -10,6 +10,9 @@
     @sweep(AXES, strength=1)               # every value comes once: 4 of 36
     def test_refusals(stage, world, tier): ...
 
+    @sweep_at_once(AXES)                   # one test that gets the 12 rows as a list, and a slow one that gets all 36
+    def test_many_in_one_job(rows): ...
+
 Almost every defect of a combination needs two values to meet, not three (Kuhn, Wallace and Gallo, IEEE TSE 30(6),
 2004).
 """
@@ -53,8 +56,25 @@ def sweep(axes: Mapping[str, Sequence[Any]], strength: int = 2, allowed: Allowed
     return pytest.mark.parametrize(",".join(axes), rows)
 
 
+def sweep_at_once(
+    axes: Mapping[str, Sequence[Any]], strength: int = 2, allowed: Allowed | None = None
+) -> pytest.MarkDecorator:
+    """Parametrizes a test by ``rows``: the list of those drawn; in a slow run the whole grid as well."""
+    few = pytest.param(drawn(axes, strength, allowed), id="drawn")
+    return pytest.mark.parametrize("rows", [few, pytest.param(grid(axes, allowed), id="all", marks=pytest.mark.slow)])
+
+
 def _param(row: Row, *marks: pytest.MarkDecorator) -> Any:
-    return pytest.param(*row, marks=marks, id="-".join(getattr(value, "__name__", str(value)) for value in row))
+    return pytest.param(*row, marks=marks, id="-".join(map(_label, row)))
+
+
+def _label(value: Any) -> str:
+    if isinstance(value, tuple):
+        return "+".join(map(_label, value))
+    for name in ("__name__", "name"):
+        if isinstance(getattr(value, name, None), str):
+            return str(getattr(value, name))
+    return str(value)
 
 
 def _sets(row: Row, strength: int) -> set[frozenset[tuple[int, str]]]:

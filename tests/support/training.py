@@ -1,7 +1,6 @@
-"""What tests of whole trainings share: a small model, its data, steps, comparisons to the bit."""
+"""What tests of whole trainings share: a small model, its data, steps, errors that must come."""
 
 import copy
-import hashlib
 import io
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,13 +13,12 @@ from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from shardopt import (
-    Part,
-    ShardedAdamW,
-    ShardedOptimizer,
-)
+from shardopt import ShardedAdamW, ShardedOptimizer
+from tests.support.comparing import apart, close_to, digest, raw, same
 
-# -- models, data, bits ------------------------------------------------------------------------------------------------
+__all__ = ["apart", "close_to", "digest", "raw", "same"]  # where tests looked for them before
+
+# -- models and data ---------------------------------------------------------------------------------------------------
 
 
 class Net(nn.Module):
@@ -62,39 +60,6 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) ->
     optimizer.zero_grad()
     loss_of(model, step).backward()
     optimizer.step()
-
-
-def raw(tensor: Tensor) -> bytes:
-    local = tensor.local if isinstance(tensor, Part) else tensor
-    return local.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-
-
-def digest(optimizer: ShardedOptimizer) -> str:
-    """Of all params and of all states that this rank holds, step counts included."""
-    sha = hashlib.sha256()
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            sha.update(raw(param))
-            for name, value in optimizer.state.get(param, {}).items():
-                sha.update(name.encode() + raw(value))
-    return sha.hexdigest()
-
-
-def same(one: nn.Module, other: nn.Module, atol: float = 0.0, rtol: float = 0.0) -> None:
-    for (name, mine), theirs in zip(one.named_parameters(), other.parameters(), strict=True):
-        torch.testing.assert_close(mine, theirs, atol=atol, rtol=rtol, msg=lambda text, name=name: f"{name}: {text}")
-
-
-def close_to(one: nn.Module, other: nn.Module) -> None:
-    same(one, other, atol=2e-7, rtol=2e-6)
-
-
-def apart(mine: dict[str, Tensor], theirs: dict[str, Tensor], start: dict[str, Tensor]) -> float:
-    """How far one training ended from another, as a share of the way that the other one took from ``start``."""
-    floats = [name for name, value in theirs.items() if value.is_floating_point()]
-    way = torch.cat([(theirs[name] - start[name]).double().flatten() for name in floats])
-    rest = torch.cat([(mine[name] - theirs[name]).double().flatten() for name in floats])
-    return float(rest.norm() / way.norm())
 
 
 @contextmanager

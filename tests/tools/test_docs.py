@@ -1,10 +1,7 @@
 """Every block of Python in the README and under docs/ runs as it stands there; what they quote and link to is there."""
 
 import ast
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.paths import ROOT
+from tests.support.scripts import run_script
 
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 BLOCKS = [
@@ -30,10 +28,7 @@ def test_the_code_of_a_page_runs(block: str, tmp_path: Path) -> None:
         pytest.skip(f"needs the extra 'frameworks' ({missing[0]}): pip install .[frameworks]")
     script = tmp_path / "block.py"
     script.write_text(block)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, script], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
-    )
+    done = run_script(script, cwd=tmp_path, env={"HF_HUB_OFFLINE": "1"})
     assert done.returncode == 0, done.stderr
 
 

@@ -1,4 +1,4 @@
-"""The planner against what optimizers hold and move; the doctor; the command line of both."""
+"""The planner against what optimizers hold; the doctor; the command line of both."""
 
 import dataclasses
 import itertools
@@ -141,17 +141,15 @@ def need_of(stage: int, ranks: int, numel: int = 10_000_000, dtype: torch.dtype 
     return plan(transformer(numel), ADAMW, ranks, Way(stage, True, dtype))
 
 
-def test_formulas_and_traffic() -> None:
+def test_formulas() -> None:
     low = [need_of(stage, 8).formula for stage in (0, 1, 2, 3)]
     assert low == ["18", "2 + 16/N", "2 + 16/N", "18/N"]
     full = [need_of(stage, 8, dtype=torch.float32).formula for stage in (0, 1, 2, 3)]
     assert full == ["16", "4 + 12/N", "4 + 12/N", "16/N"]
-    unit = 2 * 10_000_000 * 7 // 8
-    assert [need_of(stage, 8).moved["wire"] for stage in (1, 2, 3)] == [2 * unit, 2 * unit, 3 * unit]
     assert need_of(0, 1).moved == {"wire": 0, "bus": 0, "disk": 0}
 
 
-def test_formulas_and_traffic_of_formats_and_tiers() -> None:
+def test_formulas_and_traffic_of_tiers() -> None:
     def of(**changes: Any) -> Need:
         return plan(transformer(10**7), ADAMW, 8, dataclasses.replace(Way(2, True, torch.bfloat16), **changes))
 
@@ -161,13 +159,9 @@ def test_formulas_and_traffic_of_formats_and_tiers() -> None:
     assert of(master="none", state_format="bf16", has_average=True).formula == "2 + 10/N"
     assert of(stage=1, master="split24", state_format="int8", gradient_format="bf16").formula == "2 + 5.03/N"
     assert of(stage=3, master="split24", state_format="int8", gradient_format="bf16").formula == "7.03/N"
-    sums = [of(stage=0, gradient_format=each).moved["wire"] for each in ("fp32", "bf16")]
-    assert sums[0] * 4 == sums[1] * 6  # an all-reduce: they travel as they are, and back as they are kept
     assert of(stage=1, master="split24", state_format="int8", releases=True).formula == "2 + 3.03/N"
     found = every_way([dataclasses.replace(way, releases=True) for way in WAYS])
     assert {way.tier for way in found if way.releases} == {"device"}  # with the rest, binding refuses params on a GPU
-    unit = 2 * 10**7 * 7 // 8
-    assert [of(stage=stage, releases=True).moved["wire"] for stage in (0, 1)] == [8 * unit, 2 * unit]
     assert of(tier="disk").formula == "2 + 4/N, disk 12/N"
     host, disk = of(tier="host"), of(tier="disk")
     assert host.on("disk") == 0 and host.moved["bus"] == disk.moved["disk"] and disk.moved["bus"] == 0
