@@ -3,11 +3,13 @@
 import gc
 import json
 import os
+import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 if TYPE_CHECKING:
     from tests.support.ranks import Pool
@@ -18,8 +20,15 @@ os.environ["PYTHONPATH"] = os.pathsep.join([str(_ROOT), *filter(None, [os.enviro
 
 _COSTS = _ROOT / "tests" / "results" / "processor_time.json"  # seconds of processor of each file, as measured
 
+# Neither how fast an example runs nor how fast it is drawn may fail a test.
+_UNTIMED = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow], "database": None}
+settings.register_profile("default", **_UNTIMED, derandomize=True)
+settings.register_profile("slow", **_UNTIMED, derandomize=False, print_blob=True)
+
 
 def pytest_configure(config: pytest.Config) -> None:
+    # The default run draws the same examples each time; one with the long sweeps draws others, and says which.
+    settings.load_profile("default" if "not slow" in config.option.markexpr else "slow")
     # The process that only hands out tests to workers runs none, and is spared four seconds of imports.
     if not config.getoption("numprocesses", None):
         from tests.support import preload  # noqa: F401
@@ -30,6 +39,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if "PYTEST_XDIST_WORKER" in os.environ and not config.pluginmanager.hasplugin("randomly"):
         costs = json.loads(_COSTS.read_text())["files"] if _COSTS.exists() else {}
         items.sort(key=lambda item: -costs.get(item.nodeid.partition("::")[0], {"cpu": 0})["cpu"])
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    """What a test draws without a seed of its own does not depend on the tests before it."""
+    import numpy as np
+    import torch
+
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
 
 
 @pytest.fixture(scope="session")

@@ -291,7 +291,7 @@ def damaged_for_one(root: Path) -> None:
 
 
 def test_what_goes_wrong_on_one_rank_is_raised_on_all(ranks: Pool, tmp_path: Path) -> None:
-    ranks.run(damaged_for_one, tmp_path, world=2, timeout=20)
+    ranks.run(damaged_for_one, tmp_path, world=2)
 
 
 # -- what must not be saved --------------------------------------------------------------------------------------------
@@ -325,4 +325,4 @@ def poisoned(root: Path) -> None:
 
 
 def test_nothing_that_is_not_finite_is_saved(ranks: Pool, tmp_path: Path) -> None:
-    ranks.run(poisoned, tmp_path, world=2, timeout=20)
+    ranks.run(poisoned, tmp_path, world=2)

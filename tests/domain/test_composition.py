@@ -34,11 +34,11 @@ from tests.support.composed import (
     whole,
 )
 from tests.support.launch import launch
-from tests.support.ranks import Pool
+from tests.support.ranks import TIMEOUT, Pool
 
 STEPS, SAVED_AT = 3, 1
 MAX_NORM = 0.05  # every step is clipped
-SMALL = Tuning(bucket_bytes=300, timeout=20.0)
+SMALL = Tuning(bucket_bytes=300)
 
 
 class Training:
@@ -278,7 +278,7 @@ class Cube(Pipeline):
 
 def trains_cube(root: Path) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT))
     Cube().run(2, root)
     dist.barrier()
     dist.destroy_process_group()

@@ -415,4 +415,4 @@ def saves_and_resumes(fp16: bool, stage: int, directory: str) -> None:
 
 def test_trains_saves_and_resumes(ranks: Pool, tmp_path: Path) -> None:
     for fp16, stage in ((True, 3), (False, 3), (True, 2), (False, 1)):
-        ranks.run(saves_and_resumes, fp16, stage, str(tmp_path), world=2, timeout=30)
+        ranks.run(saves_and_resumes, fp16, stage, str(tmp_path), world=2)

@@ -399,7 +399,7 @@ def test_the_largest_of_a_block_has_the_top_code(format: BlockFormat) -> None:
 
 
 @BLOCK_FORMATS
-@settings(max_examples=300, deadline=None, derandomize=True, database=None)
+@settings(max_examples=300)
 @given(data=st.data())
 def test_blocks_of_any_values(format: BlockFormat, data: st.DataObject) -> None:
     """The codec against NumPy, and the bound, for what hypothesis thinks of."""

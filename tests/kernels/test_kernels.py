@@ -177,7 +177,7 @@ SHAPES = st.builds(
 )
 
 
-@settings(max_examples=40, deadline=None, derandomize=True, database=None)
+@settings(max_examples=40)
 @given(shape=SHAPES, formats=st.sampled_from([*FORMATS, *KEPT]), blocks=st.sampled_from([1, 2, 4]))
 def test_any_shard(shape: Shape, formats: Any, blocks: int) -> None:
     """Whatever a program's share of the blocks."""

@@ -91,7 +91,7 @@ SHAPES = st.builds(
 )
 
 
-@settings(max_examples=60, deadline=None, derandomize=True, database=None)
+@settings(max_examples=60)
 @given(shape=SHAPES, fmt=st.sampled_from([FP32, BF16, FP16]))
 def test_kernels_equal_the_reference(shape: Shape, fmt: Format) -> None:
     shard = shard_of(shape, fmt)
@@ -160,7 +160,7 @@ BLOCK_SUMS = st.tuples(
 
 
 @pytest.mark.parametrize("backend", [backend for backend, _ in BACKENDS], ids=lambda each: type(each).__name__)
-@settings(max_examples=200, deadline=None, derandomize=True, database=None)
+@settings(max_examples=200)
 @given(blocks=st.lists(BLOCK_SUMS, max_size=40), data=st.data())
 def test_limbs_are_exact_in_any_order(
     backend: Backend, blocks: list[tuple[int, int, int]], data: st.DataObject
@@ -199,7 +199,7 @@ def same(found: Totals, expected: Totals) -> bool:
     return torch.equal(found.table.cpu(), expected.table.cpu())
 
 
-@settings(max_examples=60, deadline=None, derandomize=True, database=None)
+@settings(max_examples=60)
 @given(shape=SHAPES, fmt=st.sampled_from([FP32, BF16, FP16]), length=st.integers(1, 4), threads=st.integers(1, 3))
 def test_a_row_is_its_param_alone(shape: Shape, fmt: Format, length: int, threads: int) -> None:
     """Whatever shares the shard with it, in whatever ranges and threads; rows of no block and skipped ones are 0."""

@@ -13,7 +13,7 @@ from shardopt import ReleasedError, ShardedAdamW, ShardedSGD, Tuning
 from tests.support.ranks import Pool
 from tests.support.training import Net, close_to, loss_of, raises, train_step
 
-SMALL = Tuning(bucket_bytes=2000, keep_below=100, timeout=30)
+SMALL = Tuning(bucket_bytes=2000, keep_below=100)
 
 
 class Wrapper(nn.Module):
@@ -113,4 +113,4 @@ def one_params_state() -> None:
 
 def test_around_a_training(ranks: Pool) -> None:
     for function in (moved_to_where_it_is, wrapped_after_the_handover, updates_are_counted, one_params_state):
-        ranks.run(function, world=2, timeout=30)
+        ranks.run(function, world=2)

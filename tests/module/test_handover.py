@@ -182,7 +182,7 @@ def trains_as_under_ddp(stage: int, neighbours: bool) -> None:
 
 def test_trains_as_under_ddp(ranks: Pool) -> None:
     for setting in SETTINGS:
-        ranks.run(trains_as_under_ddp, *setting, world=2, timeout=20)
+        ranks.run(trains_as_under_ddp, *setting, world=2)
 
 
 # -- taken over, and given back ----------------------------------------------------------------------------------------
@@ -361,9 +361,9 @@ def two_optimizers(stage: int, neighbours: bool) -> None:
 def test_taken_over_and_given_back(ranks: Pool) -> None:
     for setting in SETTINGS:
         for function in (handed_over_before_ddp, plain_module, given_back, copies, two_optimizers):
-            ranks.run(function, *setting, world=2, timeout=20)
+            ranks.run(function, *setting, world=2)
     for neighbours in (True, False):
-        ranks.run(dropped_at_stage_3, neighbours, world=2, timeout=20)
+        ranks.run(dropped_at_stage_3, neighbours, world=2)
 
 
 # -- gradients and groups ----------------------------------------------------------------------------------------------
@@ -476,8 +476,8 @@ def groups_in_mid_training(stage: int, neighbours: bool) -> None:
 
 def test_gradients_and_groups(ranks: Pool) -> None:
     for setting in SETTINGS:
-        ranks.run(torchs_tools, *setting, world=2, timeout=20)
-        ranks.run(groups_in_mid_training, *setting, world=2, timeout=20)
+        ranks.run(torchs_tools, *setting, world=2)
+        ranks.run(groups_in_mid_training, *setting, world=2)
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------
@@ -496,7 +496,7 @@ class Words(nn.Module):
 
 def refused_before_training(stage: int, neighbours: bool) -> None:
     """With an error that says what to do; the model can be trained all the same once that was done."""
-    options = {"stage": stage, "tuning": tuning(neighbours, timeout=10)}
+    options = {"stage": stage, "tuning": tuning(neighbours)}
     model = Net()
     if stage >= 2:
         with raises(ValueError, "module", f"stage={stage}"):
@@ -562,7 +562,7 @@ def refused_before_training(stage: int, neighbours: bool) -> None:
 
 def refused_in_training(stage: int, neighbours: bool) -> None:
     """Nothing changes on any rank."""
-    options = {"stage": stage, "tuning": tuning(neighbours, timeout=10)}
+    options = {"stage": stage, "tuning": tuning(neighbours)}
     # What is sparse in backward.
     for model in (Words(sparse=True), wrapped(Words(sparse=True))):
         opt = ShardedSGD(model, **SGD, **options)
@@ -603,5 +603,5 @@ def refused_in_training(stage: int, neighbours: bool) -> None:
 
 def test_refusals(ranks: Pool) -> None:
     for setting in SETTINGS:
-        ranks.run(refused_before_training, *setting, world=2, timeout=20)
-        ranks.run(refused_in_training, *setting, world=2, timeout=20)
+        ranks.run(refused_before_training, *setting, world=2)
+        ranks.run(refused_in_training, *setting, world=2)

@@ -14,7 +14,7 @@ from tests.optim.test_drop_in import SCHEDULERS
 from tests.support.ranks import Pool
 from tests.support.training import Net, batch, close_to, ddp, loss_of, raises, train_step
 
-SMALL = Tuning(bucket_bytes=2000, keep_below=100, timeout=30)
+SMALL = Tuning(bucket_bytes=2000, keep_below=100)
 STAGES = (1, 2, 3)
 
 

@@ -125,7 +125,7 @@ class Training:
             self.params,
             lr=1e-2,
             offload=root if offload else None,
-            tuning=Tuning(chunk_bytes=CHUNK, bucket_bytes=2000, timeout=30),
+            tuning=Tuning(chunk_bytes=CHUNK, bucket_bytes=2000),
         )
         self.saved: Any = None
         alone: list[Callable[[], None]] = [

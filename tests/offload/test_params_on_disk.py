@@ -44,7 +44,7 @@ def in_file(root: str | None) -> Offload | None:
 def make(offload: Offload | None, low: bool = True, **keywords: Any) -> tuple[Tower, ShardedAdamW]:
     torch.manual_seed(0)
     model = Tower().to(torch.bfloat16 if low else torch.float32)
-    tuning = Tuning(chunk_bytes=4096, bucket_bytes=4000, keep_below=200, live_bytes=0, neighbours=False, timeout=30)
+    tuning = Tuning(chunk_bytes=4096, bucket_bytes=4000, keep_below=200, live_bytes=0, neighbours=False)
     return model, ShardedAdamW(model, lr=0.01, stage=3, offload=offload, tuning=tuning, **keywords)
 
 

@@ -339,5 +339,5 @@ def several_optimizers() -> None:
 
 def test_several(ranks: Pool) -> None:
     for function in (several_models, several_optimizers):
-        ranks.run(function, world=2, deadline=100)
+        ranks.run(function, world=2)
     ranks.run(several_models, world=3)

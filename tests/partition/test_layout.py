@@ -53,7 +53,7 @@ def test_picture() -> None:
 # -- any params, any ranks ---------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=300, deadline=None, derandomize=True, database=None)
+@settings(max_examples=300)
 @given(numels=NUMELS, num_shards=st.integers(1, 9))
 @example(numels=[1], num_shards=8)  # ranks that own nothing
 @example(numels=[0, 0], num_shards=3)
@@ -89,7 +89,7 @@ def test_pieces_cover_every_param_once(numels: list[int], num_shards: int) -> No
     assert reached == numels
 
 
-@settings(max_examples=100, deadline=None, derandomize=True, database=None)
+@settings(max_examples=100)
 @given(numels=NUMELS, shards=st.tuples(st.integers(1, 9), st.integers(1, 9)))
 def test_blocks_of_a_param_do_not_depend_on_ranks(numels: list[int], shards: tuple[int, int]) -> None:
     def blocks(num_shards: int) -> set[tuple[int, int, int]]:
@@ -114,7 +114,7 @@ def test_refused(numels: tuple[int, ...], num_shards: int) -> None:
 # -- buckets -----------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=300, deadline=None, derandomize=True, database=None)
+@settings(max_examples=300)
 @given(sizes=st.lists(st.integers(0, 100) | st.just(0), max_size=30), limit=st.integers(1, 150))
 def test_buckets_keep_order_and_size(sizes: list[int], limit: int) -> None:
     buckets = split_into_buckets(sizes, limit)

@@ -139,7 +139,7 @@ def dropped_with_params() -> None:
 def wrong_on_one_rank(stage: int) -> None:
     """All hear of it before any waits for another one's values."""
     rank, model = dist.get_rank(), Net()
-    opt = ShardedSGD(model, **SGD, stage=stage, tuning=tuning(True, timeout=30))
+    opt = ShardedSGD(model, **SGD, stage=stage, tuning=tuning(True))
     if rank == 1:
         model.extra = nn.Parameter(torch.ones(3))  # trainable, and nobody's
     start = time.monotonic()
@@ -189,7 +189,7 @@ def collective_in_backward(frozen: bool) -> None:
     """One rank lacks the param that a bucket waits for, so nobody gets memory back before the model's own meeting."""
     rank, models = dist.get_rank(), (Deep(), Deep())
     torch_opt = torch.optim.SGD(models[0].parameters(), **SGD)
-    opt = ShardedSGD(models[1], **SGD, stage=2, tuning=tuning(True, timeout=30))
+    opt = ShardedSGD(models[1], **SGD, stage=2, tuning=tuning(True))
     for step in range(3):
         x = torch.full((2, 16), 0.1 * (rank + step + 1))
         started = []
@@ -220,16 +220,16 @@ def collective_in_backward(frozen: bool) -> None:
 
 def test_rounds(ranks: Pool) -> None:
     for neighbours in (True, False):
-        ranks.run(own_gradient_beside_a_part, neighbours, world=2, timeout=20)
+        ranks.run(own_gradient_beside_a_part, neighbours, world=2)
         for stage in (1, 3):
-            ranks.run(no_round, stage, neighbours, world=2, timeout=20)
+            ranks.run(no_round, stage, neighbours, world=2)
     for frozen in (False, True):
-        ranks.run(collective_in_backward, frozen, world=2, timeout=20)
+        ranks.run(collective_in_backward, frozen, world=2)
 
 
 def test_copies_and_ends(ranks: Pool) -> None:
     for stage in (1, 2, 3):
-        ranks.run(files_and_copies, stage, world=2, timeout=20)
-        ranks.run(graphs_of_before_close, stage, world=2, timeout=20)
-        ranks.run(wrong_on_one_rank, stage, world=2, timeout=20)
-    ranks.run(dropped_with_params, world=2, timeout=20)
+        ranks.run(files_and_copies, stage, world=2)
+        ranks.run(graphs_of_before_close, stage, world=2)
+        ranks.run(wrong_on_one_rank, stage, world=2)
+    ranks.run(dropped_with_params, world=2)

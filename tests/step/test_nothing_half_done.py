@@ -319,7 +319,7 @@ def values_that_differ() -> dict[str, tuple[str, str]]:
 
 def fails_in_the_update(neighbours: bool) -> list[tuple[str, str]]:
     params = make_params()
-    optimizer = ShardedAdamW(params, tuning=Tuning(timeout=20, neighbours=neighbours))
+    optimizer = ShardedAdamW(params, tuning=Tuning(neighbours=neighbours))
     fill(params, 0)
     optimizer.step()
     fill(params, 1)

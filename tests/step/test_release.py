@@ -53,7 +53,7 @@ Loss = Callable[[nn.Module, int], Tensor]
 
 def tuning(**more: Any) -> Tuning:
     """Several buckets; states of all params compressed; no wait for long."""
-    return Tuning(**{"bucket_bytes": 1500, "compress_from": 256, "timeout": 20.0, **more})
+    return Tuning(**{"bucket_bytes": 1500, "compress_from": 256, **more})
 
 
 def number() -> int:

@@ -70,7 +70,7 @@ def build(
     model = Whole(seed, **options)
     params = [param for param in model.parameters() if param.requires_grad]
     groups = [{"params": params[:4], "lr": 0.01}, {"params": params[4:], "weight_decay": 0.1}]
-    tuning = Tuning(bucket_bytes=bucket_bytes, keep_below=200, live_bytes=live_bytes, timeout=20.0)
+    tuning = Tuning(bucket_bytes=bucket_bytes, keep_below=200, live_bytes=live_bytes)
     common: dict[str, Any] = {
         "module": model,
         "stage": stage,

@@ -26,7 +26,7 @@ RATES = {"lr": 0.02, "momentum": 0.9, "weight_decay": 0.01}
 
 def small(**others: Any) -> Tuning:
     """A bucket for each weight, one for some biases; nothing stays that no module needs."""
-    settings = {"keep_below": KEPT, "bucket_bytes": 2000, "live_bytes": 0, "timeout": 30.0}
+    settings = {"keep_below": KEPT, "bucket_bytes": 2000, "live_bytes": 0}
     return Tuning(**{**settings, **others})
 
 

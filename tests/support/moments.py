@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-DEADLINE = 200.0  # seconds; less than a job of ``ranks.py`` may take, which is then not what tells of the hang
+DEADLINE = 400.0  # seconds; less than a job of ``ranks.py`` may take, which is then not what tells of the hang
 
 
 class Moments:

@@ -21,6 +21,7 @@ import faulthandler
 import gc
 import os
 import pickle
+import random
 import signal
 import tempfile
 import time
@@ -35,6 +36,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -44,6 +46,7 @@ from tests.support.parcels import dumps
 MAX_WORLD = 8
 TIMEOUT = 300.0  # seconds, of one wait in the group: deadlines only end a hang, however busy the machine is
 DEADLINE = 600.0  # seconds, of a job
+_WRITES_STACKS = 10.0  # seconds that a process may take to write where it stands
 
 
 def fork_server() -> ForkServerContext:
@@ -166,10 +169,15 @@ class Pool:
 
 
 def _stacks_of(worker: Worker) -> str:
-    if worker.process.pid is not None and worker.process.is_alive():
-        os.kill(worker.process.pid, signal.SIGUSR1)
-        time.sleep(0.5)
-    return worker.stacks.read_text() if worker.stacks.exists() else "(no stack: it was not up yet)"
+    if worker.process.pid is None or not worker.process.is_alive() or not worker.stacks.exists():
+        return "(no stack: it was not up yet)"
+    os.kill(worker.process.pid, signal.SIGUSR1)
+    end, text = time.monotonic() + _WRITES_STACKS, ""
+    # The main thread's stack is written last, and ends in the module that was run.
+    while time.monotonic() < end and "in <module>" not in text.partition("Current thread")[2]:
+        time.sleep(0.01)
+        text = worker.stacks.read_text()
+    return text
 
 
 # -- in a worker -------------------------------------------------------------------------------------------------------
@@ -211,6 +219,8 @@ def _run_job(
 ) -> tuple[bool, Any]:
     """(whether it returned, what it returned or its traceback)."""
     outcome: tuple[bool, Any]
+    for seed in (random.seed, np.random.seed, torch.manual_seed):  # a job draws the same, whatever came before it
+        seed(0)
     try:
         if store is not None:
             dist.init_process_group(

@@ -1,11 +1,17 @@
 """The harness itself: results by rank, exceptions with their rank, a hang ended and explained, and work afterwards."""
 
+import os
+import signal
 import time
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from tests.support import ranks as ranks_module
+from tests.support.moments import Moments
 from tests.support.ranks import Pool, RankFailure
 
 
@@ -19,9 +25,16 @@ def fails_on(rank: int) -> None:
     assert dist.get_rank() != rank, "this rank was told to fail"
 
 
-def hangs_on(rank: int) -> None:
+def hangs_on(rank: int, folder: Path) -> None:
     while dist.get_rank() == rank:
+        Moments(folder).say("hangs")
         time.sleep(0.01)
+
+
+def dies_on(rank: int) -> int:
+    if dist.get_rank() == rank:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return dist.get_rank()
 
 
 def poisoned() -> bool:
@@ -31,18 +44,37 @@ def poisoned() -> bool:
 def test_ranks(ranks: Pool) -> None:
     assert ranks.run(rank_sum, 10, world=3) == [(0, 33.0), (1, 33.0), (2, 33.0)]
     with pytest.raises(RankFailure, match=r"rank 1 of 2 --\nTraceback[\s\S]*fails_on[\s\S]*told to fail") as caught:
-        ranks.run(fails_on, 1, world=2, timeout=5)
+        ranks.run(fails_on, 1, world=2)
     assert "rank 1 of 2 --" in str(caught.value)
     assert ranks.run(rank_sum, 1, world=2) == [(0, 3.0), (1, 3.0)]
     assert ranks.run(poisoned, world=1) == [True]
 
 
-def test_hang_is_ended_and_explained() -> None:
+def test_hang_is_ended_and_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pool = Pool()  # of its own: the processes of the others keep what they have compiled
     try:
         assert pool.run(rank_sum, 0, world=2) == [(0, 1.0), (1, 1.0)]
-        with pytest.raises(RankFailure, match=r"rank 1 of 2 --\nnot done in time[\s\S]*hangs_on"):
-            pool.run(hangs_on, 1, world=2, deadline=2)
+
+        def time_is_up(pipes: Any, timeout: float) -> list[Any]:
+            Moments(tmp_path).wait("hangs")
+            return []
+
+        with monkeypatch.context() as patched:
+            patched.setattr(ranks_module.connection, "wait", time_is_up)
+            with pytest.raises(RankFailure, match=r"rank 1 of 2 --\nnot done in time[\s\S]*hangs_on"):
+                pool.run(hangs_on, 1, tmp_path, world=2)
+        with pytest.raises(RankFailure, match="rank 1 of 2 --\nnot done in time"):
+            pool.run(hangs_on, 1, tmp_path, world=2, deadline=0)
         assert pool.run(rank_sum, 0, world=1) == [(0, 0.0)]
+    finally:
+        pool.close()
+
+
+def test_a_death_is_told_unless_it_was_meant() -> None:
+    pool = Pool()
+    try:
+        with pytest.raises(RankFailure, match="rank 1 of 2 --\nthe process died, exit code -9"):
+            pool.run(dies_on, 1, world=2)
+        assert pool.run(dies_on, 1, world=2, doomed=(1,)) == [0, None]
     finally:
         pool.close()

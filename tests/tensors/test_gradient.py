@@ -402,7 +402,7 @@ NUMBERS = st.sampled_from(SPECIAL) | st.floats(width=32) | st.floats(0.01, 100)
     st.integers(2, 4),
     st.sampled_from([FP32, BF16]),
 )
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=1000)
 def test_any_sequence(values: list[float], steps: list[tuple[str, float]], size: int, kept: torch.dtype) -> None:
     """After any changes in place: the bits of each slice are those of the whole, norms are right or not known.
 

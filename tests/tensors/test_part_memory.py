@@ -12,7 +12,7 @@ from tests.support.ranks import Pool
 from tests.support.training import Net as Plain
 from tests.support.training import raises, train_step
 
-SMALL = Tuning(bucket_bytes=2000, keep_below=100, timeout=30)
+SMALL = Tuning(bucket_bytes=2000, keep_below=100)
 
 
 class Tied(Plain):
@@ -72,5 +72,5 @@ def gradients_have_no_memory() -> None:
 
 def test_files_without_pickle(ranks: Pool, tmp_path: Path) -> None:
     for stage in (1, 3):
-        ranks.run(saves_by_memory, str(tmp_path), stage, world=2, timeout=30)
+        ranks.run(saves_by_memory, str(tmp_path), stage, world=2)
     ranks.run(gradients_have_no_memory, world=2)
