@@ -25,7 +25,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import CosineAnnealingLR
@@ -115,7 +115,7 @@ class Setting:
         options = {"stage": self.stage, "tuning": tuning, "reduce_dtype": recipe.reduce_dtype}
         if recipe.low is torch.bfloat16 and recipe.clip is None and self.taken_over:
             options["gradient_format"] = self.gradient_format
-        return {**options, "process_group": init_device_mesh("cpu", (2, 2))} if self.hybrid else options
+        return options
 
 
 def drawn_setting(stage: int, world: int, number: int, hybrid: bool) -> Setting:
@@ -268,13 +268,14 @@ def make_optimizer(recipe: Recipe, params: Sequence[Parameter], module: nn.Modul
     return ours(groups, **recipe.keywords, **options, module=module)
 
 
-def train(recipe: Recipe, setting: Setting, cheat: str | None = None) -> Ended:
+def train(recipe: Recipe, setting: Setting, cheat: str | None = None, copies: DeviceMesh | None = None) -> Ended:
     """On ranks."""
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     cells = Cells(recipe.low, seed=rank)  # rank 0's values are shared at binding
     params = list(cells.parameters())
     model = DistributedDataParallel(cells, find_unused_parameters=True) if setting.wrapped else cells
-    optimizer = make_optimizer(recipe, params, model if setting.taken_over else None, **setting.options(recipe))
+    options = {**setting.options(recipe), "process_group": copies if setting.hybrid else None}
+    optimizer = make_optimizer(recipe, params, model if setting.taken_over else None, **options)
     scheduler = CosineAnnealingLR(optimizer, T_max=recipe.steps)
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=6, enabled=recipe.scaler)
     seen: Seen = set()
@@ -393,7 +394,8 @@ def check_same_bits(expected: Ended, by_rank: Sequence[Ended], where: Any) -> No
 
 def trainings(calls: Sequence[tuple[Recipe, Setting, str | None]]) -> list[Ended]:
     """Several on the same ranks."""
-    return [train(*call) for call in calls]
+    copies = init_device_mesh("cpu", (2, 2)) if any(setting.hybrid for _, setting, _ in calls) else None
+    return [train(*call, copies) for call in calls]
 
 
 # -- bits --------------------------------------------------------------------------------------------------------------
