@@ -18,6 +18,7 @@ from shardopt import Part, ShardedOptimizer
 def raw(tensor: Any) -> bytes:
     """The bits that this rank holds of a tensor, a part or a DTensor."""
     tensor = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    tensor = tensor if isinstance(tensor, Part) else tensor.detach()  # of a sharded param that is a part
     local = tensor.local if isinstance(tensor, Part) else tensor
     return local.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
