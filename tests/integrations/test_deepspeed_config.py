@@ -1,6 +1,5 @@
-"""DeepSpeed configs: every key mapped, checked or named; a training from one, saved and resumed."""
+"""DeepSpeed configs: every key is mapped, checked or named. test_deepspeed_training.py trains from one."""
 
-import io
 import json
 import math
 import warnings
@@ -11,14 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import shardopt
 from shardopt import Offload, ShardoptError, from_deepspeed_config
 from shardopt.loss_scaler import LossScale, LossScaler
-from tests.support.ranks import Pool
-from tests.support.training import Net, loss_of, raises
+from tests.support.training import Net, raises
 
 # As in DeepSpeed's documentation of ZeRO-3 with offload.
 DOCUMENTED: dict[str, Any] = {
@@ -344,75 +341,3 @@ def test_loss_scales() -> None:
     disabled = LossScaler(LossScale(), "cpu", enabled=False)
     disabled.update()
     assert disabled.state_dict() == {} and disabled.scale(torch.ones(())) == 1
-
-
-# -- a training --------------------------------------------------------------------------------------------------------
-
-
-def forward(module: nn.Module, step: int, bad: bool = False) -> torch.Tensor:
-    loss = loss_of(module, step)
-    return loss * math.inf if bad else loss
-
-
-def train(run: Any, module: nn.Module, begin: int, end: int) -> list[float]:
-    losses = []
-    for step in range(begin, end):
-        for turn in range(run.accumulation_steps):
-            loss = forward(module, 10 * step + turn, bad=step == 2 and turn == 0 and dist.get_rank() == 1)
-            losses.append(loss.item())
-            run.scaler.scale(loss / run.accumulation_steps).backward()
-        assert run.step() == (step != 2)
-    return losses
-
-
-def saves_and_resumes(fp16: bool, stage: int, directory: str) -> None:
-    warnings.simplefilter("ignore")
-    config = json.loads(json.dumps(DOCUMENTED))
-    config["zero_optimization"]["offload_optimizer"]["nvme_path"] = directory
-    config["fp16"]["enabled"], config["bf16"] = fp16, {"enabled": not fp16}
-    config["fp16"]["initial_scale_power"] = 8
-    config["zero_optimization"]["stage"] = stage
-    module = Net()
-    run = from_deepspeed_config(config, module)
-    # The same with torch's parts: fp32 throughout, which low precision stays near.
-    reference = nn.parallel.DistributedDataParallel(Net())
-    torch_opt = torch.optim.AdamW(reference.parameters(), lr=0.01, betas=(0.9, 0.95), weight_decay=0.1)
-    expected, taken = [], 0
-    for step in range(6):
-        for turn in range(2):
-            loss = forward(reference, 10 * step + turn)
-            expected.append(loss.item())
-            (loss / 2).backward()
-        if step != 2:
-            torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.5)
-            curve = (0.0, 0.0, math.log(2) / math.log(3), 1.0, 1.0)
-            torch_opt.param_groups[0]["lr"] = 0.001 + 0.009 * (1.0 if taken == 4 else curve[taken])
-            torch_opt.step()
-            taken += 1
-        torch_opt.zero_grad()
-    found = train(run, module, 0, 4)
-    file, weights = io.BytesIO(), io.BytesIO()
-    if dist.get_rank() == 0:
-        torch.save(run.state_dict(), file)
-        torch.save(module.state_dict(), weights)
-    box = [file.getvalue(), weights.getvalue()]
-    dist.broadcast_object_list(box, 0)
-    assert run.scaler.get_scale() == (256.0 if fp16 else 1.0)
-    assert run.optimizer.memory()["state"]["disk"]
-    rest = train(run, module, 4, 6)
-    again = Net()
-    resumed = from_deepspeed_config(config, again)
-    again.load_state_dict(torch.load(io.BytesIO(box[1]), weights_only=True))
-    resumed.load_state_dict(torch.load(io.BytesIO(box[0]), weights_only=True))
-    assert train(resumed, again, 4, 6) == rest  # to the bit
-    assert resumed.scaler.state_dict() == run.scaler.state_dict()
-    finite = [(mine, theirs) for mine, theirs in zip(found + rest, expected, strict=True) if math.isfinite(mine)]
-    for mine, theirs in finite:
-        assert mine == pytest.approx(theirs, rel=0.02)
-    run.optimizer.close()
-    resumed.optimizer.close()
-
-
-def test_trains_saves_and_resumes(ranks: Pool, tmp_path: Path) -> None:
-    for fp16, stage in ((True, 3), (False, 3), (True, 2), (False, 1)):
-        ranks.run(saves_and_resumes, fp16, stage, str(tmp_path), world=2)
