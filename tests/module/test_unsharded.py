@@ -14,6 +14,7 @@ from torch.nn import Parameter
 from torch.nn import functional as F
 
 from shardopt import Part, ReleasedError, ShardedAdamW, ShardedOptimizer, ShardoptError, StateError
+from tests.support.comparing import momenta, raw, snapshot
 from tests.support.modules import (
     KEPT,
     Attention,
@@ -25,16 +26,14 @@ from tests.support.modules import (
     data,
     loss_of,
     made,
-    momenta,
     nothing_left,
     plain,
     poisoned,
     small,
-    snapshot,
     train_step,
 )
 from tests.support.ranks import Pool
-from tests.support.training import raises, raw
+from tests.support.training import raises
 
 # -- outside of modules ------------------------------------------------------------------------------------------------
 REFUSED: dict[str, Callable[[Any, Tensor], Any]] = {

@@ -8,10 +8,11 @@ shows. (For real it would be zeros, or a crash.)
 import gc
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -19,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
 from shardopt import ShardedAdamW, ShardedOptimizer, ShardedSGD, ShardoptError
+from tests.support.comparing import momenta, raw, snapshot
 from tests.support.modules import (
     RATES,
     Attention,
@@ -39,7 +41,6 @@ from tests.support.modules import (
     data,
     joined,
     made,
-    momenta,
     nothing_left,
     penalised,
     plain,
@@ -48,13 +49,12 @@ from tests.support.modules import (
     skipping,
     skipping_alone,
     small,
-    snapshot,
     square,
     train_step,
     watched,
 )
 from tests.support.ranks import Pool
-from tests.support.training import raises, raw
+from tests.support.training import raises
 
 # -- the grid ----------------------------------------------------------------------------------------------------------
 
@@ -117,33 +117,51 @@ def by_torch(make: Callable[[], nn.Module], run: Run) -> nn.Module:
     return model
 
 
-def trains_as_stage_1(full: bool) -> None:
-    for name, (make, run, needs_neighbours) in CASES.items():
-        # Whoever reads memory that was given back gets NaN; once it is given back for real.
-        variants: list[dict[str, Any]] = [{"poison": True}, {"poison": True, "neighbours": False, "live_bytes": 8000}]
-        if full:
-            variants += [{"neighbours": False}, {"poison": True, "wrap": True, "live_bytes": 1 << 20}]
-        if full and make is Odd:
-            variants.append({"poison": True, "keep_below": 0, "bucket_bytes": 1})
-        expected = trained(make, run, 1)
-        for variant in variants:
-            if needs_neighbours and not variant.get("neighbours", True):
-                continue
-            what = f"{name}, {variant}"
-            with poisoned() if variant.pop("poison", False) else nullcontext():
-                found = trained(make, run, 3, **variant)
-            for kind, mine, theirs in zip(("losses", "params", "states"), found, expected, strict=True):
-                assert mine == theirs, f"{what}: {kind}"
-        for mine, param in zip(expected[1], by_torch(make, run).parameters(), strict=True):
-            own = torch.frombuffer(bytearray(mine), dtype=torch.float32) if mine else torch.zeros(0)
-            torch.testing.assert_close(
-                own, param.detach().flatten(), rtol=1e-5, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}"
-            )
+# Whoever reads memory that was given back gets NaN; once it is given back for real.
+VARIANTS: tuple[dict[str, Any], ...] = (
+    {"poison": True},
+    {"poison": True, "neighbours": False, "live_bytes": 8000},
+    {"poison": True, "wrap": True, "live_bytes": 1 << 20},
+    {"neighbours": False},
+    {"poison": True, "keep_below": 0, "bucket_bytes": 1},
+)
+
+
+def trains_as_stage_1(name: str, variants: Sequence[dict[str, Any]]) -> None:
+    make, run, needs_neighbours = CASES[name]
+    expected = trained(make, run, 1)
+    for variant in variants:
+        if needs_neighbours and not variant.get("neighbours", True):
+            continue
+        tuning = {key: value for key, value in variant.items() if key != "poison"}
+        with poisoned() if variant.get("poison") else nullcontext():
+            found = trained(make, run, 3, **tuning)
+        for kind, mine, theirs in zip(("losses", "params", "states"), found, expected, strict=True):
+            assert mine == theirs, f"{name}, {variant}: {kind}"
+    for mine, param in zip(expected[1], by_torch(make, run).parameters(), strict=True):
+        own = torch.frombuffer(bytearray(mine), dtype=torch.float32) if mine else torch.zeros(0)
+        torch.testing.assert_close(
+            own, param.detach().flatten(), rtol=1e-5, atol=1e-6, msg=lambda text: f"{name}: {text}"
+        )
+
+
+def all_train_as_stage_1(calls: Sequence[tuple[str, Sequence[dict[str, Any]]]]) -> None:
+    for call in calls:
+        trains_as_stage_1(*call)
 
 
 def test_trains_as_stage_1(ranks: Pool) -> None:
-    ranks.run(trains_as_stage_1, True, world=2)
-    ranks.run(trains_as_stage_1, False, world=3)
+    """Every model and way to train as it is used most, and in one of the variants by turns."""
+    rows = [(name, (VARIANTS[0], VARIANTS[1 + number % 4])) for number, name in enumerate(CASES)]
+    for world, calls in ((2, [row for number, row in enumerate(rows) if number % 3]), (3, rows[::3])):
+        ranks.run(all_train_as_stage_1, calls, world=world)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+def test_trains_as_stage_1_in_every_variant(world: int, variant: dict[str, Any], ranks: Pool) -> None:
+    ranks.run(all_train_as_stage_1, [(name, (variant,)) for name in CASES], world=world)
 
 
 def trains_hybrid() -> None:
@@ -162,29 +180,39 @@ def trains_hybrid() -> None:
     assert results[0] == results[1]
 
 
-def trains_compiled() -> None:
+def trains_compiled(ways: Sequence[tuple[str, bool]]) -> None:
     """Hooks are left out of torch.compile's graphs, which break there."""
     expected = trained(Stack, plain, 1)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what Dynamo says of its own doing
-        for backend in ("eager", "aot_eager"):
-            for outside in (True, False):
-                torch._dynamo.reset()
-                torch.manual_seed(0)
-                model = Stack()
-                compiled = torch.compile(model, backend=backend)
-                opt = ShardedSGD(compiled if outside else model, **RATES, stage=3, tuning=small())
-                losses = []
-                for step in range(STEPS):
-                    opt.zero_grad()
-                    losses.append(plain(compiled, step).item())
-                    opt.step()
-                assert (losses, snapshot(model, opt)) == expected[:2], f"{backend}, compiled first: {outside}"
+        for backend, outside in ways:
+            torch._dynamo.reset()
+            torch.manual_seed(0)
+            model = Stack()
+            compiled = torch.compile(model, backend=backend)
+            opt = ShardedSGD(compiled if outside else model, **RATES, stage=3, tuning=small())
+            losses = []
+            for step in range(STEPS):
+                opt.zero_grad()
+                losses.append(plain(compiled, step).item())
+                opt.step()
+            assert (losses, snapshot(model, opt)) == expected[:2], f"{backend}, compiled first: {outside}"
 
 
-def test_hybrid_and_compiled(ranks: Pool) -> None:
+def test_hybrid(ranks: Pool) -> None:
     ranks.run(trains_hybrid, world=4)
-    ranks.run(trains_compiled, world=2)
+
+
+@pytest.mark.parametrize(
+    "ways",
+    [
+        (("eager", True), ("aot_eager", False)),
+        pytest.param((("eager", False), ("aot_eager", True)), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_compiled(ways: Sequence[tuple[str, bool]], ranks: Pool) -> None:
+    ranks.run(trains_compiled, ways, world=2)
 
 
 # -- errors in the middle ----------------------------------------------------------------------------------------------
@@ -209,27 +237,29 @@ def exceptions(neighbours: bool) -> None:
 
         return model.blocks[1].norm.register_forward_hook(hook)
 
+    def trained_through(fail: Callable[[Any, bool], Any], alone: bool, stage: int) -> list[bytes]:
+        model, opt = made(stage, neighbours=neighbours)
+        train_step(model, opt, 0)
+        opt.zero_grad()
+        handle, failed = fail(model, alone), False
+        try:
+            plain(model, 1)
+        except (Boom, ShardoptError):
+            failed = True
+        handle.remove()
+        assert failed
+        opt.zero_grad()
+        dist.barrier()
+        assert stage == 1 or not any(each.users for each in opt._binding.sharded.buckets)
+        for step in range(2, 4):
+            train_step(model, opt, step)
+        return snapshot(model, opt)
+
+    expected = trained_through(in_forward, False, 1)
+    assert expected == trained_through(in_backward, False, 1)
     for fail in (in_forward, in_backward):
         for alone in (False, True) if fail is in_backward and neighbours else (False,):
-            results = []
-            for stage in (1, 3):
-                model, opt = made(stage, neighbours=neighbours)
-                train_step(model, opt, 0)
-                opt.zero_grad()
-                handle, failed = fail(model, alone), False
-                try:
-                    plain(model, 1)
-                except (Boom, ShardoptError):
-                    failed = True
-                handle.remove()
-                assert failed
-                opt.zero_grad()
-                dist.barrier()
-                assert stage == 1 or not any(each.users for each in opt._binding.sharded.buckets)
-                for step in range(2, 4):
-                    train_step(model, opt, step)
-                results.append(snapshot(model, opt))
-            assert results[0] == results[1], f"{fail.__name__}, alone {alone}"
+            assert trained_through(fail, alone, 3) == expected, f"{fail.__name__}, alone {alone}"
 
 
 def inside_an_exception() -> None:
@@ -340,4 +370,8 @@ def several_optimizers() -> None:
 def test_several(ranks: Pool) -> None:
     for function in (several_models, several_optimizers):
         ranks.run(function, world=2)
+
+
+@pytest.mark.slow
+def test_several_on_three_ranks(ranks: Pool) -> None:
     ranks.run(several_models, world=3)

@@ -52,6 +52,12 @@ def snapshot(model: nn.Module, *optimizers: ShardedOptimizer) -> list[bytes]:
         return [raw(param) for param in model.parameters()]
 
 
+def momenta(model: nn.Module, optimizer: ShardedOptimizer) -> list[bytes]:
+    """The bits of whole momentum buffers. Collective."""
+    states = [optimizer.state[param].get("momentum_buffer") for param in model.parameters()]
+    return [raw(state.full_tensor() if isinstance(state, Part) else state) for state in states if state is not None]
+
+
 def states_of(optimizer: torch.optim.Optimizer, params: Sequence[Tensor]) -> list[dict[str, Tensor]]:
     """A copy of each param's whole states by name, on rank 0; nothing on other ranks. Collective."""
     if isinstance(optimizer, ShardedOptimizer):

@@ -14,10 +14,9 @@ from torch.nn import Parameter
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
-from shardopt import Part, ShardedOptimizer, ShardedSGD, Tuning
+from shardopt import ShardedOptimizer, ShardedSGD, Tuning
 from shardopt.partition.gather import GatheredBucket, Gatherer
 from shardopt.partition.room import Room
-from tests.support.training import raw
 
 W = 24  # a weight is two and a quarter blocks
 KEPT = 20  # of fewer elements than this, params stay whole
@@ -325,16 +324,6 @@ def train_step(model: nn.Module, opt: ShardedOptimizer, step: int) -> None:
     opt.zero_grad()
     plain(model, step)
     opt.step()
-
-
-def snapshot(model: nn.Module, opt: ShardedOptimizer) -> list[bytes]:
-    with opt.unsharded():
-        return [raw(param) for param in model.parameters()]
-
-
-def momenta(model: nn.Module, opt: ShardedOptimizer) -> list[bytes]:
-    states = [opt.state[param].get("momentum_buffer") for param in model.parameters()]
-    return [raw(state.full_tensor() if isinstance(state, Part) else state) for state in states if state is not None]
 
 
 # -- what watches them -------------------------------------------------------------------------------------------------
