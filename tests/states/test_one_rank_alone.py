@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import textwrap
 import threading
 import time
@@ -22,6 +21,7 @@ from torch import Tensor, nn
 from shardopt import ShardedAdamW, ShardedSGD, ShardoptError, StateError, Tuning
 from shardopt.partition import serve
 from tests.support.ranks import Pool
+from tests.support.scripts import Done, Program
 from tests.support.training import raises, raw
 
 SMALL = Tuning(bucket_bytes=3000, keep_below=100, timeout=20)
@@ -217,38 +217,51 @@ main()
 """
 
 
-def run_script(ending: str) -> tuple[list[int], list[str], list[float], Any]:
-    with tempfile.TemporaryDirectory() as folder:
-        start, ends = time.monotonic(), [0.0, 0.0]
-        ranks = [
-            subprocess.Popen(
-                [sys.executable, "-c", textwrap.dedent(SCRIPT), str(rank), folder, ending],
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-            for rank in range(2)
-        ]
-        texts = ["", ""]
-        for rank in (1, 0):
-            texts[rank], _ = ranks[rank].communicate(timeout=100)
-            ends[rank] = time.monotonic() - start
-        codes = [each.returncode for each in ranks]
-        state = torch.load(Path(folder, "state.pt"), weights_only=True) if codes[0] == 0 else None
-        return codes, texts, ends, state
+def run_forked(script: Path, folder: Path, ending: str) -> tuple[list[Done], list[float]]:
+    """How both ranks ended, and when."""
+    start, ends = time.monotonic(), [0.0, 0.0]
+    programs = [Program(str(script), (str(rank), str(folder), ending)) for rank in range(2)]
+    found = []
+    for rank in (1, 0):
+        found.append(programs[rank].wait(100))
+        ends[rank] = time.monotonic() - start
+    return found[::-1], ends
 
 
-def test_at_the_end_of_a_script() -> None:
+def run_fresh(script: Path, folder: Path, ending: str) -> list[Done]:
+    """In interpreters that end as a user's do, all modules taken down."""
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(script), str(rank), str(folder), ending],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    told = [each.communicate(timeout=100) for each in ranks]
+    return [Done(each.returncode, *texts) for each, texts in zip(ranks, told, strict=True)]
+
+
+def test_at_the_end_of_a_script(tmp_path: Path) -> None:
     """The others are through with it while rank 0 still saves; they wait, unless something went wrong."""
-    for ending in ("plain", "destroyed", "closed", "several"):
-        codes, texts, _, state = run_script(ending)
-        assert codes == [0, 0] and "saved" in texts[0], texts
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(SCRIPT))
+    for ending in ("plain", "destroyed", "closed", "several", "in fresh interpreters"):
+        folder = tmp_path / ending
+        folder.mkdir()
+        is_fresh = ending == "in fresh interpreters"
+        ended = run_fresh(script, folder, ending) if is_fresh else run_forked(script, folder, ending)[0]
+        assert [each.returncode for each in ended] == [0, 0] and "saved" in ended[0].stdout, ended
+        state = torch.load(folder / "state.pt", weights_only=True)
         assert state["state"][0]["exp_avg"].shape == (7, 300) and bool(state["state"][0]["exp_avg"].all())
     for ending in ("raised", "killed"):
-        codes, texts, ends, state = run_script(ending)
-        assert codes == [1, 1 if ending == "raised" else -signal.SIGKILL], texts
-        assert state is None and "CommunicationError" in texts[0] and "rank 1" in texts[0]
-        assert ends[1] < ends[0]
+        folder = tmp_path / ending
+        folder.mkdir()
+        ended, ends = run_forked(script, folder, ending)
+        assert [each.returncode for each in ended] == [1, 1 if ending == "raised" else -signal.SIGKILL], ended
+        assert "CommunicationError" in ended[0].stderr and "rank 1" in ended[0].stderr
+        assert ends[1] < ends[0] and "saved" not in ended[0].stdout
 
 
 def test_one_rank_needs_nobody() -> None:

@@ -111,6 +111,7 @@ def _run(
         if isinstance(end.code, str):
             print(end.code, file=sys.stderr)
     except BaseException:
+        sys.last_type, sys.last_value, sys.last_traceback = sys.exc_info()
         traceback.print_exc()
         code = 1
     # As an interpreter ends; a forked child would skip both.
