@@ -4,7 +4,8 @@ import io
 import json
 import os
 import signal
-import tempfile
+import subprocess
+import sys
 import textwrap
 import threading
 import time
@@ -20,10 +21,10 @@ from torch import Tensor, nn
 from shardopt import ShardedAdamW, ShardedSGD, ShardoptError, StateError, Tuning
 from shardopt.partition import serve
 from tests.support.ranks import Pool
-from tests.support.scripts import Program
+from tests.support.scripts import Done, Program
 from tests.support.training import raises, raw
 
-SMALL = Tuning(bucket_bytes=3000, keep_below=100)
+SMALL = Tuning(bucket_bytes=3000, keep_below=100, timeout=20)
 
 
 def network() -> nn.Sequential:
@@ -99,7 +100,7 @@ def saves_alone(stage: int, dtype: torch.dtype) -> None:
     everyones = [state]
     dist.broadcast_object_list(everyones, src=2)
     again = network().to(dtype)
-    other = ShardedAdamW(again, lr=0.01, stage=2, tuning=Tuning(bucket_bytes=900))
+    other = ShardedAdamW(again, lr=0.01, stage=2, tuning=Tuning(bucket_bytes=900, timeout=20))
     other.load_state_dict(everyones[0])
     train_step(again, other, 5)
     with opt.unsharded():
@@ -110,7 +111,7 @@ def saves_alone(stage: int, dtype: torch.dtype) -> None:
 
 def test_saves_alone(ranks: Pool) -> None:
     for stage, dtype in ((0, torch.float32), (1, torch.bfloat16), (2, torch.float32), (3, torch.bfloat16)):
-        ranks.run(saves_alone, stage, dtype, world=3)
+        ranks.run(saves_alone, stage, dtype, world=3, timeout=30)
 
 
 def closed_and_strange() -> int:
@@ -160,8 +161,8 @@ def _hung_up(stranger: Any) -> bool:
 
 
 def test_closed_and_strange(ranks: Pool) -> None:
-    first = ranks.run(closed_and_strange, world=2)
-    second = ranks.run(closed_and_strange, world=2)
+    first = ranks.run(closed_and_strange, world=2, timeout=30)
+    second = ranks.run(closed_and_strange, world=2, timeout=30)
     assert [one <= other for one, other in zip(second, first, strict=True)] == [True, True]
 
 
@@ -182,7 +183,7 @@ def live_on():
     # Two optimizers that nobody drops, which the ranks leave in opposite order.
     for _ in range(2):
         model = torch.nn.Linear(3, 3)
-        opt = ShardedAdamW(model, stage=2)
+        opt = ShardedAdamW(model, stage=2, tuning=Tuning(timeout=20))
         opt.bind()
         LIVING.append((model, opt))
     serve._SHOWINGS = Ordered(sorted(serve._SHOWINGS, key=lambda each: each._shelf.token, reverse=bool(rank)))
@@ -192,7 +193,7 @@ LIVING = []
 def main():
     torch.manual_seed(0)
     model = torch.nn.Linear(300, 7)
-    opt = ShardedAdamW(model, stage=2)
+    opt = ShardedAdamW(model, stage=2, tuning=Tuning(timeout=20))
     for _ in range(2):
         opt.zero_grad()
         model(torch.ones(2, 300)).sum().backward()
@@ -216,28 +217,46 @@ main()
 """
 
 
-def run_ranks(ending: str) -> tuple[list[int | None], list[str], Any]:
-    """Exit codes, what the ranks printed, and what rank 0 saved."""
-    with tempfile.TemporaryDirectory() as folder:
-        script = Path(folder, "script.py")
-        script.write_text(textwrap.dedent(SCRIPT))
-        ranks = [Program(str(script), (str(rank), folder, ending)) for rank in range(2)]
-        done = [rank.wait() for rank in ranks]
-        codes = [each.returncode for each in done]
-        state = torch.load(Path(folder, "state.pt"), weights_only=True) if codes[0] == 0 else None
-        return codes, [each.stdout + each.stderr for each in done], state
+def run_forked(script: Path, folder: Path, ending: str) -> list[Done]:
+    """How both ranks ended."""
+    programs = [Program(str(script), (str(rank), str(folder), ending)) for rank in range(2)]
+    return [each.wait() for each in programs]
 
 
-def test_at_the_end_of_a_script() -> None:
+def run_fresh(script: Path, folder: Path, ending: str) -> list[Done]:
+    """In interpreters that end as a user's do, all modules taken down."""
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(script), str(rank), str(folder), ending],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    told = [each.communicate(timeout=600) for each in ranks]
+    return [Done(each.returncode, *texts) for each, texts in zip(ranks, told, strict=True)]
+
+
+def test_at_the_end_of_a_script(tmp_path: Path) -> None:
     """The others are through with it while rank 0 still saves; they wait, unless something went wrong."""
-    for ending in ("plain", "destroyed", "closed", "several"):
-        codes, texts, state = run_ranks(ending)
-        assert codes == [0, 0] and "saved" in texts[0], texts
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(SCRIPT))
+    for ending in ("plain", "destroyed", "closed", "several", "in fresh interpreters"):
+        folder = tmp_path / ending
+        folder.mkdir()
+        is_fresh = ending == "in fresh interpreters"
+        ended = (run_fresh if is_fresh else run_forked)(script, folder, ending)
+        assert [each.returncode for each in ended] == [0, 0] and "saved" in ended[0].stdout, ended
+        state = torch.load(folder / "state.pt", weights_only=True)
         assert state["state"][0]["exp_avg"].shape == (7, 300) and bool(state["state"][0]["exp_avg"].all())
     for ending in ("raised", "killed"):
-        codes, texts, state = run_ranks(ending)
-        assert codes == [1, 1 if ending == "raised" else -signal.SIGKILL], texts
-        assert state is None and "CommunicationError" in texts[0] and "rank 1" in texts[0]
+        folder = tmp_path / ending
+        folder.mkdir()
+        ended = run_forked(script, folder, ending)
+        assert [each.returncode for each in ended] == [1, 1 if ending == "raised" else -signal.SIGKILL], ended
+        assert "CommunicationError" in ended[0].stderr and "rank 1" in ended[0].stderr
+        assert "saved" not in ended[0].stdout
 
 
 def test_one_rank_needs_nobody() -> None:
