@@ -24,7 +24,7 @@ from tests.support.ranks import Pool
 from tests.support.scripts import Done, Program
 from tests.support.training import raises, raw
 
-SMALL = Tuning(bucket_bytes=3000, keep_below=100, timeout=20)
+SMALL = Tuning(bucket_bytes=3000, keep_below=100)
 
 
 def network() -> nn.Sequential:
@@ -100,7 +100,7 @@ def saves_alone(stage: int, dtype: torch.dtype) -> None:
     everyones = [state]
     dist.broadcast_object_list(everyones, src=2)
     again = network().to(dtype)
-    other = ShardedAdamW(again, lr=0.01, stage=2, tuning=Tuning(bucket_bytes=900, timeout=20))
+    other = ShardedAdamW(again, lr=0.01, stage=2, tuning=Tuning(bucket_bytes=900))
     other.load_state_dict(everyones[0])
     train_step(again, other, 5)
     with opt.unsharded():
@@ -111,7 +111,7 @@ def saves_alone(stage: int, dtype: torch.dtype) -> None:
 
 def test_saves_alone(ranks: Pool) -> None:
     for stage, dtype in ((0, torch.float32), (1, torch.bfloat16), (2, torch.float32), (3, torch.bfloat16)):
-        ranks.run(saves_alone, stage, dtype, world=3, timeout=30)
+        ranks.run(saves_alone, stage, dtype, world=3)
 
 
 def closed_and_strange() -> int:
@@ -161,8 +161,8 @@ def _hung_up(stranger: Any) -> bool:
 
 
 def test_closed_and_strange(ranks: Pool) -> None:
-    first = ranks.run(closed_and_strange, world=2, timeout=30)
-    second = ranks.run(closed_and_strange, world=2, timeout=30)
+    first = ranks.run(closed_and_strange, world=2)
+    second = ranks.run(closed_and_strange, world=2)
     assert [one <= other for one, other in zip(second, first, strict=True)] == [True, True]
 
 
@@ -183,7 +183,7 @@ def live_on():
     # Two optimizers that nobody drops, which the ranks leave in opposite order.
     for _ in range(2):
         model = torch.nn.Linear(3, 3)
-        opt = ShardedAdamW(model, stage=2, tuning=Tuning(timeout=20))
+        opt = ShardedAdamW(model, stage=2)
         opt.bind()
         LIVING.append((model, opt))
     serve._SHOWINGS = Ordered(sorted(serve._SHOWINGS, key=lambda each: each._shelf.token, reverse=bool(rank)))
@@ -193,7 +193,7 @@ LIVING = []
 def main():
     torch.manual_seed(0)
     model = torch.nn.Linear(300, 7)
-    opt = ShardedAdamW(model, stage=2, tuning=Tuning(timeout=20))
+    opt = ShardedAdamW(model, stage=2)
     for _ in range(2):
         opt.zero_grad()
         model(torch.ones(2, 300)).sum().backward()
