@@ -219,8 +219,10 @@ def _run_job(
 ) -> tuple[bool, Any]:
     """(whether it returned, what it returned or its traceback)."""
     outcome: tuple[bool, Any]
-    for seed in (random.seed, np.random.seed, torch.manual_seed):  # a job draws the same, whatever came before it
-        seed(0)
+    # A job draws the same, whatever came before it; as in fresh processes each rank draws its own, but for torch's.
+    random.seed(rank)
+    np.random.seed(rank)
+    torch.manual_seed(0)
     try:
         if store is not None:
             dist.init_process_group(
