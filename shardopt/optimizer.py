@@ -162,6 +162,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         elif not binding.entries:
             handover.share_values(binding.mesh.world)
         if candidates:
+            if binding.sharded is not None:
+                binding.sharded.let_go([param for _, param, _ in candidates])
             bind(binding, self.param_groups, numbers, candidates)
         frozen = binding.frozen(handover.module)
         if frozen:
@@ -332,13 +334,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 self._handover.backward.check_whole()
         except Exception as error:  # raised on every rank by run_step, so that no rank waits for this one
             problem = error
-        self._states.consolidated = None  # masters follow weights that were written, even if the step is skipped
         # Released params would ask for each attribute whether it may be read.
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             outcome = self._run(Call(self.defaults, scaling, closure is not None, problem))
         self.grad_norm = outcome.grad_norm
         if outcome.updated:
             self.updates += 1
+            self._states.consolidated = None
         return loss
 
     def _run(self, call: Call) -> Outcome:
@@ -437,7 +439,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         rank that wrote.
         """
         self._check_weights("refresh_masters()")
-        self._states.consolidated = None
         with torch.no_grad():
             for binding in self._bindings:
                 refresh_masters(binding)
