@@ -26,11 +26,12 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing import connection, get_context
+from multiprocessing import connection, forkserver, get_context
 from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -46,6 +47,16 @@ def fork_server() -> ForkServerContext:
     assert isinstance(context, ForkServerContext)
     context.set_forkserver_preload(["tests.support.preload"])
     return context
+
+
+_WITH_FRAMEWORKS = forkserver.ForkServer()
+
+
+def start_with_frameworks(process: BaseProcess) -> None:
+    """Starts a process of :func:`fork_server` with what ``preload_frameworks.py`` imports in it as well."""
+    _WITH_FRAMEWORKS.set_forkserver_preload(["tests.support.preload_frameworks"])
+    with patch.object(forkserver, "connect_to_new_process", _WITH_FRAMEWORKS.connect_to_new_process):
+        process.start()
 
 
 class RankFailure(AssertionError):
