@@ -1,8 +1,6 @@
 """Asynchronous saves: the values of the call, whatever training does next; errors reach whoever waits."""
 
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from contextlib import contextmanager
@@ -22,6 +20,7 @@ from shardopt.checkpoint.model import unwrapped
 from shardopt.checkpoint.save import _BACKGROUNDS
 from tests.support.checkpoints import build, facts, save, train
 from tests.support.ranks import Pool
+from tests.support.scripts import run_script
 from tests.support.training import raises
 
 
@@ -140,12 +139,15 @@ def test_errors_that_nobody_waited_for_are_told_at_the_next_save(tmp_path: Path)
 
 
 def test_a_process_that_ends_finishes_its_checkpoint(tmp_path: Path) -> None:
-    script = f"""
+    script = tmp_path / "script.py"
+    script.write_text(
+        f"""
 import torch, shardopt
 model = torch.nn.Linear(1000, 1000)
 optimizer = shardopt.ShardedAdamW(model)
-shardopt.save_checkpoint({str(tmp_path)!r}, model, optimizer, asynchronous=True)
+shardopt.save_checkpoint({str(tmp_path / "runs")!r}, model, optimizer, asynchronous=True)
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100)
+    )
+    done = run_script(script)
     assert done.returncode == 0 and not done.stderr, done.stderr
-    assert not verify(shardopt.checkpoint.publish.find(tmp_path))
+    assert not verify(shardopt.checkpoint.publish.find(tmp_path / "runs"))

@@ -168,11 +168,11 @@ def skipped() -> None:
 
 
 def test_trains_is_killed_and_resumes(tmp_path: Path) -> None:
-    expected = launch(begin, str(tmp_path), killed=True)
+    expected = launch(begin, str(tmp_path), killed=True, frameworks=True)
     losses = expected[0][False]["loss"]
     assert len(losses) == 2 * STEPS and sum(losses[-4:]) < sum(losses[:4]) - 0.4
-    launch(resume, str(tmp_path), expected)
+    launch(resume, str(tmp_path), expected, frameworks=True)
 
 
 def test_a_skipped_step_is_seen() -> None:
-    launch(skipped)
+    launch(skipped, frameworks=True)

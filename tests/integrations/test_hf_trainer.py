@@ -157,8 +157,8 @@ def resume(folder: str, expected: Any) -> None:
 
 
 def test_trains_is_killed_and_resumes(tmp_path: Path) -> None:
-    expected = launch(begin, str(tmp_path), killed=True)
+    expected = launch(begin, str(tmp_path), killed=True, frameworks=True)
     first = expected[0]
     losses = first["optimizers", False][0]["loss"]
     assert len(losses) == STEPS and losses[-1] < losses[0] - 0.1
-    launch(resume, str(tmp_path), first)
+    launch(resume, str(tmp_path), first, frameworks=True)

@@ -150,7 +150,7 @@ def resume(folder: str, expected: list[dict[str, Run]]) -> None:
 
 
 def test_trains_is_killed_and_resumes(tmp_path: Path) -> None:
-    expected = launch(begin, str(tmp_path), killed=True)
+    expected = launch(begin, str(tmp_path), killed=True, frameworks=True)
     losses = expected[0]["32-true"]["loss"]
     assert len(losses) == 2 * STEPS and sum(losses[-4:]) < sum(losses[:4]) - 0.4
-    launch(resume, str(tmp_path), expected)
+    launch(resume, str(tmp_path), expected, frameworks=True)

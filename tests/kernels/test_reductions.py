@@ -2,8 +2,9 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fractions import Fraction
+from typing import Any
 
 import numpy as np
 import pytest
@@ -91,9 +92,21 @@ SHAPES = st.builds(
 )
 
 
-@settings(max_examples=60)
-@given(shape=SHAPES, fmt=st.sampled_from([FP32, BF16, FP16]))
-def test_kernels_equal_the_reference(shape: Shape, fmt: Format) -> None:
+def few_or_many(default: int, slow: int) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("examples", [default, pytest.param(slow, marks=pytest.mark.slow)])
+
+
+def given_examples(examples: int, check: Callable[..., None], **strategies: Any) -> None:
+    """Runs a check on that many examples, the same in every run."""
+    settings(max_examples=examples)(given(**strategies)(check))()
+
+
+@few_or_many(25, 300)
+def test_kernels_equal_the_reference(examples: int) -> None:
+    given_examples(examples, kernels_equal_the_reference, shape=SHAPES, fmt=st.sampled_from([FP32, BF16, FP16]))
+
+
+def kernels_equal_the_reference(shape: Shape, fmt: Format) -> None:
     shard = shard_of(shape, fmt)
     blocks = blocks_of(shard)
     expected = [reference(block) for block in blocks]
@@ -127,8 +140,8 @@ def test_the_divisor_is_divided_by(fmt: Format, divisor: float) -> None:
     differs = quotients != grad.float().numpy() * (np.float32(1) / np.float32(divisor))
     if divisor != 2:  # halves are exact
         grad, quotients = grad[torch.from_numpy(differs)], quotients[differs]
-    grad, quotients = grad[:50], quotients[:50]
-    assert len(grad) == 50
+    grad, quotients = grad[:20], quotients[:20]
+    assert len(grad) == 20
     alone = torch.zeros(len(grad), BLOCK, dtype=fmt.dtype)
     alone[:, 17] = grad
     for backend, device in BACKENDS:
@@ -199,10 +212,14 @@ def same(found: Totals, expected: Totals) -> bool:
     return torch.equal(found.table.cpu(), expected.table.cpu())
 
 
-@settings(max_examples=60)
-@given(shape=SHAPES, fmt=st.sampled_from([FP32, BF16, FP16]), length=st.integers(1, 4), threads=st.integers(1, 3))
-def test_a_row_is_its_param_alone(shape: Shape, fmt: Format, length: int, threads: int) -> None:
+@few_or_many(25, 300)
+def test_a_row_is_its_param_alone(examples: int) -> None:
     """Whatever shares the shard with it, in whatever ranges and threads; rows of no block and skipped ones are 0."""
+    formats, lengths, threads = st.sampled_from([FP32, BF16, FP16]), st.integers(1, 4), st.integers(1, 3)
+    given_examples(examples, a_row_is_its_param_alone, shape=SHAPES, fmt=formats, length=lengths, threads=threads)
+
+
+def a_row_is_its_param_alone(shape: Shape, fmt: Format, length: int, threads: int) -> None:
     shard = shard_of(shape, fmt)
     before = torch.get_num_threads()
     ends = []

@@ -1,9 +1,9 @@
 """Libraries that are absent or broken, and code that must never be in the package."""
 
 import ast
+import json
 import subprocess
 import sys
-import textwrap
 from collections.abc import Iterator
 from types import ModuleType
 
@@ -15,13 +15,13 @@ from tests.support.paths import ROOT
 
 PACKAGE = ROOT / "shardopt"
 
-# An import hook put in front: the named libraries are not there, or fail as a broken build does.
+# An import hook put in front: the named library is not there, or fails as a broken build does.
 HOOK = """
 import sys
 
 class Missing:
     def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in {blocked!r}:
+        if name.partition(".")[0] == {library!r}:
             raise {error}
 
 sys.meta_path.insert(0, Missing())
@@ -30,57 +30,99 @@ ABSENT = "ModuleNotFoundError(f'No module named {name!r}', name=name)"
 # torch imports Triton for its own use when an optimizer is constructed, and forgives an ImportError alone.
 BROKEN = {"numba": "AttributeError('no attribute')", "triton": "ImportError('undefined symbol')"}
 
-
-def run(program: str, blocked: tuple[str, ...] = (), error: str = ABSENT) -> str:
-    """What a fresh interpreter prints."""
-    hook = HOOK.format(blocked=blocked, error=error) if blocked else ""
-    command = [sys.executable, "-W", "error", "-c", hook + textwrap.dedent(program)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=PACKAGE.parent, timeout=300)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
-
-
-STEP = """
-    import torch, shardopt
-    param = torch.nn.Parameter(torch.ones(300))
-    opt = shardopt.ShardedAdamW([param], lr=0.1)
-    param.grad = torch.ones(300)
-    try:
-        opt.step()
-    except shardopt.errors.UnsupportedVersionError as error:
-        print(error)
-    assert bool((param == 1).all()) and not opt.state_dict()["state"], "something changed"
+STEP_IS_REFUSED = """
+import torch, shardopt
+param = torch.nn.Parameter(torch.ones(300))
+opt = shardopt.ShardedAdamW([param], lr=0.1)
+param.grad = torch.ones(300)
+try:
+    opt.step()
+except shardopt.errors.UnsupportedVersionError as error:
+    print(error)
+assert bool((param == 1).all()) and not opt.state_dict()["state"], "something changed"
+"""
+CPU_TRAINS = """
+import torch, shardopt
+from shardopt.kernels.launch import backend_of
+param = torch.nn.Parameter(torch.ones(300))
+opt = shardopt.ShardedAdamW([param], lr=0.1)
+param.grad = torch.ones(300)
+opt.step()
+assert bool((param < 0.95).all())
+try:
+    backend_of(torch.device("cuda"))
+except shardopt.errors.UnsupportedVersionError as error:
+    print(error)
+"""
+WHAT_IS_LOADED = """
+import sys, torch
+before = set(sys.modules)
+import shardopt, shardopt.optim, shardopt.kernels.launch
+print(sorted({name.partition(".")[0] for name in set(sys.modules) - before}))
 """
 
 
-@pytest.mark.parametrize("error", [ABSENT, BROKEN["numba"]], ids=("absent", "broken"))
-def test_no_numba(error: str) -> None:
-    message = run(STEP, ("numba",), error)
+def without(library: str, error: str, program: str) -> str:
+    return HOOK.format(library=library, error=error) + program
+
+
+PROGRAMS = {
+    "loads": WHAT_IS_LOADED,
+    "no numba, absent": without("numba", ABSENT, STEP_IS_REFUSED),
+    "no numba, broken": without("numba", BROKEN["numba"], STEP_IS_REFUSED),
+    "no triton, absent": without("triton", ABSENT, CPU_TRAINS),
+    "no triton, broken": without("triton", BROKEN["triton"], CPU_TRAINS),
+}
+
+# Each program runs in a child of an interpreter that has imported torch, and neither of the two compilers.
+RUN_EACH = """
+import json, os, sys, traceback
+import torch
+
+assert not {"numba", "triton", "shardopt"} & set(sys.modules)
+folder, programs = sys.argv[1], json.loads(sys.argv[2])
+for name, program in programs.items():
+    child = os.fork()
+    if not child:
+        code = 1
+        try:
+            file = os.open(os.path.join(folder, name), os.O_WRONLY | os.O_CREAT, 0o600)
+            os.dup2(file, 1), os.dup2(file, 2)
+            exec(program, {"__name__": "__main__"})
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            os._exit(code)
+    status = os.waitpid(child, 0)[1]
+    if status:
+        sys.exit(f"{name}: {status}\\n" + open(os.path.join(folder, name)).read())
+"""
+
+
+@pytest.fixture(scope="module")
+def printed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """By program, what it prints."""
+    folder = tmp_path_factory.mktemp("programs")
+    command = [sys.executable, "-W", "error", "-c", RUN_EACH, str(folder), json.dumps(PROGRAMS)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=PACKAGE.parent, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return {name: (folder / name).read_text().strip() for name in PROGRAMS}
+
+
+@pytest.mark.parametrize("how", ["absent", "broken"])
+def test_no_numba(how: str, printed: dict[str, str]) -> None:
+    message = printed[f"no numba, {how}"]
     assert "numba cannot be imported" in message and "no step can be taken" in message
     assert "pip install" in message
-    assert error.partition("(")[0] in message
+    assert (ABSENT if how == "absent" else BROKEN["numba"]).partition("(")[0] in message
 
 
-@pytest.mark.parametrize("error", [ABSENT, BROKEN["triton"]], ids=("absent", "broken"))
-def test_no_triton(error: str) -> None:
+@pytest.mark.parametrize("how", ["absent", "broken"])
+def test_no_triton(how: str, printed: dict[str, str]) -> None:
     """The CPU trains without it; for a GPU tensor the backend says what is missing."""
-    found = run(
-        """
-        import torch, shardopt
-        from shardopt.kernels.launch import backend_of
-        param = torch.nn.Parameter(torch.ones(300))
-        opt = shardopt.ShardedAdamW([param], lr=0.1)
-        param.grad = torch.ones(300)
-        opt.step()
-        assert bool((param < 0.95).all())
-        try:
-            backend_of(torch.device("cuda"))
-        except shardopt.errors.UnsupportedVersionError as error:
-            print(error)
-        """,
-        ("triton",),
-        error,
-    )
+    found = printed[f"no triton, {how}"]
     assert "triton cannot be imported" in found and "cuda" in found and "pip install" in found
 
 
@@ -98,17 +140,9 @@ def test_too_old(library: str, monkeypatch: pytest.MonkeyPatch) -> None:
             versions.require(library, "cpu tensors")
 
 
-def test_import_loads_no_compiler() -> None:
+def test_import_loads_no_compiler(printed: dict[str, str]) -> None:
     """Seconds of start-up, and a reason to fail, for a program that may never take a step."""
-    loaded = run(
-        """
-        import sys, torch
-        before = set(sys.modules)
-        import shardopt, shardopt.optim, shardopt.kernels.launch
-        print(sorted({name.partition(".")[0] for name in set(sys.modules) - before}))
-        """
-    )
-    names = set(ast.literal_eval(loaded))
+    names = set(ast.literal_eval(printed["loads"]))
     assert "shardopt" in names and not names & {"numba", "llvmlite", "triton", "scipy"}
 
 

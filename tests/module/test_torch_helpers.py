@@ -4,6 +4,7 @@ import inspect
 import warnings
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.optim import lr_scheduler
@@ -28,28 +29,30 @@ def test_every_scheduler_of_torch_is_tested() -> None:
     assert found - {"LRScheduler"} <= set(SCHEDULERS)
 
 
-def compiled() -> None:
-    """Compiled before it is handed over, after it, and inside of DDP."""
+# How a model is compiled: before it is handed over and after that, alone and inside of DDP.
+HOW = ("after", "after, in DDP", "before")
+
+
+def compiled(rows: list[tuple[int, str]]) -> None:
     warnings.simplefilter("ignore")
-    for stage in STAGES:
-        expected = Net()
-        torch_opt, reference = torch.optim.AdamW(expected.parameters(), lr=1e-2), ddp(expected)
-        models = [Net(), Net(), Net()]
-        opts = [ShardedAdamW(model, lr=1e-2, stage=stage, tuning=SMALL) for model in models[:2]]
-        runs: list[nn.Module] = [
-            torch.compile(models[0], backend="aot_eager"),
-            ddp(torch.compile(models[1], backend="aot_eager")),
-            torch.compile(models[2], backend="aot_eager"),
-        ]
-        opts.append(ShardedAdamW(runs[2], lr=1e-2, stage=stage, tuning=SMALL))
+    expected = Net()
+    torch_opt, reference = torch.optim.AdamW(expected.parameters(), lr=1e-2), ddp(expected)
+    for step in range(3):
+        train_step(reference, torch_opt, step)
+    for stage, how in rows:
+        model = Net()
+        if how == "before":
+            run: nn.Module = torch.compile(model, backend="aot_eager")
+            opt = ShardedAdamW(run, lr=1e-2, stage=stage, tuning=SMALL)
+        else:
+            opt = ShardedAdamW(model, lr=1e-2, stage=stage, tuning=SMALL)
+            run = torch.compile(model, backend="aot_eager")
+            run = ddp(run) if how == "after, in DDP" else run
         for step in range(3):
-            train_step(reference, torch_opt, step)
-            for model, opt in zip(runs, opts, strict=True):
-                train_step(model, opt, step)
-        for model, opt in zip(models, opts, strict=True):
-            with opt.unsharded():
-                close_to(model, expected)
-            opt.close()
+            train_step(run, opt, step)
+        with opt.unsharded():
+            close_to(model, expected)
+        opt.close()
         torch._dynamo.reset()
 
 
@@ -86,8 +89,16 @@ def averages() -> None:
             opt.close()
 
 
-def test_compiled(ranks: Pool) -> None:
-    ranks.run(compiled, world=2)
+@pytest.mark.parametrize(
+    "rows",
+    [
+        pytest.param([(1, "after"), (2, "after, in DDP"), *((3, how) for how in HOW)], id="few"),
+        pytest.param([(stage, how) for stage in STAGES for how in HOW], id="all", marks=pytest.mark.slow),
+    ],
+)
+def test_compiled(rows: list[tuple[int, str]], ranks: Pool) -> None:
+    """At stage 3, where hooks are compiled into the model, in every way."""
+    ranks.run(compiled, rows, world=2)
 
 
 def test_averages(ranks: Pool) -> None:

@@ -5,10 +5,9 @@ import gc
 import os
 import signal
 import stat
-import subprocess
-import sys
-import textwrap
 import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,7 +19,8 @@ from torch.nn import Parameter
 from shardopt import OffloadError, ShardedAdam, ShardedAdamW, Tuning
 from shardopt.offload.checksum import checksum
 from shardopt.offload.file_io import PAGE
-from tests.support.paths import ROOT
+from tests.support.memory import resident
+from tests.support.scripts import Program
 from tests.support.training import raises, raw
 
 
@@ -133,28 +133,31 @@ time.sleep(600)
 """
 
 
-def start(root: Path) -> "subprocess.Popen[str]":
-    run = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(TRAINS), str(root)],
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )
-    assert run.stdout is not None and run.stdout.readline() == "ready\n"
-    return run
+def killed(root: Path, living: Callable[[Path], None] = lambda left: None) -> Path:
+    """The folder of a run that was killed; ``living`` sees it before."""
+    (root.parent / "trains.py").write_text(TRAINS)
+    run = Program(str(root.parent / "trains.py"), (str(root),))
+    end = time.monotonic() + 300
+    while run.printed() != "ready\n" and time.monotonic() < end:
+        time.sleep(0.01)
+    left = folder_of(root)
+    living(left)
+    run.process.kill()
+    assert run.wait().returncode == -signal.SIGKILL and (left / "states").stat().st_size > PAGE
+    return left
 
 
 def test_the_next_run_reclaims_what_a_killed_one_left(tmp_path: Path) -> None:
-    run = start(tmp_path)
-    left = folder_of(tmp_path)
-    living = trained(tmp_path)
-    assert left.exists()  # its owner lives
-    run.send_signal(signal.SIGKILL)
-    run.communicate()
-    assert (left / "states").stat().st_size > PAGE
-    next_one = trained(tmp_path)
-    assert not left.exists() and len(os.listdir(tmp_path)) == 2
-    living.close()
+    root, kept = tmp_path / "states", []
+
+    def trains_beside(left: Path) -> None:
+        kept.append(trained(root))
+        assert left.exists()  # its owner lives
+
+    left = killed(root, trains_beside)
+    next_one = trained(root)
+    assert not left.exists() and len(os.listdir(root)) == 2
+    kept[0].close()
     next_one.close()
 
 
@@ -172,9 +175,10 @@ def test_a_lock_serves_where_the_number_of_a_process_says_nothing(tmp_path: Path
     """A child that was forked, or a process in another container, holds the file of one that is not to be seen."""
     optimizer = trained(tmp_path)
     left = folder_of(tmp_path)
-    gone = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, check=True)
+    gone = os.fork() or os._exit(0)
+    os.waitpid(gone, 0)
     header = (left / "states").read_bytes()[:PAGE].rstrip(b"\0")
-    told = header.replace(b'"pid": %d' % os.getpid(), b'"pid": %d' % int(gone.stdout))
+    told = header.replace(b'"pid": %d' % os.getpid(), b'"pid": %d' % gone)
     with open(left / "states", "r+b") as file:
         file.write(told.ljust(PAGE, b"\0"))
     trained(tmp_path).close()
@@ -192,10 +196,8 @@ def test_a_directory_of_another_user_is_refused(tmp_path: Path) -> None:
 
 def test_what_is_not_ours_stays(tmp_path: Path) -> None:
     """Traps that look like leftovers."""
-    run = start(tmp_path)
-    model = folder_of(tmp_path)
-    run.send_signal(signal.SIGKILL)
-    run.communicate()
+    tmp_path = tmp_path / "states"
+    model = killed(tmp_path)
     header = (model / "states").read_bytes()
     precious = tmp_path / "precious"
     precious.write_bytes(header)
@@ -237,8 +239,8 @@ def test_what_is_not_ours_stays(tmp_path: Path) -> None:
 # -- what it takes -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("count", [1_000, pytest.param(10_000, marks=pytest.mark.slow)])
-def test_nothing_grows_with_the_number_of_steps(count: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("steps", [1_000, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_nothing_grows_with_the_number_of_steps(steps: int, tmp_path: Path) -> None:
     def taken() -> tuple[int, int, int]:
         gc.collect()
         return (
@@ -251,7 +253,7 @@ def test_nothing_grows_with_the_number_of_steps(count: int, tmp_path: Path) -> N
     optimizer = ShardedAdamW([param], offload=tmp_path, tuning=Tuning(chunk_bytes=4096))
     param.grad = torch.ones_like(param)
 
-    def steps(count: int) -> None:
+    def train(count: int) -> None:
         for _ in range(count // 10):
             for _ in range(10):
                 optimizer.step()
@@ -259,16 +261,12 @@ def test_nothing_grows_with_the_number_of_steps(count: int, tmp_path: Path) -> N
             optimizer.offload("cpu")
             optimizer.reload()
 
-    steps(count // 20)
+    train(steps // 20)
     before, bytes_before = taken(), resident()
-    steps(count)
+    train(steps)
     assert taken() == before and len(os.listdir(tmp_path)) == 1
     assert resident() - bytes_before < 4 << 20  # 420 bytes a step of 10,000
     optimizer.close()
-
-
-def resident() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def test_optimizers_that_come_and_go_leave_nothing(tmp_path: Path) -> None:

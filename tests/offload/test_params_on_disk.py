@@ -1,7 +1,6 @@
 """Stage 3 with slices of the params in a file: freed memory, whole steps, every way of reading and writing params."""
 
 import copy
-import gc
 import os
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,8 @@ from torch import nn
 
 import shardopt
 from shardopt import Offload, OffloadError, ShardedAdamW, Tuning
-from shardopt.partition.room import return_free_pages
 from tests.offload.test_offload_faults import Faulty, System, system
+from tests.support.memory import resident
 from tests.support.ranks import Pool
 from tests.support.training import raw
 
@@ -137,12 +136,6 @@ def test_a_model_on_the_meta_device_is_made_in_the_file(ranks: Pool, tmp_path: P
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------
-
-
-def resident() -> int:
-    gc.collect()
-    return_free_pages()
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
 
 
 def test_the_memory_of_params_is_free(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import gc
 import itertools
 import os
 from collections.abc import Iterator
@@ -18,8 +17,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import shardopt
 from shardopt import DisagreementError, Offload, OffloadError, ShardedAdamW, ShardedOptimizer, ShardedSGD, Tuning
-from shardopt.partition.room import return_free_pages
 from tests.offload.test_offload_faults import Faulty, system
+from tests.support.memory import resident
 from tests.support.offloaded import Resting, advance, bits, check_trainings, make
 from tests.support.ranks import Pool
 from tests.support.sweep import Row, sweep, sweep_at_once
@@ -92,12 +91,6 @@ def test_memory_says_where_and_half_is_half(tmp_path: Path) -> None:
         for kind, tiers in rests(optimizer).items():
             expected = {tier: whole[kind] * away // 8, "device": whole[kind] * (8 - away) // 8}
             assert {key: nbytes for key, nbytes in tiers.items() if nbytes} == {k: n for k, n in expected.items() if n}
-
-
-def resident() -> int:
-    gc.collect()
-    return_free_pages()
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
 
 
 def test_a_directory_takes_the_memory_away(tmp_path: Path) -> None:

@@ -1,9 +1,7 @@
-"""The public face, frozen: names, arguments, defaults, the README's code, the command line."""
+"""The public face, frozen: names, arguments, defaults, the README's numbers, the command line."""
 
 import inspect
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -143,28 +141,14 @@ def test_wrong_tuning_is_refused(keywords: dict[str, Any]) -> None:
         shardopt.Tuning(**keywords)
 
 
-BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
-
-
-@pytest.mark.parametrize("number", range(len(BLOCKS)))
-def test_the_code_of_the_readme_runs(number: int, tmp_path: Path) -> None:
-    # A rule is read from its file, so each block is one. The excerpt of AdamW needs the names of the file it is from.
-    names = (
-        ""
-        if "import" in BLOCKS[number]
-        else "from shardopt.rules.adam import *\nfrom shardopt.rules import rule, sqrt\n"
-    )
-    script = tmp_path / "block.py"
-    script.write_text(names + BLOCKS[number])
-    done = run_script(script, cwd=tmp_path, warn=True)
-    assert done.returncode == 0, done.stderr
+EXCERPT = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)[0]
 
 
 def test_the_excerpt_of_adamw_in_the_readme_is_the_rule(tmp_path: Path) -> None:
     """Its arithmetic, on AdamW's flags, is that of the real file where exp_avg does not change its base."""
     names: dict[str, Any] = {}
     script = tmp_path / "excerpt.py"
-    script.write_text("from shardopt.rules.adam import *\nfrom shardopt.rules import rule, sqrt\n" + BLOCKS[0])
+    script.write_text("from shardopt.rules.adam import *\nfrom shardopt.rules import rule, sqrt\n" + EXCERPT)
     exec(compile(script.read_text(), str(script), "exec"), names)
     group = dict(shardopt.ShardedAdamW([torch.zeros(1)]).defaults)
     real, excerpt = shardopt.ShardedAdamW([torch.zeros(1)]).rule, names["adam"]
@@ -181,14 +165,13 @@ def test_the_excerpt_of_adamw_in_the_readme_is_the_rule(tmp_path: Path) -> None:
 
 
 def test_the_numbers_of_the_readme_are_those_of_the_results() -> None:
-    subprocess.run([sys.executable, ROOT / "bench" / "readme.py", "--check"], check=True, timeout=60)
+    done = run_script(ROOT / "bench" / "readme.py", "--check")
+    assert done.returncode == 0, done.stderr
 
 
 def test_command_line() -> None:
-    shown = subprocess.run(
-        [sys.executable, "-m", "shardopt", "--help"], check=True, capture_output=True, text=True, timeout=120
-    ).stdout
-    assert "twins" in shown
+    shown = run_module("shardopt", "--help")
+    assert shown.returncode == 0 and "twins" in shown.stdout, shown.stderr
     twins = run_module("shardopt", "twins", "--optimizer", "SGD")
     assert twins.returncode == 0 and "all bits are equal" in twins.stdout, twins.stderr
 

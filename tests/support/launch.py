@@ -1,6 +1,7 @@
 """Ranks as ``torchrun`` starts them: new processes that find each other through the environment, for frameworks.
 
-They are forked from a process that has imported torch and has done nothing else (``preload.py``).
+They are forked from a process that has imported torch, and the frameworks where these are asked for, and has done
+nothing else (``preload.py``).
 
 ::
 
@@ -30,18 +31,21 @@ from typing import Any
 import torch
 
 from tests.support.coverage_contexts import attributed
-from tests.support.ranks import fork_server
-
-# No framework may ask the network for anything, nor report to it.
-OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "WANDB_DISABLED": "true", "DO_NOT_TRACK": "1"}
+from tests.support.ranks import fork_server, start_with_frameworks
 
 
 def launch(
-    function: Callable[..., Any], *arguments: Any, world: int = 2, killed: bool = False, deadline: float = 600.0
+    function: Callable[..., Any],
+    *arguments: Any,
+    world: int = 2,
+    killed: bool = False,
+    frameworks: bool = False,
+    deadline: float = 600.0,
 ) -> list[Any]:
     """``function(*arguments)`` on ``world`` new ranks; what each returned.
 
     Args:
+        frameworks: forked from a process that has imported Transformers, Accelerate and Lightning.
         killed: each rank kills itself once the function has returned: nothing at the end of a script is run.
         deadline: seconds, of the whole.
 
@@ -51,7 +55,7 @@ def launch(
     with tempfile.TemporaryDirectory(prefix="shardopt-launch-") as name:
         folder = Path(name)
         (folder / "job").write_bytes(pickle.dumps((*attributed(function, arguments), killed)))
-        processes = [_start(folder, rank, world) for rank in range(world)]
+        processes = [_start(folder, rank, world, frameworks) for rank in range(world)]
         try:
             _wait(processes, time.monotonic() + deadline)
         finally:
@@ -66,9 +70,8 @@ def launch(
         return [pickle.loads(result.read_bytes()) for result in results]
 
 
-def _start(folder: Path, rank: int, world: int) -> BaseProcess:
+def _start(folder: Path, rank: int, world: int, frameworks: bool) -> BaseProcess:
     environment = {
-        **OFFLINE,
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(world),
@@ -78,7 +81,7 @@ def _start(folder: Path, rank: int, world: int) -> BaseProcess:
         "TORCHELASTIC_RUN_ID": "launch",  # how frameworks know torchrun
     }
     process = fork_server().Process(target=_serve, args=(str(folder), rank, environment), daemon=False)
-    process.start()
+    start_with_frameworks(process) if frameworks else process.start()
     return process
 
 

@@ -30,11 +30,12 @@ import warnings
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing import connection, get_context
+from multiprocessing import connection, forkserver, get_context
 from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -46,6 +47,7 @@ from tests.support.parcels import dumps
 MAX_WORLD = 8
 TIMEOUT = 300.0  # seconds, of one wait in the group: deadlines only end a hang, however busy the machine is
 DEADLINE = 600.0  # seconds, of a job
+_AFTER_A_FAILURE = 30.0  # seconds that the others have to tell what they saw of it
 _WRITES_STACKS = 10.0  # seconds that a process may take to write where it stands
 
 
@@ -55,6 +57,16 @@ def fork_server() -> ForkServerContext:
     assert isinstance(context, ForkServerContext)
     context.set_forkserver_preload(["tests.support.preload"])
     return context
+
+
+_WITH_FRAMEWORKS = forkserver.ForkServer()
+
+
+def start_with_frameworks(process: BaseProcess) -> None:
+    """Starts a process of :func:`fork_server` with what ``preload_frameworks.py`` imports in it as well."""
+    _WITH_FRAMEWORKS.set_forkserver_preload(["tests.support.preload_frameworks"])
+    with patch.object(forkserver, "connect_to_new_process", _WITH_FRAMEWORKS.connect_to_new_process):
+        process.start()
 
 
 class RankFailure(AssertionError):
@@ -135,6 +147,8 @@ class Pool:
                     workers[rank].process.join(5)
                     failures[rank] = f"the process died, exit code {workers[rank].process.exitcode}"
                     broken = True
+            if failures:
+                end = min(end, time.monotonic() + _AFTER_A_FAILURE)
         if broken:
             for rank in waiting.values():
                 failures[rank] = f"not done in time; it stood here:\n{_stacks_of(workers[rank])}"

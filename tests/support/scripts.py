@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tests.support.ranks import fork_server
+from tests.support.ranks import fork_server, start_with_frameworks
 
 DEADLINE = 600.0  # seconds, of a program
 
@@ -50,12 +50,19 @@ class Program:
         cwd: Path | str | None = None,
         env: Mapping[str, str] | None = None,
         warn: bool = False,
+        frameworks: bool = False,
     ) -> None:
-        """``target``: a file or, where ``is_module``, the name of a module. ``warn``: every warning is an error."""
+        """Starts it.
+
+        Args:
+            target: a file or, where ``is_module``, the name of a module.
+            warn: every warning is an error.
+            frameworks: the process has imported Transformers, Accelerate and Lightning as well.
+        """
         self._folder = tempfile.TemporaryDirectory(prefix="shardopt-script-")
         job = (self._folder.name, target, arguments, is_module, str(cwd or os.getcwd()), dict(env or {}), warn)
         self.process: BaseProcess = fork_server().Process(target=_run, args=job)
-        self.process.start()
+        start_with_frameworks(self.process) if frameworks else self.process.start()
 
     def printed(self) -> str:
         """What stands on its standard output so far."""
