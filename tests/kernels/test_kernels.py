@@ -1,4 +1,8 @@
-"""The step kernels: Triton's, the native one and NumPy give the same bits, and touch nothing else."""
+"""The step kernels: Triton's, the native one and NumPy give the same bits, and touch nothing else.
+
+Triton's interpreter takes its time for each program, so a program takes eight blocks here and a shard has two programs;
+test_any_shard and test_programs_of_any_size have as many as a GPU would.
+"""
 
 import dataclasses
 import gc
@@ -32,7 +36,7 @@ from shardopt.kernels.spec import StepSpec
 from shardopt.kernels.tables import BLOCK, Factors, Gradients, Streams
 from shardopt.rules import rule
 from shardopt.rules.rule import Rule
-from tests.support.cases import CASES, GRADIENTS, Case, Keywords
+from tests.support.cases import CASES, GRADIENTS, KEPT_IN, Case, Keywords
 from tests.support.shards import BACKENDS, SCALES, HandmadeShard, Member, Shape, assert_same_bits, lone
 from tests.support.sweep import sweep
 
@@ -77,18 +81,30 @@ def group_of(case: Case, keywords: Keywords) -> dict[str, Any]:
     return {name: value.item() if isinstance(value, torch.Tensor) else value for name, value in group.items()}
 
 
-def variants() -> Iterator[Any]:
+@pytest.fixture(autouse=True)
+def large_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_step, "BLOCKS_PER_PROGRAM", 8)
+
+
+def variants() -> dict[Any, tuple[Case, dict[str, Any], Keywords]]:
     """Every variant once, with the last of its keywords: they turn most on."""
     found = {}
     for case in CASES:
         for keywords in case.keywords:
             group = group_of(case, keywords)
             found[case.rule.variant(group)] = (case, group, keywords)
-    for index, (case, group, keywords) in enumerate(found.values()):
-        yield pytest.param(case.rule, group, FORMATS[1 + index % 8], id=f"{case}-{keywords}")
+    return found
 
 
-VARIANTS = list(variants())
+def mixed() -> Iterator[Any]:
+    """Every variant in one of the mixed formats by turns: of each case the last one, the others in the slow run."""
+    for index, (case, group, keywords) in enumerate(VARIANTS.values()):
+        is_last = group == group_of(case, case.keywords[-1])
+        marks = () if is_last else pytest.mark.slow
+        yield pytest.param(case.rule, group, FORMATS[1 + index % 8], id=f"{case}-{keywords}", marks=marks)
+
+
+VARIANTS = variants()
 ADAMW = next(group_of(case, {"weight_decay": 0.1}) for case in CASES if case.name == "AdamW")
 ADAM_RULE = next(case.rule for case in CASES if case.name == "AdamW")
 
@@ -112,19 +128,27 @@ def check(
 # -- bits --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("of", "group", "mixed"), VARIANTS)
-def test_every_variant(of: Rule, group: dict[str, Any], mixed: tuple[Format, Format]) -> None:
-    """All fp32, and in one of the mixed formats by turns; values of every magnitude, then those that are none."""
+@pytest.mark.parametrize(
+    ("of", "group"), [pytest.param(case.rule, group, id=f"{case}-{kw}") for case, group, kw in VARIANTS.values()]
+)
+def test_every_variant(of: Rule, group: dict[str, Any]) -> None:
+    """All fp32; values of every magnitude, then those that are none."""
     check(NASTY, of, group)
     check(dataclasses.replace(NASTY, grads="special", seed=1), of, group)
-    check(dataclasses.replace(NASTY, seed=2), of, group, *mixed)
 
 
-@sweep({"formats": FORMATS, "grads": tuple(GRADIENTS), "misaligned": (0, 1, 3)})
-def test_every_format(formats: tuple[Format, Format], grads: str, misaligned: int) -> None:
-    param, grad = formats
+@pytest.mark.parametrize(("of", "group", "formats"), list(mixed()))
+def test_every_rule_in_mixed_formats(of: Rule, group: dict[str, Any], formats: tuple[Format, Format]) -> None:
+    check(dataclasses.replace(NASTY, seed=2), of, group, *formats)
+
+
+NAMED = {each.name: each for each in (FP32, BF16, FP16)}
+
+
+@sweep({"param": list(NAMED), "grad": list(NAMED), "grads": list(GRADIENTS), "misaligned": [0, 1, 3]})
+def test_every_format(param: str, grad: str, grads: str, misaligned: int) -> None:
     members = tuple(dataclasses.replace(member, misaligned=misaligned) for member in NASTY.members)
-    check(dataclasses.replace(NASTY, members=members, grads=grads, seed=3), ADAM_RULE, ADAMW, param, grad)
+    check(dataclasses.replace(NASTY, members=members, grads=grads, seed=3), ADAM_RULE, ADAMW, NAMED[param], NAMED[grad])
 
 
 @sweep({"kept": KEPT, "grads": tuple(GRADIENTS)}, strength=1)
@@ -140,13 +164,14 @@ def formats_in(kept: Formats) -> list[Format]:
     return [each for each in (param, grad, master, *states) if each is not None]
 
 
-@pytest.mark.parametrize("number", range(len(CASES)), ids=[case.name for case in CASES])
-def test_every_rule_in_the_formats_it_is_given(number: int) -> None:
-    """With an average of the weights, and most flags on."""
-    case = CASES[number]
-    of, group = case.rule.averaging(0.9), group_of(case, case.keywords[-1])
-    keep = [("split", "int8"), ("none", "bf16"), ("split24", "bf16"), ("none", "int8"), ("fp32", "int8")][number % 5]
-    kept = kept_for(of, Options(master=keep[0], state_format=keep[1]), torch.bfloat16, 10**6)
+@pytest.mark.parametrize("is_averaged", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("case", CASES, ids=repr)
+def test_every_rule_in_the_formats_it_is_given(case: Case, is_averaged: bool) -> None:
+    """With most flags on; in the slow run, and of AdamW, with an average of the weights as well."""
+    of = case.rule.averaging(0.9) if is_averaged or case.name == "AdamW" else case.rule
+    group, (master, states_in) = group_of(case, case.keywords[-1]), KEPT_IN[case]
+    options = Options(master=master, state_format=states_in)  # type: ignore[arg-type]
+    kept = kept_for(of, options, torch.bfloat16, 10**6)
     states = tuple(kept.states[name] for name in of.variant(group).states)
     for seed, grads in enumerate(("heavy_tailed", "special")):
         shape = dataclasses.replace(NASTY, grads=grads, seed=seed)
@@ -184,6 +209,14 @@ def test_any_shard(shape: Shape, formats: Any, blocks: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(triton_step, "BLOCKS_PER_PROGRAM", blocks)
         check(shape, ADAM_RULE, ADAMW, *formats)
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 16])
+def test_programs_of_any_size(blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One is what GPUs run with: a program for each of fourteen blocks."""
+    monkeypatch.setattr(triton_step, "BLOCKS_PER_PROGRAM", blocks)
+    check(NASTY, ADAM_RULE, ADAMW)
+    check(NASTY, ADAM_RULE, ADAMW, *KEPT[6])
 
 
 @pytest.mark.parametrize("formats", [(FP32, FP32), (BF16, BF16), (FP16, FP32), *KEPT[4:10]])

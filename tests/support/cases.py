@@ -3,6 +3,7 @@
 A new optimizer is one row of ``CASES``.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -60,7 +61,7 @@ class Lion(torch.optim.Optimizer):
                 exp_avg.mul_(beta2).add_(grad, alpha=1 - beta2)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Case:
     """One optimizer."""
 
@@ -242,6 +243,10 @@ CASES = (
     ),
 )
 
+
+MASTERS, STATE_FORMATS = ("split", "none", "split24", "fp32"), ("int8", "bf16", "fp32")
+# What each case is kept in where not all is tried: for all tests the same, as each other format is a kernel to compile.
+KEPT_IN = dict(zip(CASES, itertools.product(MASTERS, STATE_FORMATS), strict=True))
 
 # -- params ------------------------------------------------------------------------------------------------------------
 
