@@ -10,6 +10,7 @@ from .bindable import check_bindable, check_gradient_format, warn_of_master
 from .binding import Binding
 from .entry import Candidate, Group, named_params
 from .errors import BindingError
+from .partition.released import is_sharded
 from .partition.room import return_free_pages
 from .tiers import check_offload, tier_of
 
@@ -42,19 +43,22 @@ def bind(
                 "states would come and go for one bucket after the other in mid-backward, which no test has seen to be "
                 "right. Leave one of the two away."
             )
-        check_bindable(candidates, groups, device)
+        with torch._C.DisableTorchFunctionSubclass():  # released params are looked at, and not read
+            check_bindable(candidates, groups, device)
         check_gradient_format(binding.options, candidates)
         if not binding.entries:
             warn_of_master(binding.options, groups)
         plan = binding.plan(candidates)
         if binding.mesh.world.size > 1:
-            sums = [0 if param in binding.fresh else checksum(param) for _, param, _ in candidates]
+            sums = [0 if param in binding.fresh or is_sharded(param) else checksum(param) for _, param, _ in candidates]
     except Exception as error:
         problem = error
     description = _description(binding, groups, numbers, candidates, closure)
     description["values"] = {name: value for (name, _, _), value in zip(candidates, sums, strict=False)}
     world, device = binding.mesh.world, candidates[0][1].device
     agree(View(description, lambda: description, problem), world, device)
+    if binding.sharded is not None:  # they were frozen: whole values first
+        binding.sharded.let_go([param for _, param, _ in candidates])
     # Memory can run out on one rank alone: what was made is given back, and all ranks hear of it.
     shards = []
     try:

@@ -162,8 +162,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         elif not binding.entries:
             handover.share_values(binding.mesh.world)
         if candidates:
-            if binding.sharded is not None:
-                binding.sharded.let_go([param for _, param, _ in candidates])
             bind(binding, self.param_groups, numbers, candidates)
         frozen = binding.frozen(handover.module)
         if frozen:
@@ -337,10 +335,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         # Released params would ask for each attribute whether it may be read.
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             outcome = self._run(Call(self.defaults, scaling, closure is not None, problem))
+        self._states.consolidated = None  # a skipped step too lets masters follow weights that were written
         self.grad_norm = outcome.grad_norm
         if outcome.updated:
             self.updates += 1
-            self._states.consolidated = None
         return loss
 
     def _run(self, call: Call) -> Outcome:
@@ -439,6 +437,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         rank that wrote.
         """
         self._check_weights("refresh_masters()")
+        self._states.consolidated = None
         with torch.no_grad():
             for binding in self._bindings:
                 refresh_masters(binding)

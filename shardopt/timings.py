@@ -3,7 +3,6 @@
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from statistics import median
 from typing import Any
 
 import torch
@@ -39,6 +38,8 @@ class Clock:
         self._now.clear()
 
     def read(self, note: str | None = None) -> "Timings":
+        from statistics import median  # imports decimal and fractions, which no step needs
+
         return Timings({name: median(step.get(name, 0.0) for step in self._steps) for name in self._seen()}, note)
 
     def _seen(self) -> list[str]:

@@ -274,7 +274,7 @@ class _Planner:
     def _add(self, key: Key, tensor: Tensor, start: int, stop: int, elements: Elements, offset: int) -> None:
         if not key.is_of_one_rank:
             self.tensors[key] = tensor
-        if start < stop:
+        if start < stop or key.is_of_one_rank:  # without elements too: nothing but the piece tells that it is there
             self.pieces.append(Piece(key, tensor, start, stop, elements, offset))
 
     def _keep(self, tensor: torch.Tensor) -> str:
