@@ -1,8 +1,11 @@
 """Layouts: the picture in the docstring, what must hold for any params and ranks, sizes that no machine holds."""
 
 import re
-import time
+import sys
+from collections.abc import Callable
 from itertools import groupby, pairwise
+from types import FrameType
+from typing import Any, TypeVar
 
 import pytest
 from hypothesis import example, given, settings
@@ -10,6 +13,8 @@ from hypothesis import strategies as st
 
 from shardopt.partition import layout
 from shardopt.partition.layout import BLOCK, BucketLayout, Piece, split_into_buckets
+
+T = TypeVar("T")
 
 NUMELS = st.lists(
     st.integers(0, 5 * BLOCK) | st.sampled_from([0, 1, BLOCK - 1, BLOCK, BLOCK + 1, 10**6]), min_size=1, max_size=12
@@ -136,13 +141,32 @@ def test_a_huge_param_is_alone_and_tiny_ones_share() -> None:
 # -- a trillion --------------------------------------------------------------------------------------------------------
 
 
+def lines_run(call: Callable[[], T]) -> tuple[int, T]:
+    """How many lines of Python a call runs, and what it returns."""
+    lines = 0
+
+    def trace(frame: FrameType, event: str, argument: Any) -> Any:
+        nonlocal lines
+        lines += event == "line"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        returned = call()
+    finally:
+        sys.settrace(before)
+    return lines, returned
+
+
 def test_trillion_params_over_4096_ranks() -> None:
     """Plain integers, no loop over blocks, nor over params for each rank: many small ones and a huge one."""
     numels = (*[4097] * 20_000, 10**12 - 7)
-    start = time.perf_counter()
-    bucket = BucketLayout(numels, 4096)
-    pieces = [bucket.pieces(rank) for rank in range(4096)]
-    assert time.perf_counter() - start < 2
+    lines, bucket = lines_run(lambda: BucketLayout(numels, 4096))
+    first_lines, first = lines_run(lambda: bucket.pieces(0))  # all small ones, and the offsets of all
+    counted = [lines_run(lambda rank=rank: bucket.pieces(rank)) for rank in range(1, 4096)]
+    assert lines + first_lines < 20 * len(numels) and max(lines for lines, _ in counted) < 50
+    pieces = [first, *(of_rank for _, of_rank in counted)]
     assert sum(piece.numel for of_rank in pieces for piece in of_rank) == sum(numels)
     assert bucket.numel / sum(numels) < 1.00001
     assert max(piece.start for of_rank in pieces for piece in of_rank) > 2**39

@@ -3,7 +3,6 @@
 import copy
 import gc
 import io
-import time
 import warnings
 from typing import Any
 
@@ -142,10 +141,8 @@ def wrong_on_one_rank(stage: int) -> None:
     opt = ShardedSGD(model, **SGD, stage=stage, tuning=tuning(True))
     if rank == 1:
         model.extra = nn.Parameter(torch.ones(3))  # trainable, and nobody's
-    start = time.monotonic()
     with raises(BindingError if rank == 1 else DisagreementError, "extra"):
         backward(model, 0)
-    assert time.monotonic() - start < 15
     if rank == 1:
         del model.extra
         model.register_buffer("extra", torch.ones(3))

@@ -28,7 +28,7 @@ import shardopt
 from shardopt import ShardoptError, Tuning
 from tests.support.beside_torch import KINDS, Model, Saved
 from tests.support.cells import GROUPS, LATE, LOW, SHAPES, Cells, by_param, factors_of, param_of, values
-from tests.support.compare import Comparison
+from tests.support.observed import Comparison
 from tests.support.training import load_bytes
 
 Act = tuple[Any, ...]
