@@ -114,7 +114,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._closed = False
         self.grad_norm: float | None = None
         """Global 2-norm of the last step's gradients before clipping, where ``max_grad_norm`` or ``release_gradients``
-        was given."""
+        was given: NaN where one of them is, inf where one is Inf (with ``release_gradients``: where one is either)."""
         self.updates = 0
         """Calls of ``step()`` that changed params: those that no Inf, NaN or scaler skipped."""
         super().__init__(params, defaults)
