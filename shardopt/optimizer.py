@@ -131,7 +131,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             if optimizer is not None:
                 optimizer.bind()
 
-        handover = Handover(module, self.options.stage >= 2, before_forward)
+        has_parts = Placements.of_stage(self.options.stage).grad is Placement.SHARD
+        handover = Handover(module, has_parts, before_forward)
         handover.check_covers(self)
         self._handover = handover
         _SHARING.setdefault(handover.module, weakref.WeakSet()).add(self)
