@@ -46,18 +46,20 @@ def as_list(optimizer: object) -> list[ShardedOptimizer]:
             f"optimizer takes one of shardopt's optimizers, a list of them, or None for the module alone, found "
             f"{type(optimizer).__name__}."
         )
-    found = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
-    if not found:
+    given = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+    found: list[ShardedOptimizer] = []
+    if not given:
         raise ValueError("optimizer is an empty list, so no states would be kept: give None for the module alone.")
-    for index, each in enumerate(found):
+    for index, each in enumerate(given):
         if not isinstance(each, ShardedOptimizer):
             raise TypeError(
                 f"a checkpoint holds the states of shardopt's optimizers, found a {type(each).__name__}: use the "
                 "Sharded class of that name, or save its state_dict()'s tensors as extra."
             )
-        if any(each is other for other in found[:index]):
+        if any(each is other for other in found):
             raise ValueError(f"optimizer lists the one at index {index} twice: list each once.")
         each._check_open()
+        found.append(each)
     return found
 
 
