@@ -386,7 +386,7 @@ def refuses_what_comes_too_late(stage: int, folder: Any) -> None:
     assert isinstance(model.out.weight.grad.detach(), ReleasedGradient)
     torch._foreach_zero_(
         [model.out.weight.grad]
-    )  # a zero_grad(set_to_none=False) of torch's; there is nothing to clear
+    )  # as torch clears many at once
     # The second backward is refused before anything changed, through the output's node or through a param's.
     before = bits(model, opt)
     for loss in (lambda: on_tokens(model, 9), lambda: model.out.weight.sum()):
