@@ -82,9 +82,10 @@ class Composition:
                 self.others[own] = make(own)
         found = []
         for own, binding in ((None, self.main), *self.others.items()):
-            # All groups keep their numbers, for messages, and their hyper-parameters are compared.
+            # All groups keep their numbers, for messages, and their hyper-parameters are compared. A DeviceMesh is
+            # compared by value, as the table's keys are: ``mesh["dp"]`` is a new object at each call.
             mine = [
-                self.locals.of_group(group) if group.get("process_group") is own else {**group, "params": []}
+                self.locals.of_group(group) if group.get("process_group") == own else {**group, "params": []}
                 for group in groups
             ]
             if any(group["params"] for group in mine):

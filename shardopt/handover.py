@@ -13,6 +13,7 @@ from typing import Any, NoReturn, cast
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from .backward import Backward
@@ -76,13 +77,7 @@ class Handover:
         own = self.ddp.process_group
         if given is None:
             return own
-        if isinstance(given, dist.ProcessGroup) and sorted(dist.get_process_group_ranks(given)) != sorted(
-            dist.get_process_group_ranks(own)
-        ):
-            raise BindingError(
-                "process_group= holds other ranks than the group of the DistributedDataParallel module: gradients "
-                "would be averaged over other ranks than its buffers. Give both the same, or leave it to the module."
-            )
+        _check_same_ranks(given, own)
         return given
 
     def begin(self, binding: Binding, backward: Backward) -> None:
@@ -166,6 +161,9 @@ class Handover:
         """Makes DDP leave gradients alone, and frees its buckets."""
         if self.ddp is not None and not isinstance(self.ddp.reducer, RetiredReducer):
             check_honourable(self.ddp)
+            if self._binding is not None and self._binding.mesh.world.group is not None:
+                # DDP may have been wrapped around the module after bind().
+                _check_same_ranks(self._binding.mesh.world.group, self.ddp.process_group)
             self.ddp.reducer = cast(Any, RetiredReducer())
             self.ddp.logger = RetiredLogger()  # it holds the old one
 
@@ -195,6 +193,23 @@ class Handover:
             params, expect_sparse = self.ddp._build_params_for_reducer()
             names = self.ddp._build_debug_param_to_name_mapping(params)
             self.ddp._ddp_init_helper(params, expect_sparse, names, self.ddp.static_graph)
+
+
+def _check_same_ranks(given: dist.ProcessGroup | DeviceMesh, own: dist.ProcessGroup) -> None:
+    """Raises BindingError if the optimizer's ranks are not those of DDP."""
+    ranks, theirs = _ranks_of(given), _ranks_of(own)
+    if ranks != theirs:
+        raise BindingError(
+            f"process_group= holds ranks {ranks}, the group of the DistributedDataParallel module {theirs}: gradients "
+            "would be averaged over other ranks than its buffers. Give both the same, or leave it to the module."
+        )
+
+
+def _ranks_of(group: dist.ProcessGroup | DeviceMesh) -> list[int]:
+    """Their global numbers: of a mesh, those of the part that this rank is in."""
+    if isinstance(group, DeviceMesh):
+        return sorted(group.mesh.flatten().tolist())
+    return sorted(dist.get_process_group_ranks(group))
 
 
 def _is_around(outer: nn.Module, inner: nn.Module) -> bool:

@@ -1,0 +1,62 @@
+"""Device meshes and process groups: whose params are whose, and which ranks average, whichever way ranks are named."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+
+import shardopt
+from shardopt import BindingError
+from tests.support.ranks import Pool
+from tests.support.training import raises
+
+
+def groups_of_one_mesh() -> None:
+    """``mesh["copies"]`` is a new object at each call: groups that name the same ranks are updated all the same."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "experts"))
+    params = [nn.Parameter(torch.ones(300)) for _ in range(3)]
+    groups: list[dict[str, Any]] = [{"params": params[:1]}]
+    groups += [{"params": [param], "process_group": mesh["copies"]} for param in params[1:]]
+    assert groups[1]["process_group"] is not groups[2]["process_group"]
+    optimizer = shardopt.ShardedSGD(groups, lr=0.5)
+    for param in params:
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    assert all(bool((param == 0.5).all()) for param in params), [float(param[0]) for param in params]
+    assert repr(optimizer).count("ranks=2") == 1  # one domain for both
+
+
+def ranks_of_ddp() -> None:
+    """Gradients must be averaged over DDP's ranks, whether others are named by a group or by a mesh."""
+    everyone = init_device_mesh("cpu", (1, 2), mesh_dim_names=("a", "b"))
+    for named in (everyone["a"], everyone["a"].get_group()):
+        model = DistributedDataParallel(nn.Linear(3, 2))
+        optimizer = shardopt.ShardedSGD(model, lr=0.5, process_group=named, stage=2)
+        with raises(BindingError, f"process_group= holds ranks [{dist.get_rank()}]", "module [0, 1]"):
+            model(torch.ones(1, 3))
+        optimizer.close()
+        # The same where DDP comes later.
+        module = nn.Linear(3, 2)
+        optimizer = shardopt.ShardedSGD(module, lr=0.5, process_group=named, stage=2)
+        optimizer.bind()
+        model = DistributedDataParallel(module)
+        with raises(BindingError, f"process_group= holds ranks [{dist.get_rank()}]", "module [0, 1]"):
+            model(torch.ones(1, 3))
+        optimizer.close()
+    for same in (everyone["b"], everyone):
+        model = DistributedDataParallel(nn.Linear(3, 2))
+        optimizer = shardopt.ShardedSGD(model, lr=0.5, process_group=same, stage=2)
+        model(torch.full((1, 3), float(dist.get_rank()))).sum().backward()
+        optimizer.step()
+        optimizer.close()
+
+
+def test_groups_that_name_the_same_ranks(ranks: Pool) -> None:
+    ranks.run(groups_of_one_mesh, world=4)
+
+
+def test_the_ranks_are_those_of_ddp(ranks: Pool) -> None:
+    ranks.run(ranks_of_ddp, world=2)
