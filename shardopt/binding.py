@@ -71,6 +71,7 @@ class Binding:
         self.clock = Clock()
         self.rounds = 0  # steps that all ranks agreed on
         self.counted_elsewhere: set[torch.nn.Parameter] = set()  # copies whose elements another rank's norm counts
+        self.slice_numbers: dict[torch.nn.Parameter, int] = {}  # of the slice of a DTensor in a local param
         self.broken: str | None = None  # why params and states of the ranks may belong to different steps
 
     # -- binding ---------------------------------------------------------------------------------------------------

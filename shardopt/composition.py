@@ -24,7 +24,7 @@ from .binding import Binding
 from .config import Options
 from .entry import Group, named_params
 from .errors import BindingError, CheckpointError
-from .local_params import LocalParams, any_dtensor, is_counted_here, is_dtensor, mesh_of
+from .local_params import LocalParams, any_dtensor, is_counted_here, is_dtensor, mesh_of, slice_number
 from .partition.collectives import Ranks
 from .partition.mesh import everyone_of
 
@@ -219,6 +219,8 @@ class Composition:
             binding = self.main if own is None else self.others[own]
             if not (is_counted_here(param) if is_dtensor(param) else first or own is not None):
                 binding.counted_elsewhere.add(self.locals.of(param))
+            if is_dtensor(param):
+                binding.slice_numbers[self.locals.of(param)] = slice_number(param)
 
     def _check_within(self, ranks: Ranks, what: str, mesh: DeviceMesh | None = None) -> None:
         neighbours = [_ranks(binding.mesh.world) for binding in self.bindings]

@@ -185,6 +185,18 @@ def is_counted_here(param: torch.Tensor) -> bool:
     return all(coordinate == 0 or not placement.is_replicate() for placement, coordinate in pairs)
 
 
+def slice_number(param: torch.Tensor) -> int:
+    """Which of the slices of a DTensor this rank holds; ranks that hold copies have the same number."""
+    values: Any = param
+    number = 0
+    for size, coordinate, placement in zip(
+        values.device_mesh.shape, values.device_mesh.get_coordinate(), values.placements, strict=True
+    ):
+        if not placement.is_replicate():
+            number = number * size + coordinate
+    return number
+
+
 def mesh_of(param: torch.Tensor, name: str) -> DeviceMesh:
     """Of a DTensor.
 

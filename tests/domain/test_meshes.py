@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import shardopt
@@ -52,6 +53,39 @@ def ranks_of_ddp() -> None:
         model(torch.full((1, 3), float(dist.get_rank()))).sum().backward()
         optimizer.step()
         optimizer.close()
+
+
+def noise_of_slices() -> None:
+    """Ranks of a tensor mesh draw noise of their own for slices, and the same for copies, at any data parallelism."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    own = torch.linspace(-1, 1, 600).repeat(2).bfloat16()  # both slices hold the same
+    placed = {"sliced": [Shard(0)], "copied": [Replicate()]}
+    params = {name: nn.Parameter(distribute_tensor(own, mesh["tp"], where)) for name, where in placed.items()}
+    options: dict[str, Any] = {"lr": 2**-12 / 3, "process_group": mesh["dp"]}
+    optimizer = shardopt.ShardedAdamW(params.values(), master="none", **options)
+    single = [dist.new_group([rank]) for rank in range(4)][dist.get_rank()]
+    alone = nn.Parameter(own[:600].clone())  # the first slice, as a plain param of one rank
+    reference = shardopt.ShardedAdamW([alone], **{**options, "process_group": single}, master="none")
+    for _ in range(3):
+        for param in params.values():
+            param.grad = distribute_tensor(own.sin(), mesh["tp"], param.placements)
+        alone.grad = own[:600].sin()
+        optimizer.step()
+        reference.step()
+    locals_of: dict[str, list[Any]] = {
+        name: [torch.empty_like(param._local_tensor) for _ in range(4)] for name, param in params.items()
+    }
+    for name, param in params.items():
+        dist.all_gather(locals_of[name], param._local_tensor.detach())
+    sliced, copied = locals_of["sliced"], locals_of["copied"]
+    assert sliced[0].equal(sliced[2]) and sliced[1].equal(sliced[3])  # data-parallel ranks
+    assert not sliced[0].equal(sliced[1])  # tensor-parallel ranks
+    assert all(each.equal(copied[0]) for each in copied)
+    assert sliced[0].equal(alone)  # the first slice draws what one rank alone draws
+
+
+def test_noise_of_tensor_parallel_ranks(ranks: Pool) -> None:
+    ranks.run(noise_of_slices, world=4)
 
 
 def test_groups_that_name_the_same_ranks(ranks: Pool) -> None:
