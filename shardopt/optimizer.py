@@ -352,11 +352,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         parties, composition = self._parties(), self._compose()
         try:
             composition.look(self.param_groups)
+            self._locals.prepare_gradients()
         except Exception as error:  # this rank's alone, perhaps: its tensor mates come to the exchange that follows
             call = dataclasses.replace(call, problem=call.problem or error)
         try:
             composition.agree_on_gradients(self.param_groups, call.problem)
-            self._locals.take_gradients()
+            self._locals.take_gradients(composition.sum_over)
         except Exception as error:
             call = dataclasses.replace(call, problem=error)
         try:

@@ -6,13 +6,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import shardopt
-from shardopt import BindingError
+from shardopt import BindingError, DisagreementError, ShardoptError, Tuning
+from tests.support.allocations import MESSAGE, failing
 from tests.support.ranks import Pool
-from tests.support.training import raises
+from tests.support.training import raises, raw
 
 
 def groups_of_one_mesh() -> None:
@@ -82,6 +83,66 @@ def noise_of_slices() -> None:
     assert not sliced[0].equal(sliced[1])  # tensor-parallel ranks
     assert all(each.equal(copied[0]) for each in copied)
     assert sliced[0].equal(alone)  # the first slice draws what one rank alone draws
+
+
+def memory_runs_out_for_sums() -> None:
+    """On one rank, while gradients that are sums are made whole: its mates hear of it, and nothing changed."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    tensor, rank = mesh["tp"], dist.get_rank()
+    params = [nn.Parameter(distribute_tensor(torch.ones(600), tensor, [Replicate()])) for _ in range(3)]
+    optimizer = shardopt.ShardedSGD(params, lr=0.5, process_group=mesh["dp"], tuning=Tuning(timeout=20))
+
+    def backward() -> None:
+        for param in params:
+            part = torch.full((600,), float(tensor.get_local_rank()))
+            param.grad = DTensor.from_local(part, tensor, [Partial()], run_check=False)
+
+    backward()
+    optimizer.step()
+    backward()
+    with failing(None, least=2000) as meter:
+        optimizer.step()
+    found = [0] * 2
+    for at in range(1, min(meter.count, 5) + 1):
+        backward()
+        before = [raw(param._local_tensor) for param in params]
+        with failing(at if rank == 1 else None, least=2000) as meter:
+            try:
+                optimizer.step()
+            except MemoryError:
+                assert rank == 1
+                found[0] += 1
+            except DisagreementError as error:
+                assert rank != 1 and MESSAGE in str(error)
+                found[1] += 1
+        assert before == [raw(param._local_tensor) for param in params]
+    assert sum(found) >= 3  # once for each sum
+    backward()
+    optimizer.step()
+    assert bool((params[0]._local_tensor == params[2]._local_tensor).all())
+    params[0].grad = distribute_tensor(torch.ones(600), mesh["dp"], [Replicate()])
+    with raises(ShardoptError, "the gradient of a DTensor param", "of mesh"):
+        optimizer.step()
+
+
+def refused_at_first_sight() -> None:
+    """What one rank alone is refused for before its first step is told to its mates, in both directions."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    tensor, rank = mesh["tp"], dist.get_rank()
+    made = DTensor.from_local(torch.ones(600), tensor, [Partial() if rank == 1 else Replicate()], run_check=False)
+    param = nn.Parameter(made)
+    param.grad = torch.zeros_like(param)
+    optimizer = shardopt.ShardedSGD([param], lr=0.5, process_group=mesh["dp"], tuning=Tuning(timeout=20))
+    with raises(BindingError if rank == 1 else DisagreementError, "parts of a sum"):
+        optimizer.step()
+
+
+def test_mates_hear_of_what_is_refused(ranks: Pool) -> None:
+    ranks.run(refused_at_first_sight, world=4)
+
+
+def test_memory_runs_out_while_gradients_are_made_whole(ranks: Pool) -> None:
+    ranks.run(memory_runs_out_for_sums, world=4)
 
 
 def test_noise_of_tensor_parallel_ranks(ranks: Pool) -> None:
