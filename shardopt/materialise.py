@@ -100,9 +100,9 @@ def give_values(
             own = [*each.parameters(recurse=False), *each.buffers(recurse=False)]
             if without.isdisjoint(own):
                 continue
-            buckets = {where[param]: None for param in each.parameters(recurse=False) if param in where}
-            for bucket in buckets:
-                binding.gatherer.need(bucket)
+            buckets = list(dict.fromkeys(where[param] for param in each.parameters(recurse=False) if param in where))
+            if buckets:
+                binding.gatherer.need_all(buckets)
             try:
                 if problem is None:
                     _initialise(each, prefix, own, waiting, state_dict)

@@ -57,8 +57,7 @@ class ShardedParams:
     def unsharded(self) -> Iterator[None]:
         """Whole params. What is written to them stays, whichever way: ``.data`` leaves no trace to notice."""
         gatherer, buckets = self.gatherer, self.buckets
-        for each in buckets:
-            gatherer.need(each)
+        gatherer.need_all(buckets)
         before = [each.bucket.holders for each in buckets]
         self.shown += 1
         try:
