@@ -23,6 +23,7 @@ from .kept import NOTHING
 from .loaded_state import expect_weights, write_tensors
 from .offload.landing import HostLanding
 from .offload.store import Home, Store
+from .param_names import matching, name_of
 from .part import Part
 from .partition.bucket import Bucket
 from .partition.collectives import Ranks
@@ -93,13 +94,24 @@ class Binding:
         Raises:
             StateError: a loaded part does not hold what this rank will need.
         """
-        plan = plan_buckets(candidates, self.rule, self.options, self.mesh.shard.size, self._bucket_bytes)
+        size, whole = self.mesh.shard.size, self._kept_whole()
+        plan = plan_buckets(candidates, self.rule, self.options, size, self._bucket_bytes, whole)
         for planned in plan:
             self._check_loaded(planned)
         return plan
 
     def _bucket_bytes(self, device: torch.device) -> int:
         return self.options.tuning.bucket_bytes_of(device, self.options.module is not None)
+
+    def _kept_whole(self) -> frozenset[torch.Tensor]:
+        """Params that would be sharded at stage 3, but for ``Tuning.keep``."""
+        if Placements.of_stage(self.options.stage).param is Placement.REPLICATE:
+            return frozenset()
+        return matching(self.options.module, self.options.tuning.keep)
+
+    def name_of(self, param: torch.Tensor) -> str | None:
+        """What the user calls a param, where the module was handed over."""
+        return name_of(self.options.module, param)
 
     def _check_loaded(self, planned: PlannedBucket) -> None:
         pieces = {piece.param: piece for piece in planned.layout.pieces(self.mesh.shard.rank)}
@@ -167,6 +179,7 @@ class Binding:
         """Params of the module that are sharded though nothing trains them, and are not yet."""
         if Placements.of_stage(self.options.stage).param is Placement.REPLICATE:
             return []
+        kept_whole = self._kept_whole()
         return [
             param
             for param in module.parameters()
@@ -175,6 +188,7 @@ class Binding:
             and param.numel() >= self.options.tuning.keep_below
             and not is_sharded(param)
             and param not in self.entries
+            and param not in kept_whole
         ]
 
     def adopt_frozen(self, params: Sequence[torch.nn.Parameter]) -> None:
@@ -237,7 +251,8 @@ class Binding:
                 # What rests elsewhere is in no memory that others could read.
                 rest = self._params_rest(device)
                 wires = Transport(self.mesh.shard, device, debug=tuning.debug) if rest else shards
-                self.sharded = ShardedParams(Gatherer(wires, tuning.live_bytes), self.gather, self.fetcher)
+                gatherer = Gatherer(wires, tuning.live_bytes)
+                self.sharded = ShardedParams(gatherer, self.gather, self.fetcher, self.name_of)
             if self.mesh.shard.size > 1:
                 self.exhibit = Exhibit(self)
         return self.wires

@@ -1,7 +1,7 @@
 """What the user may say, validated when it is said, frozen afterwards."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -29,6 +29,10 @@ class Tuning:
         timeout: seconds that one wait for the other ranks may take; None: the process group's own timeout.
         keep_below: stage 3: params of fewer elements than this stay whole on every rank, as at stage 2: norms, biases
             and small embeddings weigh little, and gathering each would cost a message.
+        keep: stage 3: patterns of names of params and modules that stay whole on every rank, as at stage 2, whatever
+            their size: ``("lm_head", "*.norm")``. Names are those of ``model.named_parameters()``, ``*`` stands for any
+            text. For params that another module's forward reads. Masters, states and gradients are sharded all the
+            same.
         live_bytes: stage 3: most bytes of gathered params that stay on a rank while no module needs them.
         neighbours: let CPU ranks of one machine read each other's params out of memory, where the system allows it,
             instead of sending them through sockets.
@@ -48,6 +52,7 @@ class Tuning:
 
     bucket_bytes: int | None = None
     keep_below: int = 65_536
+    keep: Sequence[str] = ()
     live_bytes: int = 8 * MIB
     timeout: float | None = None
     neighbours: bool = True
@@ -60,6 +65,12 @@ class Tuning:
     def __post_init__(self) -> None:
         if self.bucket_bytes is not None and self.bucket_bytes < 1:
             raise ValueError(f"Tuning.bucket_bytes must be at least 1, found {self.bucket_bytes!r}.")
+        if isinstance(self.keep, str) or not all(isinstance(each, str) for each in self.keep):
+            raise TypeError(
+                "Tuning.keep takes several patterns of names of params or modules: write "
+                f'Tuning(keep=("lm_head", "*.norm")), found {self.keep!r}.'
+            )
+        object.__setattr__(self, "keep", tuple(self.keep))  # frozen, and hashable
         if self.live_bytes < 0:
             raise ValueError(f"Tuning.live_bytes must not be negative, found {self.live_bytes!r}.")
         if self.chunk_bytes < 1:

@@ -115,6 +115,11 @@ class Handover:
         if module is not self.module:  # a shallow copy shares hooks
             return
         self._prepare()
+        if self._binding is not None and self._binding.fresh:
+            raise BindingError(
+                "call optimizer.bind() again, on every rank: it failed before all params that were on the meta device "
+                "had values, and this forward would compute with zeros."
+            )
         if self.forward is not None:
             self.forward.enter(module, arguments, keywords)
 

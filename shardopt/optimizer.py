@@ -143,6 +143,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         Raises:
             BindingError: a param that no bucket can hold, or values that are missing.
+            Exception: what a ``reset_parameters()`` raised, and DisagreementError on the other ranks. The module has no
+                values then: mend the cause and call this again, on every rank. Forwards are refused until then.
         """
         self._check_open()
         handover = self._handover
@@ -153,13 +155,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
             )
         binding = self._bound()
         candidates = binding.unbound(self.param_groups)
-        if not candidates and (binding.entries or not binding.frozen(handover.module)):
+        if not candidates and not binding.fresh and (binding.entries or not binding.frozen(handover.module)):
             return
         numbers = self._check_together(handover, candidates, state_dict)
         if meta_params(handover.module):
             binding.fresh = set(give_devices(handover.module, binding.mesh.world))
             candidates = binding.unbound(self.param_groups)
-        elif not binding.entries:
+        elif not binding.entries and not binding.fresh:
             handover.share_values(binding.mesh.world)
         if candidates:
             bind(binding, self.param_groups, numbers, candidates)
@@ -184,8 +186,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._compose().look(self.param_groups)
             numbers = [plain_numbers(group) for group in self.param_groups]
             check_numbers(numbers, self.defaults)
-            if meta_params(handover.module):
-                check_materialisable(handover.module, state_dict)
+            fresh = self._bound().fresh
+            if fresh or meta_params(handover.module):
+                check_materialisable(handover.module, state_dict, fresh)
         except Exception as error:
             problem = error
         view = {"module": handover.describe()}

@@ -82,6 +82,7 @@ def test_options_are_added_on_purpose() -> None:
     assert list(shardopt.Tuning.__dataclass_fields__) == [
         "bucket_bytes",
         "keep_below",
+        "keep",
         "live_bytes",
         "timeout",
         "neighbours",
