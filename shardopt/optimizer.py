@@ -465,7 +465,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """In torch's format: ``{"state": {index: {...}}, "param_groups": [...]}``. No other rank need call it.
 
         At several ranks its tensors are parts: saved, they are whole, plain tensors, for which the other ranks are
-        asked while they wait or compute. Save before the next step.
+        asked while they wait or compute. Save before the next step, and before any rank loads states.
         """
         self._check_open()
         for hook in self._optimizer_state_dict_pre_hooks.values():
