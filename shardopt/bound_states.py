@@ -28,7 +28,8 @@ def names_of(binding: Binding, entry: Entry, group: Group) -> list[str]:
 def _read_tensor(binding: Binding, entry: Entry, name: str, moment: Moment) -> torch.Tensor:
     shard, index = entry.shard, entry.index
     if binding.mesh.shard.size == 1:
-        return shard.as_param(shard.whole(name), index)
+        own = shard.read(name, index)  # of this param alone: what is decoded or read for it is as long as it
+        return own.as_strided(entry.param.size(), shard.strides(index))
 
     def gather(_: torch.Tensor) -> torch.Tensor:
         return shard.as_param(binding.gather(shard, name), index).clone()
