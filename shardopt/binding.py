@@ -17,6 +17,7 @@ from .agreement import View, agree
 from .bucket_plan import PlannedBucket, plan_buckets
 from .config import Options
 from .entry import Candidate, Entry, Group, named_params
+from .epoch import Epoch, Moment
 from .errors import OffloadError
 from .exhibit import Exhibit
 from .kept import NOTHING
@@ -69,6 +70,7 @@ class Binding:
         self.landing: HostLanding | None = None  # where sums of gradients rest, if not where they are reduced
         self.sharded: ShardedParams | None = None  # at stage 3
         self.exhibit: Exhibit | None = None  # for ranks that read states alone
+        self.epoch = Epoch()  # which states these are
         self.clock = Clock()
         self.rounds = 0  # steps that all ranks agreed on
         self.counted_elsewhere: set[torch.nn.Parameter] = set()  # copies whose elements another rank's norm counts
@@ -340,6 +342,7 @@ class Binding:
         self.clock.end_step()
         if self.exhibit is not None:
             self.exhibit.settle()
+        self.epoch.end_step(self.rounds)
 
     def retire(self) -> None:
         """The optimizer is gone; other ranks may still read."""
@@ -349,11 +352,15 @@ class Binding:
 
     # -- what other ranks hold -------------------------------------------------------------------------------------
 
-    def fetcher(self, shard: Shard, index: int, name: str) -> Callable[[], torch.Tensor] | None:
-        """See :meth:`Exhibit.fetcher`; None where nothing can be asked for."""
+    def fetcher(
+        self, shard: Shard, index: int, name: str, moment: Moment | None = None
+    ) -> Callable[[], torch.Tensor] | None:
+        """See :meth:`Exhibit.fetcher`; by default as it is now. None where nothing can be asked for."""
         if self.mesh.shard.size == 1:
             return partial(_own, shard, index, name)
-        return None if self.exhibit is None else self.exhibit.fetcher(shard, index, name)
+        if self.exhibit is None:
+            return None
+        return self.exhibit.fetcher(shard, index, name, self.epoch.now(name) if moment is None else moment)
 
     def gather(self, shard: Shard, name: str) -> torch.Tensor:
         """Collective: state ``name`` (or "master") of every rank's shard, 1D, as long as the bucket.

@@ -146,6 +146,8 @@ def _mark_used(seen: Survey) -> None:
 def update_early(binding: Binding, shard: Shard, states: Iterable[str], launches: list[Launch]) -> None:
     """Phase 4 of one shard, in memory, ahead of the rest of its step."""
     tasks = Work(shard, states, launches).tasks()
+    if tasks:
+        binding.epoch.begin_step()
     binding.store.prefetch([task.chunk for task in tasks])
     _run(binding, tasks, (1.0, 1.0))
     binding.store.flush()
@@ -348,6 +350,7 @@ def _update(binding: Binding, seen: Survey, unscale: float, clip: float) -> Exce
     if binding.sharded is not None:
         binding.gatherer.drop_all()  # they travel when they are needed; what is here will be out of date
     works, factors = works_of(binding, seen), (unscale, clip)
+    binding.epoch.begin_step()
     if not binding.store.is_final:
         undone = _update_or_put_back(binding, works, factors)
         if undone is not None:

@@ -209,6 +209,7 @@ class Loading:
                 for optimizer in optimizers:
                     _before_writing(optimizer)
                     for binding in optimizer._bindings:
+                        stores.enter_context(binding.epoch.loading())
                         if binding.shards:
                             stores.enter_context(binding.all_or_nothing())
                 for target in self._plan.targets:
