@@ -20,6 +20,7 @@ from .backward import Backward
 from .binding import Binding
 from .errors import BindingError
 from .forward import Forward, ModuleHook, tensors_within
+from .module_tree import ModuleTree
 from .partition.collectives import Ranks
 from .partition.placement import Placement, Placements
 from .partition.released import is_sharded
@@ -41,6 +42,7 @@ class Handover:
         self._binding: Binding | None = None
         self.backward: Backward | None = None
         self.forward: Forward | None = None
+        self._tree: ModuleTree | None = None  # of when params were last bound
         self._always_syncs, self._before_forward = always_syncs, before_forward
         self._hooks = [
             self.module.register_forward_pre_hook(ModuleHook(self._enter), prepend=True, with_kwargs=True),
@@ -48,8 +50,8 @@ class Handover:
         ]
 
     def check_covers(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raises BindingError if a param of the optimizer is not the module's."""
-        own = set(self.module.parameters())
+        """Raises BindingError if a param of the optimizer, which is not bound, is not the module's."""
+        own = {*self.module.parameters(), *(() if self._binding is None else self._binding.entries)}
         for number, group in enumerate(optimizer.param_groups):
             for index, param in enumerate(group["params"]):
                 if param not in own:
@@ -66,8 +68,15 @@ class Handover:
             if param.requires_grad and param not in known:
                 raise BindingError(
                     f"{name} is trainable but in no param group of an optimizer that took the module over: nobody "
-                    "would average its gradient. Freeze it (requires_grad_(False)) or add it to a group."
+                    "would average its gradient, and nobody train it. Freeze it (requires_grad_(False)) or add it to "
+                    "a group (optimizer.add_param_group({'params': ...}))."
                 )
+
+    def check_unchanged(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        """Raises BindingError if a trainable param came into the module after binding, and is in no optimizer."""
+        if self._tree is not None and not self._tree.is_current:
+            self.check_covered(optimizers)
+            self._tree = ModuleTree(self.module)
 
     def process_group(self, given: Any) -> Any:
         """The group to average over: that of the optimizer, else that of DDP."""
@@ -90,6 +99,7 @@ class Handover:
 
     def _adopt(self) -> None:
         assert self.backward is not None
+        self._tree = ModuleTree(self.module)
         self.backward.attach()
         if self.forward is not None:
             self.forward.attach()

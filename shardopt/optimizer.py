@@ -332,6 +332,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                     loss = closure()
             scaling = self._scaling()
             if self._handover is not None and self._handover.backward is not None:
+                self._handover.check_unchanged(_SHARING[self._handover.module])
                 self._handover.backward.check_whole()
         except Exception as error:  # raised on every rank by run_step, so that no rank waits for this one
             problem = error

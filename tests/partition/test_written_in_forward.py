@@ -1,4 +1,4 @@
-"""Stage 3: what a module writes to its own param while it runs is kept, or refused; it is never dropped."""
+"""Stage 3: what a module writes to its own param while it runs is kept, or refused; never dropped with its copy."""
 
 import re
 from contextlib import nullcontext
