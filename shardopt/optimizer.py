@@ -40,7 +40,7 @@ from .state_table import StateTable
 from .state_view import StateView
 from .states import ParamState
 from .step import NOTHING_DONE, Call, Outcome, run_step
-from .survey import Scaling, check_numbers, plain_numbers
+from .survey import Scaling, check_group, check_numbers, plain_numbers
 from .tiers import check_offload, make_store, tier_of
 from .timings import Timings
 from .written_params import refresh_masters
@@ -78,7 +78,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         **options: see :class:`shardopt.config.Options`.
     """
 
+    _check_group: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None
+    """Of a class with torch's arguments: checks those that a param group gives, and returns them."""
+
     def __init__(self, params: Any, defaults: dict[str, Any], *, rule: Rule, **options: Unpack[OptionKeywords]):
+        if not isinstance(rule, Rule):
+            raise TypeError(f"rule takes what shardopt.rule makes of a function, found {type(rule).__name__}.")
+        if not isinstance(defaults, dict):
+            raise TypeError(f"defaults takes a dict of hyper-parameters, found {type(defaults).__name__}.")
         self.rule = rule
         unknown = [name for name in options if name not in Options.__dataclass_fields__]
         if unknown:
@@ -107,7 +114,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._closed = False
         self.grad_norm: float | None = None
         """Global 2-norm of the last step's gradients before clipping, where ``max_grad_norm`` or ``release_gradients``
-        was given."""
+        was given: NaN where one of them is, inf where one is Inf (with ``release_gradients``: where one is either)."""
         self.updates = 0
         """Calls of ``step()`` that changed params: those that no Inf, NaN or scaler skipped."""
         super().__init__(params, defaults)
@@ -124,7 +131,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             if optimizer is not None:
                 optimizer.bind()
 
-        handover = Handover(module, self.options.stage >= 2, before_forward)
+        has_parts = Placements.of_stage(self.options.stage).grad is Placement.SHARD
+        handover = Handover(module, has_parts, before_forward)
         handover.check_covers(self)
         self._handover = handover
         _SHARING.setdefault(handover.module, weakref.WeakSet()).add(self)
@@ -281,7 +289,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             ValueError: a param is in another group already. (Twice in this one: torch's warning now, an error at the
                 first step.)
             ShardoptError: the group asks for what a fused, host-steered update cannot do.
-            TypeError: a param is complex.
+            TypeError: a param is complex, or a hyper-parameter is no number.
+            ValueError: a hyper-parameter is out of its range, or makes a scalar of the update Inf or NaN.
         """
         for flag, reason in _REFUSED_FLAGS.items():
             if param_group.get(flag, self.defaults.get(flag)):
@@ -295,6 +304,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 "module (stage 1), and average each group's gradients over its process_group."
             )
         super().add_param_group(param_group)
+        try:
+            check_group(self.rule, self.param_groups[-1], self._check_group)
+        except Exception:
+            self.param_groups.pop()
+            raise
         if any(param.is_complex() for param in self.param_groups[-1]["params"]):
             self.param_groups.pop()
             raise TypeError(
@@ -643,7 +657,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         other.rule, other.options = self.rule, dataclasses.replace(self.options, module=module)
         other._closed, other.grad_norm, other.updates = self._closed, self.grad_norm, self.updates
         other._composition, other._handover, other._away = None, None, None
-        other._release = None
+        other._release, other._check_group = None, self._check_group
         other._retire, other._locals = [], LocalParams()
         other._states = StateTable(self.rule, other._locals)
         for group in self.param_groups:

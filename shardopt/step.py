@@ -89,7 +89,7 @@ def run_step(parties: Sequence[Party], whole: Sequence[Ranks], call: Call) -> Ou
     agreed = _agree(lanes, whole, call)
     # 3. decide
     main = lanes[0]
-    norm = _norm(main.binding, agreed, main.seen, call.scaling)
+    norm = _norm(lanes, whole, agreed, call.scaling)
     launches = [launch for lane in lanes for launch in lane.seen.launches]
     if agreed.overflow or _is_skipped(main.binding, agreed, launches, call.scaling):
         for lane in lanes:
@@ -98,7 +98,8 @@ def run_step(parties: Sequence[Party], whole: Sequence[Ranks], call: Call) -> Ou
         return Outcome(updated=False, grad_norm=norm)
     clip = 1.0
     if norm is not None and main.binding.options.max_grad_norm is not None:
-        clip = min(1.0, main.binding.options.max_grad_norm / (norm + _CLIP_EPS))
+        clip = main.binding.options.max_grad_norm / (norm + _CLIP_EPS)
+        clip = clip if math.isnan(clip) else min(1.0, clip)  # as torch: a norm of NaN makes all gradients NaN
     # 4. update, 5. gather
     undone = _update_lanes(lanes, 1.0 / call.scaling.scale, clip)
     if undone is not None:
@@ -284,13 +285,24 @@ def _compare_written(binding: Binding, seen: Survey) -> None:
 # -- 3. decide ---------------------------------------------------------------------------------------------------------
 
 
-def _norm(binding: Binding, agreed: Agreed, seen: Survey, scaling: Scaling) -> float | None:
+def _norm(lanes: Sequence[Lane], whole: Sequence[Ranks], agreed: Agreed, scaling: Scaling) -> float | None:
+    binding, looked = lanes[0].binding, lanes[0].seen.looked
     if binding.options.max_grad_norm is None:
         return None
     if agreed.nonfinite:
-        return math.inf
-    known = seen.looked.norm
-    return math.sqrt(sum_of_squares(agreed.limbs)) if known is None else known / scaling.scale
+        return math.nan if _holds_nan(lanes, whole) else math.inf
+    return math.sqrt(sum_of_squares(agreed.limbs)) if looked.norm is None else looked.norm / scaling.scale
+
+
+def _holds_nan(lanes: Sequence[Lane], whole: Sequence[Ranks]) -> bool:
+    """Collective, in a step whose gradients are not all finite: whether one is NaN, on any rank."""
+    main = lanes[0].binding
+    gradients = [each.grad for lane in lanes for launch in lane.seen.launches for each in launch.ready.values()]
+    view = View("NaN", dict, nonfinite=sum(bool(grad.isnan().any()) for grad in gradients))
+    with main.clock.phase("agree"):
+        if whole:
+            return agree_on_whole(view, whole, main.device).nonfinite > 0
+        return agree(view, main.mesh.world, main.device).nonfinite > 0
 
 
 def _is_skipped(binding: Binding, agreed: Agreed, launches: Sequence[Launch], scaling: Scaling) -> bool:

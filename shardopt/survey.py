@@ -9,7 +9,7 @@ import itertools
 import math
 import struct
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -18,14 +18,14 @@ import torch
 
 from .binding import Binding
 from .entry import Entry, Group
-from .errors import BindingError, ShardoptError
+from .errors import BindingError, RuleError, ShardoptError
 from .gradient import GradientPart
 from .kernels.formats import ROOT2, format_of
 from .kernels.launch import backend_of
 from .kernels.reductions import LIMBS
 from .kernels.spec import StepSpec
 from .kernels.tables import BLOCK, Factors, Gradients, Noise
-from .rules import Variant
+from .rules import Rule, Variant
 from .shard import Shard
 from .slot import Slot
 from .written_params import follow_written_params
@@ -144,6 +144,26 @@ def check_numbers(numbers: Sequence[Mapping[str, Any]], defaults: Mapping[str, A
                 f"{missing} of param group {index} is missing or no plain number (a tensor must hold one element): the "
                 "update cannot be computed. Assign a number."
             )
+
+
+def check_group(rule: Rule, group: dict[str, Any], check: Callable[[Mapping[str, Any]], dict[str, Any]] | None) -> None:
+    """Checks a new param group by the arguments of its class, if that has any, and by the scalars of a first step.
+
+    Raises:
+        ValueError, TypeError: what the group would update with is no finite number.
+    """
+    if check is not None:
+        group.update(check(group))
+    numbers = plain_numbers(group)
+    try:
+        rule.evaluate(rule.variant(numbers), numbers, 1, {})
+    except RuleError:
+        pass  # a key that the user's own rule gets later
+    except ShardoptError as error:
+        if not isinstance(error.__cause__, TypeError):  # so is a number that is None now
+            raise ValueError(str(error)) from error.__cause__
+    except KeyError:
+        pass
 
 
 def placed(binding: Binding, groups: Sequence[Group]) -> Iterator[Place]:

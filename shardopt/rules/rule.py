@@ -30,7 +30,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ..errors import RuleError
+from ..errors import RuleError, ShardoptError
 from . import words
 from .words import WORDS
 
@@ -50,9 +50,11 @@ _COMPARISONS: dict[type[ast.cmpop], str] = {
 EMA = "ema"
 _EMA_RATE = "ema_rate"
 _FP32_MAX, _FP32_SMALLEST = 3.4028234663852886e38, 2.0**-149
+_ROUNDS_TO_INF = 2.0**128 - 2.0**103  # the least float64 that does
 # Keys of a param's entry in a state dict, and names of the kernels' other streams.
 _RESERVED = ("step", "master", EMA, "param", "grad")
-# The native kernel tells its streams apart by number: 16 of them, less gradient, param, master and tables.
+# A native kernel tells 32 streams apart: gradient, param, master, tables, and of each state the old and the new. With
+# the average of the weights that leaves room for these.
 MAX_STATES = 12
 
 
@@ -119,20 +121,40 @@ class Rule:
     def evaluate(
         self, variant: Variant, group: Mapping[str, Any], step: int, carried: Mapping[str, float]
     ) -> tuple[tuple[float, ...], dict[str, float]]:
-        """The scalars of ``variant`` for one param at ``step`` (from 1), and what it carries to its next step."""
-        values = dict(self.scalars(group, step, carried))
+        """The scalars of ``variant`` for one param at ``step`` (from 1), and what it carries to its next step.
+
+        Raises:
+            ShardoptError: one of them is no finite fp32 number: every param of the group would become Inf or NaN.
+        """
+        try:
+            values = dict(self.scalars(group, step, carried))
+        except (ArithmeticError, TypeError, ValueError) as error:
+            raise self._refuse_scalars(group, step, f"cannot be computed ({error})") from error
         if self.average is not None:
             # The first average is the param itself: the zeros that the state begins with do not count.
             values[_EMA_RATE] = 1.0 if step == 1 else 1.0 - self.average
         try:
-            return tuple(float(values[name]) for name in variant.scalars), {
-                name: float(values[name]) for name in self.carried
-            }
+            scalars = tuple(float(values[name]) for name in variant.scalars)
+            carries = {name: float(values[name]) for name in self.carried}
         except KeyError as error:
             raise RuleError(
                 f"rule {self.name!r} needs the scalar {error}, which its scalars function did not return "
                 f"(it returned {sorted(values)}): the update cannot be computed; add it to the returned dict."
             ) from None
+        except (ArithmeticError, TypeError, ValueError) as error:
+            raise self._refuse_scalars(group, step, f"are no numbers ({error})") from error
+        for name, value in zip((*variant.scalars, *carries), (*scalars, *carries.values()), strict=True):
+            if not abs(value) < _ROUNDS_TO_INF:
+                raise self._refuse_scalars(group, step, f"hold {name}={value:g}, no finite fp32 number")
+        return scalars, carries
+
+    def _refuse_scalars(self, group: Mapping[str, Any], step: int, why: str) -> ShardoptError:
+        others = ("foreach", "fused")  # hints, which no update reads
+        numbers = {key: each for key, each in group.items() if not isinstance(each, bool | str) and key not in others}
+        return ShardoptError(
+            f"set finite hyper-parameters within their ranges: the scalars of step {step} {why}, so params and states "
+            f"would become Inf or NaN; nothing changed. The param group has {numbers}."
+        )
 
 
 def rule(
