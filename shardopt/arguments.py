@@ -8,7 +8,7 @@ type, so that ranks compare it and files hold it.
 import math
 import numbers
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -93,6 +93,19 @@ def word(value: object, what: str, choices: Sequence[Chosen], or_none: str = "")
             return each
     listed = ", ".join(map(repr, choices[:-1])) + f" or {choices[-1]!r}"
     raise ValueError(f"{what} must be {listed}{or_none}, found {_shown(value)}.")
+
+
+def texts(value: object, what: str, example: str) -> tuple[str, ...]:
+    """Several texts; one alone is not taken for its letters.
+
+    Raises:
+        TypeError: anything else.
+    """
+    is_several = isinstance(value, Iterable) and not isinstance(value, str | bytes | Mapping)
+    found = tuple(value) if is_several and isinstance(value, Iterable) else None
+    if found is None or not all(isinstance(each, str) for each in found):
+        raise TypeError(f"{what} takes several texts, as {what.rpartition('.')[2]}={example}, found {_shown(value)}.")
+    return found
 
 
 def path(value: object, what: str) -> str:

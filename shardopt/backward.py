@@ -23,6 +23,7 @@ from .kernels.launch import backend_of
 from .kernels.reductions import COLUMNS, LIMBS, norms_of_limbs
 from .kernels.tables import Factors, Gradients
 from .part import Part
+from .partition.released import keep_pattern
 from .partition.resting import RestingBucket
 from .shard import Shard
 from .slot import Norms, Slot
@@ -210,7 +211,8 @@ class Backward:
             raise ShardoptError(
                 f"{entry.name} got a gradient while its values were released: backward may have read memory that was "
                 "given back. Its module hands a tensor on that is not in what its forward returns (an auxiliary loss "
-                "kept as an attribute, say). Return it, or raise Tuning.keep_below above this param's size."
+                "kept as an attribute, say). Return it, or construct the optimizer with "
+                f"{keep_pattern(self._binding.name_of(entry.param))} and it stays whole on every rank."
             )
         grad = param.grad
         if slot is not None and slot.shows_in(grad):

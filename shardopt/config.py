@@ -1,7 +1,7 @@
 """What the user may say, validated when it is said, frozen afterwards."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from .arguments import flag, number, path, set_frozen, whole, word
+from .arguments import flag, number, path, set_frozen, texts, whole, word
 
 __all__ = ["Offload", "OptionKeywords", "Options", "Tuning"]
 
@@ -33,6 +33,10 @@ class Tuning:
             process group's own timeout.
         keep_below: stage 3: params of fewer elements than this stay whole on every rank, as at stage 2: norms, biases
             and small embeddings weigh little, and gathering each would cost a message.
+        keep: stage 3: patterns of names of params and modules that stay whole on every rank, as at stage 2, whatever
+            their size: ``("lm_head", "*.norm")``. Names are those of ``model.named_parameters()``, ``*`` stands for any
+            text. For params that another module's forward reads. Masters, states and gradients are sharded all the
+            same.
         live_bytes: stage 3: most bytes of gathered params that stay on a rank while no module needs them.
         neighbours: let CPU ranks of one machine read each other's params out of memory, where the system allows it,
             instead of sending them through sockets.
@@ -52,6 +56,7 @@ class Tuning:
 
     bucket_bytes: int | None = None
     keep_below: int = 65_536
+    keep: Sequence[str] = ()
     live_bytes: int = 8 * MIB
     timeout: float | None = None
     neighbours: bool = True
@@ -64,6 +69,7 @@ class Tuning:
     def __post_init__(self) -> None:
         checked: dict[str, object] = {
             "keep_below": whole(self.keep_below, "Tuning.keep_below", least=0),
+            "keep": texts(self.keep, "Tuning.keep", '("lm_head", "*.norm")'),
             "live_bytes": whole(self.live_bytes, "Tuning.live_bytes", least=0),
             "neighbours": flag(self.neighbours, "Tuning.neighbours"),
             "chunk_bytes": whole(self.chunk_bytes, "Tuning.chunk_bytes", least=1),

@@ -13,12 +13,14 @@ from typing import Any, NoReturn, cast
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from .backward import Backward
 from .binding import Binding
 from .errors import BindingError
 from .forward import Forward, ModuleHook, tensors_within
+from .module_tree import ModuleTree
 from .partition.collectives import Ranks
 from .partition.placement import Placement, Placements
 from .partition.released import is_sharded
@@ -40,6 +42,7 @@ class Handover:
         self._binding: Binding | None = None
         self.backward: Backward | None = None
         self.forward: Forward | None = None
+        self._tree: ModuleTree | None = None  # of when params were last bound
         self._always_syncs, self._before_forward = always_syncs, before_forward
         self._hooks = [
             self.module.register_forward_pre_hook(ModuleHook(self._enter), prepend=True, with_kwargs=True),
@@ -47,8 +50,8 @@ class Handover:
         ]
 
     def check_covers(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raises BindingError if a param of the optimizer is not the module's."""
-        own = set(self.module.parameters())
+        """Raises BindingError if a param of the optimizer, which is not bound, is not the module's."""
+        own = {*self.module.parameters(), *(() if self._binding is None else self._binding.entries)}
         for number, group in enumerate(optimizer.param_groups):
             for index, param in enumerate(group["params"]):
                 if param not in own:
@@ -65,8 +68,15 @@ class Handover:
             if param.requires_grad and param not in known:
                 raise BindingError(
                     f"{name} is trainable but in no param group of an optimizer that took the module over: nobody "
-                    "would average its gradient. Freeze it (requires_grad_(False)) or add it to a group."
+                    "would average its gradient, and nobody train it. Freeze it (requires_grad_(False)) or add it to "
+                    "a group (optimizer.add_param_group({'params': ...}))."
                 )
+
+    def check_unchanged(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        """Raises BindingError if a trainable param came into the module after binding, and is in no optimizer."""
+        if self._tree is not None and not self._tree.is_current:
+            self.check_covered(optimizers)
+            self._tree = ModuleTree(self.module)
 
     def process_group(self, given: Any) -> Any:
         """The group to average over: that of the optimizer, else that of DDP."""
@@ -76,13 +86,7 @@ class Handover:
         own = self.ddp.process_group
         if given is None:
             return own
-        if isinstance(given, dist.ProcessGroup) and sorted(dist.get_process_group_ranks(given)) != sorted(
-            dist.get_process_group_ranks(own)
-        ):
-            raise BindingError(
-                "process_group= holds other ranks than the group of the DistributedDataParallel module: gradients "
-                "would be averaged over other ranks than its buffers. Give both the same, or leave it to the module."
-            )
+        _check_same_ranks(given, own)
         return given
 
     def begin(self, binding: Binding, backward: Backward) -> None:
@@ -95,6 +99,7 @@ class Handover:
 
     def _adopt(self) -> None:
         assert self.backward is not None
+        self._tree = ModuleTree(self.module)
         self.backward.attach()
         if self.forward is not None:
             self.forward.attach()
@@ -120,6 +125,11 @@ class Handover:
         if module is not self.module:  # a shallow copy shares hooks
             return
         self._prepare()
+        if self._binding is not None and self._binding.fresh:
+            raise BindingError(
+                "call optimizer.bind() again, on every rank: it failed before all params that were on the meta device "
+                "had values, and this forward would compute with zeros."
+            )
         if self.forward is not None:
             self.forward.enter(module, arguments, keywords)
 
@@ -166,6 +176,9 @@ class Handover:
         """Makes DDP leave gradients alone, and frees its buckets."""
         if self.ddp is not None and not isinstance(self.ddp.reducer, RetiredReducer):
             check_honourable(self.ddp)
+            if self._binding is not None and self._binding.mesh.world.group is not None:
+                # DDP may have been wrapped around the module after bind().
+                _check_same_ranks(self._binding.mesh.world.group, self.ddp.process_group)
             self.ddp.reducer = cast(Any, RetiredReducer())
             self.ddp.logger = RetiredLogger()  # it holds the old one
 
@@ -195,6 +208,23 @@ class Handover:
             params, expect_sparse = self.ddp._build_params_for_reducer()
             names = self.ddp._build_debug_param_to_name_mapping(params)
             self.ddp._ddp_init_helper(params, expect_sparse, names, self.ddp.static_graph)
+
+
+def _check_same_ranks(given: dist.ProcessGroup | DeviceMesh, own: dist.ProcessGroup) -> None:
+    """Raises BindingError if the optimizer's ranks are not those of DDP."""
+    ranks, theirs = _ranks_of(given), _ranks_of(own)
+    if ranks != theirs:
+        raise BindingError(
+            f"process_group= holds ranks {ranks}, the group of the DistributedDataParallel module {theirs}: gradients "
+            "would be averaged over other ranks than its buffers. Give both the same, or leave it to the module."
+        )
+
+
+def _ranks_of(group: dist.ProcessGroup | DeviceMesh) -> list[int]:
+    """Their global numbers: of a mesh, those of the part that this rank is in."""
+    if isinstance(group, DeviceMesh):
+        return sorted(group.mesh.flatten().tolist())
+    return sorted(dist.get_process_group_ranks(group))
 
 
 def _is_around(outer: nn.Module, inner: nn.Module) -> bool:

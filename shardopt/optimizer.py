@@ -151,6 +151,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         Raises:
             BindingError: a param that no bucket can hold, or values that are missing.
+            Exception: what a ``reset_parameters()`` raised, and DisagreementError on the other ranks. The module has no
+                values then: mend the cause and call this again, on every rank. Forwards are refused until then.
         """
         self._check_open()
         handover = self._handover
@@ -161,13 +163,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
             )
         binding = self._bound()
         candidates = binding.unbound(self.param_groups)
-        if not candidates and (binding.entries or not binding.frozen(handover.module)):
+        if not candidates and not binding.fresh and (binding.entries or not binding.frozen(handover.module)):
             return
         numbers = self._check_together(handover, candidates, state_dict)
         if meta_params(handover.module):
             binding.fresh = set(give_devices(handover.module, binding.mesh.world))
             candidates = binding.unbound(self.param_groups)
-        elif not binding.entries:
+        elif not binding.entries and not binding.fresh:
             handover.share_values(binding.mesh.world)
         if candidates:
             bind(binding, self.param_groups, numbers, candidates)
@@ -192,8 +194,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._compose().look(self.param_groups)
             numbers = [plain_numbers(group) for group in self.param_groups]
             check_numbers(numbers, self.defaults)
-            if meta_params(handover.module):
-                check_materialisable(handover.module, state_dict)
+            fresh = self._bound().fresh
+            if fresh or meta_params(handover.module):
+                check_materialisable(handover.module, state_dict, fresh)
         except Exception as error:
             problem = error
         view = {"module": handover.describe()}
@@ -343,6 +346,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                     loss = closure()
             scaling = self._scaling()
             if self._handover is not None and self._handover.backward is not None:
+                self._handover.check_unchanged(_SHARING[self._handover.module])
                 self._handover.backward.check_whole()
         except Exception as error:  # raised on every rank by run_step, so that no rank waits for this one
             problem = error
@@ -366,11 +370,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         parties, composition = self._parties(), self._compose()
         try:
             composition.look(self.param_groups)
+            self._locals.prepare_gradients()
         except Exception as error:  # this rank's alone, perhaps: its tensor mates come to the exchange that follows
             call = dataclasses.replace(call, problem=call.problem or error)
         try:
             composition.agree_on_gradients(self.param_groups, call.problem)
-            self._locals.take_gradients()
+            self._locals.take_gradients(composition.sum_over)
         except Exception as error:
             call = dataclasses.replace(call, problem=error)
         try:
@@ -463,7 +468,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Param -> its state in torch's form. A param that has no state yet has an empty one.
 
         Tensors are views of the shard where one rank holds everything, else parts. ``state[param] = ...`` loads one
-        param's state, as ``load_state_dict()`` does: on every rank, each takes its part. All else is read-only.
+        param's state, as ``load_state_dict()`` does: on every rank, each takes its part. All else of it is read-only.
+        Keys that are no tensors are yours, as in torch: state dicts hold them, checkpoints have ``extra``.
         """
         return StateView(self)
 
@@ -474,22 +480,28 @@ class ShardedOptimizer(torch.optim.Optimizer):
             raise StateError("optimizer.state lies in shards and cannot be assigned: call load_state_dict().")
         if "param_groups" in self.__dict__:  # torch's constructor assigns one, before there are groups
             self._take_over(self.param_groups, {})
+            self._states.own = {}
 
     def state_dict(self) -> dict[str, Any]:
         """In torch's format: ``{"state": {index: {...}}, "param_groups": [...]}``. No other rank need call it.
 
         At several ranks its tensors are parts: saved, they are whole, plain tensors, for which the other ranks are
-        asked while they wait or compute. Save before the next step.
+        asked while they wait or compute. Save before the next step, and before any rank loads states.
         """
         self._check_open()
         for hook in self._optimizer_state_dict_pre_hooks.values():
             hook(self)
-        index = {id(param): number for number, (_, param, _) in enumerate(named_params(self.param_groups))}
+        index: dict[int, int] = {}
+        for number, param in enumerate(self._grouped()):
+            index.setdefault(id(param), number)  # of a param that is listed twice torch takes the first
         groups = [
             {key: [index[id(param)] for param in value] if key == "params" else value for key, value in group.items()}
             for group in (without_process_group(group) for group in self.param_groups)
         ]
-        states = {index[id(param)]: dict(state) for param, state in self.state.items()}
+        states = {
+            index.get(id(key), key): dict(state) if isinstance(key, torch.Tensor) else state
+            for key, state in self.state.items()
+        }
         state_dict: dict[str, Any] = {"state": states, "param_groups": groups}
         for post_hook in self._optimizer_state_dict_post_hooks.values():
             replaced = post_hook(self, state_dict)
@@ -537,8 +549,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         groups = self._loaded_groups(copy.deepcopy(state_dict["param_groups"]))
         keys = [key for group in state_dict["param_groups"] for key in group["params"]]
         owners = dict(zip(keys, named_params(groups), strict=True))
-        loaded = {}
+        loaded, own, of_params = {}, {}, {int, *map(type, keys)}
         for key, state in state_dict["state"].items():
+            if type(key) not in of_params:
+                own[key] = state
+                continue
             if key not in owners:
                 raise StateError(
                     f"the state dict has a state for {key!r}, which none of its param groups lists: it was edited or "
@@ -547,6 +562,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             name, param, group = owners[key]
             loaded[param] = self._states.read(state, group, param, name)
         self._take_over(groups, loaded)
+        self._states.own = own
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
@@ -650,6 +666,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             other._locals.of(copy.deepcopy(param, memo)): state.copy()
             for param, state in self._states.all(self.param_groups).items()
         }
+        other._states.own = copy.deepcopy(self._states.own, memo)
         # As torch's copies: hooks, and what schedulers patched onto this instance, are left behind.
         other.__setstate__(copy.deepcopy({"defaults": self.defaults, "param_groups": self.param_groups}, memo))
         # torch added what groups of our own rules do not have, and a step would look for.

@@ -147,6 +147,8 @@ def _mark_used(seen: Survey) -> None:
 def update_early(binding: Binding, shard: Shard, states: Iterable[str], launches: list[Launch]) -> None:
     """Phase 4 of one shard, in memory, ahead of the rest of its step."""
     tasks = Work(shard, states, launches).tasks()
+    if tasks:
+        binding.epoch.begin_step()
     binding.store.prefetch([task.chunk for task in tasks])
     _run(binding, tasks, (1.0, 1.0))
     binding.store.flush()
@@ -232,7 +234,7 @@ def _agree_in(lane: Lane, call: Call) -> Agreed:
     world = binding.mesh.world
     with binding.clock.phase("agree"):
         agreed = agree(view, world, binding.device, binding.mesh.one_copy)
-        if agreed.written and world.size > 1 and binding.sharded is None:
+        if agreed.written and world.size > 1:
             _compare_written(binding, lane.seen)
     binding.rounds += 1
     return agreed
@@ -251,6 +253,7 @@ def view_of(
             "calls of step()": binding.rounds,
             "call": {"closure": call.closure},
             "groups": numbers,
+            "requires_grad": {entry.name: entry.param.requires_grad for entry in entries},
             "gradients": {entry.name: "present" if entry in present else "absent" for entry in entries},
             "steps taken": {entry.name: entry.step for entry in entries},
             "carried scalars": {entry.name: entry.carried for entry in entries},
@@ -259,16 +262,19 @@ def view_of(
         }
 
     looked = seen.looked
-    facts = [(entry.step, entry in present, *entry.carried.values()) for entry in entries]
+    facts = [(entry.step, entry in present, entry.param.requires_grad, *entry.carried.values()) for entry in entries]
     key = [binding.rounds, call.closure, numbers, facts, call.scaling.scale, looked.norm]
     overflow, written = call.scaling.overflow, len(seen.written)
     return View(key, describe, problem, overflow, looked.nonfinite, looked.witness, written, looked.limbs)
 
 
 def _compare_written(binding: Binding, seen: Survey) -> None:
-    """Weights that were loaded, clamped or averaged on any rank must be the same on all: each reads its own copy."""
+    """Weights that were loaded, clamped or averaged on any rank must be the same on all: each reads its own copy.
+
+    Of params that lie in slices there is one copy, which all ranks have written together.
+    """
     entries = list(binding.entries.values())
-    written = set(seen.written)
+    written = {entry for entry in seen.written if entry.shard.gathered is None}
     mine = [index for index, entry in enumerate(entries) if entry in written]
     everyones = binding.mesh.world.exchange_json(mine, binding.device, "comparing weights that were written")
     union = sorted({index for theirs in everyones for index in theirs})
@@ -360,6 +366,7 @@ def _update(binding: Binding, seen: Survey, unscale: float, clip: float) -> Exce
     if binding.sharded is not None:
         binding.gatherer.drop_all()  # they travel when they are needed; what is here will be out of date
     works, factors = works_of(binding, seen), (unscale, clip)
+    binding.epoch.begin_step()
     if not binding.store.is_final:
         undone = _update_or_put_back(binding, works, factors)
         if undone is not None:

@@ -43,7 +43,7 @@ class Place(NamedTuple):
 
     entry: Entry
     group: int
-    number: int  # of the param, counted through the groups
+    number: int  # of the param, counted through the groups; of a DTensor, in the upper 32 bits, that of the slice
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Ready:
     entry: Entry
     group: int
     grad: torch.Tensor  # dense, in the param's storage order: the whole gradient, or this rank's slice of a reduced one
-    number: int  # of the param, counted through the groups
+    number: int  # as of the place
     start: int = 0  # which element of the param is its first
     slot: Slot | None = None  # that it is the slice of
     at_rest: bool = False  # in host memory, beside a device
@@ -186,7 +186,8 @@ def placed(binding: Binding, groups: Sequence[Group]) -> Iterator[Place]:
                 )
             seen.add(entry)
             entry.check()
-            yield Place(entry, group_number, number)
+            # Tensor-parallel ranks hold different elements under one number; ranks that hold copies must stay alike.
+            yield Place(entry, group_number, number + (binding.slice_numbers.get(param, 0) << 32))
 
 
 def _find_ready(binding: Binding, groups: Sequence[Group]) -> list[Ready]:
@@ -291,7 +292,7 @@ def launches_of(
 
 
 def _noise(seed: int, shard: Shard, members: Mapping[int, Ready]) -> Noise:
-    """A key of its own for each param and step, whichever rank and shard its elements are in."""
+    """A key of its own for each param (of a DTensor, each slice) and step, whichever rank and shard it is in."""
     counters = {}
     for row, each in members.items():
         step = each.entry.step + 1

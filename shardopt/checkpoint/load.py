@@ -17,6 +17,7 @@ from ..survey import check_numbers, plain_numbers
 from . import gradients, rng, values
 from .call import as_list, check_module, directory_of
 from .fit import Fit, fit
+from .hyper import check_groups
 from .manifest import Key, Manifest
 from .meeting import Meeting, Problem
 from .model import Home, Model, meeting_of
@@ -124,6 +125,7 @@ def _load(
                 f"{path} does not fit this model: {fitting.describe()}. Nothing was loaded. Give the model and "
                 "optimizers that it was saved with; strict=False loads what fits and lists the rest."
             )
+        check_groups(manifest, fitting, optimizers)
     except Exception as error:
         problem = error
     meeting.share(problem, "comparing the checkpoint with the model")
@@ -195,8 +197,12 @@ class Loading:
         own_rng = {key for key, _ in self._manifest.of("rng") if key.name == str(self._meeting.world.rank)}
         for key in [key for key, _ in self._manifest.of("extra")] + sorted(own_rng):
             self._small[key] = self._checkpoint.whole(key)
+        rng.check(self._saved_rng(), model.device)
         self.extra = values.decode(self._manifest.info["extra"], self._find)
         self._module_extra = values.decode(self._manifest.info["module_extra"], self._find)
+
+    def _saved_rng(self) -> dict[str, torch.Tensor]:
+        return {key.kind: tensor for key, tensor in self._small.items() if key.section == "rng"}
 
     def _find(self, name: str) -> torch.Tensor:
         return self._small[Key("extra", name, "value")]
@@ -214,13 +220,20 @@ class Loading:
                 for optimizer in optimizers:
                     _before_writing(optimizer)
                     for binding in optimizer._bindings:
+                        stores.enter_context(binding.epoch.loading())
                         if binding.shards:
                             stores.enter_context(binding.all_or_nothing())
                 for target in self._plan.targets:
                     target.fill(self._checkpoint)
                 self._commit(model, fitting, optimizers)
-        except Exception as error:
+        except ShardoptError as error:
             problem = error
+        except Exception as error:
+            problem = CheckpointError(
+                f"loading {self._checkpoint.path} failed half-way ({type(error).__name__}: {error}): params and states "
+                "belong to different steps by now, so the optimizers refuse to step. Mend the cause and start anew."
+            )
+            problem.__cause__ = error
         try:
             self._meeting.share(problem, "loading a checkpoint")
         except ShardoptError as error:
@@ -261,10 +274,9 @@ class Loading:
             for index, group in enumerate(optimizer.param_groups):
                 if (number, index) in fitting.groups:
                     _update_group(group, values.decode(fitting.groups[number, index], self._find))
-        for name, state in self._module_extra.items():
-            model.module.get_submodule(name).set_extra_state(state)
-        saved_rng = {key.kind: tensor for key, tensor in self._small.items() if key.section == "rng"}
-        rng.restore(saved_rng, model.device)
+        for saved_as, own_name in fitting.modules.items():
+            model.module.get_submodule(own_name).set_extra_state(self._module_extra[saved_as])
+        rng.restore(self._saved_rng(), model.device)
 
 
 def _renew_master(home: Home) -> None:

@@ -21,7 +21,7 @@ from ..written_params import settle_masters
 from . import gradients, rng, values
 from .elements import Elements, Flat, InShard, Kept, chunks_of, flat_of, strides_of
 from .manifest import NAME_OF_DTYPE, Key, Tensor, Tensors, tensors_from_json, tensors_to_json
-from .model import Home, Model
+from .model import Home, Model, plain_name
 
 
 @dataclass(frozen=True)
@@ -321,4 +321,4 @@ def _described(key: Key, tensor: torch.Tensor) -> Tensor:
 def _extra_states(module: nn.Module) -> Iterator[tuple[str, Any]]:
     for name, each in module.named_modules():
         if type(each).get_extra_state is not nn.Module.get_extra_state:
-            yield name, each.get_extra_state()
+            yield plain_name(name), each.get_extra_state()

@@ -75,6 +75,10 @@ class Bucket:
         for index in self._present:
             self.params[index].__class__ = torch.nn.Parameter
 
+    def versions(self) -> list[tuple[torch.nn.Parameter, int]]:
+        """How often each param, which is here, was written in place."""
+        return [(self.params[index], self.params[index]._version) for index in self._present]
+
     def let_go(self, param: torch.nn.Parameter) -> None:
         """Gives one param, which is here, storage of its own; its place stays empty."""
         with torch.no_grad():

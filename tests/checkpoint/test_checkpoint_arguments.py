@@ -57,8 +57,8 @@ ONLY_SAVED: list[tuple[str, dict[str, Any]]] = [
     ("full_precision", {"full_precision": None}),
     ("extra", {"extra": [1]}),
     ("extra", {"extra": 7}),
-    ("itself, or has more than", {"extra": endless()}),
-    ("itself, or has more than", {"extra": {"deep": deep(5000)}}),
+    ("holds itself", {"extra": endless()}),
+    ("holds itself", {"extra": {"deep": deep(5000)}}),
 ]
 
 

@@ -65,6 +65,8 @@ def test_every_value_is_the_one_that_the_library_had(case: str, tmp_path: Path) 
             assert raw(found[name]) == raw(tensor), name
         assert {name: about["step"] for name, about in manifest.params.items() if about["has_state"]} == steps
         assert len(steps) >= 6 and set(steps.values()) == {3}
+        aliases = {name: about["aliases"] for name, about in manifest.params.items() if about["aliases"]}
+        assert aliases == ({} if case in ("fsdp2", "plain") else {"embed.weight": ["head.weight"]})
         hyper = [group["values"] for group in manifest.optimizers[0]["groups"]]
     assert [(group["lr"], group["weight_decay"]) for group in hyper] == [(0.01, DECAY), (0.02, 0.0)]
     assert all(group["decoupled_weight_decay"] and group["eps"] == HYPER["eps"] for group in hyper)

@@ -82,6 +82,7 @@ def test_options_are_added_on_purpose() -> None:
     assert list(shardopt.Tuning.__dataclass_fields__) == [
         "bucket_bytes",
         "keep_below",
+        "keep",
         "live_bytes",
         "timeout",
         "neighbours",
@@ -172,7 +173,7 @@ def test_the_numbers_of_the_readme_are_those_of_the_results() -> None:
 def test_command_line() -> None:
     shown = run_module("shardopt", "--help")
     assert shown.returncode == 0 and "twins" in shown.stdout, shown.stderr
-    twins = run_module("shardopt", "twins", "--optimizer", "SGD")
+    twins = run_module("shardopt", "twins", "--optimizer", "SGD", "--steps", "1")
     assert twins.returncode == 0 and "all bits are equal" in twins.stdout, twins.stderr
 
 
