@@ -465,7 +465,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @property  # type: ignore[override]
     def state(self) -> StateView:
-        """Param -> its state in torch's form. A param that has no state yet has an empty one.
+        """Param -> its state in torch's form. A param that has no state yet has an empty one (Adagrad's all have one).
 
         Tensors are views of the shard where one rank holds everything, else parts. ``state[param] = ...`` loads one
         param's state, as ``load_state_dict()`` does: on every rank, each takes its part. All else of it is read-only.

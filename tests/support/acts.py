@@ -389,6 +389,7 @@ class Performance:
         """All states."""
         self.optimizer.state = {}
         self.model.optimizer.state.clear()
+        self.model.begin_states()
         self._drop_masters()
         return True
 
