@@ -1,4 +1,4 @@
-"""A module that is changed after binding: a param that came into it is trained, or named on every rank; never forgotten."""
+"""A module that is changed after binding: a param that came into it is trained, or named on every rank."""
 
 from collections.abc import Callable
 
