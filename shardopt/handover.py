@@ -6,7 +6,7 @@ DDP does besides (calling the module, broadcasting buffers, ``no_sync()``, ``sta
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, NoReturn, cast
 
@@ -42,7 +42,10 @@ class Handover:
         self._binding: Binding | None = None
         self.backward: Backward | None = None
         self.forward: Forward | None = None
-        self._tree: ModuleTree | None = None  # of when params were last bound
+        # The optimizers that the module was handed to: each may have some of its params.
+        self.sharing: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._tree: ModuleTree | None = None  # of when params were last bound, or looked for
+        self._looked_in: frozenset[weakref.ref[torch.optim.Optimizer]] = frozenset()  # those of that time
         self._always_syncs, self._before_forward = always_syncs, before_forward
         self._hooks = [
             self.module.register_forward_pre_hook(ModuleHook(self._enter), prepend=True, with_kwargs=True),
@@ -61,9 +64,9 @@ class Handover:
                         "all of them, or give this param to an optimizer of its own."
                     )
 
-    def check_covered(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-        """Raises BindingError if a trainable param of the module is in none of these optimizers."""
-        known = {param for each in optimizers for group in each.param_groups for param in group["params"]}
+    def check_covered(self) -> None:
+        """Raises BindingError if a trainable param of the module is in no optimizer that it was handed to."""
+        known = {param for each in self.sharing for group in each.param_groups for param in group["params"]}
         for name, param in self.module.named_parameters():
             if param.requires_grad and param not in known:
                 raise BindingError(
@@ -72,11 +75,12 @@ class Handover:
                     "a group (optimizer.add_param_group({'params': ...}))."
                 )
 
-    def check_unchanged(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-        """Raises BindingError if a trainable param came into the module after binding, and is in no optimizer."""
-        if self._tree is not None and not self._tree.is_current:
-            self.check_covered(optimizers)
-            self._tree = ModuleTree(self.module)
+    def check_still_covered(self) -> None:
+        """As ``check_covered``, where params came into the module after binding, or an optimizer of others is gone."""
+        sharing = frozenset(map(weakref.ref, self.sharing))
+        if self._tree is not None and not (self._tree.is_current and sharing == self._looked_in):
+            self.check_covered()
+            self._tree, self._looked_in = ModuleTree(self.module), sharing
 
     def process_group(self, given: Any) -> Any:
         """The group to average over: that of the optimizer, else that of DDP."""
@@ -194,7 +198,7 @@ class Handover:
         self.close()
 
     def close(self) -> None:
-        """Gives the module back; DDP reduces its gradients again."""
+        """Gives the module back; DDP reduces its gradients again, unless another optimizer has the module too."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
@@ -204,7 +208,8 @@ class Handover:
             self.forward.close()
         if self._binding is not None:
             self._binding.on_adopt = lambda: None  # it refers to this, and would outlive its optimizer in a cycle
-        if self.ddp is not None and isinstance(self.ddp.reducer, RetiredReducer):
+        others = any(True for _ in self.sharing)  # one that was dropped is no more in it, but still counted by len()
+        if self.ddp is not None and isinstance(self.ddp.reducer, RetiredReducer) and not others:
             params, expect_sparse = self.ddp._build_params_for_reducer()
             names = self.ddp._build_debug_param_to_name_mapping(params)
             self.ddp._ddp_init_helper(params, expect_sparse, names, self.ddp.static_graph)

@@ -57,7 +57,8 @@ _REFUSED_FLAGS = {
 }
 
 # The optimizers that a module was handed to: each may have some of its params.
-_SHARING: weakref.WeakKeyDictionary[torch.nn.Module, "weakref.WeakSet[ShardedOptimizer]"] = weakref.WeakKeyDictionary()
+_SHARING: weakref.WeakKeyDictionary[torch.nn.Module, "weakref.WeakSet[torch.optim.Optimizer]"]
+_SHARING = weakref.WeakKeyDictionary()
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -135,8 +136,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         handover = Handover(module, has_parts, before_forward)
         handover.check_covers(self)
         self._handover = handover
-        _SHARING.setdefault(handover.module, weakref.WeakSet()).add(self)
-        weakref.finalize(self, Handover.dropped, handover).atexit = False
+        handover.sharing = _SHARING.setdefault(handover.module, handover.sharing)
+        handover.sharing.add(self)
+        self._retire.append(weakref.finalize(self, Handover.dropped, handover))
+        self._retire[-1].atexit = False
 
     @torch.no_grad()
     def bind(self, state_dict: Mapping[str, torch.Tensor] | None = None) -> None:
@@ -188,7 +191,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         numbers: list[dict[str, Any]] = []
         try:
             handover.check_covers(self)
-            handover.check_covered(_SHARING[handover.module])
+            handover.check_covered()
             assert handover.backward is not None
             handover.backward.check_free(candidates)
             self._compose().look(self.param_groups)
@@ -346,7 +349,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                     loss = closure()
             scaling = self._scaling()
             if self._handover is not None and self._handover.backward is not None:
-                self._handover.check_unchanged(_SHARING[self._handover.module])
+                self._handover.check_still_covered()
                 self._handover.backward.check_whole()
         except Exception as error:  # raised on every rank by run_step, so that no rank waits for this one
             problem = error
@@ -690,6 +693,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         self._check_weights("close()")
         if self._handover is not None:
+            self._handover.sharing.discard(self)
             self._handover.close()
         for retire in self._retire:
             retire.detach()
