@@ -126,7 +126,7 @@ def memory_is_the_formula() -> None:
 
 
 def low_bits_wait_for_weights(folder: str) -> None:
-    """States that are loaded before weights: masters are shown, saved and go on as they were, kept whole or in halves."""
+    """States are loaded before weights: masters are shown, saved and go on as they were, whole or in halves."""
     for master in ("split", "split24", "fp32"):
         trained = [param for param in Zoo(torch.bfloat16).parameters() if param.requires_grad]
         opt = ShardedSGD(trained, lr=0.01, momentum=0.9, master=master)
@@ -166,7 +166,7 @@ def low_bits_wait_for_weights(folder: str) -> None:
         save_checkpoint(f"{folder}/followed-{master}", module, other)
         assert all(
             raw(s["master"].bfloat16()) == raw(p)
-            for s, p in zip(load_bytes(saved_bytes(other))["state"].values(), params)
+            for s, p in zip(load_bytes(saved_bytes(other))["state"].values(), params, strict=True)
         )
 
 
