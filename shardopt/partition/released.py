@@ -115,6 +115,18 @@ _ALLOWED = {
 } - {None}
 
 
+_CLASSES: dict[type, type] = {}
+
+
+def released_class(own: type) -> type:
+    """What a param of this class is while it is released: :class:`ReleasedParameter`, and of its own class as well."""
+    if own is torch.nn.Parameter or issubclass(own, ReleasedParameter):
+        return ReleasedParameter
+    if own not in _CLASSES:
+        _CLASSES[own] = type(own)(f"Released{own.__name__}", (ReleasedParameter, own), {"__slots__": ()})
+    return _CLASSES[own]
+
+
 class ReleasedParameter(torch.nn.Parameter):
     """An ``nn.Parameter`` of which this rank holds its slice only, at this moment."""
 
