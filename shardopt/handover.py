@@ -254,7 +254,8 @@ def check_honourable(ddp: DistributedDataParallel) -> None:
         raise BindingError(
             f"the DistributedDataParallel module was set up with {' and '.join(found)}, which works inside of its own "
             "reducer: shardopt takes the reduction over, and it would silently be left out. Leave it away "
-            "(reduce_dtype= compresses gradients), or pass model.parameters() without the module at stage 0 or 1."
+            "(reduce_dtype= compresses gradients, `with optimizer.join():` is for uneven inputs), or pass "
+            "model.parameters() without the module at stage 0 or 1."
         )
 
 
@@ -277,9 +278,10 @@ class RetiredReducer:
         if name.startswith("__"):
             raise AttributeError(name)
         raise BindingError(
-            f"DistributedDataParallel asked its reducer for {name}, but shardopt has taken the reduction over (join(), "
-            "communication hooks and changes of the group need DDP's own). Call optimizer.close() first, or pass "
-            "model.parameters() without the module at stage 0 or 1."
+            f"DistributedDataParallel asked its reducer for {name}, but shardopt has taken the reduction over (DDP's "
+            "join(), communication hooks and changes of the group need DDP's own). For uneven inputs use `with "
+            "optimizer.join():`; else call optimizer.close() first, or pass model.parameters() without the module at "
+            "stage 0 or 1."
         )
 
 

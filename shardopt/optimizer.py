@@ -43,6 +43,7 @@ from .step import NOTHING_DONE, Call, Outcome, run_step
 from .survey import Scaling, check_group, check_numbers, plain_numbers
 from .tiers import check_offload, make_store, tier_of
 from .timings import Timings
+from .uneven import Uneven
 from .written_params import refresh_masters
 
 Optimizer = TypeVar("Optimizer", bound="ShardedOptimizer")
@@ -61,7 +62,7 @@ _SHARING: weakref.WeakKeyDictionary[torch.nn.Module, "weakref.WeakSet[torch.opti
 _SHARING = weakref.WeakKeyDictionary()
 
 
-class ShardedOptimizer(torch.optim.Optimizer):
+class ShardedOptimizer(torch.optim.Optimizer, Uneven):
     """Any rule as a ``torch.optim.Optimizer`` whose masters and states are sharded over ranks.
 
     The classes of :mod:`shardopt.optim` are this one with torch's names and arguments. Use it directly for a rule of
@@ -121,6 +122,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         super().__init__(params, defaults)
         if self.options.module is not None:
             self._hand_over(self.options.module)
+        self._enroll()
 
     # -- the module ------------------------------------------------------------------------------------------------
 
@@ -168,6 +170,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         candidates = binding.unbound(self.param_groups)
         if not candidates and not binding.fresh and (binding.entries or not binding.frozen(handover.module)):
             return
+        self._announce("bind")
         numbers = self._check_together(handover, candidates, state_dict)
         if meta_params(handover.module):
             binding.fresh = set(give_devices(handover.module, binding.mesh.world))
@@ -353,14 +356,19 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 self._handover.backward.check_whole()
         except Exception as error:  # raised on every rank by run_step, so that no rank waits for this one
             problem = error
+        call = Call(self.defaults, scaling, closure is not None, problem)
+        self._announce("step", call)
+        self._take(call)
+        return loss
+
+    def _take(self, call: Call) -> None:
         # Released params would ask for each attribute whether it may be read.
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            outcome = self._run(Call(self.defaults, scaling, closure is not None, problem))
+            outcome = self._run(call)
         self._states.consolidated = None  # a skipped step too lets masters follow weights that were written
         self.grad_norm = outcome.grad_norm
         if outcome.updated:
             self.updates += 1
-        return loss
 
     def _run(self, call: Call) -> Outcome:
         if self.options.release_gradients:
@@ -676,6 +684,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         other.defaults = {key: other.defaults[key] for key in self.defaults}
         if module is not None:
             other._hand_over(module)
+        other._enroll()
         return other
 
     def __getstate__(self) -> dict[str, Any]:
