@@ -111,6 +111,7 @@ def _description(
             "neighbours": options.tuning.neighbours,
             "debug": options.tuning.debug,
             "keep_below": options.tuning.keep_below,
+            "keep": list(options.tuning.keep),
             "live_bytes": options.tuning.live_bytes,
         },
         "call": {"closure": closure},

@@ -17,12 +17,14 @@ from .agreement import View, agree
 from .bucket_plan import PlannedBucket, plan_buckets
 from .config import Options
 from .entry import Candidate, Entry, Group, named_params
+from .epoch import Epoch, Moment
 from .errors import OffloadError
 from .exhibit import Exhibit
 from .kept import NOTHING
-from .loaded_state import expect_weights, write_tensors
+from .loaded_state import begin_states, expect_weights, write_tensors
 from .offload.landing import HostLanding
 from .offload.store import Home, Store
+from .param_names import matching, name_of
 from .part import Part
 from .partition.bucket import Bucket
 from .partition.collectives import Ranks
@@ -68,9 +70,11 @@ class Binding:
         self.landing: HostLanding | None = None  # where sums of gradients rest, if not where they are reduced
         self.sharded: ShardedParams | None = None  # at stage 3
         self.exhibit: Exhibit | None = None  # for ranks that read states alone
+        self.epoch = Epoch()  # which states these are
         self.clock = Clock()
         self.rounds = 0  # steps that all ranks agreed on
         self.counted_elsewhere: set[torch.nn.Parameter] = set()  # copies whose elements another rank's norm counts
+        self.slice_numbers: dict[torch.nn.Parameter, int] = {}  # of the slice of a DTensor in a local param
         self.broken: str | None = None  # why params and states of the ranks may belong to different steps
 
     # -- binding ---------------------------------------------------------------------------------------------------
@@ -92,13 +96,24 @@ class Binding:
         Raises:
             StateError: a loaded part does not hold what this rank will need.
         """
-        plan = plan_buckets(candidates, self.rule, self.options, self.mesh.shard.size, self._bucket_bytes)
+        size, whole = self.mesh.shard.size, self._kept_whole()
+        plan = plan_buckets(candidates, self.rule, self.options, size, self._bucket_bytes, whole)
         for planned in plan:
             self._check_loaded(planned)
         return plan
 
     def _bucket_bytes(self, device: torch.device) -> int:
         return self.options.tuning.bucket_bytes_of(device, self.options.module is not None)
+
+    def _kept_whole(self) -> frozenset[torch.Tensor]:
+        """Params that would be sharded at stage 3, but for ``Tuning.keep``."""
+        if Placements.of_stage(self.options.stage).param is Placement.REPLICATE:
+            return frozenset()
+        return matching(self.options.module, self.options.tuning.keep)
+
+    def name_of(self, param: torch.Tensor) -> str | None:
+        """What the user calls a param, where the module was handed over."""
+        return name_of(self.options.module, param)
 
     def _check_loaded(self, planned: PlannedBucket) -> None:
         pieces = {piece.param: piece for piece in planned.layout.pieces(self.mesh.shard.rank)}
@@ -117,9 +132,11 @@ class Binding:
             rests = planned.is_released and self._params_rest(bucket.device)
             store = self._store_for(bucket.device)
             shard = Shard(bucket, self.mesh.shard.rank, planned.states, store, planned.kept, rests)
-            for index, param in enumerate(params):
+            for index, (_, param, group) in enumerate(planned.members):
                 if param in self.loaded:
                     write_tensors(shard, index, self.loaded[param])
+                else:
+                    begin_states(shard, index, self.rule.initial_values(group))
         except BaseException:
             if shard is not None:
                 shard.home.release()
@@ -143,8 +160,9 @@ class Binding:
                     shard.reduce_into(reduced, self.reducer.add(reduced))
         for planned, shard in zip(plan, shards, strict=True):
             self.shards.append(shard)
-            for index, (name, param, _) in enumerate(planned.members):
-                entry = Entry(param, name, shard, index, None)
+            for index, (name, param, group) in enumerate(planned.members):
+                initial = self.rule.initial_values(group)
+                entry = Entry(param, name, shard, index, None, has_state=bool(initial), initial=initial)
                 self.entries[param] = entry
                 if param in self.loaded:
                     state = self.loaded.pop(param)
@@ -166,6 +184,7 @@ class Binding:
         """Params of the module that are sharded though nothing trains them, and are not yet."""
         if Placements.of_stage(self.options.stage).param is Placement.REPLICATE:
             return []
+        kept_whole = self._kept_whole()
         return [
             param
             for param in module.parameters()
@@ -174,6 +193,7 @@ class Binding:
             and param.numel() >= self.options.tuning.keep_below
             and not is_sharded(param)
             and param not in self.entries
+            and param not in kept_whole
         ]
 
     def adopt_frozen(self, params: Sequence[torch.nn.Parameter]) -> None:
@@ -236,7 +256,8 @@ class Binding:
                 # What rests elsewhere is in no memory that others could read.
                 rest = self._params_rest(device)
                 wires = Transport(self.mesh.shard, device, debug=tuning.debug) if rest else shards
-                self.sharded = ShardedParams(Gatherer(wires, tuning.live_bytes), self.gather, self.fetcher)
+                gatherer = Gatherer(wires, tuning.live_bytes)
+                self.sharded = ShardedParams(gatherer, self.gather, self.fetcher, self.name_of)
             if self.mesh.shard.size > 1:
                 self.exhibit = Exhibit(self)
         return self.wires
@@ -324,6 +345,7 @@ class Binding:
         self.clock.end_step()
         if self.exhibit is not None:
             self.exhibit.settle()
+        self.epoch.end_step(self.rounds)
 
     def retire(self) -> None:
         """The optimizer is gone; other ranks may still read."""
@@ -333,11 +355,15 @@ class Binding:
 
     # -- what other ranks hold -------------------------------------------------------------------------------------
 
-    def fetcher(self, shard: Shard, index: int, name: str) -> Callable[[], torch.Tensor] | None:
-        """See :meth:`Exhibit.fetcher`; None where nothing can be asked for."""
+    def fetcher(
+        self, shard: Shard, index: int, name: str, moment: Moment | None = None
+    ) -> Callable[[], torch.Tensor] | None:
+        """See :meth:`Exhibit.fetcher`; by default as it is now. None where nothing can be asked for."""
         if self.mesh.shard.size == 1:
             return partial(_own, shard, index, name)
-        return None if self.exhibit is None else self.exhibit.fetcher(shard, index, name)
+        if self.exhibit is None:
+            return None
+        return self.exhibit.fetcher(shard, index, name, self.epoch.now(name) if moment is None else moment)
 
     def gather(self, shard: Shard, name: str) -> torch.Tensor:
         """Collective: state ``name`` (or "master") of every rank's shard, 1D, as long as the bucket.

@@ -1,6 +1,6 @@
 """Which params share a bucket, in which order: integers only, before anything is allocated, and on no rank at all."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -31,14 +31,15 @@ def plan_buckets(
     options: Options,
     num_shards: int,
     bucket_bytes: Callable[[torch.device], int],
+    kept_whole: Collection[torch.Tensor] = (),
 ) -> list[PlannedBucket]:
-    """Layouts for these params, in backward order."""
+    """Layouts for these params, in backward order. ``kept_whole``: params that ``Tuning.keep`` names."""
     parts_with_params = Placements.of_stage(options.stage).param is Placement.SHARD
 
     def key(candidate: Candidate) -> tuple[bool, str, tuple[str, ...], tuple[str, ...]]:
         _, param, group = candidate
         # Buckets of small params hold those of many layers: they are full last, and come last.
-        is_whole = not parts_with_params or param.numel() < options.tuning.keep_below
+        is_whole = not parts_with_params or param.numel() < options.tuning.keep_below or param in kept_whole
         kept = kept_for(rule, options, param.dtype, param.numel())
         return is_whole, str(param.dtype), kept.key, rule.variant(group).states
 

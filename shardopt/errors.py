@@ -7,7 +7,7 @@
      +-- BindingError             params that are not, or no longer, where the optimizer can update them
      +-- DisagreementError        ranks that do not hold, or do not do, the same thing
      +-- CommunicationError       a peer that died, stalled or left: names the phase of the step
-     +-- ReleasedError            a sharded param was read outside of its module: names unsharded()
+     +-- ReleasedError            a sharded param was read outside of its module: names Tuning(keep=...)
      +-- OffloadError             states that cannot be kept on, or fetched from, where they rest
      +-- StateError               a state dict that does not fit, or a part that cannot be saved as it is
      +-- CheckpointError          a checkpoint that is damaged, does not fit, or could not be saved

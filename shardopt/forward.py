@@ -27,6 +27,7 @@ from .binding import Binding
 from .errors import ReleasedError
 from .partition.bucket import with_own_storage
 from .partition.gather import GatheredBucket, Gatherer
+from .partition.released import keep_pattern
 
 # These read the params of their children without calling them.
 _READS_CHILDREN = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
@@ -101,9 +102,11 @@ class Forward:
             return
         inputs = tensors_within((arguments, keywords) if keywords else arguments, 0) if torch.is_grad_enabled() else ()
         starts = {tensor.grad_fn for tensor in inputs if tensor.grad_fn is not None}
-        self._running.append(_Call(self, module, buckets, starts))
-        for bucket in buckets:
-            self._gatherer.need(bucket)
+        call = _Call(self, module, starts)
+        self._running.append(call)
+        self._gatherer.need_all(buckets)
+        call.buckets = buckets
+        call.versions = [version for bucket in buckets for version in bucket.bucket.versions()]
 
     def _leave(self, module: nn.Module, arguments: Any, keywords: dict[str, Any], output: Any) -> Any:
         if not self._running or self._running[-1].module is not module:
@@ -116,9 +119,35 @@ class Forward:
             tensors = tensors_within(output)
         if torch.is_grad_enabled():
             call.watch(tensors)
-        for bucket in call.buckets:
-            self._gatherer.done(bucket)
+        written = next((param for param, version in call.versions if param._version != version), None)
+        call.versions = []
+        try:
+            if written is not None:
+                self._keep_written(module, written, call.buckets)
+        finally:
+            for bucket in call.buckets:
+                self._gatherer.done(bucket)
         return output
+
+    def _keep_written(self, module: nn.Module, param: nn.Parameter, buckets: Iterable[GatheredBucket]) -> None:
+        """A module wrote to this param of its own while it ran. What is gathered is a copy, and will be dropped.
+
+        Raises:
+            ReleasedError: other ranks have slices of it. When they write theirs, and what, nobody knows here.
+        """
+        sharded = self._binding.sharded
+        if sharded is None or sharded.shown:  # what is shown whole is written back when that ends
+            return
+        if not self._gatherer.is_alone:
+            name = sharded.name_of(param)
+            raise ReleasedError(
+                f"construct the optimizer with {keep_pattern(name)} so that the param stays whole: the forward of "
+                f"{type(module).__name__} wrote to {name}, of which each rank keeps a slice at stage 3, and what it "
+                "wrote would be lost with the gathered copy. Every rank must then write the same. Or write it after "
+                "step(), in `with optimizer.unsharded():`."
+            )
+        for bucket in buckets:
+            self._gatherer.write_back(bucket)
 
     # -- backward --------------------------------------------------------------------------------------------------
 
@@ -147,8 +176,10 @@ class Forward:
 class _Call:
     """One call of a module."""
 
-    def __init__(self, forward: Forward, module: nn.Module, buckets: tuple[GatheredBucket, ...], starts: set[Any]):
-        self._forward, self.module, self.buckets = weakref.ref(forward), module, buckets
+    def __init__(self, forward: Forward, module: nn.Module, starts: set[Any]):
+        self._forward, self.module = weakref.ref(forward), module
+        self.buckets: tuple[GatheredBucket, ...] = ()  # once they are here
+        self.versions: list[tuple[nn.Parameter, int]] = []  # of their params when the forward began
         self._starts = starts  # nodes of its inputs
         self._inputs = len(starts)
         self._left, self._backward = 0, -1  # inputs that are not complete, in which backward

@@ -181,6 +181,7 @@ def _multiply(function: Any, part: GradientPart, other: Any) -> GradientPart:
     slot, factor = part.whole_slot(), _number(function, other)
     slot.settle()
     slot.total.mul_(factor)
+    slot.edits.append(["mul_", factor])
     slot.norms = slot.norms and slot.norms.times(factor, part.whole_numel, slot.rounded)
     return part
 
@@ -189,18 +190,22 @@ def _divide(function: Any, part: GradientPart, other: Any) -> GradientPart:
     slot, divisor = part.whole_slot(), _number(function, other)
     slot.settle()
     divide_(slot.total, divisor)
+    slot.edits.append(["div_", divisor])
     slot.norms = slot.norms and slot.norms.over(divisor, part.whole_numel, slot.rounded)
     return part
 
 
 def _negate(function: Any, part: GradientPart) -> GradientPart:
-    part.whole_slot().total.neg_()
+    slot = part.whole_slot()
+    slot.total.neg_()
+    slot.edits.append(["neg_"])
     return part
 
 
 def _zero(function: Any, part: GradientPart) -> GradientPart:
     slot = part.live_slot()
     slot.total.zero_()
+    slot.edits = [["zero_"]]
     slot.pending = None
     slot.norms = Norms(0.0, 0.0, 0)
     return part
@@ -210,6 +215,7 @@ def _clamp(function: Any, part: GradientPart, *bounds: Any, **named_bounds: Any)
     slot = part.whole_slot()
     slot.settle()
     function(slot.total, *bounds, **named_bounds)
+    slot.edits.append([function._schema.name.removeprefix("aten::"), *bounds, *named_bounds.values()])
     slot.norms = None
     return part
 

@@ -6,19 +6,21 @@ DDP does besides (calling the module, broadcasting buffers, ``no_sync()``, ``sta
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, NoReturn, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from .backward import Backward
 from .binding import Binding
 from .errors import BindingError
 from .forward import Forward, ModuleHook, tensors_within
+from .module_tree import ModuleTree
 from .partition.collectives import Ranks
 from .partition.placement import Placement, Placements
 from .partition.released import is_sharded
@@ -40,6 +42,10 @@ class Handover:
         self._binding: Binding | None = None
         self.backward: Backward | None = None
         self.forward: Forward | None = None
+        # The optimizers that the module was handed to: each may have some of its params.
+        self.sharing: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._tree: ModuleTree | None = None  # of when params were last bound, or looked for
+        self._looked_in: frozenset[weakref.ref[torch.optim.Optimizer]] = frozenset()  # those of that time
         self._always_syncs, self._before_forward = always_syncs, before_forward
         self._hooks = [
             self.module.register_forward_pre_hook(ModuleHook(self._enter), prepend=True, with_kwargs=True),
@@ -47,8 +53,8 @@ class Handover:
         ]
 
     def check_covers(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raises BindingError if a param of the optimizer is not the module's."""
-        own = set(self.module.parameters())
+        """Raises BindingError if a param of the optimizer, which is not bound, is not the module's."""
+        own = {*self.module.parameters(), *(() if self._binding is None else self._binding.entries)}
         for number, group in enumerate(optimizer.param_groups):
             for index, param in enumerate(group["params"]):
                 if param not in own:
@@ -58,15 +64,23 @@ class Handover:
                         "all of them, or give this param to an optimizer of its own."
                     )
 
-    def check_covered(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-        """Raises BindingError if a trainable param of the module is in none of these optimizers."""
-        known = {param for each in optimizers for group in each.param_groups for param in group["params"]}
+    def check_covered(self) -> None:
+        """Raises BindingError if a trainable param of the module is in no optimizer that it was handed to."""
+        known = {param for each in self.sharing for group in each.param_groups for param in group["params"]}
         for name, param in self.module.named_parameters():
             if param.requires_grad and param not in known:
                 raise BindingError(
                     f"{name} is trainable but in no param group of an optimizer that took the module over: nobody "
-                    "would average its gradient. Freeze it (requires_grad_(False)) or add it to a group."
+                    "would average its gradient, and nobody train it. Freeze it (requires_grad_(False)) or add it to "
+                    "a group (optimizer.add_param_group({'params': ...}))."
                 )
+
+    def check_still_covered(self) -> None:
+        """As ``check_covered``, where params came into the module after binding, or an optimizer of others is gone."""
+        sharing = frozenset(map(weakref.ref, self.sharing))
+        if self._tree is not None and not (self._tree.is_current and sharing == self._looked_in):
+            self.check_covered()
+            self._tree, self._looked_in = ModuleTree(self.module), sharing
 
     def process_group(self, given: Any) -> Any:
         """The group to average over: that of the optimizer, else that of DDP."""
@@ -76,13 +90,7 @@ class Handover:
         own = self.ddp.process_group
         if given is None:
             return own
-        if isinstance(given, dist.ProcessGroup) and sorted(dist.get_process_group_ranks(given)) != sorted(
-            dist.get_process_group_ranks(own)
-        ):
-            raise BindingError(
-                "process_group= holds other ranks than the group of the DistributedDataParallel module: gradients "
-                "would be averaged over other ranks than its buffers. Give both the same, or leave it to the module."
-            )
+        _check_same_ranks(given, own)
         return given
 
     def begin(self, binding: Binding, backward: Backward) -> None:
@@ -95,6 +103,7 @@ class Handover:
 
     def _adopt(self) -> None:
         assert self.backward is not None
+        self._tree = ModuleTree(self.module)
         self.backward.attach()
         if self.forward is not None:
             self.forward.attach()
@@ -120,6 +129,11 @@ class Handover:
         if module is not self.module:  # a shallow copy shares hooks
             return
         self._prepare()
+        if self._binding is not None and self._binding.fresh:
+            raise BindingError(
+                "call optimizer.bind() again, on every rank: it failed before all params that were on the meta device "
+                "had values, and this forward would compute with zeros."
+            )
         if self.forward is not None:
             self.forward.enter(module, arguments, keywords)
 
@@ -166,6 +180,9 @@ class Handover:
         """Makes DDP leave gradients alone, and frees its buckets."""
         if self.ddp is not None and not isinstance(self.ddp.reducer, RetiredReducer):
             check_honourable(self.ddp)
+            if self._binding is not None and self._binding.mesh.world.group is not None:
+                # DDP may have been wrapped around the module after bind().
+                _check_same_ranks(self._binding.mesh.world.group, self.ddp.process_group)
             self.ddp.reducer = cast(Any, RetiredReducer())
             self.ddp.logger = RetiredLogger()  # it holds the old one
 
@@ -181,7 +198,7 @@ class Handover:
         self.close()
 
     def close(self) -> None:
-        """Gives the module back; DDP reduces its gradients again."""
+        """Gives the module back; DDP reduces its gradients again, unless another optimizer has the module too."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
@@ -191,10 +208,28 @@ class Handover:
             self.forward.close()
         if self._binding is not None:
             self._binding.on_adopt = lambda: None  # it refers to this, and would outlive its optimizer in a cycle
-        if self.ddp is not None and isinstance(self.ddp.reducer, RetiredReducer):
+        others = any(True for _ in self.sharing)  # one that was dropped is no more in it, but still counted by len()
+        if self.ddp is not None and isinstance(self.ddp.reducer, RetiredReducer) and not others:
             params, expect_sparse = self.ddp._build_params_for_reducer()
             names = self.ddp._build_debug_param_to_name_mapping(params)
             self.ddp._ddp_init_helper(params, expect_sparse, names, self.ddp.static_graph)
+
+
+def _check_same_ranks(given: dist.ProcessGroup | DeviceMesh, own: dist.ProcessGroup) -> None:
+    """Raises BindingError if the optimizer's ranks are not those of DDP."""
+    ranks, theirs = _ranks_of(given), _ranks_of(own)
+    if ranks != theirs:
+        raise BindingError(
+            f"process_group= holds ranks {ranks}, the group of the DistributedDataParallel module {theirs}: gradients "
+            "would be averaged over other ranks than its buffers. Give both the same, or leave it to the module."
+        )
+
+
+def _ranks_of(group: dist.ProcessGroup | DeviceMesh) -> list[int]:
+    """Their global numbers: of a mesh, those of the part that this rank is in."""
+    if isinstance(group, DeviceMesh):
+        return sorted(group.mesh.flatten().tolist())
+    return sorted(dist.get_process_group_ranks(group))
 
 
 def _is_around(outer: nn.Module, inner: nn.Module) -> bool:
@@ -219,7 +254,8 @@ def check_honourable(ddp: DistributedDataParallel) -> None:
         raise BindingError(
             f"the DistributedDataParallel module was set up with {' and '.join(found)}, which works inside of its own "
             "reducer: shardopt takes the reduction over, and it would silently be left out. Leave it away "
-            "(reduce_dtype= compresses gradients), or pass model.parameters() without the module at stage 0 or 1."
+            "(reduce_dtype= compresses gradients, `with optimizer.join():` is for uneven inputs), or pass "
+            "model.parameters() without the module at stage 0 or 1."
         )
 
 
@@ -242,9 +278,10 @@ class RetiredReducer:
         if name.startswith("__"):
             raise AttributeError(name)
         raise BindingError(
-            f"DistributedDataParallel asked its reducer for {name}, but shardopt has taken the reduction over (join(), "
-            "communication hooks and changes of the group need DDP's own). Call optimizer.close() first, or pass "
-            "model.parameters() without the module at stage 0 or 1."
+            f"DistributedDataParallel asked its reducer for {name}, but shardopt has taken the reduction over (DDP's "
+            "join(), communication hooks and changes of the group need DDP's own). For uneven inputs use `with "
+            "optimizer.join():`; else call optimizer.close() first, or pass model.parameters() without the module at "
+            "stage 0 or 1."
         )
 
 

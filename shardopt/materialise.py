@@ -6,12 +6,14 @@ buckets that have no memory yet; then every module that owns some is initialised
 slice and gives the bucket's memory back before the next one is needed.
 """
 
-from collections.abc import Iterator, Mapping
+import copyreg
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
 from torch import nn
 
+from .agreement import View, agree
 from .binding import Binding
 from .errors import BindingError
 from .partition.collectives import Ranks
@@ -21,11 +23,17 @@ def meta_params(module: nn.Module) -> list[nn.Parameter]:
     return [param for param in module.parameters() if param.is_meta]
 
 
-def check_materialisable(module: nn.Module, state_dict: Mapping[str, torch.Tensor] | None) -> None:
-    """Raises BindingError if some module could not be given values. Changes nothing."""
+def check_materialisable(
+    module: nn.Module, state_dict: Mapping[str, torch.Tensor] | None, fresh: Collection[torch.Tensor]
+) -> None:
+    """Raises BindingError if some module could not be given values. Changes nothing.
+
+    Args:
+        fresh: tensors that were on the meta device, and got no values when they last were to.
+    """
     for name, each in module.named_modules():
         tensors = {**dict(each.named_parameters(name, recurse=False)), **dict(each.named_buffers(name, recurse=False))}
-        on_meta = [key for key, tensor in tensors.items() if tensor.is_meta]
+        on_meta = [key for key, tensor in tensors.items() if tensor.is_meta or tensor in fresh]
         if not on_meta:
             continue
         if state_dict is not None:
@@ -56,7 +64,7 @@ def give_devices(module: nn.Module, world: Ranks) -> list[torch.Tensor]:
         empty = torch.empty(param.size(), dtype=param.dtype, device=device)
         empty.untyped_storage().resize_(0)
         # In place, so that optimizers, tied modules and hooks go on holding the same object.
-        torch.utils.swap_tensors(param, nn.Parameter(empty, requires_grad=param.requires_grad))
+        torch.utils.swap_tensors(param, _with_values(param, empty))
     for layers in recurrent:
         layers._init_flat_weights()
     for each in module.modules():
@@ -65,6 +73,16 @@ def give_devices(module: nn.Module, world: Ranks) -> list[torch.Tensor]:
                 fresh.append(torch.empty_like(buffer, device=device))
                 each._buffers[name] = fresh[-1]
     return fresh
+
+
+def _with_values(param: nn.Parameter, values: torch.Tensor) -> torch.Tensor:
+    """A param of the same class and attributes: ``swap_tensors`` exchanges these as well."""
+    new: torch.Tensor = torch.Tensor._make_subclass(type(param), values, param.requires_grad)
+    new.__dict__.update(param.__dict__)
+    for name in copyreg._slotnames(type(param)):  # type: ignore[attr-defined]
+        if hasattr(param, name):
+            setattr(new, name, getattr(param, name))
+    return new
 
 
 def _device_to_train_on(world: Ranks) -> torch.device:
@@ -78,7 +96,11 @@ def give_values(
     module: nn.Module, fresh: list[torch.Tensor], binding: Binding, state_dict: Mapping[str, torch.Tensor] | None
 ) -> None:
     """Collective: initialises the modules that own ``fresh`` tensors, one after the other, in the order in which
-    constructors do: a module behind those that it holds."""
+    constructors do: a module behind those that it holds.
+
+    On every rank or on none: after an error all of them can be given values again.
+    """
+    problem: Exception | None = None
     without, waiting = set(fresh), set(fresh)
     where = {} if binding.sharded is None else binding.sharded.where
     for tensor in fresh:
@@ -89,16 +111,21 @@ def give_values(
             own = [*each.parameters(recurse=False), *each.buffers(recurse=False)]
             if without.isdisjoint(own):
                 continue
-            buckets = {where[param]: None for param in each.parameters(recurse=False) if param in where}
-            for bucket in buckets:
-                binding.gatherer.need(bucket)
-            _initialise(each, prefix, own, waiting, state_dict)
+            buckets = list(dict.fromkeys(where[param] for param in each.parameters(recurse=False) if param in where))
+            if buckets:
+                binding.gatherer.need_all(buckets)
+            try:
+                if problem is None:
+                    _initialise(each, prefix, own, waiting, state_dict)
+            except Exception as error:  # the other ranks go on gathering, and must meet this one
+                problem = error
             for bucket in buckets:
                 binding.gatherer.write_back(bucket)
                 binding.gatherer.done(bucket, drop=True)
             waiting -= set(own)
-    if where:
-        binding.gatherer.settle()
+        if where:
+            binding.gatherer.settle()
+        agree(View("values", dict, problem), binding.mesh.world, binding.device)
     for shard in binding.shards:
         if any(param in without for param in shard.bucket.params):
             shard.restart_masters()
@@ -134,7 +161,10 @@ def _initialise(
 
 @contextmanager
 def _random_numbers_of_rank_0(world: Ranks, device: torch.device) -> Iterator[None]:
-    """Every rank draws what rank 0 would have drawn, and then goes on with its own numbers; rank 0 behind them."""
+    """Every rank draws what rank 0 would have drawn, and then goes on with its own numbers; rank 0 behind them.
+
+    After an error every rank goes on as if nothing had been drawn.
+    """
     generators = [torch.default_generator]
     if device.type == "cuda":
         generators.append(
@@ -145,9 +175,11 @@ def _random_numbers_of_rank_0(world: Ranks, device: torch.device) -> Iterator[No
     world.broadcast(states, "sharing rank 0's random numbers")
     for generator, state in zip(generators, states, strict=True):
         generator.set_state(state)
+    failed = True
     try:
         yield
+        failed = False
     finally:
-        if world.rank != 0:
+        if failed or world.rank != 0:
             for generator, state in zip(generators, before, strict=True):
                 generator.set_state(state)

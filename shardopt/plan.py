@@ -21,6 +21,7 @@ from .offload import landing
 from .offload.file_io import PAGE, padded
 from .offload.pipeline import SLOTS
 from .optimizer import ShardedOptimizer
+from .param_names import matching
 from .partition.layout import BLOCK, BucketLayout
 from .partition.placement import Placement, Placements
 from .partition.reducer import BUCKETS_UNDER_WAY, BYTES_UNDER_WAY
@@ -165,7 +166,9 @@ def plan(module: nn.Module, optimizer: ShardedOptimizer, ranks: int, way: Way, o
     def bucket_bytes(_: torch.device) -> int:
         return given.tuning.bucket_bytes_of(next(module.parameters()).device, way.has_module)
 
-    buckets = plan_buckets(candidates, rule, asked, shards, bucket_bytes)
+    named = matching(module, given.tuning.keep) if way.stage == 3 else ()
+    kept_whole = {mine for mine, theirs in zip(params, module.parameters(), strict=True) if theirs in named}
+    buckets = plan_buckets(candidates, rule, asked, shards, bucket_bytes, kept_whole)
     kinds: dict[str, dict[str, int]] = {kind: {} for kind in KINDS}
     for bucket in buckets:
         for kind, tier, nbytes in _of_bucket(bucket, way, ranks // shards):
@@ -184,7 +187,7 @@ def plan(module: nn.Module, optimizer: ShardedOptimizer, ranks: int, way: Way, o
     kinds["window"]["device"] = min(sum(released), given.tuning.live_bytes + max(released, default=0))
     kept = kept_for(rule, asked, way.dtype, given.tuning.compress_from)
     moved = {
-        "wire": _on_the_wire(numel, ranks, way, kept, given),
+        "wire": _on_the_wire(buckets, ranks, way, kept, given),
         # Masters and states come and go; sums go, and come where the GPU has the states.
         "bus": 2 * sum(kinds[kind].get("host", 0) for kind in ("master", "state"))
         + kinds["gradient"].get("host", 0) * (2 if way.tier == "host" else 1),
@@ -277,9 +280,12 @@ def _formula(way: Way, kept: Kept, states: Sequence[str]) -> str:
     return ", ".join([of("device"), *(f"{tier} {of(tier) or 0}" for tier in others)])
 
 
-def _on_the_wire(numel: int, ranks: int, way: Way, kept: Kept, options: Options) -> int:
+def _on_the_wire(buckets: Sequence[PlannedBucket], ranks: int, way: Way, kept: Kept, options: Options) -> int:
     """In units of (ranks - 1) / ranks of the params: an all-reduce is two."""
     travels = (options.reduce_dtype or way.dtype).itemsize
+    numel = sum(sum(bucket.layout.numels) for bucket in buckets)
+    # At stage 3 forward and backward gather, in place of the one gathering behind the update.
+    again = sum(sum(bucket.layout.numels) for bucket in buckets if bucket.is_released) * way.dtype.itemsize
     if not way.has_module:
         gradients, params = 2 * way.dtype.itemsize, way.stage and way.dtype.itemsize
     elif way.stage == 0 and way.releases:
@@ -287,8 +293,8 @@ def _on_the_wire(numel: int, ranks: int, way: Way, kept: Kept, options: Options)
     elif way.stage == 0:
         gradients, params = travels + kept.gradient.itemsize, 0  # sums come back as they are kept
     else:
-        gradients, params = travels, way.dtype.itemsize * (2 if way.stage == 3 else 1)
-    return numel * (ranks - 1) * (gradients + params) // ranks
+        gradients, params = travels, way.dtype.itemsize
+    return (numel * (gradients + params) + again) * (ranks - 1) // ranks
 
 
 def cheapest(needs: Sequence[Need], device_bytes: int, host_bytes: int | None = None) -> Need | None:

@@ -5,6 +5,7 @@ A frozen param (the base of a LoRA model) is sharded like any other, and has no 
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 
@@ -16,18 +17,20 @@ from .partition.released import Read, Write, forget, stand_in
 from .shard import Shard
 
 Gather = Callable[[Shard, str], torch.Tensor]
+Namer = Callable[[torch.Tensor], str | None]
 Fetcher = Callable[[Shard, int, str], Callable[[], torch.Tensor] | None]
 
 
 class ShardedParams:
     """The table from sharded params to their buckets."""
 
-    def __init__(self, gatherer: Gatherer, gather: Gather, fetcher: Fetcher):
+    def __init__(self, gatherer: Gatherer, gather: Gather, fetcher: Fetcher, name_of: Namer):
+        """``name_of``: what the user calls a param."""
         self.gatherer = gatherer
         self.where: dict[torch.nn.Parameter, GatheredBucket] = {}
         self.frozen: list[Shard] = []  # of params that are not trained
         self.shown = 0  # contexts that show whole params at this moment
-        self._gather, self._fetcher = gather, fetcher
+        self._gather, self._fetcher, self.name_of = gather, fetcher, name_of
 
     @property
     def buckets(self) -> list[GatheredBucket]:
@@ -38,7 +41,7 @@ class ShardedParams:
         gathered = shard.part_with_params(self.gatherer)
         for index, param in enumerate(shard.bucket.params):
             self.where[param] = gathered
-            stand_in(param, *self._stand_in(shard, index, param))
+            stand_in(param, *self._stand_in(shard, index, param), partial(self.name_of, param))
 
     def let_go(self, params: Sequence[torch.nn.Parameter]) -> None:
         """Collective: frozen params that will be trained have whole values of their own again."""
@@ -54,8 +57,7 @@ class ShardedParams:
     def unsharded(self) -> Iterator[None]:
         """Whole params. What is written to them stays, whichever way: ``.data`` leaves no trace to notice."""
         gatherer, buckets = self.gatherer, self.buckets
-        for each in buckets:
-            gatherer.need(each)
+        gatherer.need_all(buckets)
         before = [each.bucket.holders for each in buckets]
         self.shown += 1
         try:

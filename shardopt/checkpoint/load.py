@@ -8,17 +8,20 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..arguments import flag
 from ..bind import bind
 from ..errors import CheckpointError, ShardoptError
+from ..loaded_state import begin_states
 from ..optimizer import ShardedOptimizer
 from ..rules.rule import EMA
 from ..survey import check_numbers, plain_numbers
 from . import gradients, rng, values
+from .call import as_list, check_module, directory_of
 from .fit import Fit, fit
 from .hyper import check_groups
 from .manifest import Key, Manifest
 from .meeting import Meeting, Problem
-from .model import Home, Model, as_list, meeting_of
+from .model import Home, Model, meeting_of
 from .plan_load import LoadPlan, carried_of, plan_load
 from .publish import find
 from .reader import Checkpoint
@@ -64,10 +67,19 @@ def load_checkpoint(
 
     Raises:
         CheckpointError: on every rank; nothing was changed: the checkpoint is damaged, or that of another model.
+        TypeError, ValueError: an argument is of another type, by its name.
     """
+    check_module(module)
     optimizers = as_list(optimizer)
     meeting = meeting_of(optimizers, module)
-    checkpoint = _open(Path(directory), meeting)
+    problem: Problem = None
+    root = Path()
+    try:
+        root, strict = directory_of(directory), flag(strict, "strict")
+    except Exception as error:
+        problem = error
+    meeting.share(problem, "reading the arguments")
+    checkpoint = _open(root, meeting)
     with checkpoint, torch.no_grad():
         return _load(checkpoint, module, optimizers, strict, meeting)
 
@@ -209,6 +221,7 @@ class Loading:
                 for optimizer in optimizers:
                     _before_writing(optimizer)
                     for binding in optimizer._bindings:
+                        stores.enter_context(binding.epoch.loading())
                         if binding.shards:
                             stores.enter_context(binding.all_or_nothing())
                 for target in self._plan.targets:
@@ -280,6 +293,7 @@ def _forget(home: Home) -> None:
     assert home.entry is not None and home.shard is not None
     home.entry.forget()
     home.shard.zero(home.index)
+    begin_states(home.shard, home.index, home.entry.initial)
 
 
 def _before_writing(optimizer: ShardedOptimizer) -> None:

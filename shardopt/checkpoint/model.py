@@ -159,21 +159,6 @@ class Model:
                 )
 
 
-def as_list(optimizer: ShardedOptimizer | Sequence[ShardedOptimizer] | None) -> list[ShardedOptimizer]:
-    """The optimizers that a caller gave: one, several or none."""
-    found = (
-        [] if optimizer is None else [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
-    )
-    for each in found:
-        if not isinstance(each, ShardedOptimizer):
-            raise TypeError(
-                f"a checkpoint holds the states of shardopt's optimizers, found a {type(each).__name__}: use the "
-                "Sharded class of that name, or save its state_dict()'s tensors as extra."
-            )
-        each._check_open()
-    return found
-
-
 def world_of(optimizers: Sequence[ShardedOptimizer]) -> Ranks:
     """All ranks that make a checkpoint together."""
     worlds = [optimizer._bound().mesh.world for optimizer in optimizers]

@@ -11,7 +11,7 @@ may be dropped, at the latest when another one needs the room::
 On wires that carry shards while this rank computes, the bucket that came next in the last pass is asked for early.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -101,18 +101,30 @@ class Gatherer:
     # -- use -------------------------------------------------------------------------------------------------------
 
     def need(self, each: GatheredBucket) -> None:
-        """The bucket's params may be read until as many ``done`` calls have followed."""
-        each.users += 1
+        """The bucket's params may be read until as many ``done`` calls have followed. After an error, none needs to."""
         self.settle()
         if each.is_here:
             self._here[each] = self._here.pop(each)  # most recently used
-            if each.users == 1:
-                each.bucket.show()
         else:
             self._take_room(each)
             self._arrive(each)
         if self._transport.overlaps:
             self._ask_for_next(each)
+        if not each.users:
+            each.bucket.show()
+        each.users += 1  # last: after an error nobody has it, and nobody calls done
+
+    def need_all(self, several: Sequence[GatheredBucket]) -> None:
+        """``need`` for all of them, or after an error for none."""
+        needed = []
+        try:
+            for each in several:
+                self.need(each)
+                needed.append(each)
+        except BaseException:
+            for each in needed:
+                self.done(each)
+            raise
 
     def leave(self, each: GatheredBucket) -> None:
         """As ``done``, its memory being left to others that keep views of it."""
@@ -164,7 +176,6 @@ class Gatherer:
         each.arriving.finish()
         each.arriving, each.is_here = None, True
         self._here[each] = self._here.pop(each)
-        each.bucket.show()
 
     def _ask_for_next(self, each: GatheredBucket) -> None:
         self._trace.now.append(each)
@@ -190,6 +201,11 @@ class Gatherer:
             self._drop(each)
         if self._transport.overlaps:
             self._trace = Trace(last=self._trace.now or self._trace.last)
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether this rank's slices are all there is, so that it may write them at any time."""
+        return self._transport.ranks.size == 1
 
     def write_back(self, each: GatheredBucket) -> None:
         """This rank's slice follows a whole bucket whose params were written, on every rank."""

@@ -14,14 +14,16 @@ from ..errors import ReleasedError
 
 Read = Callable[[], torch.Tensor]
 Write = Callable[[torch.Tensor], None]
+Name = Callable[[], str | None]
 
-# What a released param can be asked for all the same: its slice as a part, and to take this rank's slice of a tensor.
+# What a released param can be asked for all the same: its slice as a part, to take this rank's slice of a tensor, and
+# its name in the module.
 _STANDINS: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
-def stand_in(param: torch.nn.Parameter, read: Read, write: Write) -> None:
-    """Says how a released ``param`` answers ``detach()``, and how it takes ``copy_(whole)``."""
-    _STANDINS[param] = read, write
+def stand_in(param: torch.nn.Parameter, read: Read, write: Write, name: Name) -> None:
+    """Says how a released ``param`` answers ``detach()``, how it takes ``copy_(whole)``, and what it is called."""
+    _STANDINS[param] = read, write, name
 
 
 def is_sharded(param: torch.Tensor) -> bool:
@@ -113,6 +115,18 @@ _ALLOWED = {
 } - {None}
 
 
+_CLASSES: dict[type, type] = {}
+
+
+def released_class(own: type) -> type:
+    """What a param of this class is while it is released: :class:`ReleasedParameter`, and of its own class as well."""
+    if own is torch.nn.Parameter or issubclass(own, ReleasedParameter):
+        return ReleasedParameter
+    if own not in _CLASSES:
+        _CLASSES[own] = type(own)(f"Released{own.__name__}", (ReleasedParameter, own), {"__slots__": ()})
+    return _CLASSES[own]
+
+
 class ReleasedParameter(torch.nn.Parameter):
     """An ``nn.Parameter`` of which this rank holds its slice only, at this moment."""
 
@@ -131,7 +145,7 @@ class ReleasedParameter(torch.nn.Parameter):
         if isinstance(first, ReleasedParameter) and _leaves_it(function, first, args[1:], kwargs or {}):
             return first  # module.to(...) of where it is: as torch, which then hands back the tensor itself
         if isinstance(first, ReleasedParameter) and first in _STANDINS:
-            read, write = _STANDINS[first]
+            read, write, _ = _STANDINS[first]
             if function in (_Tensor.detach, torch.detach, _Tensor.data.__get__):  # type: ignore[attr-defined]
                 return read()
             if function is _Tensor.copy_ and not isinstance(args[1], ReleasedParameter):
@@ -189,10 +203,21 @@ def _leaves_it(function: Any, param: torch.Tensor, args: Sequence[Any], keywords
     )
 
 
-def _refusal(name: str, param: Any) -> ReleasedError:
+def keep_pattern(name: str | None) -> str:
+    """What to pass to the optimizer so that a param of this name stays whole."""
+    return f'tuning=Tuning(keep=("{name}",))' if name else "tuning=Tuning(keep=...), which takes its name,"
+
+
+def _refusal(call: str, param: Any) -> ReleasedError:
+    if param not in _STANDINS:
+        shape = tuple(param.shape) if isinstance(param, _Tensor) else "?"
+        name, whose = None, f"a param of shape {shape}"
+    else:
+        name = _STANDINS[param][-1]()
+        whose = f"{name or 'a param'} of shape {tuple(param.shape)}"
     return ReleasedError(
-        f"{name} was called on a param of shape {tuple(param.shape) if isinstance(param, _Tensor) else '?'} whose "
-        "values are sharded over the ranks at this moment (stage 3): they are gathered while its own module runs "
-        "forward or backward. To use it elsewhere, or to call a module's methods other than forward, put the code in "
-        "`with optimizer.unsharded():`, which every rank must enter and leave."
+        f"{call} was called on {whose}, whose values are sharded over the ranks at this moment (stage 3). Construct "
+        f"the optimizer with {keep_pattern(name)} and it stays whole on every rank; or put the call in "
+        "`with optimizer.unsharded():`, which every rank must enter and leave. It is gathered by itself only while its "
+        "own module runs forward or backward."
     )

@@ -8,8 +8,9 @@ step, or at their end. So every process has a thread that answers::
              thread        . answer . answer .
 
 A sharded step needs every rank, so what is read while one rank reads is of one step; a rank that has not come to its
-end yet lets the asking one wait. Only bytes travel, over a socket in a directory of the user's own where all ranks are
-on one machine, else over TCP; both sides prove that they know a random key that the ranks shared.
+end yet lets the asking one wait. Behind each answer a rank says whether it still was so when the last byte had left.
+Only bytes travel, over a socket in a directory of the user's own where all ranks are on one machine, else over TCP;
+both sides prove that they know a random key that the ranks shared.
 
 A rank that is done (its optimizer was collected, or its interpreter ends) says farewell to the others, and goes on
 answering until all of them did: rank 0 may be saving yet.
@@ -32,6 +33,7 @@ from typing import Any, Protocol, cast
 
 import torch
 
+from ..epoch import Moment
 from ..errors import CommunicationError, ShardoptError, StateError
 from .collectives import Ranks
 
@@ -49,12 +51,15 @@ _OK, _ERROR = b"\0", b"\1"
 class Readable(Protocol):
     """What a rank shows of one optimizer."""
 
-    def slice_at(self, step: int, shard: int, name: str, start: int, stop: int) -> torch.Tensor:
-        """1D, in host memory: elements of this rank's slice of one state, as they are behind ``step``.
+    def slice_at(self, moment: Moment, number: int, name: str, start: int, stop: int) -> torch.Tensor:
+        """1D, in host memory: elements of this rank's slice of one state, as they are at a moment. Perhaps a view.
 
         Raises:
             ShardoptError: it is no longer, or will not be.
         """
+
+    def check_at(self, moment: Moment, name: str) -> None:
+        """Raises ShardoptError unless all that ``slice_at`` gave until now was of the moment."""
 
 
 @dataclass(eq=False)
@@ -131,15 +136,20 @@ class Server:
 def _send(peer: "connection.Connection[Any, Any]", shelf: Shelf, request: dict[str, Any]) -> None:
     shelf.last_asked = time.monotonic()
     try:
-        if shelf.readable is None:
+        readable = shelf.readable
+        if readable is None:
             raise StateError("that rank has closed its optimizer, and its slices are gone. Save before close().")
-        numbers = (int(request[key]) for key in ("start", "stop"))
-        found = shelf.readable.slice_at(int(request["step"]), int(request["shard"]), str(request["name"]), *numbers)
+        moment, name = Moment(*map(int, request["moment"])), str(request["name"])
+        numbers = (int(request[key]) for key in ("shard", "start", "stop"))
+        found = readable.slice_at(moment, next(numbers), name, *numbers)
+        peer.send_bytes(_OK)
+        peer.send_bytes(_bytes_of(found))
+        # They were sent from where the next step and the next load write.
+        readable.check_at(moment, name)
     except ShardoptError as error:
         peer.send_bytes(_ERROR + str(error).encode())
         return
     peer.send_bytes(_OK)
-    peer.send_bytes(_bytes_of(found))
     shelf.last_asked = time.monotonic()
 
 
@@ -156,8 +166,8 @@ class Peers:
         self._open: dict[int, connection.Connection[Any, Any]] = {}
         self._lock = threading.Lock()  # a connection carries one question at a time
 
-    def read(self, rank: int, step: int, shard: int, name: str, start: int, into: torch.Tensor) -> None:
-        """Fills ``into`` (1D, host memory) with elements of the rank's slice from ``start`` on.
+    def read(self, rank: int, moment: Moment, shard: int, name: str, start: int, into: torch.Tensor) -> None:
+        """Fills ``into`` (1D, host memory) with elements of the rank's slice from ``start`` on, all of the moment.
 
         Raises:
             CommunicationError: the rank is gone or does not answer.
@@ -168,7 +178,7 @@ class Peers:
             for first in range(0, into.numel(), chunk):
                 part = into[first : first + chunk]
                 span = {"start": start + first, "stop": start + first + part.numel()}
-                self._read(rank, {"step": step, "shard": shard, "name": name, **span}, part)
+                self._read(rank, {"moment": moment, "shard": shard, "name": name, **span}, part)
 
     def _read(self, rank: int, request: dict[str, Any], into: torch.Tensor) -> None:
         phase = f"reading {request['name']} from rank {rank}"
@@ -177,14 +187,12 @@ class Peers:
                 self._open[rank] = _connect(self._addresses[rank], self._shelf)
             peer = self._open[rank]
             peer.send_bytes(json.dumps(request).encode())
-            self._await(peer)
-            status = peer.recv_bytes(1 << 16)
-            if status[:1] == _ERROR:
-                raise StateError(f"while {phase}: {status[1:].decode(errors='replace')}")
+            self._check_status(peer, phase)
             self._await(peer)
             count = peer.recv_bytes_into(_bytes_of(into))
             if count != into.nbytes:
                 raise OSError(f"{count} bytes came instead of {into.nbytes}")
+            self._check_status(peer, phase)
         except (OSError, EOFError, ValueError, KeyError) as error:
             broken = self._open.pop(rank, None)
             if broken is not None:
@@ -193,6 +201,12 @@ class Peers:
                 f"while {phase}: {error or 'it hung up'}. It died, was closed, or did not answer within "
                 f"{self._seconds:g} s. Look at its output; consolidate_state_dict() on every rank reads by another way."
             ) from error
+
+    def _check_status(self, peer: "connection.Connection[Any, Any]", phase: str) -> None:
+        self._await(peer)
+        status = peer.recv_bytes(1 << 16)
+        if status[:1] == _ERROR:
+            raise StateError(f"while {phase}: {status[1:].decode(errors='replace')}")
 
     def _await(self, peer: "connection.Connection[Any, Any]") -> None:
         if not peer.poll(self._seconds):
@@ -294,9 +308,9 @@ class Showing:
             return None
         return Showing(own, shelf, Peers(shelf, addresses, ranks.rank, ranks.seconds))
 
-    def read(self, rank: int, step: int, shard: int, name: str, start: int, into: torch.Tensor) -> None:
+    def read(self, rank: int, moment: Moment, shard: int, name: str, start: int, into: torch.Tensor) -> None:
         """See :meth:`Peers.read`."""
-        self._peers.read(rank, step, shard, name, start, into)
+        self._peers.read(rank, moment, shard, name, start, into)
 
     def close(self) -> None:
         """Nothing is shown any more, once every rank came here or nobody has read for a while.

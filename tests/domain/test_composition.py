@@ -478,3 +478,26 @@ def loads_what_fits_only(folder: Path) -> None:
 
 def test_checkpoints_load_at_the_same_place_and_step_only(ranks: Pool, tmp_path: Path) -> None:
     ranks.run(loads_what_fits_only, tmp_path, world=2)
+
+
+def saves_with_strangers(folder: Path) -> None:
+    """Rank r steps with r ^ 1, and shares its experts with r ^ 2, whom no checkpoint of the two would ask."""
+    mesh, rank = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "dp")), dist.get_rank()
+    model = blocks()
+    params = list(model.parameters())
+    for param in params:
+        param.grad = torch.zeros_like(param)
+    own = {"params": params[-1:], "process_group": mesh["ep"].get_group()}
+    optimizer = shardopt.ShardedAdamW(
+        [{"params": params[:-1]}, own],
+        tuning=SMALL,
+        process_group=mesh["dp"].get_group(),
+        norm_group=dist.group.WORLD,
+    )
+    optimizer.step()
+    with pytest.raises(CheckpointError, match=rf"^ranks \[{rank ^ 2}\] share params of a group with this one"):
+        save_checkpoint(folder, model, optimizer)
+
+
+def test_a_checkpoint_without_all_who_share_params_is_refused(ranks: Pool, tmp_path: Path) -> None:
+    ranks.run(saves_with_strangers, tmp_path, world=4)

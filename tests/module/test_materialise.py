@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from shardopt import BindingError, ShardedSGD
+from shardopt import BindingError, DisagreementError, ShardedSGD
 from shardopt.partition.bucket import Bucket
 from shardopt.partition.gather import GatheredBucket
 from tests.support.modules import KEPT, RATES, Block, W, plain, poisoned, small, train_step
@@ -174,6 +174,42 @@ def not_materialised() -> None:
     train_step(model, opt, 0)
 
 
+class Failing(nn.Linear):
+    """Cannot be initialised while ``fails`` says so."""
+
+    fails = False
+
+    def reset_parameters(self) -> None:
+        if Failing.fails:
+            raise OSError("no numbers today")
+        super().reset_parameters()
+
+
+def failing_at_first() -> None:
+    """What one rank could not initialise has values on no rank: it is tried again, and never computed with."""
+    torch.manual_seed(70)
+    usual = nn.Sequential(nn.Linear(W, W), Failing(W, W), nn.Linear(W, W)).state_dict()
+    for stage in (1, 3):
+        for others in (False, True):
+            torch.manual_seed(70 + dist.get_rank())
+            with torch.device("meta"):
+                model = nn.Sequential(nn.Linear(W, W), Failing(W, W), nn.Linear(W, W))
+            opt = ShardedSGD(model, **RATES, stage=stage, tuning=small())
+            Failing.fails = others or dist.get_rank() == 1
+            for again in (opt.bind, opt.bind, lambda model=model: plain(model, 0)):
+                with raises(OSError if Failing.fails else DisagreementError, "no numbers today"):
+                    again()
+            with raises(BindingError, "optimizer.bind() again"), torch.no_grad():
+                model(torch.ones(2, W))
+            with raises(BindingError, "missing", "1.weight"):
+                opt.bind({name: value for name, value in usual.items() if name != "1.weight"})
+            Failing.fails = False
+            opt.bind()
+            with opt.unsharded():
+                assert all(raw(value) == raw(usual[name]) for name, value in model.state_dict().items())
+            train_step(model, opt, 0)
+
+
 def test_meta_device(ranks: Pool) -> None:
     for stage, dtype, neighbours, world in (
         (0, torch.float32, True, 2),
@@ -183,5 +219,5 @@ def test_meta_device(ranks: Pool) -> None:
         (3, torch.float32, False, 3),
     ):
         ranks.run(materialised, stage, dtype, neighbours, world=world)
-    for function in (half_on_meta, not_materialised):
+    for function in (half_on_meta, not_materialised, failing_at_first):
         ranks.run(function, world=2)

@@ -208,3 +208,53 @@ def cannot_be_written_back(root: str) -> str:
 
 def test_params_that_cannot_be_written_back_are_told_to_all(ranks: Pool, tmp_path: Path) -> None:
     assert ranks.run(cannot_be_written_back, str(tmp_path), world=2) == ["CommunicationError", "OffloadError"]
+
+
+class TwoBuckets(nn.Module):
+    """One module that needs several buckets at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.one, self.two = nn.Parameter(torch.randn(40, 60)), nn.Parameter(torch.randn(60, 70))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.one @ self.two
+
+
+def reads_that_fail(root: str | None) -> tuple[int, list[bytes]]:
+    """Each read fails once, in forward, backward and unsharded(); the call is made again. Returns how many did."""
+    model = nn.Sequential(TwoBuckets(), nn.Linear(70, 40))
+    tuning = Tuning(bucket_bytes=4000, keep_below=200, live_bytes=0)
+    optimizer = ShardedAdamW(model, lr=0.01, stage=3, offload=in_file(root), tuning=tuning)
+
+    def forward_and_backward() -> None:
+        optimizer.zero_grad()
+        model(torch.ones(4, 40)).square().mean().backward()
+
+    def shown() -> list[bytes]:
+        with optimizer.unsharded():
+            return [raw(param.detach().clone()) for param in model.parameters()]
+
+    forward_and_backward()
+    optimizer.step()
+    failures = 0
+    for call in (forward_and_backward, shown):
+        for at in range(100):
+            with system(Faulty("read", "EIO", at)):
+                try:
+                    call()
+                    break
+                except OffloadError:
+                    failures += 1
+        assert optimizer._binding is not None and optimizer._binding.sharded is not None
+        assert not any(each.users for each in optimizer._binding.sharded.buckets)
+    optimizer.step()
+    found = shown()
+    optimizer.close()
+    return failures, found
+
+
+def test_a_read_that_fails_once_is_made_again(tmp_path: Path) -> None:
+    failures, found = reads_that_fail(str(tmp_path))
+    assert failures > 6 and found == reads_that_fail(None)[1]

@@ -333,7 +333,7 @@ class Performance:
         return True
 
     def whole_dict(self) -> dict[str, Any]:
-        """What rank 0 alone saves, on every rank. It is read at once: DEFECTS D1."""
+        """What rank 0 alone saves, on every rank. It is read at once: behind a step or a load it is refused."""
         box: list[Any] = [None]
         if self.rank == 0:
             file = io.BytesIO()
@@ -389,6 +389,7 @@ class Performance:
         """All states."""
         self.optimizer.state = {}
         self.model.optimizer.state.clear()
+        self.model.begin_states()
         self._drop_masters()
         return True
 
