@@ -37,6 +37,8 @@ def number(
         TypeError: no number.
         ValueError: NaN, or out of range.
     """
+    if isinstance(value, torch.Tensor) and value.numel() != 1:  # in the words of torch's classes
+        raise ValueError(f"Tensor {what} must be 1-element, found a shape of {tuple(value.shape)}.")
     found = _plain(value)
     must = f"{what} must be {_range('a number', above, least, below, most)}{or_none}, found {_shown(value)}."
     if isinstance(found, bool) or not isinstance(found, int | float):

@@ -6,7 +6,7 @@ all-reduce tells every rank each param's norm, and ``param.grad`` becomes a part
 """
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -49,6 +49,15 @@ class Backward:
         self.is_syncing = False  # whether this forward's backward is a round; said by the forward
         self._lost: str | None = None  # why gradients of an unfinished round are gone
         self.on_end: Callable[[], None] = lambda: None
+        # Where ranks may run out of batches, is told which params hold a gradient ahead of each round; by which number
+        # its sum is to be divided, if not that of all ranks.
+        self.before_round: Callable[[list[int]], int | None] | None = None
+        self._divisor = binding.mesh.world.size  # of this round
+
+    @property
+    def entries(self) -> Sequence[Entry]:
+        """In the order of binding."""
+        return self._entries
 
     # -- params ----------------------------------------------------------------------------------------------------
 
@@ -161,6 +170,25 @@ class Backward:
 
     def open(self) -> None:
         """Opens a round, in the outermost of the graphs that autograd is running."""
+        self._divisor = self._binding.mesh.world.size
+        if self.before_round is not None:
+            held = [number for number, entry in enumerate(self._entries) if _is_held(entry)]
+            self._divisor = self.before_round(held) or self._divisor
+        torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+        self._begin_round()
+
+    def shadow(self, held: Collection[int], divisor: int) -> None:
+        """A round in which this rank has no gradients. ``held``: which params have one from before, on the others."""
+        for number, entry in enumerate(self._entries):
+            if entry.slot is not None:
+                entry.slot.pending = None
+            if number not in held:
+                entry.param.grad = None
+        self._divisor = divisor
+        self._begin_round()
+        self._finish()
+
+    def _begin_round(self) -> None:
         reducer = self._binding.reducer
         assert reducer is not None
         held: list[set[int]] = [set() for _ in reducer.buckets]
@@ -171,13 +199,14 @@ class Backward:
                 absent[entry.shard.number].add(entry.index)
             if slot is None:
                 continue
+            slot.edits = []
             if not slot.shows_in(grad):
                 slot.pending = None
                 continue
             held[entry.shard.number].add(entry.index)
-            if slot.divisor == 1:  # a user scaled the mean: back to a sum, which the next ones are added to
-                slot.total.mul_(self._binding.mesh.world.size)
-        torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+            if slot.divisor != self._divisor:  # a user scaled the mean: back to a sum, which the next ones are added to
+                slot.settle()
+                slot.total.mul_(self._divisor)
         reducer.begin(held, absent)
         self._lost = None
 
@@ -322,7 +351,7 @@ class Backward:
     def _added_up(self, shard: Shard, grad: Format, gradients: Gradients) -> torch.Tensor:
         """2D [rows, COLUMNS] int64, where the gradients are."""
         backend = backend_of(shard.device)
-        blocks = backend.block_sums(grad, gradients, Factors(self._binding.mesh.world.size))
+        blocks = backend.block_sums(grad, gradients, Factors(self._divisor))
         return backend.totals(blocks, gradients).table
 
     def _fill_in(self, sums: "np.ndarray[Any, Any]", shard: Shard, table: torch.Tensor) -> None:
@@ -344,7 +373,7 @@ class Backward:
             slot = entry.slot
             if slot is None or not (present[number] or held[number]):
                 continue
-            slot.divisor, slot.is_used = self._binding.mesh.world.size, False
+            slot.divisor, slot.is_used = self._divisor, False
             slot.norms = Norms(two[number], slot.rounded(largest[number]), counts[number])
             if not held[number]:
                 entry.param.grad = GradientPart(slot, entry.param)
@@ -358,6 +387,10 @@ def _noter(backward: "weakref.ref[Backward]", shard: "weakref.ref[Shard]") -> Ca
             owner.note(where, total)
 
     return note
+
+
+def _is_held(entry: Entry) -> bool:
+    return entry.slot is not None and entry.slot.shows_in(entry.param.grad)
 
 
 def _is_waiting(entry: Entry, slot: Slot) -> bool:

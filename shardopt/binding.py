@@ -21,7 +21,7 @@ from .epoch import Epoch, Moment
 from .errors import OffloadError
 from .exhibit import Exhibit
 from .kept import NOTHING
-from .loaded_state import expect_weights, write_tensors
+from .loaded_state import begin_states, expect_weights, write_tensors
 from .offload.landing import HostLanding
 from .offload.store import Home, Store
 from .param_names import matching, name_of
@@ -132,9 +132,11 @@ class Binding:
             rests = planned.is_released and self._params_rest(bucket.device)
             store = self._store_for(bucket.device)
             shard = Shard(bucket, self.mesh.shard.rank, planned.states, store, planned.kept, rests)
-            for index, param in enumerate(params):
+            for index, (_, param, group) in enumerate(planned.members):
                 if param in self.loaded:
                     write_tensors(shard, index, self.loaded[param])
+                else:
+                    begin_states(shard, index, self.rule.initial_values(group))
         except BaseException:
             if shard is not None:
                 shard.home.release()
@@ -158,8 +160,9 @@ class Binding:
                     shard.reduce_into(reduced, self.reducer.add(reduced))
         for planned, shard in zip(plan, shards, strict=True):
             self.shards.append(shard)
-            for index, (name, param, _) in enumerate(planned.members):
-                entry = Entry(param, name, shard, index, None)
+            for index, (name, param, group) in enumerate(planned.members):
+                initial = self.rule.initial_values(group)
+                entry = Entry(param, name, shard, index, None, has_state=bool(initial), initial=initial)
                 self.entries[param] = entry
                 if param in self.loaded:
                     state = self.loaded.pop(param)
@@ -342,7 +345,7 @@ class Binding:
         self.clock.end_step()
         if self.exhibit is not None:
             self.exhibit.settle()
-        self.epoch.end_step(self.rounds)
+        self.epoch.end_step()
 
     def retire(self) -> None:
         """The optimizer is gone; other ranks may still read."""

@@ -7,7 +7,7 @@ import torch
 from .binding import Binding
 from .entry import Entry, Group
 from .epoch import Moment
-from .loaded_state import expect_weights, write_tensors
+from .loaded_state import begin_states, expect_weights, write_tensors
 from .part import Part
 from .states import ParamState, check_part
 
@@ -60,6 +60,8 @@ def put_state(binding: Binding, param: torch.nn.Parameter, state: ParamState, ha
             entry.shard.zero(entry.index)
             if has_state:
                 write_tensors(entry.shard, entry.index, state)
+            else:
+                begin_states(entry.shard, entry.index, entry.initial)
         entry.forget()
         entry.version = None
         if has_state:
@@ -101,6 +103,8 @@ def load_states(binding: Binding, loaded: Mapping[torch.nn.Parameter, ParamState
             for param, entry in entries.items():
                 if param in loaded:
                     write_tensors(entry.shard, entry.index, loaded[param])
+                else:
+                    begin_states(entry.shard, entry.index, entry.initial)
         for param, entry in entries.items():
             entry.forget()
             if param in loaded:

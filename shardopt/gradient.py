@@ -16,7 +16,7 @@ Where one rank holds everything, whatever only reads is answered as well.
 import itertools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -131,6 +131,12 @@ class GradientPart(Part):
         """A view with the param's shape of all its elements in storage order."""
         return total.as_strided(self.size(), self.stride())
 
+    def share_memory_(self) -> Self:
+        raise StateError(
+            f"call optimizer.close() before module.share_memory(): {self!r} lies in memory of the optimizer, and its "
+            "steps would no longer reach the params that other processes see."
+        )
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         end = self.start + self.slot.total.numel()
         return (
@@ -181,6 +187,7 @@ def _multiply(function: Any, part: GradientPart, other: Any) -> GradientPart:
     slot, factor = part.whole_slot(), _number(function, other)
     slot.settle()
     slot.total.mul_(factor)
+    slot.edits.append(["mul_", factor])
     slot.norms = slot.norms and slot.norms.times(factor, part.whole_numel, slot.rounded)
     return part
 
@@ -189,18 +196,22 @@ def _divide(function: Any, part: GradientPart, other: Any) -> GradientPart:
     slot, divisor = part.whole_slot(), _number(function, other)
     slot.settle()
     divide_(slot.total, divisor)
+    slot.edits.append(["div_", divisor])
     slot.norms = slot.norms and slot.norms.over(divisor, part.whole_numel, slot.rounded)
     return part
 
 
 def _negate(function: Any, part: GradientPart) -> GradientPart:
-    part.whole_slot().total.neg_()
+    slot = part.whole_slot()
+    slot.total.neg_()
+    slot.edits.append(["neg_"])
     return part
 
 
 def _zero(function: Any, part: GradientPart) -> GradientPart:
     slot = part.live_slot()
     slot.total.zero_()
+    slot.edits = [["zero_"]]
     slot.pending = None
     slot.norms = Norms(0.0, 0.0, 0)
     return part
@@ -210,6 +221,7 @@ def _clamp(function: Any, part: GradientPart, *bounds: Any, **named_bounds: Any)
     slot = part.whole_slot()
     slot.settle()
     function(slot.total, *bounds, **named_bounds)
+    slot.edits.append([function._schema.name.removeprefix("aten::"), *bounds, *named_bounds.values()])
     slot.norms = None
     return part
 

@@ -6,7 +6,7 @@ DDP does besides (calling the module, broadcasting buffers, ``no_sync()``, ``sta
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, NoReturn, cast
 
@@ -42,7 +42,10 @@ class Handover:
         self._binding: Binding | None = None
         self.backward: Backward | None = None
         self.forward: Forward | None = None
-        self._tree: ModuleTree | None = None  # of when params were last bound
+        # The optimizers that the module was handed to: each may have some of its params.
+        self.sharing: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._tree: ModuleTree | None = None  # of when params were last bound, or looked for
+        self._looked_in: frozenset[weakref.ref[torch.optim.Optimizer]] = frozenset()  # those of that time
         self._always_syncs, self._before_forward = always_syncs, before_forward
         self._hooks = [
             self.module.register_forward_pre_hook(ModuleHook(self._enter), prepend=True, with_kwargs=True),
@@ -61,9 +64,9 @@ class Handover:
                         "all of them, or give this param to an optimizer of its own."
                     )
 
-    def check_covered(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-        """Raises BindingError if a trainable param of the module is in none of these optimizers."""
-        known = {param for each in optimizers for group in each.param_groups for param in group["params"]}
+    def check_covered(self) -> None:
+        """Raises BindingError if a trainable param of the module is in no optimizer that it was handed to."""
+        known = {param for each in self.sharing for group in each.param_groups for param in group["params"]}
         for name, param in self.module.named_parameters():
             if param.requires_grad and param not in known:
                 raise BindingError(
@@ -72,11 +75,12 @@ class Handover:
                     "a group (optimizer.add_param_group({'params': ...}))."
                 )
 
-    def check_unchanged(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-        """Raises BindingError if a trainable param came into the module after binding, and is in no optimizer."""
-        if self._tree is not None and not self._tree.is_current:
-            self.check_covered(optimizers)
-            self._tree = ModuleTree(self.module)
+    def check_still_covered(self) -> None:
+        """As ``check_covered``, where params came into the module after binding, or an optimizer of others is gone."""
+        sharing = frozenset(map(weakref.ref, self.sharing))
+        if self._tree is not None and not (self._tree.is_current and sharing == self._looked_in):
+            self.check_covered()
+            self._tree, self._looked_in = ModuleTree(self.module), sharing
 
     def process_group(self, given: Any) -> Any:
         """The group to average over: that of the optimizer, else that of DDP."""
@@ -143,10 +147,15 @@ class Handover:
         if self.backward is not None:
             if self.backward.is_open:
                 self.backward.abandon("a new forward began before its backward had ended")
-            # Nothing is bound while all params are frozen; gradients of other modules may come through.
-            self.backward.is_syncing = self._has_reducer and (
-                self._always_syncs or (not self.pauses and (self.ddp is None or self.ddp.require_backward_grad_sync))
-            )
+            self.expect_backward()
+
+    def expect_backward(self) -> None:
+        """Says whether the backward of a forward that begins now is reduced; a submodule's too, called by itself."""
+        assert self.backward is not None
+        # Nothing is bound while all params are frozen; gradients of other modules may come through.
+        self.backward.is_syncing = self._has_reducer and (
+            self._always_syncs or (not self.pauses and (self.ddp is None or self.ddp.require_backward_grad_sync))
+        )
 
     @property
     def _has_reducer(self) -> bool:
@@ -194,7 +203,7 @@ class Handover:
         self.close()
 
     def close(self) -> None:
-        """Gives the module back; DDP reduces its gradients again."""
+        """Gives the module back; DDP reduces its gradients again, unless another optimizer has the module too."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
@@ -204,7 +213,8 @@ class Handover:
             self.forward.close()
         if self._binding is not None:
             self._binding.on_adopt = lambda: None  # it refers to this, and would outlive its optimizer in a cycle
-        if self.ddp is not None and isinstance(self.ddp.reducer, RetiredReducer):
+        others = any(True for _ in self.sharing)  # one that was dropped is no more in it, but still counted by len()
+        if self.ddp is not None and isinstance(self.ddp.reducer, RetiredReducer) and not others:
             params, expect_sparse = self.ddp._build_params_for_reducer()
             names = self.ddp._build_debug_param_to_name_mapping(params)
             self.ddp._ddp_init_helper(params, expect_sparse, names, self.ddp.static_graph)
@@ -249,7 +259,8 @@ def check_honourable(ddp: DistributedDataParallel) -> None:
         raise BindingError(
             f"the DistributedDataParallel module was set up with {' and '.join(found)}, which works inside of its own "
             "reducer: shardopt takes the reduction over, and it would silently be left out. Leave it away "
-            "(reduce_dtype= compresses gradients), or pass model.parameters() without the module at stage 0 or 1."
+            "(reduce_dtype= compresses gradients, `with optimizer.join():` is for uneven inputs), or pass "
+            "model.parameters() without the module at stage 0 or 1."
         )
 
 
@@ -272,9 +283,10 @@ class RetiredReducer:
         if name.startswith("__"):
             raise AttributeError(name)
         raise BindingError(
-            f"DistributedDataParallel asked its reducer for {name}, but shardopt has taken the reduction over (join(), "
-            "communication hooks and changes of the group need DDP's own). Call optimizer.close() first, or pass "
-            "model.parameters() without the module at stage 0 or 1."
+            f"DistributedDataParallel asked its reducer for {name}, but shardopt has taken the reduction over (DDP's "
+            "join(), communication hooks and changes of the group need DDP's own). For uneven inputs use `with "
+            "optimizer.join():`; else call optimizer.close() first, or pass model.parameters() without the module at "
+            "stage 0 or 1."
         )
 
 

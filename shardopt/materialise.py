@@ -6,6 +6,7 @@ buckets that have no memory yet; then every module that owns some is initialised
 slice and gives the bucket's memory back before the next one is needed.
 """
 
+import copyreg
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 
@@ -63,7 +64,7 @@ def give_devices(module: nn.Module, world: Ranks) -> list[torch.Tensor]:
         empty = torch.empty(param.size(), dtype=param.dtype, device=device)
         empty.untyped_storage().resize_(0)
         # In place, so that optimizers, tied modules and hooks go on holding the same object.
-        torch.utils.swap_tensors(param, nn.Parameter(empty, requires_grad=param.requires_grad))
+        torch.utils.swap_tensors(param, _with_values(param, empty))
     for layers in recurrent:
         layers._init_flat_weights()
     for each in module.modules():
@@ -72,6 +73,16 @@ def give_devices(module: nn.Module, world: Ranks) -> list[torch.Tensor]:
                 fresh.append(torch.empty_like(buffer, device=device))
                 each._buffers[name] = fresh[-1]
     return fresh
+
+
+def _with_values(param: nn.Parameter, values: torch.Tensor) -> torch.Tensor:
+    """A param of the same class and attributes: ``swap_tensors`` exchanges these as well."""
+    new: torch.Tensor = torch.Tensor._make_subclass(type(param), values, param.requires_grad)
+    new.__dict__.update(param.__dict__)
+    for name in copyreg._slotnames(type(param)):  # type: ignore[attr-defined]
+        if hasattr(param, name):
+            setattr(new, name, getattr(param, name))
+    return new
 
 
 def _device_to_train_on(world: Ranks) -> torch.device:

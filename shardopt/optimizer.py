@@ -43,6 +43,7 @@ from .step import NOTHING_DONE, Call, Outcome, run_step
 from .survey import Scaling, check_group, check_numbers, plain_numbers
 from .tiers import check_offload, make_store, tier_of
 from .timings import Timings
+from .uneven import Uneven
 from .written_params import refresh_masters
 
 Optimizer = TypeVar("Optimizer", bound="ShardedOptimizer")
@@ -57,10 +58,11 @@ _REFUSED_FLAGS = {
 }
 
 # The optimizers that a module was handed to: each may have some of its params.
-_SHARING: weakref.WeakKeyDictionary[torch.nn.Module, "weakref.WeakSet[ShardedOptimizer]"] = weakref.WeakKeyDictionary()
+_SHARING: weakref.WeakKeyDictionary[torch.nn.Module, "weakref.WeakSet[torch.optim.Optimizer]"]
+_SHARING = weakref.WeakKeyDictionary()
 
 
-class ShardedOptimizer(torch.optim.Optimizer):
+class ShardedOptimizer(torch.optim.Optimizer, Uneven):
     """Any rule as a ``torch.optim.Optimizer`` whose masters and states are sharded over ranks.
 
     The classes of :mod:`shardopt.optim` are this one with torch's names and arguments. Use it directly for a rule of
@@ -120,6 +122,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         super().__init__(params, defaults)
         if self.options.module is not None:
             self._hand_over(self.options.module)
+        self._enroll()
 
     # -- the module ------------------------------------------------------------------------------------------------
 
@@ -135,14 +138,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
         handover = Handover(module, has_parts, before_forward)
         handover.check_covers(self)
         self._handover = handover
-        _SHARING.setdefault(handover.module, weakref.WeakSet()).add(self)
-        weakref.finalize(self, Handover.dropped, handover).atexit = False
+        handover.sharing = _SHARING.setdefault(handover.module, handover.sharing)
+        handover.sharing.add(self)
+        self._retire.append(weakref.finalize(self, Handover.dropped, handover))
+        self._retire[-1].atexit = False
 
     @torch.no_grad()
     def bind(self, state_dict: Mapping[str, torch.Tensor] | None = None) -> None:
         """Takes the module over now, and not at its first forward. Every rank must call it.
 
-        Params become views of buckets, masters and states are allocated. A module that was built on the meta device
+        A model that is trained through its submodules or other methods only (``model.encode(x)``), so that its own
+        forward never runs, needs this call. Params become views of buckets, masters and states are allocated. A module that was built on the meta device
         is given memory and values here, bucket by bucket: at stage 3 no rank ever holds all of it.
 
         Args:
@@ -165,6 +171,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         candidates = binding.unbound(self.param_groups)
         if not candidates and not binding.fresh and (binding.entries or not binding.frozen(handover.module)):
             return
+        self._announce("bind")
         numbers = self._check_together(handover, candidates, state_dict)
         if meta_params(handover.module):
             binding.fresh = set(give_devices(handover.module, binding.mesh.world))
@@ -179,6 +186,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if binding.fresh:
             give_values(handover.module, list(binding.fresh), binding, state_dict)
             binding.fresh = set()
+        handover.expect_backward()
 
     def _check_together(
         self, handover: Handover, candidates: Sequence[Candidate], state_dict: Mapping[str, torch.Tensor] | None
@@ -188,7 +196,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         numbers: list[dict[str, Any]] = []
         try:
             handover.check_covers(self)
-            handover.check_covered(_SHARING[handover.module])
+            handover.check_covered()
             assert handover.backward is not None
             handover.backward.check_free(candidates)
             self._compose().look(self.param_groups)
@@ -346,18 +354,23 @@ class ShardedOptimizer(torch.optim.Optimizer):
                     loss = closure()
             scaling = self._scaling()
             if self._handover is not None and self._handover.backward is not None:
-                self._handover.check_unchanged(_SHARING[self._handover.module])
+                self._handover.check_still_covered()
                 self._handover.backward.check_whole()
         except Exception as error:  # raised on every rank by run_step, so that no rank waits for this one
             problem = error
+        call = Call(self.defaults, scaling, closure is not None, problem)
+        self._announce("step", call)
+        self._take(call)
+        return loss
+
+    def _take(self, call: Call) -> None:
         # Released params would ask for each attribute whether it may be read.
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            outcome = self._run(Call(self.defaults, scaling, closure is not None, problem))
+            outcome = self._run(call)
         self._states.consolidated = None  # a skipped step too lets masters follow weights that were written
         self.grad_norm = outcome.grad_norm
         if outcome.updated:
             self.updates += 1
-        return loss
 
     def _run(self, call: Call) -> Outcome:
         if self.options.release_gradients:
@@ -465,7 +478,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @property  # type: ignore[override]
     def state(self) -> StateView:
-        """Param -> its state in torch's form. A param that has no state yet has an empty one.
+        """Param -> its state in torch's form. A param that has no state yet has an empty one (Adagrad's all have one).
 
         Tensors are views of the shard where one rank holds everything, else parts. ``state[param] = ...`` loads one
         param's state, as ``load_state_dict()`` does: on every rank, each takes its part. All else of it is read-only.
@@ -673,6 +686,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         other.defaults = {key: other.defaults[key] for key in self.defaults}
         if module is not None:
             other._hand_over(module)
+        other._enroll()
         return other
 
     def __getstate__(self) -> dict[str, Any]:
@@ -690,6 +704,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         self._check_weights("close()")
         if self._handover is not None:
+            self._handover.sharing.discard(self)
             self._handover.close()
         for retire in self._retire:
             retire.detach()

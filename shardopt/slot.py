@@ -4,7 +4,7 @@ import ctypes
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -77,6 +77,7 @@ class Slot:
         divisor: what ``total`` is still to be divided by; 1 once settled.
         part: the one that shows this gradient. Any other of this slot is stale.
         is_used: by a step, since the last backward.
+        edits: what was done to the mean in place since the last round: the name of a method of the part, its arguments.
         pending: this rank's own gradient (the param's shape), which autograd added to the part in a backward that was
             not reduced; the next one that is takes it along.
     """
@@ -93,6 +94,7 @@ class Slot:
         self.divisor = 1
         self.part: GradientPart | None = None
         self.is_used = False
+        self.edits: list[list[Any]] = []
         self.pending: Tensor | None = None
         self._norms: Norms | None = None
         self._lent: Tensor | None = None
@@ -100,11 +102,14 @@ class Slot:
         self._is_aliased = False
 
     @property
+    def was_written(self) -> bool:
+        """Whether elements may have been written one by one, unknown to anybody."""
+        return self._is_aliased or (self._lent is not None and self._lent._version != self._lent_version)
+
+    @property
     def norms(self) -> Norms | None:
         """Of the mean. None: nobody knows, after clamping, an overflow or a write to what was lent."""
-        if self._is_aliased or (self._lent is not None and self._lent._version != self._lent_version):
-            return None
-        return self._norms
+        return None if self.was_written else self._norms
 
     @norms.setter
     def norms(self, norms: Norms | None) -> None:

@@ -36,15 +36,22 @@ class StateTable:
         return None if self.composition is None else self.composition.binding_of(local)
 
     def find(self, param: torch.nn.Parameter, group: Group) -> ParamState | None:
-        """None before the param's first step."""
+        """None before the param's first step, but for a rule that fills states before."""
         local = self._locals.of(param)
         if self.consolidated is not None:
-            return self.consolidated.get(local)
+            return self.consolidated.get(local) or self._begun(local, group)
         binding = self.binding_of(local)
         if binding is not None:
             entry = binding.entries[local]
             return read_state(binding, entry, group) if entry.has_state else None
-        return self.waiting.get(local)
+        return self.waiting.get(local) or self._begun(local, group)
+
+    def _begun(self, local: torch.nn.Parameter, group: Group) -> ParamState | None:
+        """The state of a param that is not bound and was not loaded; whole on every rank."""
+        values = self._rule.initial_values(group)
+        with torch._C.DisableTorchFunctionSubclass():  # a released param has a shape
+            tensors = {name: torch.full_like(local, value, dtype=torch.float32) for name, value in values.items()}
+        return ParamState(tensors=tensors) if values else None
 
     def has(self, param: torch.nn.Parameter, group: Group, counts_steps: bool) -> bool:
         """Whether the param's state shows anything in torch's form (plain SGD's does not); reads none of it.
@@ -59,6 +66,8 @@ class StateTable:
             shown: Any = counts_steps or entry.carried or names_of(binding, entry, group)
             return entry.has_state and bool(shown)
         state = (self.waiting if self.consolidated is None else self.consolidated).get(local)
+        if state is None and self._rule.initial_values(group):
+            return True
         return state is not None and bool(counts_steps or state.carried or state.tensors)
 
     def all(self, groups: Sequence[Group]) -> States:

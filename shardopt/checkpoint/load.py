@@ -11,6 +11,7 @@ from torch import nn
 from ..arguments import flag
 from ..bind import bind
 from ..errors import CheckpointError, ShardoptError
+from ..loaded_state import begin_states
 from ..optimizer import ShardedOptimizer
 from ..rules.rule import EMA
 from ..survey import check_numbers, plain_numbers
@@ -292,6 +293,7 @@ def _forget(home: Home) -> None:
     assert home.entry is not None and home.shard is not None
     home.entry.forget()
     home.shard.zero(home.index)
+    begin_states(home.shard, home.index, home.entry.initial)
 
 
 def _before_writing(optimizer: ShardedOptimizer) -> None:

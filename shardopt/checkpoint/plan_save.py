@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..binding import Binding
 from ..composition import Turn
 from ..entry import without_process_group
 from ..errors import CheckpointError
@@ -122,8 +123,23 @@ def plan_save(model: Model, extra: Mapping[str, Any], step: int | None, widens: 
     model.check_whole()
     for optimizer in model.optimizers:
         for binding in optimizer._bindings:
+            if not widens:
+                _check_halves(binding)
             settle_masters(binding)  # their halves are saved as they are kept
     return _Planner(model, widens).plan(extra, step)
+
+
+def _check_halves(binding: Binding) -> None:
+    """Half of a master is of no use beside other weights than its own."""
+    for shard in binding.shards:
+        for index in shard.awaiting:
+            if not shard.fits_master(index):
+                raise CheckpointError(
+                    "load the model's weights before this save: master weights were loaded, of which "
+                    f"master={binding.options.master!r} keeps the low bits, and beside other weights these would be "
+                    "lost. If these weights are meant, call refresh_masters(). The first is a param of shape "
+                    f"{tuple(shard.bucket.params[index].shape)}."
+                )
 
 
 class _Planner:

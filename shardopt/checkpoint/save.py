@@ -41,7 +41,8 @@ def save_checkpoint(
     is there whole or not at all, whenever the machine stops.
 
     Args:
-        directory: of all checkpoints of this training, on a file system that all ranks see. It is made if missing.
+        directory: of all checkpoints of this training, on a file system that all ranks see. It is made if missing. One
+            save at a time writes there.
         module: whose names the checkpoint goes by; plain, DDP or compiled. Buffers that are not persistent are left
             out, as in ``module.state_dict()``.
         optimizer: one or a list of several, or None for the module alone (an empty list is refused).
@@ -138,7 +139,7 @@ def _share_or_abandon(meeting: Meeting, problem: Problem, site: Site, lock: int 
         meeting.share(problem, phase)
     except BaseException:
         if lock is not None:
-            files.close(lock)
+            files.release(lock)
         if meeting.world.rank == 0:
             with suppress(OSError, ShardoptError):  # what is left is collected by the next save
                 publish.abandon(site)

@@ -6,7 +6,7 @@ import torch
 
 from ..errors import BindingError
 from .layout import BucketLayout
-from .released import ReleasedParameter
+from .released import released_class
 from .room import Room
 
 
@@ -30,6 +30,7 @@ class Bucket:
     ):
         """``fresh`` params have no values yet: a bucket of such that will be released is so from the start."""
         self.params = tuple(params)
+        self._classes = [(type(param), released_class(type(param))) for param in params]
         self._present = list(range(len(self.params)))  # those that have not left
         self.layout = layout
         first = params[0]
@@ -64,7 +65,7 @@ class Bucket:
     def hide(self) -> None:
         """Params must not be read any more."""
         for index in self._present:
-            self.params[index].__class__ = ReleasedParameter
+            self.params[index].__class__ = self._classes[index][1]
 
     def take_room(self) -> None:
         """Memory for the whole bucket again, at another address perhaps; it holds anything."""
@@ -73,7 +74,7 @@ class Bucket:
     def show(self) -> None:
         """The values are whole: params may be read again."""
         for index in self._present:
-            self.params[index].__class__ = torch.nn.Parameter
+            self.params[index].__class__ = self._classes[index][0]
 
     def versions(self) -> list[tuple[torch.nn.Parameter, int]]:
         """How often each param, which is here, was written in place."""

@@ -88,6 +88,8 @@ class Rule:
     function: Callable[..., Any] = field(repr=False)
     tree: ast.FunctionDef = field(repr=False, compare=False, hash=False)
     average: float | None = None  # decay of the weights' moving average, where there is one
+    # state -> hyper-parameter that it is filled with as soon as its param is the optimizer's; empty: at a first step
+    initial: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False, hash=False)
 
     def averaging(self, decay: float) -> "Rule":
         r"""The same rule with a moving average of the weights as its last state, ``ema``.
@@ -106,6 +108,11 @@ class Rule:
     def tolerates(self, state: str) -> str:
         """The coarsest of "fp32", "bf16" and "int8" that the state may be kept in."""
         return self.tolerated.get(state, "int8")
+
+    def initial_values(self, group: Mapping[str, Any]) -> dict[str, float]:
+        """What a param's states are filled with before its first step; empty where it has none until then."""
+        kept = self.variant(group).states if self.initial else ()
+        return {state: float(group[key]) for state, key in self.initial.items() if state in kept}
 
     def variant(self, group: Mapping[str, Any]) -> Variant:
         """The straight-line form for this param group's flags."""
@@ -165,6 +172,7 @@ def rule(
     counts_steps: bool = True,
     nonnegative: tuple[str, ...] = (),
     tolerates: Mapping[str, str] | None = None,
+    initial: Mapping[str, str] | None = None,
 ) -> Callable[[Callable[..., Any]], Rule]:
     """Decorate a function ``(param, grad, state, s)`` or ``(param, grad, state, s, flags)`` as an update rule.
 
@@ -178,6 +186,9 @@ def rule(
         nonnegative: states that are never below zero: in 8 bits they have no sign, and what is above zero stays so.
         tolerates: the coarsest format that a state may be kept in, ``"fp32"`` or ``"bf16"``, where that is not
             ``"int8"``: sums that only grow, and what is subtracted from something nearly equal.
+        initial: states that ``state_dict()`` shows before a param's first step, and the key of the param group that
+            tells their value, as torch's Adagrad does from its construction on. It is for those who look and load:
+            the body meets zeros or this at a first step, so give it a scalar for ``step == 1``.
 
     Raises:
         RuleError: the body leaves the vocabulary; the message names file and line.
@@ -190,7 +201,7 @@ def rule(
                 f"of the state dict; choose different identifiers, none of {', '.join(_RESERVED)}."
             )
 
-    _check_declared(states, nonnegative, tolerates or {})
+    _check_declared(states, nonnegative, tolerates or {}, initial or {})
     if len(states) > MAX_STATES:
         raise RuleError(
             f"found {len(states)} states; a kernel has room for {MAX_STATES}. Keep fewer, or split the rule."
@@ -208,6 +219,7 @@ def rule(
             counts_steps=counts_steps,
             nonnegative=frozenset(nonnegative),
             tolerated=dict(tolerates or {}),
+            initial=dict(initial or {}),
             scalars=scalars,
             function=function,
             tree=tree,
@@ -216,12 +228,15 @@ def rule(
     return decorate
 
 
-def _check_declared(states: tuple[str, ...], nonnegative: tuple[str, ...], tolerates: Mapping[str, str]) -> None:
-    unknown = [name for name in (*nonnegative, *tolerates) if name not in states]
+def _check_declared(
+    states: tuple[str, ...], nonnegative: tuple[str, ...], tolerates: Mapping[str, str], initial: Mapping[str, str]
+) -> None:
+    unknown = [name for name in (*nonnegative, *tolerates, *initial) if name not in states]
     if unknown or not set(tolerates.values()) <= {"fp32", "bf16", "int8"}:
         raise RuleError(
-            f"nonnegative={nonnegative} and tolerates={dict(tolerates)} name {unknown or 'formats'} that are no states "
-            f"of the rule ({states}) or no formats: it would have no effect. Formats are 'fp32', 'bf16' and 'int8'."
+            f"nonnegative={nonnegative}, tolerates={dict(tolerates)} and initial={dict(initial)} name "
+            f"{unknown or 'formats'} that are no states of the rule ({states}) or no formats: it would have no effect. "
+            "Formats are 'fp32', 'bf16' and 'int8'."
         )
 
 

@@ -338,7 +338,8 @@ def test_a_running_save_is_not_collected(tmp_path: Path, model: Any) -> None:
     root = tmp_path / "runs"
     save(root, *model)
     site, lock = publish.begin(root, 1)
-    save(root, *model)
+    with raises(CheckpointError, "another job saves into this directory"):
+        save(root, *model)
     assert site.owner.exists()
     files.close(lock)
     save(root, *model)

@@ -94,6 +94,31 @@ def test_options_are_added_on_purpose() -> None:
     ]
 
 
+def test_methods_are_added_on_purpose() -> None:
+    """Those that torch's optimizers do not have."""
+    own = {name for name in dir(shardopt.ShardedOptimizer) if not name.startswith("_")}
+    assert sorted(own - set(dir(torch.optim.Optimizer))) == [
+        "bind",
+        "close",
+        "consolidate_state_dict",
+        "join",
+        "join_device",
+        "join_hook",
+        "join_process_group",
+        "memory",
+        "no_sync",
+        "offload",
+        "refresh_masters",
+        "reload",
+        "state",
+        "timings",
+        "unsharded",
+    ]
+    joins = shardopt.ShardedOptimizer.join, torch.nn.parallel.DistributedDataParallel.join
+    own_join, theirs = (inspect.signature(each).parameters.values() for each in joins)
+    assert [(each.name, each.default) for each in own_join] == [(each.name, each.default) for each in theirs]
+
+
 @pytest.mark.parametrize("name", TORCH_CLASSES)
 def test_arguments_and_groups_are_torchs(name: str) -> None:
     torch_class, ours = getattr(torch.optim, name), getattr(shardopt, f"Sharded{name}")

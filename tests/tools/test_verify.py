@@ -116,7 +116,7 @@ def test_alone() -> None:
         {"tolerance": -1},
         {"tolerance": "1e-3"},
     ],
-    ids=str,
+    ids=lambda given: ", ".join(given),
 )
 def test_what_cannot_be_compared_is_refused(given: dict[str, Any]) -> None:
     """By name: an empty comparison would agree."""
