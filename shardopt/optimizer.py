@@ -4,7 +4,7 @@ import copy
 import dataclasses
 import os
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar, Unpack
 
@@ -102,6 +102,8 @@ class ShardedOptimizer(torch.optim.Optimizer, Uneven):
                 )
             options["module"] = params
             params = list(params.parameters())
+        elif not isinstance(params, Iterable):
+            raise TypeError(f"params takes a module, tensors or param groups, found {type(params).__name__}.")
         self.options = Options(**options)
         if self.options.ema is not None:
             self.rule = rule.averaging(self.options.ema)
