@@ -120,7 +120,7 @@ def plan_save(model: Model, extra: Mapping[str, Any], step: int | None, widens: 
     Raises:
         CheckpointError: something cannot be saved; nothing was written.
     """
-    model.check_whole()
+    model.check_savable()
     for optimizer in model.optimizers:
         for binding in optimizer._bindings:
             if not widens:
