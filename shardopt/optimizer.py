@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import os
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -43,6 +44,7 @@ from .step import NOTHING_DONE, Call, Outcome, run_step
 from .survey import Scaling, check_numbers, plain_numbers
 from .tiers import check_offload, make_store, tier_of
 from .timings import Timings
+from .turns import in_turn
 from .written_params import refresh_masters
 
 Optimizer = TypeVar("Optimizer", bound="ShardedOptimizer")
@@ -100,6 +102,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._handover: Handover | None = None
         self._release: Release | None = None  # in place of the steps, where gradients are released
         self._composition: Composition | None = None  # at the first step
+        self._turn = threading.RLock()
         self._locals = LocalParams()
         self._states = StateTable(self.rule, self._locals)
         self._retire: list[weakref.finalize[Any, ShardedOptimizer]] = []
@@ -307,8 +310,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
     # -- the step --------------------------------------------------------------------------------------------------
 
     @_disable_dynamo
+    @in_turn
     def step(self, closure: Closure | None = None) -> Any:
-        """Updates every param that has a gradient. Every rank must make this call.
+        """Updates every param that has a gradient. Every rank must make this call; threads of one process take turns.
 
         Args:
             closure: re-evaluates the model and returns the loss; on every rank or on none.
@@ -430,6 +434,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         scale, found = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         return Scaling(1.0 if scale is None else float(scale), found is not None and bool(found))
 
+    @in_turn
     def refresh_masters(self) -> None:
         """Makes masters follow params that were written through ``.data``, which leaves no trace to notice.
 
@@ -514,6 +519,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if states is not None:
             self._states.consolidated = {**self._states.waiting, **states}
 
+    @in_turn
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a dict of this class or of the torch class, at any number of ranks; each rank takes its part.
 
@@ -603,6 +609,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if self._away is not None:
             self._move(None)
 
+    @in_turn
     def _move(self, to: Offload | None) -> None:
         self._check_open()
         binding = self._binding
@@ -638,7 +645,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         other.rule, other.options = self.rule, dataclasses.replace(self.options, module=module)
         other._closed, other.grad_norm, other.updates = self._closed, self.grad_norm, self.updates
         other._composition, other._handover, other._away = None, None, None
-        other._release = None
+        other._release, other._turn = None, threading.RLock()
         other._retire, other._locals = [], LocalParams()
         other._states = StateTable(self.rule, other._locals)
         for group in self.param_groups:
