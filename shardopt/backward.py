@@ -172,11 +172,10 @@ class Backward:
             if slot is None:
                 continue
             if not slot.shows_in(grad):
-                slot.pending = None
+                slot.pending = slot.kept = None
                 continue
             held[entry.shard.number].add(entry.index)
-            if slot.divisor == 1:  # a user scaled the mean: back to a sum, which the next ones are added to
-                slot.total.mul_(self._binding.mesh.world.size)
+            slot.add_up(self._binding.mesh.world.size)  # if a user read or scaled the mean
         torch.autograd.Variable._execution_engine.queue_callback(self._finish)
         reducer.begin(held, absent)
         self._lost = None

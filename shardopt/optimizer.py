@@ -138,8 +138,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Takes the module over now, and not at its first forward. Every rank must call it.
 
         A model that is trained through its submodules or other methods only (``model.encode(x)``), so that its own
-        forward never runs, needs this call. Params become views of buckets, masters and states are allocated. A module that was built on the meta device
-        is given memory and values here, bucket by bucket: at stage 3 no rank ever holds all of it.
+        forward never runs, needs this call. Params become views of buckets, masters and states are allocated. A module
+        that was built on the meta device is given memory and values here, bucket by bucket: at stage 3 no rank ever
+        holds all of it.
 
         Args:
             state_dict: values for params and buffers on the meta device: whole tensors by their names in the module
