@@ -201,12 +201,10 @@ class Backward:
                 continue
             slot.edits = []
             if not slot.shows_in(grad):
-                slot.pending = None
+                slot.pending = slot.kept = None
                 continue
             held[entry.shard.number].add(entry.index)
-            if slot.divisor != self._divisor:  # a user scaled the mean: back to a sum, which the next ones are added to
-                slot.settle()
-                slot.total.mul_(self._divisor)
+            slot.add_up(self._divisor)  # if a user read or scaled the mean
         reducer.begin(held, absent)
         self._lost = None
 
