@@ -345,7 +345,7 @@ class Binding:
         self.clock.end_step()
         if self.exhibit is not None:
             self.exhibit.settle()
-        self.epoch.end_step(self.rounds)
+        self.epoch.end_step()
 
     def retire(self) -> None:
         """The optimizer is gone; other ranks may still read."""

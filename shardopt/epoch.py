@@ -6,8 +6,9 @@ epoch was equal before and after the reading and nobody was writing::
     step 3 ........ |  load  | ........ |  step 4  | ........
     (3, 0)            moving   (3, 1)     moving     (4, 0)
 
-Loads count from the last step, so that ranks that loaded differently agree again after their next step. A load leaves
-params alone: slices of params have the number of the step only.
+A step that all ranks skip leaves the epoch as it was. Loads count from the last step, so that ranks that loaded
+differently agree again after their next one. A load leaves params alone: slices of params have the number of the step
+only.
 """
 
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ from typing import NamedTuple
 class Moment(NamedTuple):
     """A point in the life of states. A later one is greater."""
 
-    step: int  # that all ranks agreed on and this one has come to the end of
+    step: int  # the last that wrote states or params, and that this rank has come to the end of
     loads: int = 0  # since then: states that were loaded or assigned, masters that were refreshed
 
     def __str__(self) -> str:
@@ -51,10 +52,11 @@ class Epoch:
         """States and params are written from here on."""
         self._is_stepping = True
 
-    def end_step(self, step: int) -> None:
-        """They are those after ``step``."""
-        self._moment = Moment(step)
-        self._is_stepping = False
+    def end_step(self) -> None:
+        """They are those after the next step, if any of them was written: on all ranks or on none."""
+        if self._is_stepping:
+            self._moment = Moment(self._moment.step + 1)
+            self._is_stepping = False
 
     @contextmanager
     def loading(self) -> Iterator[None]:

@@ -16,7 +16,7 @@ Where one rank holds everything, whatever only reads is answered as well.
 import itertools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -130,6 +130,12 @@ class GradientPart(Part):
     def shaped(self, total: Tensor) -> Tensor:
         """A view with the param's shape of all its elements in storage order."""
         return total.as_strided(self.size(), self.stride())
+
+    def share_memory_(self) -> Self:
+        raise StateError(
+            f"call optimizer.close() before module.share_memory(): {self!r} lies in memory of the optimizer, and its "
+            "steps would no longer reach the params that other processes see."
+        )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         end = self.start + self.slot.total.numel()

@@ -147,10 +147,15 @@ class Handover:
         if self.backward is not None:
             if self.backward.is_open:
                 self.backward.abandon("a new forward began before its backward had ended")
-            # Nothing is bound while all params are frozen; gradients of other modules may come through.
-            self.backward.is_syncing = self._has_reducer and (
-                self._always_syncs or (not self.pauses and (self.ddp is None or self.ddp.require_backward_grad_sync))
-            )
+            self.expect_backward()
+
+    def expect_backward(self) -> None:
+        """Says whether the backward of a forward that begins now is reduced; a submodule's too, called by itself."""
+        assert self.backward is not None
+        # Nothing is bound while all params are frozen; gradients of other modules may come through.
+        self.backward.is_syncing = self._has_reducer and (
+            self._always_syncs or (not self.pauses and (self.ddp is None or self.ddp.require_backward_grad_sync))
+        )
 
     @property
     def _has_reducer(self) -> bool:

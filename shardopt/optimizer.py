@@ -147,7 +147,8 @@ class ShardedOptimizer(torch.optim.Optimizer, Uneven):
     def bind(self, state_dict: Mapping[str, torch.Tensor] | None = None) -> None:
         """Takes the module over now, and not at its first forward. Every rank must call it.
 
-        Params become views of buckets, masters and states are allocated. A module that was built on the meta device
+        A model that is trained through its submodules or other methods only (``model.encode(x)``), so that its own
+        forward never runs, needs this call. Params become views of buckets, masters and states are allocated. A module that was built on the meta device
         is given memory and values here, bucket by bucket: at stage 3 no rank ever holds all of it.
 
         Args:
@@ -185,6 +186,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Uneven):
         if binding.fresh:
             give_values(handover.module, list(binding.fresh), binding, state_dict)
             binding.fresh = set()
+        handover.expect_backward()
 
     def _check_together(
         self, handover: Handover, candidates: Sequence[Candidate], state_dict: Mapping[str, torch.Tensor] | None

@@ -102,6 +102,26 @@ class Part(torch.Tensor):
             self._whole = _WHOLES[self._fetch] = self._fetch()
         return self._whole
 
+    # What torch does at the address of a tensor's memory, without asking whether there is any: it would crash.
+
+    def apply_(self, *arguments: Any) -> Self:
+        raise self._refused("apply_()")
+
+    def map_(self, *arguments: Any) -> Self:
+        raise self._refused("map_()")
+
+    def map2_(self, *arguments: Any) -> Self:
+        raise self._refused("map2_()")
+
+    def const_data_ptr(self) -> int:
+        raise self._refused("const_data_ptr()")
+
+    def __dlpack__(self, *arguments: Any, **keywords: Any) -> Any:
+        raise self._refused("__dlpack__()")
+
+    def _refused(self, call: str) -> StateError:
+        return refusal(call)
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return (
             f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device}, "

@@ -147,8 +147,8 @@ class Release(Backward):
             raise ShardoptError(
                 f"{entry.name} got a gradient under no_sync(), or behind no forward of the module that was handed "
                 "over, with release_gradients=True: it would have to be kept for a later backward. Run the module's "
-                "own forward, and call backward() outside of no_sync(), once a step; or construct the optimizer "
-                "without release_gradients."
+                "own forward, or call optimizer.bind() before, and call backward() outside of no_sync(), once a step; "
+                "or construct the optimizer without release_gradients."
             )
         super().take(entry)
 
@@ -329,7 +329,8 @@ def drop_gradients(params: Sequence[torch.nn.Parameter]) -> None:
                 f"a param of shape {tuple(param.shape)} has a gradient that no backward handed over: it was "
                 "assigned by hand, or its backward began in a submodule before the first forward of the module, "
                 "and with release_gradients=True a step would leave it out. Run forward and backward of the module "
-                "that was handed over, or construct the optimizer without release_gradients."
+                "that was handed over, or call optimizer.bind() before, or construct the optimizer without "
+                "release_gradients."
             )
     for param in params:
         param.grad = None

@@ -52,6 +52,9 @@ class ReleasedGradient(Part):
             "wrong: load a checkpoint."
         )
 
+    def _refused(self, call: str) -> StateError:
+        return self._gone(f"{call} was called on it")
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"ReleasedGradient(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
 

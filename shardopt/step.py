@@ -91,7 +91,8 @@ def run_step(parties: Sequence[Party], whole: Sequence[Ranks], call: Call) -> Ou
     main = lanes[0]
     norm = _norm(lanes, whole, agreed, call.scaling)
     launches = [launch for lane in lanes for launch in lane.seen.launches]
-    if agreed.overflow or _is_skipped(main.binding, agreed, launches, call.scaling):
+    is_idle = all(_changes_nothing(lane) for lane in lanes)
+    if agreed.overflow or is_idle or _is_skipped(main.binding, agreed, launches, call.scaling):
         for lane in lanes:
             _mark_used(lane.seen)
             lane.binding.settle()
@@ -109,6 +110,18 @@ def run_step(parties: Sequence[Party], whole: Sequence[Ranks], call: Call) -> Ou
     for lane in lanes:
         _commit(lane)
     return Outcome(updated=True, grad_norm=norm)
+
+
+def _changes_nothing(lane: Lane) -> bool:
+    """Whether it makes no state and all gradients and learning rates are zeros; the same on all ranks.
+
+    torch's ``get_state_dict()`` takes such a step wherever it finds no state: what was looked at before stays valid.
+    """
+    seen = lane.seen
+    if not seen.ready or lane.binding.rule.counts_steps or any(seen.states.values()):
+        return False
+    is_assigned = all(each.slot is None and each.entry.slot is not None for each in seen.ready)
+    return is_assigned and lane.binding.mesh.world.size > 1 and not any(group.get("lr", 1) for group in lane.groups)
 
 
 def check_unbroken(binding: Binding) -> None:
@@ -244,7 +257,10 @@ def view_of(
     binding: Binding, call: Call, numbers: list[dict[str, Any]], seen: Survey, problem: Exception | None = None
 ) -> View:
     """This rank's view of a step."""
-    present = {each.entry for each in seen.ready}
+    # Whether a gradient is no slot's: where the module was handed over it was assigned, by this rank for its slice.
+    present = {each.entry: each.slot is None for each in seen.ready}
+    is_shown = binding.reducer is not None and not binding.options.release_gradients
+    words = {None: "absent", False: "present", True: "zeros, assigned by hand" if is_shown else "present"}
     entries = list(binding.entries.values())
 
     def describe() -> dict[str, Any]:
@@ -254,7 +270,7 @@ def view_of(
             "call": {"closure": call.closure},
             "groups": numbers,
             "requires_grad": {entry.name: entry.param.requires_grad for entry in entries},
-            "gradients": {entry.name: "present" if entry in present else "absent" for entry in entries},
+            "gradients": {entry.name: words[present.get(entry)] for entry in entries},
             "steps taken": {entry.name: entry.step for entry in entries},
             "carried scalars": {entry.name: entry.carried for entry in entries},
             "norm of the gradients known from backward": seen.looked.norm,
@@ -262,7 +278,7 @@ def view_of(
         }
 
     looked = seen.looked
-    facts = [(entry.step, entry in present, entry.param.requires_grad, *entry.carried.values()) for entry in entries]
+    facts = [(entry.step, present.get(entry), entry.param.requires_grad, *entry.carried.values()) for entry in entries]
     key = [binding.rounds, call.closure, numbers, facts, call.scaling.scale, looked.norm]
     overflow, written = call.scaling.overflow, len(seen.written)
     return View(key, describe, problem, overflow, looked.nonfinite, looked.witness, written, looked.limbs)

@@ -202,14 +202,21 @@ def _ready(binding: Binding, entry: Entry, group: int, number: int, grad: torch.
     if isinstance(grad, GradientPart) and grad.slot is entry.slot:
         slot = grad.whole_slot()
         return Ready(entry, group, slot.total, number, slot.start, slot, entry.shard.reduced.at_rest)
-    if entry.slot is not None and binding.mesh.world.size > 1:
+    # Zeros are their own mean, if all ranks have them: one that has other values raises this on all of them. So torch's
+    # get_state_dict() and set_state_dict() make states: they assign zeros and take a step.
+    if entry.slot is not None and binding.mesh.world.size > 1 and not _is_zero(grad):
         raise ShardoptError(
             f"the gradient of {entry.name} is this rank's own, not the mean over ranks: each rank would update its "
-            "slice with another batch's. It was accumulated under no_sync() with no synchronised backward after it, "
-            "or assigned by hand, or its backward began in a submodule before the first forward of the module that "
-            "was handed over. Leave no_sync() for the last backward before step(), or call zero_grad()."
+            "slice with another batch's. It was accumulated under no_sync() with no synchronised backward after it "
+            "(leave no_sync() for the last backward before step(), or call zero_grad()), or assigned by hand, or came "
+            "from a submodule before the first forward of the module that was handed over (call optimizer.bind() "
+            "before the first backward)."
         )
     return Ready(entry, group, _usable(entry, grad), number)
+
+
+def _is_zero(grad: torch.Tensor) -> bool:
+    return grad.layout is torch.strided and type(grad) is torch.Tensor and not bool(grad.any())
 
 
 def _usable(entry: Entry, grad: torch.Tensor) -> torch.Tensor:

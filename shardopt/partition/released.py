@@ -4,6 +4,7 @@ Reading memory that was given back would crash the process or, worse, train on s
 released its class is :class:`ReleasedParameter`, which costs a tenth of a microsecond to change.
 """
 
+import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -123,7 +124,10 @@ def released_class(own: type) -> type:
     if own is torch.nn.Parameter or issubclass(own, ReleasedParameter):
         return ReleasedParameter
     if own not in _CLASSES:
-        _CLASSES[own] = type(own)(f"Released{own.__name__}", (ReleasedParameter, own), {"__slots__": ()})
+        body: dict[str, Any] = {"__slots__": ()}  # or it would not be of the same layout
+        _CLASSES[own] = types.new_class(
+            f"Released{own.__name__}", (ReleasedParameter, own), {}, lambda of: of.update(body)
+        )
     return _CLASSES[own]
 
 

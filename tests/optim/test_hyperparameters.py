@@ -58,7 +58,7 @@ def test_what_is_not_finite_is_refused_at_once(kind: Any, arguments: dict[str, A
         assert len(opt.param_groups) == 1
 
 
-@pytest.mark.parametrize("value", [None, "1e-3", True, [1e-3], torch.ones(2), print], ids=lambda value: type(value).__name__)
+@pytest.mark.parametrize("value", [None, "1e-3", True, [1e-3], print], ids=lambda value: type(value).__name__)
 def test_what_is_no_number_is_refused_by_name(value: Any) -> None:
     for given in ({"lr": value}, {"betas": (value, 0.9)}, {"betas": value}, {"amsgrad": "no"}, {"fused": "no"}):
         name = next(iter(given))

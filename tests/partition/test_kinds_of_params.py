@@ -1,4 +1,4 @@
-"""Subclasses of ``nn.Parameter`` at stage 3: methods, attributes and ``isinstance`` are always those of before."""
+"""Subclasses of ``nn.Parameter`` at stage 3: methods, attributes and ``isinstance`` are those of before, always."""
 
 from typing import Any
 

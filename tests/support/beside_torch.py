@@ -105,6 +105,7 @@ class Gradient:
     pending: Tensor | None = None
     is_used: bool = False  # by a step, since it was reduced
     is_pending_here: bool = False  # this rank accumulated some of it
+    pending_on: set[int] = field(default_factory=set)  # the ranks that did
 
     @property
     def whole(self) -> Tensor | None:
@@ -115,15 +116,18 @@ class Gradient:
     def is_here(self) -> bool:
         return self.reduced is not None or self.is_pending_here
 
-    def add(self, mean: Tensor, is_from_here: bool) -> None:
+    def add(self, mean: Tensor, ranks: set[int], here: int) -> None:
         self.pending = mean if self.pending is None else self.pending + mean
-        self.is_pending_here |= is_from_here
+        self.pending_on = self.pending_on | ranks
+        self.is_pending_here = here in self.pending_on
 
     def reduce(self) -> None:
         self.reduced, self.pending = self.whole, None
-        self.is_used = self.is_pending_here = False
+        self.is_used, self.is_pending_here, self.pending_on = False, False, set()
 
     def zero(self, set_to_none: bool) -> None:
+        if set_to_none or self.reduced is not None:
+            self.pending_on = set()
         if set_to_none:
             self.reduced, self.pending, self.is_pending_here = None, None, False
         elif self.reduced is not None:
@@ -136,7 +140,8 @@ class Gradient:
 
     def unused(self) -> "Gradient":
         """What of it a checkpoint holds."""
-        return Gradient(None if self.is_used else self.reduced, self.pending, False, self.is_pending_here)
+        reduced = None if self.is_used else self.reduced
+        return Gradient(reduced, self.pending, False, self.is_pending_here, self.pending_on)
 
 
 @dataclass(frozen=True)

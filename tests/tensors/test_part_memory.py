@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file, save_model
@@ -74,3 +75,36 @@ def test_files_without_pickle(ranks: Pool, tmp_path: Path) -> None:
     for stage in (1, 3):
         ranks.run(saves_by_memory, str(tmp_path), stage, world=2)
     ranks.run(gradients_have_no_memory, world=2)
+
+
+def has_no_address(stage: int) -> None:
+    """What torch does at a tensor's address is refused by name: there is nothing, and it would crash."""
+    model = nn.Linear(300, 300)
+    opt = ShardedAdamW(model, stage=stage, release_gradients=stage == 1)
+    model(torch.ones(2, 300)).sum().backward()
+    parts = [model.weight.grad, Part(torch.ones(300), 0, model.weight)]
+    other = torch.ones(300, 300)
+    for part in parts:
+        assert isinstance(part, Part)
+        for refused in (
+            lambda part=part: part.apply_(abs),
+            lambda part=part: part.map_(other, lambda mine, its: mine),
+            lambda part=part: part.map2_(other, other, lambda mine, its, more: mine),
+            lambda part=part: part.const_data_ptr(),
+            lambda part=part: part.share_memory_(),
+            lambda part=part: np.from_dlpack(part),
+            lambda part=part: torch.from_dlpack(part),
+        ):
+            with raises(StateError):
+                refused()
+    if stage == 2:
+        with raises(StateError, "optimizer.close() before module.share_memory()"):
+            model.share_memory()
+    opt.close()
+    model.zero_grad()
+    assert all(param.is_shared() for param in model.share_memory().parameters())
+
+
+def test_a_part_has_no_address(ranks: Pool) -> None:
+    for stage in (1, 2):
+        ranks.run(has_no_address, stage, world=1)
