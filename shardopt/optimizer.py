@@ -21,6 +21,7 @@ from .averaged import averaged, has_average
 from .backward import Backward
 from .bind import bind
 from .binding import Binding
+from .closure import Settled, run_closure
 from .composition import Composition, Party
 from .config import Offload, OptionKeywords, Options, check_process_group
 from .consolidate import consolidate
@@ -175,6 +176,13 @@ class ShardedOptimizer(torch.optim.Optimizer, Uneven):
         candidates = binding.unbound(self.param_groups)
         if not candidates and not binding.fresh and (binding.entries or not binding.frozen(handover.module)):
             return
+        with handover.closure.meeting():
+            self._bind_together(handover, candidates, state_dict)
+
+    def _bind_together(
+        self, handover: Handover, candidates: list[Candidate], state_dict: Mapping[str, torch.Tensor] | None
+    ) -> None:
+        binding = self._bound()
         self._announce("bind")
         numbers = self._check_together(handover, candidates, state_dict)
         if meta_params(handover.module):
@@ -341,7 +349,8 @@ class ShardedOptimizer(torch.optim.Optimizer, Uneven):
         """Updates every param that has a gradient. Every rank must make this call; threads of one process take turns.
 
         Args:
-            closure: re-evaluates the model and returns the loss; on every rank or on none.
+            closure: re-evaluates the model and returns the loss; on every rank or on none. What it raises on one rank
+                is raised on all, at once where the module was handed over (:mod:`shardopt.closure` says how).
 
         Returns:
             What the closure returned.
@@ -350,22 +359,33 @@ class ShardedOptimizer(torch.optim.Optimizer, Uneven):
             ShardoptError: see :mod:`shardopt.errors`; unless the message says otherwise, nothing changed on any rank.
         """
         self._check_open()
-        loss, problem, scaling = None, None, Scaling()
-        try:
+        loss, problem, scaling, settled = None, None, Scaling(), None
+
+        def evaluate() -> Any:
             self._check_weights("step()")
             self._check_released()
-            if closure is not None:
-                with torch.enable_grad():
-                    loss = closure()
+            return None if closure is None else closure()
+
+        try:
+            loss = evaluate() if closure is None else run_closure(evaluate, self._handover)
             scaling = self._scaling()
             if self._handover is not None and self._handover.backward is not None:
                 self._handover.check_still_covered()
                 self._handover.backward.check_whole()
+        except Settled as error:
+            settled = error.error
         except Exception as error:  # raised on every rank by run_step, so that no rank waits for this one
             problem = error
+        if settled is not None:
+            raise settled
         call = Call(self.defaults, scaling, closure is not None, problem)
-        self._announce("step", call)
-        self._take(call)
+        try:
+            self._announce("step", call)
+            self._take(call)
+        except BaseException:
+            if closure is not None and self._handover is not None and self._handover.backward is not None:
+                self._handover.backward.end_closure()
+            raise
         return loss
 
     def _take(self, call: Call) -> None:
