@@ -380,7 +380,10 @@ def _formula(way: Way, kept: Kept, states: Sequence[str]) -> str:
 
 
 def _on_the_wire(numel: int, gathered: int, ranks: int, way: Way, kept: Kept, options: Options) -> int:
-    """In units of (ranks - 1) / ranks of the params: an all-reduce is two."""
+    """In units of (ranks - 1) / ranks of the params: an all-reduce is two.
+
+    At stage 3 that of modules that fill their buckets: one that several share is gathered again for each of them.
+    """
     travels = (options.reduce_dtype or way.dtype).itemsize
     # At stage 3 forward and backward gather, in place of the one gathering behind the update.
     again = gathered * way.dtype.itemsize
