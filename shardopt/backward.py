@@ -6,16 +6,18 @@ all-reduce tells every rank each param's norm, and ``param.grad`` becomes a part
 """
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
+from .agreement import View, agree
 from .binding import Binding
+from .closure import ClosureRun
 from .entry import Candidate, Entry
-from .errors import BindingError, DisagreementError, ShardoptError
+from .errors import BindingError, CommunicationError, DisagreementError, ShardoptError
 from .gradient import GradientPart
 from .kernels import reductions
 from .kernels.formats import Format
@@ -29,7 +31,7 @@ from .shard import Shard
 from .slot import Norms, Slot
 
 # Columns of the table of largest values: bits of the largest magnitude, then facts that hold if they do on any rank.
-_LARGEST, _HELD, _NOT_HELD, PRESENT, LATE, UPDATED, _FACTS = range(7)
+_LARGEST, _HELD, _NOT_HELD, PRESENT, LATE, UPDATED, _LEFT_BY, _FACTS = range(8)
 
 # Params whose gradients are taken by an optimizer: a second one would take half of them.
 _TAKEN: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -49,6 +51,17 @@ class Backward:
         self.is_syncing = False  # whether this forward's backward is a round; said by the forward
         self._lost: str | None = None  # why gradients of an unfinished round are gone
         self.on_end: Callable[[], None] = lambda: None
+        # Where ranks may run out of batches, is told which params hold a gradient ahead of each round; by which number
+        # its sum is to be divided, if not that of all ranks.
+        self.before_round: Callable[[list[int]], int | None] | None = None
+        self._divisor = binding.mesh.world.size  # of this round
+        self.closure = ClosureRun()
+        self._failed = False  # this rank adds zeros to the rest of a round, and says so at its end
+
+    @property
+    def entries(self) -> Sequence[Entry]:
+        """In the order of binding."""
+        return self._entries
 
     # -- params ----------------------------------------------------------------------------------------------------
 
@@ -159,8 +172,74 @@ class Backward:
         if self._binding.reducer is not None:
             self._binding.reducer.catch_up()
 
+    @property
+    def rounds(self) -> int:
+        """How many all ranks finished."""
+        return 0 if self._binding.reducer is None else self._binding.reducer.rounds
+
+    def fail(self, error: Exception, rounds: int) -> bool:
+        """A closure raised on this rank: tells others who wait for it in a round. See :mod:`shardopt.closure`.
+
+        Args:
+            rounds: how many were finished when the closure began.
+
+        Returns:
+            Whether all ranks will meet at the beginning of the step.
+        """
+        reducer = self._binding.reducer
+        if reducer is None:
+            return True
+        if reducer.tells:
+            reducer.fail(self.closure.number)
+            if self.is_open:
+                self.abandon(f"{type(error).__name__}: {error}")
+            return True
+        if self.is_open and reducer.can_meet:
+            self._failed = True
+            try:
+                self._finish()
+            except CommunicationError:  # of which the others heard, and this rank has another one
+                pass
+            finally:
+                self._failed = False
+        return (reducer.can_meet and not self._gathers_by_messages) or reducer.rounds > rounds
+
+    @property
+    def _gathers_by_messages(self) -> bool:
+        sharded = self._binding.sharded
+        return sharded is not None and sharded.gatherer.waits_for_others
+
+    def end_closure(self) -> None:
+        """All ranks know that a closure failed: they begin the next round together."""
+        if self._binding.reducer is not None:
+            self._binding.reducer.catch_up()
+
     def open(self) -> None:
         """Opens a round, in the outermost of the graphs that autograd is running."""
+        self._divisor, reducer, told = self._binding.mesh.world.size, self._binding.reducer, None
+        assert reducer is not None
+        if self.before_round is not None:
+            told = self.before_round([number for number, entry in enumerate(self._entries) if _is_held(entry)])
+            self._divisor = told or self._divisor
+        if told is None and self.closure.is_on and reducer.can_meet and not reducer.tells:
+            with self.closure.meeting():
+                agree(View("round", dict), self._binding.mesh.world, self._binding.device)
+        reducer.watch(self.closure.number if self.closure.is_on else 0)
+        torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+        self._begin_round()
+
+    def shadow(self, held: Collection[int], divisor: int) -> None:
+        """A round in which this rank has no gradients. ``held``: which params have one from before, on the others."""
+        for number, entry in enumerate(self._entries):
+            if entry.slot is not None:
+                entry.slot.pending = None
+            if number not in held:
+                entry.param.grad = None
+        self._divisor = divisor
+        self._begin_round()
+        self._finish()
+
+    def _begin_round(self) -> None:
         reducer = self._binding.reducer
         assert reducer is not None
         held: list[set[int]] = [set() for _ in reducer.buckets]
@@ -171,12 +250,12 @@ class Backward:
                 absent[entry.shard.number].add(entry.index)
             if slot is None:
                 continue
+            slot.edits = []
             if not slot.shows_in(grad):
                 slot.pending = slot.kept = None
                 continue
             held[entry.shard.number].add(entry.index)
-            slot.add_up(self._binding.mesh.world.size)  # if a user read or scaled the mean
-        torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+            slot.add_up(self._divisor)  # if a user read or scaled the mean
         reducer.begin(held, absent)
         self._lost = None
 
@@ -283,10 +362,17 @@ class Backward:
         facts[:, _LARGEST] = sums[:, reductions.LARGEST]
         facts[:, _HELD], facts[:, _NOT_HELD], facts[:, LATE] = held, ~held, late
         facts[:, UPDATED] = self._updated()
+        facts[:, _LEFT_BY] = mesh.world.rank + 1 if self._failed else 0
         facts[:, PRESENT] = [reducer.has_arrived(entry.shard.number, entry.index) for entry in self._entries]
         if mesh.world.rank not in mesh.one_copy:
             sums[:] = 0  # other copies hold the same
         mesh.world.reduce_everywhere(torch.from_numpy(sums), torch.from_numpy(facts), "telling norms of gradients")
+        left_by = int(facts[:, _LEFT_BY].max(initial=0))
+        if left_by:
+            raise CommunicationError(
+                f"rank {left_by - 1} left this backward after an error of its own; look at its output. Its gradients "
+                "are missing, so params and states are unchanged: call zero_grad() on every rank and go on together."
+            )
         apart = np.flatnonzero(facts[:, _HELD] & facts[:, _NOT_HELD])
         if len(apart):
             raise DisagreementError(
@@ -321,7 +407,7 @@ class Backward:
     def _added_up(self, shard: Shard, grad: Format, gradients: Gradients) -> torch.Tensor:
         """2D [rows, COLUMNS] int64, where the gradients are."""
         backend = backend_of(shard.device)
-        blocks = backend.block_sums(grad, gradients, Factors(self._binding.mesh.world.size))
+        blocks = backend.block_sums(grad, gradients, Factors(self._divisor))
         return backend.totals(blocks, gradients).table
 
     def _fill_in(self, sums: "np.ndarray[Any, Any]", shard: Shard, table: torch.Tensor) -> None:
@@ -343,7 +429,7 @@ class Backward:
             slot = entry.slot
             if slot is None or not (present[number] or held[number]):
                 continue
-            slot.divisor, slot.is_used = self._binding.mesh.world.size, False
+            slot.divisor, slot.is_used = self._divisor, False
             slot.norms = Norms(two[number], slot.rounded(largest[number]), counts[number])
             if not held[number]:
                 entry.param.grad = GradientPart(slot, entry.param)
@@ -357,6 +443,10 @@ def _noter(backward: "weakref.ref[Backward]", shard: "weakref.ref[Shard]") -> Ca
             owner.note(where, total)
 
     return note
+
+
+def _is_held(entry: Entry) -> bool:
+    return entry.slot is not None and entry.slot.shows_in(entry.param.grad)
 
 
 def _is_waiting(entry: Entry, slot: Slot) -> bool:

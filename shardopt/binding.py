@@ -17,10 +17,11 @@ from .agreement import View, agree
 from .bucket_plan import PlannedBucket, plan_buckets
 from .config import Options
 from .entry import Candidate, Entry, Group, named_params
+from .epoch import Epoch, Moment
 from .errors import OffloadError
 from .exhibit import Exhibit
 from .kept import NOTHING
-from .loaded_state import expect_weights, write_tensors
+from .loaded_state import begin_states, expect_weights, write_tensors
 from .offload.landing import HostLanding
 from .offload.store import Home, Store
 from .param_names import matching, name_of
@@ -69,10 +70,13 @@ class Binding:
         self.landing: HostLanding | None = None  # where sums of gradients rest, if not where they are reduced
         self.sharded: ShardedParams | None = None  # at stage 3
         self.exhibit: Exhibit | None = None  # for ranks that read states alone
+        self.epoch = Epoch()  # which states these are
         self.clock = Clock()
         self.rounds = 0  # steps that all ranks agreed on
         self.counted_elsewhere: set[torch.nn.Parameter] = set()  # copies whose elements another rank's norm counts
+        self.slice_numbers: dict[torch.nn.Parameter, int] = {}  # of the slice of a DTensor in a local param
         self.broken: str | None = None  # why params and states of the ranks may belong to different steps
+        self.is_half_loaded = False  # that is because of a load, which another one can make good
 
     # -- binding ---------------------------------------------------------------------------------------------------
 
@@ -129,9 +133,11 @@ class Binding:
             rests = planned.is_released and self._params_rest(bucket.device)
             store = self._store_for(bucket.device)
             shard = Shard(bucket, self.mesh.shard.rank, planned.states, store, planned.kept, rests)
-            for index, param in enumerate(params):
+            for index, (_, param, group) in enumerate(planned.members):
                 if param in self.loaded:
                     write_tensors(shard, index, self.loaded[param])
+                else:
+                    begin_states(shard, index, self.rule.initial_values(group))
         except BaseException:
             if shard is not None:
                 shard.home.release()
@@ -155,8 +161,9 @@ class Binding:
                     shard.reduce_into(reduced, self.reducer.add(reduced))
         for planned, shard in zip(plan, shards, strict=True):
             self.shards.append(shard)
-            for index, (name, param, _) in enumerate(planned.members):
-                entry = Entry(param, name, shard, index, None)
+            for index, (name, param, group) in enumerate(planned.members):
+                initial = self.rule.initial_values(group)
+                entry = Entry(param, name, shard, index, None, has_state=bool(initial), initial=initial)
                 self.entries[param] = entry
                 if param in self.loaded:
                     state = self.loaded.pop(param)
@@ -339,6 +346,7 @@ class Binding:
         self.clock.end_step()
         if self.exhibit is not None:
             self.exhibit.settle()
+        self.epoch.end_step()
 
     def retire(self) -> None:
         """The optimizer is gone; other ranks may still read."""
@@ -348,11 +356,15 @@ class Binding:
 
     # -- what other ranks hold -------------------------------------------------------------------------------------
 
-    def fetcher(self, shard: Shard, index: int, name: str) -> Callable[[], torch.Tensor] | None:
-        """See :meth:`Exhibit.fetcher`; None where nothing can be asked for."""
+    def fetcher(
+        self, shard: Shard, index: int, name: str, moment: Moment | None = None
+    ) -> Callable[[], torch.Tensor] | None:
+        """See :meth:`Exhibit.fetcher`; by default as it is now. None where nothing can be asked for."""
         if self.mesh.shard.size == 1:
             return partial(_own, shard, index, name)
-        return None if self.exhibit is None else self.exhibit.fetcher(shard, index, name)
+        if self.exhibit is None:
+            return None
+        return self.exhibit.fetcher(shard, index, name, self.epoch.now(name) if moment is None else moment)
 
     def gather(self, shard: Shard, name: str) -> torch.Tensor:
         """Collective: state ``name`` (or "master") of every rank's shard, 1D, as long as the bucket.

@@ -6,14 +6,16 @@ import torch
 
 from .binding import Binding
 from .entry import Entry, Group
-from .loaded_state import expect_weights, write_tensors
+from .epoch import Moment
+from .loaded_state import begin_states, expect_weights, write_tensors
 from .part import Part
 from .states import ParamState, check_part
 
 
 def read_state(binding: Binding, entry: Entry, group: Group) -> ParamState:
     """Of one param: views of the shard where one rank holds everything, else parts."""
-    tensors = {name: _read_tensor(binding, entry, name) for name in names_of(binding, entry, group)}
+    moment = binding.epoch.now("state")  # before the counters: beside a step they may be those of the next moment
+    tensors = {name: _read_tensor(binding, entry, name, moment) for name in names_of(binding, entry, group)}
     return ParamState(entry.step, dict(entry.carried), tensors)
 
 
@@ -23,15 +25,16 @@ def names_of(binding: Binding, entry: Entry, group: Group) -> list[str]:
     return [*(name for name in binding.rule.variant(group).states if name in shard.states), *shard.masters]
 
 
-def _read_tensor(binding: Binding, entry: Entry, name: str) -> torch.Tensor:
+def _read_tensor(binding: Binding, entry: Entry, name: str, moment: Moment) -> torch.Tensor:
     shard, index = entry.shard, entry.index
     if binding.mesh.shard.size == 1:
-        return shard.as_param(shard.whole(name), index)
+        own = shard.read(name, index)  # of this param alone: what is decoded or read for it is as long as it
+        return own.as_strided(entry.param.size(), shard.strides(index))
 
     def gather(_: torch.Tensor) -> torch.Tensor:
         return shard.as_param(binding.gather(shard, name), index).clone()
 
-    where, fetch = shard.slice_of(index), binding.fetcher(shard, index, name)
+    where, fetch = shard.slice_of(index), binding.fetcher(shard, index, name, moment)
     return Part(shard.read(name, index), where.start, entry.param, gather, fetch=fetch)
 
 
@@ -51,26 +54,36 @@ def put_state(binding: Binding, param: torch.nn.Parameter, state: ParamState, ha
     entry = binding.entries[param]
     if has_state and _shows(entry, state):  # it was only looked at, by a loop that moves tensors to a device
         return
-    with binding.all_or_nothing():
-        entry.shard.home.renew(zeroed=())  # a state dict taken before keeps what it showed
-        entry.shard.zero(entry.index)
+    with binding.epoch.loading():
+        with binding.all_or_nothing():
+            entry.shard.home.renew(zeroed=())  # a state dict taken before keeps what it showed
+            entry.shard.zero(entry.index)
+            if has_state:
+                write_tensors(entry.shard, entry.index, state)
+            else:
+                begin_states(entry.shard, entry.index, entry.initial)
+        entry.forget()
+        entry.version = None
         if has_state:
-            write_tensors(entry.shard, entry.index, state)
-    entry.forget()
-    entry.version = None
-    if has_state:
-        entry.take_counters(state)
-        expect_weights(entry, state)
+            entry.take_counters(state)
+            expect_weights(entry, state)
 
 
 def _shows(entry: Entry, state: ParamState) -> bool:
-    """Whether this is what the shard holds, in the shard's own memory."""
+    """Whether this is what the shard holds, in the shard's own memory; the same on all ranks.
+
+    By storage: a rank that owns nothing of the param has an empty slice, of the shard's memory all the same.
+    """
     if (state.step, state.carried) != (entry.step, entry.carried) or not entry.has_state:
         return False
     shard = entry.shard
     mine = ((shard.read(name, entry.index), tensor) for name, tensor in state.tensors.items())
     locals_ = ((own, tensor.local if isinstance(tensor, Part) else tensor) for own, tensor in mine)
-    return all(own.data_ptr() == tensor.data_ptr() for own, tensor in locals_)
+    return all(_place(own) == _place(tensor) for own, tensor in locals_)
+
+
+def _place(tensor: torch.Tensor) -> tuple[int, int]:
+    return tensor.untyped_storage().data_ptr(), int(tensor.storage_offset())
 
 
 def load_states(binding: Binding, loaded: Mapping[torch.nn.Parameter, ParamState]) -> None:
@@ -83,14 +96,17 @@ def load_states(binding: Binding, loaded: Mapping[torch.nn.Parameter, ParamState
         return
     entries = binding.entries
     keeps = {e.shard for param, e in entries.items() if "master" not in loaded.get(param, ParamState()).tensors}
-    with binding.all_or_nothing():
-        for shard in binding.shards:
-            shard.renew(keeps_masters=shard in keeps)
+    with binding.epoch.loading():
+        with binding.all_or_nothing():
+            for shard in binding.shards:
+                shard.renew(keeps_masters=shard in keeps)
+            for param, entry in entries.items():
+                if param in loaded:
+                    write_tensors(entry.shard, entry.index, loaded[param])
+                else:
+                    begin_states(entry.shard, entry.index, entry.initial)
         for param, entry in entries.items():
+            entry.forget()
             if param in loaded:
-                write_tensors(entry.shard, entry.index, loaded[param])
-    for param, entry in entries.items():
-        entry.forget()
-        if param in loaded:
-            entry.take_counters(loaded[param])
-            expect_weights(entry, loaded[param])
+                entry.take_counters(loaded[param])
+                expect_weights(entry, loaded[param])

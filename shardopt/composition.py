@@ -24,8 +24,8 @@ from .binding import Binding
 from .config import Options
 from .entry import Group, named_params
 from .errors import BindingError, CheckpointError
-from .local_params import LocalParams, any_dtensor, is_counted_here, is_dtensor, mesh_of
-from .partition.collectives import Ranks
+from .local_params import LocalParams, any_dtensor, is_counted_here, is_dtensor, mesh_of, slice_number
+from .partition.collectives import Pending, Ranks
 from .partition.mesh import everyone_of
 
 
@@ -82,9 +82,10 @@ class Composition:
                 self.others[own] = make(own)
         found = []
         for own, binding in ((None, self.main), *self.others.items()):
-            # All groups keep their numbers, for messages, and their hyper-parameters are compared.
+            # All groups keep their numbers, for messages, and their hyper-parameters are compared. A DeviceMesh is
+            # compared by value, as the table's keys are: ``mesh["dp"]`` is a new object at each call.
             mine = [
-                self.locals.of_group(group) if group.get("process_group") is own else {**group, "params": []}
+                self.locals.of_group(group) if group.get("process_group") == own else {**group, "params": []}
                 for group in groups
             ]
             if any(group["params"] for group in mine):
@@ -121,16 +122,34 @@ class Composition:
         """Finds over whose ranks, one after the other, the norm is summed and every decision is taken: ``whole``.
 
         Empty where the ranks that share the states are all there are. Notes which params others count. After an error
-        the ranks of before hold, so that they can be told.
+        the ranks that wait for this one are known as well, so that they can be told.
 
         Raises:
             BindingError: it cannot be told which ranks hold copies and which hold something else.
         """
         has_dtensors = any(any_dtensor(group["params"]) for group in groups)
-        meshes = self._tensor_meshes(groups) if has_dtensors else []
-        if self.options.norm_group is None and not self.others and not meshes:
+        mesh, problem = self._tensor_mesh(groups) if has_dtensors else (None, None)
+        if self.options.norm_group is None and not self.others and mesh is None:
             self._tensor_ranks = self.whole = ()
             return
+        # Before anything is refused: the ranks of the exchanges that follow must hear of it.
+        dims = range(0 if mesh is None else mesh.ndim)
+        self._tensor_ranks = tuple(Ranks(mesh.get_group(dim), self.options.tuning.deadline) for dim in dims if mesh)
+        self.whole = (self.main.mesh.world, *self._tensor_ranks)
+        if self.options.norm_group is not None:
+            if self._norm_ranks is None:
+                self._norm_ranks = Ranks(everyone_of(self.options.norm_group), self.options.tuning.deadline)
+            self.whole = (self._norm_ranks,)
+        if problem is not None:
+            raise problem
+        self._check_composable()
+        self._note_copies(groups, mesh)
+        if self._norm_ranks is not None:
+            self._check_within(self._norm_ranks, "norm_group", mesh)
+        else:
+            self._check_within(self.main.mesh.world, "the optimizer's process_group")
+
+    def _check_composable(self) -> None:
         if self.options.module is not None:
             raise BindingError(
                 "the module was handed over, and it is composed with tensor, pipeline or expert parallelism: gradients "
@@ -143,18 +162,6 @@ class Composition:
                 "parallelism: a disk that fills up would undo the step on some ranks of the model only. Use "
                 'offload="cpu", or none.'
             )
-        mesh = meshes[0] if meshes else None
-        dims = range(0 if mesh is None else mesh.ndim)
-        self._tensor_ranks = tuple(Ranks(mesh.get_group(dim), self.options.tuning.deadline) for dim in dims if mesh)
-        self._note_copies(groups, mesh)
-        if self.options.norm_group is not None:
-            if self._norm_ranks is None:
-                self._norm_ranks = Ranks(everyone_of(self.options.norm_group), self.options.tuning.deadline)
-            self._check_within(self._norm_ranks, "norm_group", mesh)
-            self.whole = (self._norm_ranks,)
-            return
-        self._check_within(self.main.mesh.world, "the optimizer's process_group")
-        self.whole = (self.main.mesh.world, *self._tensor_ranks)
 
     def agree_on_gradients(self, groups: Sequence[Group], problem: Exception | None) -> None:
         """Collective over the tensor mesh, whose ranks may have to finish sums of gradients together.
@@ -167,42 +174,54 @@ class Composition:
             if problem is not None:
                 raise problem
             return
-        placed = {
-            name: "absent" if param.grad is None else str(getattr(param.grad, "placements", "plain"))
-            for name, param, _ in named_params(groups)
-            if is_dtensor(param)
-        }
+        placed = {name: _placement(param.grad) for name, param, _ in named_params(groups) if is_dtensor(param)}
         own = View("problem" if problem else placed, lambda: {"placements of gradients": placed}, problem)
         agree_on_whole(own, self._tensor_ranks, self.main.device)
 
-    def _tensor_meshes(self, groups: Sequence[Group]) -> list[DeviceMesh]:
-        """Those of DTensors whose other ranks are not in the main binding's world; all the same."""
-        found: list[DeviceMesh] = []
+    def sum_over(self, mesh: DeviceMesh, dim: int, tensor: torch.Tensor) -> None:
+        """Collective over one dimension of a tensor mesh: sums in place."""
+        phase = "summing gradients over the tensor mesh"
+        ranks = Ranks(mesh.get_group(dim), self.options.tuning.deadline)
+        with ranks.naming(phase):
+            ranks.wait(Pending(phase, (dist.all_reduce(tensor, group=ranks.group, async_op=True),)))
+
+    def _tensor_mesh(self, groups: Sequence[Group]) -> tuple[DeviceMesh | None, Exception | None]:
+        """That of DTensors whose other ranks are not in the main binding's world, and why it will not do."""
+        found: DeviceMesh | None = None
         everyone = set(_ranks(self.main.mesh.world))
         for name, param, group in named_params(groups):
             if not is_dtensor(param):
                 continue
-            mesh = mesh_of(param, name)
+            values: Any = param
+            mesh: DeviceMesh = values.device_mesh
             ranks = set(mesh.mesh.flatten().tolist())
             own = group.get("process_group")
-            sharing = set(_ranks(self.main.mesh.world if own is None else self.others[own].mesh.world))
-            if len(ranks & sharing) > 1:
-                raise BindingError(
-                    f"{name} is a DTensor over ranks {sorted(ranks)}, and ranks {sorted(ranks & sharing)} of these "
-                    "are to share its states: they hold different elements, or copies that tensor parallelism keeps "
-                    'alike. Give the data-parallel ranks: process_group=mesh["dp"].get_group(), also where that is '
-                    "one rank."
-                )
-            if own is not None and ranks <= everyone:
-                continue
-            if found and found[0].mesh.tolist() != mesh.mesh.tolist():
-                raise BindingError(
-                    f"{name} is a DTensor over ranks {sorted(ranks)}, others are over ranks "
-                    f"{sorted(found[0].mesh.flatten().tolist())}: it cannot be told which ranks hold copies of params "
-                    "that are none. Use one tensor mesh for all params of an optimizer."
-                )
-            found.append(mesh)
-        return found
+            is_within = own is not None and ranks <= everyone
+            try:
+                mesh_of(param, name)
+                self._check_apart(name, ranks, own)
+                if not is_within and found is not None and found.mesh.tolist() != mesh.mesh.tolist():
+                    raise BindingError(
+                        f"{name} is a DTensor over ranks {sorted(ranks)}, others are over ranks "
+                        f"{sorted(found.mesh.flatten().tolist())}: it cannot be told which ranks hold copies of params "
+                        "that are none. Use one tensor mesh for all params of an optimizer."
+                    )
+            except BindingError as error:
+                return found or mesh, error
+            if not is_within:
+                found = found or mesh
+        return found, None
+
+    def _check_apart(self, name: str, ranks: set[int], own: Any) -> None:
+        """Raises BindingError if ranks of a DTensor's mesh are to share its states."""
+        sharing = set(_ranks(self.main.mesh.world if own is None else self.others[own].mesh.world))
+        if len(ranks & sharing) > 1:
+            raise BindingError(
+                f"{name} is a DTensor over ranks {sorted(ranks)}, and ranks {sorted(ranks & sharing)} of these "
+                "are to share its states: they hold different elements, or copies that tensor parallelism keeps "
+                'alike. Give the data-parallel ranks: process_group=mesh["dp"].get_group(), also where that is '
+                "one rank."
+            )
 
     def _note_copies(self, groups: Sequence[Group], mesh: DeviceMesh | None) -> None:
         """Of an element that several ranks hold one counts it."""
@@ -218,6 +237,8 @@ class Composition:
             binding = self.main if own is None else self.others[own]
             if not (is_counted_here(param) if is_dtensor(param) else first or own is not None):
                 binding.counted_elsewhere.add(self.locals.of(param))
+            if is_dtensor(param):
+                binding.slice_numbers[self.locals.of(param)] = slice_number(param)
 
     def _check_within(self, ranks: Ranks, what: str, mesh: DeviceMesh | None = None) -> None:
         neighbours = [_ranks(binding.mesh.world) for binding in self.bindings]
@@ -231,6 +252,10 @@ class Composition:
                     f"{_ranks(ranks)}: the norm and the decision to skip a step would differ between ranks of one "
                     "model. Give norm_group= all ranks that train the model (torch.distributed.group.WORLD, say)."
                 )
+
+
+def _placement(grad: Any) -> str:
+    return "absent" if grad is None else f"{getattr(grad, 'placements', 'plain')} {grad.dtype}"
 
 
 def agree_on_whole(view: View, whole: Sequence[Ranks], device: torch.device) -> Agreed:

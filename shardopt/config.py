@@ -12,9 +12,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from .arguments import flag, number, path, set_frozen, texts, whole, word
+
 __all__ = ["Offload", "OptionKeywords", "Options", "Tuning"]
 
 MIB = 1 << 20
+_YEARS = 10 * 365 * 86400.0  # what "no limit" comes to: deadlines are kept in nanoseconds of 64 bits
 
 
 @dataclass(frozen=True)
@@ -26,7 +29,8 @@ class Tuning:
             buckets overlap better and need less memory while gradients are reduced and params gathered; each costs one
             launch and one message to every rank. None: 32 MiB, but 2 MiB for a module on CPUs, where messages cost
             little and the gradient of a param that fills a bucket is reduced where it lies.
-        timeout: seconds that one wait for the other ranks may take; None: the process group's own timeout.
+        timeout: seconds that one wait for the other ranks may take, at most ten years (``math.inf`` is that); None: the
+            process group's own timeout.
         keep_below: stage 3: params of fewer elements than this stay whole on every rank, as at stage 2: norms, biases
             and small embeddings weigh little, and gathering each would cost a message.
         keep: stage 3: patterns of names of params and modules that stay whole on every rank, as at stage 2, whatever
@@ -63,24 +67,24 @@ class Tuning:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.bucket_bytes is not None and self.bucket_bytes < 1:
-            raise ValueError(f"Tuning.bucket_bytes must be at least 1, found {self.bucket_bytes!r}.")
-        if isinstance(self.keep, str) or not all(isinstance(each, str) for each in self.keep):
-            raise TypeError(
-                "Tuning.keep takes several patterns of names of params or modules: write "
-                f'Tuning(keep=("lm_head", "*.norm")), found {self.keep!r}.'
-            )
-        object.__setattr__(self, "keep", tuple(self.keep))  # frozen, and hashable
-        if self.live_bytes < 0:
-            raise ValueError(f"Tuning.live_bytes must not be negative, found {self.live_bytes!r}.")
-        if self.chunk_bytes < 1:
-            raise ValueError(f"Tuning.chunk_bytes must be at least 1, found {self.chunk_bytes!r}.")
-        if self.timeout is not None and not self.timeout > 0:
-            raise ValueError(f"Tuning.timeout is in seconds and must be above 0, found {self.timeout!r}.")
-        if self.nonfinite not in ("skip", "raise", "propagate"):
-            raise ValueError(f"Tuning.nonfinite must be 'skip', 'raise' or 'propagate', found {self.nonfinite!r}.")
-        if not isinstance(self.seed, int) or isinstance(self.seed, bool) or not -(2**63) <= self.seed < 2**63:
-            raise ValueError(f"Tuning.seed must be an int of 64 bits, found {self.seed!r}.")
+        checked: dict[str, object] = {
+            "keep_below": whole(self.keep_below, "Tuning.keep_below", least=0),
+            "keep": texts(self.keep, "Tuning.keep", '("lm_head", "*.norm")'),
+            "live_bytes": whole(self.live_bytes, "Tuning.live_bytes", least=0),
+            "neighbours": flag(self.neighbours, "Tuning.neighbours"),
+            "chunk_bytes": whole(self.chunk_bytes, "Tuning.chunk_bytes", least=1),
+            "debug": flag(self.debug, "Tuning.debug"),
+            "nonfinite": word(self.nonfinite, "Tuning.nonfinite", ("skip", "raise", "propagate")),
+            "compress_from": whole(self.compress_from, "Tuning.compress_from", least=0),
+            "seed": whole(self.seed, "Tuning.seed", least=-(2**63)),
+        }
+        if self.bucket_bytes is not None:
+            open_ = ", or None to leave it open"
+            checked["bucket_bytes"] = whole(self.bucket_bytes, "Tuning.bucket_bytes", least=1, or_none=open_)
+        if self.timeout is not None:
+            own = " (seconds), or None for the process group's own"
+            checked["timeout"] = min(number(self.timeout, "Tuning.timeout", above=0, or_none=own), _YEARS)
+        set_frozen(self, checked)
 
     def bucket_bytes_of(self, device: torch.device, has_module: bool) -> int:
         """The bytes to use where they were left open."""
@@ -145,21 +149,23 @@ class Offload:
     pin_memory: bool = True
 
     def __post_init__(self) -> None:
-        if not isinstance(self.states, str | os.PathLike) or not os.fspath(self.states):
-            raise TypeError(f"Offload.states takes 'cpu' or a directory, found {self.states!r}.")
+        path(self.states, "Offload.states ('cpu' or a directory)")
         is_bare = isinstance(self.states, str) and self.states != "cpu" and os.sep not in self.states
         if is_bare and not os.path.isdir(self.states):
             raise ValueError(
-                f"Offload.states={self.states!r} is neither 'cpu' nor a directory that exists: one of that name would "
-                "be made wherever the script runs. Give 'cpu', an absolute path, or "
-                f"'{os.curdir}{os.sep}{self.states}'."
+                f"Offload.states={self.states!r} is neither 'cpu' nor a directory that exists. Give 'cpu', an absolute "
+                f"path, or '{os.curdir}{os.sep}{self.states}'."
             )
-        if self.step not in ("auto", "cpu", "gpu"):
-            raise ValueError(f"Offload.step must be 'auto', 'cpu' or 'gpu', found {self.step!r}.")
-        if not 0 < self.fraction <= 1:
-            raise ValueError(f"Offload.fraction must be above 0 and at most 1, found {self.fraction!r}.")
-        if self.gradients not in (None, "cpu"):
-            raise ValueError(f"Offload.gradients must be 'cpu' or None, found {self.gradients!r}.")
+        checked: dict[str, object] = {
+            "step": word(self.step, "Offload.step", ("auto", "cpu", "gpu")),
+            "fraction": number(self.fraction, "Offload.fraction", above=0, most=1),
+            "pin_memory": flag(self.pin_memory, "Offload.pin_memory"),
+        }
+        if self.gradients is not None:
+            checked["gradients"] = word(self.gradients, "Offload.gradients", ("cpu",), or_none=" or None")
+        set_frozen(self, checked)
+        if self.params is not None:
+            path(self.params, "Offload.params ('cpu', the directory of states, or None)")
         if self.params not in (None, "cpu") and (self.states == "cpu" or Path(self.params or "") != self.directory):
             raise ValueError(
                 f"Offload.params={os.fspath(self.params or '')!r} and Offload.states={os.fspath(self.states)!r}: on a "
@@ -234,11 +240,8 @@ class Options:
     tuning: Tuning = Tuning()
 
     def __post_init__(self) -> None:
-        if self.stage not in (0, 1, 2, 3) or isinstance(self.stage, bool):
-            raise ValueError(
-                "stage must be 0 (replicate), 1 (shard masters and states), 2 (gradients too) or 3 (params too), found "
-                f"{self.stage!r}."
-            )
+        stages = "stage (0: replicate, 1: shard masters and states, 2: gradients too, 3: params too)"
+        set_frozen(self, {"stage": whole(self.stage, stages, least=0, most=3)})
         if self.module is not None and not isinstance(self.module, nn.Module):
             raise TypeError(f"module takes an nn.Module, found {type(self.module).__name__}.")
         if self.stage >= 2 and self.module is None:
@@ -247,8 +250,9 @@ class Options:
                 f"first argument (ShardedAdamW(model, stage={self.stage})) or beside param groups (module=model)."
             )
         self._check_formats()
-        if self.max_grad_norm is not None and not self.max_grad_norm > 0:
-            raise ValueError(f"max_grad_norm must be above 0, or None for no clipping, found {self.max_grad_norm!r}.")
+        if self.max_grad_norm is not None:
+            off = ", or None for no clipping"
+            set_frozen(self, {"max_grad_norm": number(self.max_grad_norm, "max_grad_norm", above=0, or_none=off)})
         check_process_group(self.process_group, "process_group")
         if self.norm_group is not None and not isinstance(self.norm_group, dist.ProcessGroup | DeviceMesh):
             raise TypeError(
@@ -262,7 +266,8 @@ class Options:
                 "batches, whose forwards and backwards are interleaved. Give module.parameters() instead of the module "
                 "(stage 1), and average gradients over process_group, by DDP around the pipeline stage or all_reduce."
             )
-        if self.reduce_dtype not in (None, torch.float32, torch.bfloat16, torch.float16):
+        dtypes = (torch.float32, torch.bfloat16, torch.float16)
+        if self.reduce_dtype is not None and not any(self.reduce_dtype is each for each in dtypes):
             raise ValueError(
                 f"reduce_dtype must be torch.float32, bfloat16 or float16, or None for the gradient's own, found "
                 f"{self.reduce_dtype!r}."
@@ -277,30 +282,27 @@ class Options:
         self._check_offload()
         if not isinstance(self.tuning, Tuning):
             raise TypeError(f"tuning takes a shardopt.Tuning, found {type(self.tuning).__name__}.")
-        if not isinstance(self.release_gradients, bool):
-            raise TypeError(f"release_gradients takes True or False, found {self.release_gradients!r}.")
+        set_frozen(self, {"release_gradients": flag(self.release_gradients, "release_gradients")})
         if self.release_gradients:
             self._check_release()
 
     def _check_formats(self) -> None:
-        if self.master not in get_args(Master):
-            raise ValueError(f"master must be 'fp32', 'split', 'split24' or 'none', found {self.master!r}.")
+        word(self.master, "master", get_args(Master))
         asked = self.state_format
         if not isinstance(asked, str | Mapping):
             raise TypeError(f"state_format takes a format or a mapping of states to formats, found {asked!r}.")
         for each in [asked] if isinstance(asked, str) else asked.values():
-            if each not in get_args(StateFormat):
-                raise ValueError(f"state_format must be 'fp32', 'bf16' or 'int8', or name one a state, found {each!r}.")
-        if self.gradient_format not in get_args(GradientFormat):
-            raise ValueError(f"gradient_format must be 'fp32' or 'bf16', found {self.gradient_format!r}.")
+            word(each, "state_format", get_args(StateFormat), or_none=", or a mapping that names one a state")
+        word(self.gradient_format, "gradient_format", get_args(GradientFormat))
         if self.gradient_format != "fp32" and self.module is None:
             raise ValueError(
                 f"gradient_format={self.gradient_format!r} was given without the module: shardopt keeps no gradients "
                 "then, so it would have no effect. Hand the module over, or leave it away: param.grad has the param's "
                 "dtype."
             )
-        if self.ema is not None and not 0 <= self.ema < 1:
-            raise ValueError(f"ema is the decay of a moving average, at least 0 and below 1, found {self.ema!r}.")
+        if self.ema is not None:
+            what = "ema (the decay of a moving average)"
+            set_frozen(self, {"ema": number(self.ema, what, least=0, below=1, or_none=", or None for none")})
 
     def _check_offload(self) -> None:
         rests = self.rests  # an empty path is refused now

@@ -12,7 +12,7 @@ Every key is mapped, checked, or named: in one warning where it changes no resul
 """
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,19 +23,24 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LRScheduler
 
+from .arguments import mapping
+from .deepspeed_ignored import check_rest
 from .deepspeed_keys import Keys
+from .deepspeed_optimizer import optimizer_of
 from .deepspeed_scheduler import curve_of
 from .deepspeed_sections import (
-    DERIVED,
-    DTYPES,
+    RENAMED,
+    SECTIONS,
     batch_of,
-    check_rest,
+    clip_of,
     gradient_format_of,
     offload_of,
-    optimizer_of,
     precision_of,
+    stage_of,
+    travels_as,
     tuning_of,
 )
+from .errors import ShardoptError
 from .loss_scaler import LossScale, LossScaler
 from .optimizer import ShardedOptimizer
 from .warmup import CurveLR
@@ -87,6 +92,7 @@ def from_deepspeed_config(
     module: nn.Module,
     params: Any = None,
     *,
+    optimizer: torch.optim.Optimizer | Callable[..., torch.optim.Optimizer] | None = None,
     auto: Mapping[str, Any] | None = None,
     process_group: dist.ProcessGroup | None = None,
 ) -> DeepSpeedRun:
@@ -95,51 +101,53 @@ def from_deepspeed_config(
     Args:
         config: the JSON file, or what is in it.
         module: plain or DDP, on its device. Cast to fp16 or bf16 where the config says so, in place.
-        params: tensors or param groups; None: all of the module's.
+        params: tensors or param groups; None: all of the module's. Groups that all have an ``"lr"`` need no
+            ``optimizer`` section: AdamW then.
+        optimizer: in place of that section, and before it: an optimizer of ``torch.optim`` (the sharded class of that
+            name takes over its groups and states), its class, a class of shardopt's, or a function of params that gives
+            an optimizer of ``torch.optim``.
         auto: by dotted path (``"optimizer.params.lr"``), what stands for ``"auto"``. Sizes of buckets need none: they
-            are made of ``module.config.hidden_size``.
+            are made of ``module.config.hidden_size``, or are the defaults.
         process_group: the data-parallel ranks; None: those of DDP, or the default group.
 
     Raises:
-        ShardoptError: keys that would change results, all in one message.
+        ShardoptError: keys that would change results, values of the wrong type, what ``"auto"`` stands for: all in one
+            message, which names the file. Nothing was changed.
     """
-    keys = Keys(config, auto or {}, DERIVED)
-    ranks = _ranks(module, process_group)
-    micro, steps = batch_of(keys, ranks)
+    if not isinstance(module, nn.Module):
+        raise ShardoptError(
+            f"from_deepspeed_config(config, module): module is a {type(module).__name__}, no nn.Module."
+        )
+    if params is not None and (isinstance(params, str) or not isinstance(params, Iterable)):
+        raise TypeError(f"params takes tensors or param groups, or None, found {type(params).__name__}.")
+    keys = Keys(config, mapping(auto, "auto", "{'optimizer.params.lr': 1e-4}"), SECTIONS, RENAMED)
+    micro, steps = batch_of(keys, _ranks(module, process_group))
     dtype, scale = precision_of(keys)
-    stage = keys.take("zero_optimization.stage", 0)
-    tuning = tuning_of(keys, module, dtype or next(module.parameters()).dtype)
-    construct, arguments = optimizer_of(keys)
-    curve = curve_of(keys, "betas" in construct([torch.zeros(1)]).defaults)
-    clip = keys.take("gradient_clipping", 0.0)
-    travels = keys.take("communication_data_type")
-    if travels not in (None, *DTYPES):
-        keys.errors.append(f"communication_data_type={travels!r}: one of {', '.join(DTYPES)} is")
-    gradients = gradient_format_of(keys, dtype)
-    offload = offload_of(keys, stage, next(module.parameters()).device)
+    stage = stage_of(keys)
+    first = next(module.parameters(), torch.zeros(()))
+    tuning = tuning_of(keys, module, dtype or first.dtype)
+    wanted = optimizer_of(keys, module, params, optimizer)
+    curve = curve_of(keys, wanted.has_betas)
+    options = {
+        "stage": stage,
+        "max_grad_norm": clip_of(keys),
+        "reduce_dtype": travels_as(keys),
+        "gradient_format": gradient_format_of(keys, dtype),
+        "tuning": tuning,
+        **offload_of(keys, stage, first.device),
+    }
     check_rest(keys)
     keys.finish()
     if keys.warnings:
-        warnings.warn(
-            f"keys of the DeepSpeed config that change no result here: {'; '.join(keys.warnings)}.", stacklevel=2
-        )
-    if dtype is not None:
+        warnings.warn(f"keys of {keys.source} that change no result here: {'; '.join(keys.warnings)}.", stacklevel=2)
+    made = wanted.construct(wanted.params, **wanted.arguments, **options, module=module, process_group=process_group)
+    if wanted.states is not None:
+        made.load_state_dict(wanted.states)
+    scaler = LossScaler(scale or LossScale(), first.device.type, enabled=scale is not None)
+    scheduler = None if curve is None else CurveLR(made, curve)
+    if dtype is not None:  # last, as nothing can fail behind it; params are bound at the first forward
         module.to(dtype)
-    optimizer = construct(
-        list(module.parameters()) if params is None else params,
-        **arguments,
-        **offload,
-        module=module,
-        stage=stage,
-        process_group=process_group,
-        max_grad_norm=clip or None,
-        reduce_dtype=DTYPES.get(travels),
-        gradient_format=gradients,
-        tuning=tuning,
-    )
-    device = next(module.parameters()).device.type
-    scaler = LossScaler(scale or LossScale(), device, enabled=scale is not None)
-    return DeepSpeedRun(optimizer, scaler, steps, micro, None if curve is None else CurveLR(optimizer, curve))
+    return DeepSpeedRun(made, scaler, steps, micro, scheduler)
 
 
 def _ranks(module: nn.Module, process_group: dist.ProcessGroup | None) -> int:

@@ -4,34 +4,47 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from .deepspeed_keys import Keys
+from .deepspeed_keys import Keys, Kind, count, flag, number, text
 from .warmup import Curve, Cycle, OneCycleLR, RangeTestLR, Warmup, WarmupCosineLR, WarmupLR
 
 
 def curve_of(keys: Keys, has_betas: bool) -> Curve | None:
     if not keys.has("scheduler"):
         return None
-    kind = str(keys.take("scheduler.type"))
-    found = keys.take_all("scheduler.params")
+    kind = keys.take("scheduler.type", text, "")
+    found = keys.take_all("scheduler.params", _kind_of)
     make = _CURVES.get(kind)
     if make is None:
         keys.errors.append(
-            f"scheduler.type={kind!r}: there are {', '.join(_CURVES)}; leave it out and use one of torch's on the "
-            "optimizer"
+            f"scheduler.type={kind!r}: there are {', '.join(_CURVES)}; leave it out and use one of torch's on "
+            "run.optimizer"
         )
         return None
     if found.pop("last_batch_iteration", -1) != -1:
         keys.errors.append("scheduler.params.last_batch_iteration: load the state dict of the run that is resumed")
     for name in _CURVE_NEEDS.get(kind, ()):
         if name not in found:
-            keys.errors.append(f"scheduler.params.{name} is missing, which {kind} needs")
+            if f"scheduler.params.{name}" not in keys.unfilled:
+                keys.errors.append(f"scheduler.params.{name} is missing, which {kind} needs")
             found[name] = 1
-    curve = make(found)
+    try:
+        curve = make(found)
+    except ValueError as error:
+        keys.errors.append(f"scheduler.params: {str(error).removesuffix('.')}")
+        return None
     if isinstance(curve, OneCycleLR) and curve.momentum is not None and not has_betas:
         curve = replace(curve, momentum=None)
         keys.warnings.append("scheduler.params.cycle_momentum (of an optimizer without betas nothing is cycled)")
     keys.errors += [f"scheduler.params.{name}={value!r}: not known here" for name, value in found.items()]
     return curve
+
+
+def _kind_of(name: str) -> Kind:
+    if name in ("cycle_momentum", "lr_range_test_staircase"):
+        return flag
+    if name == "warmup_type":
+        return text
+    return count if name.endswith(("_steps", "_size", "_count")) else number
 
 
 # Each takes what it knows out of the section's params.

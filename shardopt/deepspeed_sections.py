@@ -1,6 +1,5 @@
 """The sections of a DeepSpeed config, one function each: what they become here."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -8,27 +7,53 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from .config import Offload, Tuning
-from .deepspeed_keys import Keys
+from .config import MIB, Offload, Tuning
+from .deepspeed_keys import Keys, count, flag, number, text
 from .loss_scaler import LossScale
-from .optim import ShardedAdagrad, ShardedAdam, ShardedAdamW, ShardedLion, ShardedSGD
-from .optimizer import ShardedOptimizer
 
 _ZERO = "zero_optimization"
 BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-_SIZES = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
-# Their "auto" follows from each other, and from the width of the model.
-DERIVED = (*BATCH, *(f"{_ZERO}.{name}" for name in _SIZES))
 
-DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bfp16": torch.bfloat16, "bf16": torch.bfloat16}
+SECTIONS = (
+    *("optimizer", "optimizer.params", "scheduler", "scheduler.params", "fp16", "bf16", "data_types", _ZERO),
+    *(f"{_ZERO}.offload_optimizer", f"{_ZERO}.offload_param"),
+)
+_SHORT = ("prefetch_bucket_size", "param_persistence_threshold", "max_live_parameters", "max_reuse_distance")
+_LONG = ("gather_16bit_weights_on_model_save", "model_persistence_threshold", "module_granularity_threshold")
+# Other names of keys: as the config may spell them -> as they are taken.
+RENAMED = {
+    "bfloat16": "bf16",
+    "fp16.master_weights_and_grads": "fp16.fp16_master_weights_and_grads",
+    **{f"{_ZERO}.{name}": f"{_ZERO}.stage3_{name}" for name in (*_SHORT, *_LONG)},
+    f"{_ZERO}.use_all_reduce_for_fetch_params": f"{_ZERO}.stage3_use_all_reduce_for_fetch_params",
+}
+
+_NAMES = {
+    torch.float32: ("fp32", "float32", "torch.float32"),
+    torch.float16: ("fp16", "float16", "torch.float16", "half"),
+    torch.bfloat16: ("bf16", "bfp16", "bfloat16", "torch.bfloat16"),
+}
+_DTYPES = {name: dtype for dtype, names in _NAMES.items() for name in names}
+
+# More than this in one bucket leaves nothing to overlap; sizes there are those of buffers that several are copied into.
+_LARGEST_BUCKET = 32 * MIB
 
 
 def batch_of(keys: Keys, ranks: int) -> tuple[int | None, int]:
     """(samples of a forward on a rank, backwards before a step): two of three say the third."""
     # "auto" is as good as missing where the others say it.
-    given = [None if keys.is_auto(name) else keys.take(name) for name in BATCH]
-    keys.ignore(*BATCH)
+    asks = keys.is_auto(BATCH[2])
+    given = []
+    for name in BATCH:
+        if keys.is_auto(name):
+            keys.drop(name)
+        found = keys.take(name, count)
+        if found == 0:
+            keys.refuse(name, found, "it is at least 1")
+        given.append(found or None)
     total, micro, steps = given
+    if asks and total is None:
+        keys.unfilled.append(BATCH[2])
     if micro is None and total is not None:
         micro, rest = divmod(total, ranks * (steps or 1))
         if rest or not micro:
@@ -47,99 +72,88 @@ def batch_of(keys: Keys, ranks: int) -> tuple[int | None, int]:
 
 
 def precision_of(keys: Keys) -> tuple[torch.dtype | None, LossScale | None]:
-    fp16, bf16 = keys.take("fp16.enabled", False), keys.take("bf16.enabled", False)
+    fp16, bf16 = (keys.take(f"{section}.enabled", flag, False) for section in ("fp16", "bf16"))
     for section in ("fp16", "bf16"):
         keys.expect(f"{section}.{section}_master_weights_and_grads", False, "masters are fp32 here")
-    keys.ignore("fp16.auto_cast" if keys.take("fp16.auto_cast", False) is False else "-", "bf16.check_grad_overflow")
-    found = keys.take_all("fp16")
+    keys.expect("bf16.bf16_optimizer_states", False, 'construct the optimizer yourself, with state_format="bf16"')
     if fp16 and bf16:
         keys.errors.append("fp16.enabled and bf16.enabled: one of them is")
-    if not fp16:
+    if not fp16:  # then the rest of the section asks for nothing
+        for name in _OF_SCALE:
+            keys.drop(f"fp16.{name}")
         return (torch.bfloat16 if bf16 else None), None
-    fixed = found.pop("loss_scale", 0)
-    scale = LossScale(
-        initial=fixed or 2.0 ** found.pop("initial_scale_power", 16),
-        fixed=bool(fixed),
-        window=found.pop("loss_scale_window", 1000),
-        hysteresis=found.pop("hysteresis", 2),
-        refills=found.pop("consecutive_hysteresis", False),
-        floor=found.pop("min_loss_scale", 1),
-    )
-    found.pop("initial_scale_power", None)
-    keys.errors += [f"fp16.{name}={value!r}: not known here" for name, value in found.items()]
-    return torch.float16, scale
+    fixed = keys.take("fp16.loss_scale", number, 0)
+    power = keys.take("fp16.initial_scale_power", number, 16)
+    rule = {
+        "window": keys.take("fp16.loss_scale_window", count, 1000),
+        "hysteresis": keys.take("fp16.hysteresis", count, 2),
+        "refills": keys.take("fp16.consecutive_hysteresis", flag, False),
+        "floor": keys.take("fp16.min_loss_scale", number, 1),
+    }
+    try:
+        return torch.float16, LossScale(initial=fixed or 2.0**power, fixed=bool(fixed), **rule)
+    except (ValueError, OverflowError) as error:
+        keys.errors.append(f"fp16: {str(error).removesuffix('.')}")
+        return torch.float16, None
 
 
-Construct = Callable[..., ShardedOptimizer]
-# What their constructors there take where the config is silent, where it differs from the classes' here.
-_FUSED = {"weight_decay": 0.0}
-_CLASSES: dict[str, tuple[Construct, dict[str, Any]]] = {
-    "adamw": (ShardedAdamW, _FUSED),
-    "adam": (ShardedAdam, _FUSED),
-    "adagrad": (ShardedAdagrad, {}),
-    "lion": (ShardedLion, {"lr": 1e-3}),
-    "sgd": (ShardedSGD, {}),
-}
+_OF_SCALE = (
+    *("loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "consecutive_hysteresis"),
+    "min_loss_scale",
+)
 
 
-def optimizer_of(keys: Keys) -> tuple[Construct, dict[str, Any]]:
-    if not keys.has("optimizer"):
-        keys.errors.append(
-            "no optimizer: construct it yourself, as shardopt.ShardedAdamW(module, stage=...), and take scaler and "
-            "schedule from torch"
-        )
-    kind = str(keys.take("optimizer.type", "AdamW"))
-    arguments = keys.take_all("optimizer.params")
-    keys.ignore("optimizer.legacy_fusion")
-    name = kind.lower()
-    if arguments.pop("bias_correction", True) is not True:
-        keys.errors.append("optimizer.params.bias_correction=false: the moments are always corrected")
-    is_torchs = arguments.pop("torch_adam", False)
-    # There "Adam" decouples its decay too, unless it is told not to.
-    if name == "adam" and arguments.pop("adam_w_mode", True):
-        name = "adamw"
-    arguments.pop("adam_w_mode", None)
-    if name not in _CLASSES:
-        keys.errors.append(f"optimizer.type={kind!r}: there are {', '.join(sorted(_CLASSES))}")
-        return ShardedAdamW, {}
-    construct, defaults = _CLASSES[name]
-    known = {*construct([torch.zeros(1)]).defaults, "lr"}
-    keys.errors += [f"optimizer.params.{key}: {kind} has no such argument" for key in arguments if key not in known]
-    if "betas" in arguments:
-        arguments["betas"] = tuple(arguments["betas"])
-    return construct, {**({} if is_torchs else defaults), **{k: v for k, v in arguments.items() if k in known}}
+def stage_of(keys: Keys) -> int:
+    stage: int = keys.take(f"{_ZERO}.stage", count, 0)
+    if stage > 3:
+        keys.refuse(f"{_ZERO}.stage", stage, "0, 1, 2 or 3 is")
+        return 0
+    return stage
+
+
+def clip_of(keys: Keys) -> float | None:
+    clip: float = keys.take("gradient_clipping", number, 0.0)
+    if clip < 0:
+        keys.refuse("gradient_clipping", clip, "a norm is above 0, and 0 clips nothing")
+    return clip if clip > 0 else None
+
+
+def travels_as(keys: Keys) -> torch.dtype | None:
+    """In which gradients are reduced."""
+    asked = keys.take("communication_data_type", text)
+    if keys.take("fp32_allreduce", flag, False) and asked is None:
+        asked = "fp32"
+    if asked is not None and asked not in _DTYPES:
+        keys.refuse("communication_data_type", asked, "fp32, fp16 or bf16 is")
+    return _DTYPES.get(asked) if asked is not None else None
 
 
 def tuning_of(keys: Keys, module: nn.Module, dtype: torch.dtype) -> Tuning:
-    """Sizes are elements there and bytes here."""
+    """Sizes are elements there and bytes here. Where nothing says how wide the model is, "auto" is the default."""
     hidden = _hidden_size(module)
 
-    def elements(name: str, of_hidden: float | None) -> int | None:
+    def elements(name: str, of_hidden: int | None) -> int | None:
         path = f"{_ZERO}.{name}"
-        is_auto, found = keys.is_auto(path), keys.take(path)
-        if is_auto and of_hidden is None:
-            keys.errors.append(f"{path} is 'auto', and module.config has no hidden_size: give it in auto=")
-            return None
-        found = of_hidden if is_auto else found
-        return None if found is None else int(found)
+        if keys.is_auto(path):
+            keys.drop(path)
+            return of_hidden
+        found: int | None = keys.take(path, count)
+        return found
 
     bucket = elements("reduce_bucket_size", None if hidden is None else hidden**2)
     keep = elements("stage3_param_persistence_threshold", None if hidden is None else 10 * hidden)
     live = elements("stage3_max_live_parameters", None)
     tuning = Tuning()
-    if bucket is not None:
+    if bucket == 0:
+        keys.refuse(f"{_ZERO}.reduce_bucket_size", bucket, "it is at least 1")
+    elif bucket is not None and bucket * dtype.itemsize > _LARGEST_BUCKET:
+        keys.warn(f"{_ZERO}.reduce_bucket_size", "larger buckets overlap less: Tuning.bucket_bytes keeps its default")
+    elif bucket is not None:
         tuning = replace(tuning, bucket_bytes=bucket * dtype.itemsize)
     if keep is not None:
         tuning = replace(tuning, keep_below=keep)
     if live is not None:
         tuning = replace(tuning, live_bytes=live * dtype.itemsize)
-    for name, why in {
-        "allgather_bucket_size": "params are gathered in the buckets that gradients are reduced in",
-        "stage3_prefetch_bucket_size": "the bucket that comes next is asked for early, whatever its size",
-        "stage3_max_reuse_distance": "what was used longest ago goes first, once stage3_max_live_parameters are there",
-        "sub_group_size": "a shard is updated in one launch, which needs no buffers",
-    }.items():
-        keys.note(f"{_ZERO}.{name}", why)
     return tuning
 
 
@@ -161,89 +175,55 @@ def offload_of(keys: Keys, stage: int, device: torch.device) -> dict[str, Any]:
     Args:
         device: of the params.
     """
-    pinned = keys.take(f"{_ZERO}.offload_param.pin_memory", keys.take(f"{_ZERO}.cpu_offload_use_pin_memory"))
-    pinned = keys.take(f"{_ZERO}.offload_optimizer.pin_memory", pinned)
-    ratio = keys.take(f"{_ZERO}.offload_optimizer.ratio", 1.0)
-    states = _place_of(keys, "offload_optimizer", "cpu_offload") if ratio else None
-    params = _place_of(keys, "offload_param", "cpu_offload_params")
-    keys.ignore(f"{_ZERO}.offload_optimizer", f"{_ZERO}.offload_param")
+    pins = [
+        keys.take(f"{_ZERO}.{name}", flag)
+        for name in ("offload_optimizer.pin_memory", "offload_param.pin_memory", "cpu_offload_use_pin_memory")
+    ]
+    pinned = next((each for each in pins if each is not None), None)
+    ratio = keys.take(f"{_ZERO}.offload_optimizer.ratio", number, 1.0)
+    states = _place_of(keys, "offload_optimizer", ("cpu_offload",))
+    states = states if ratio else None
+    params = _place_of(keys, "offload_param", ("cpu_offload_params", "cpu_offload_param"))
     if params is not None and stage < 3:
-        keys.warnings.append(f"{_ZERO}.offload_param (below stage 3 params are whole on every rank)")
+        keys.warn(f"{_ZERO}.offload_param", "below stage 3 params are whole on every rank")
         params = None
     if device.type != "cpu" and params == "cpu" and states not in (None, "cpu"):
-        keys.warnings.append(f"{_ZERO}.offload_param (what leaves a GPU goes where its masters do: into the file)")
+        keys.warn(f"{_ZERO}.offload_param", "what leaves a GPU goes where its masters do: into the file")
         params = states
     if states is None and params is None:
         return {}
     if states is None:
-        keys.warnings.append(f"{_ZERO}.offload_param without offload_optimizer (masters and states go with the params)")
+        keys.warn(f"{_ZERO}.offload_param without offload_optimizer", "masters and states go with the params")
     try:
         found = Offload(states=states or params or "cpu", params=params, fraction=ratio or 1.0)
-    except (ValueError, NotImplementedError) as error:
-        keys.errors.append(str(error).removesuffix("."))
+    except (TypeError, ValueError, NotImplementedError) as error:
+        keys.errors.append(f"{_ZERO}.offload_optimizer: {str(error).removesuffix('.')}")
         return {}
-    return {"offload": found if pinned is None else replace(found, pin_memory=bool(pinned))}
+    return {"offload": found if pinned is None else replace(found, pin_memory=pinned)}
 
 
-def _place_of(keys: Keys, section: str, old: str) -> str | None:
+def _place_of(keys: Keys, section: str, old: tuple[str, ...]) -> str | None:
     """ "cpu", a directory, or None: where the section leaves it."""
     path = f"{_ZERO}.{section}"
-    device = keys.take(f"{path}.device", "none")
-    directory: str | None = keys.take(f"{path}.nvme_path")
-    if keys.take(f"{_ZERO}.{old}", False):
+    device = keys.take(f"{path}.device", text, "none")
+    directory: str | None = keys.take(f"{path}.nvme_path", text)
+    if any([keys.take(f"{_ZERO}.{name}", flag, False) for name in old]):
         return "cpu"
     if device == "nvme":
-        if directory is None:
+        if not directory:
             keys.errors.append(f"{path}.device='nvme' without nvme_path: there is no directory for its files")
-        return directory
-    if device not in (None, "none", "cpu"):
-        keys.errors.append(f"{path}.device={device!r}: none, cpu or nvme is")
+        return directory or None
+    if device not in ("none", "cpu"):
+        keys.refuse(f"{path}.device", device, "none, cpu or nvme is")
     return "cpu" if device == "cpu" else None
 
 
 def gradient_format_of(keys: Keys, dtype: torch.dtype | None) -> str:
     """In which sums of gradients are kept."""
-    kept = str(keys.take("data_types.grad_accum_dtype", None) or "fp32")
-    if kept != "fp32" and (kept != "bf16" or dtype is not torch.bfloat16):
-        keys.errors.append(f"data_types.grad_accum_dtype={kept!r}: 'fp32', or with bf16 params 'bf16'")
-        return "fp32"
-    return kept
-
-
-def check_rest(keys: Keys) -> None:
-    for name in ("overlap_comm", "contiguous_gradients"):
-        if keys.take(f"{_ZERO}.{name}", True) is False:
-            keys.warnings.append(f"{_ZERO}.{name}=false (it is always on)")
-    for name in ("stage3_gather_16bit_weights_on_model_save", "stage3_gather_fp16_weights_on_model_save"):
-        if keys.take(f"{_ZERO}.{name}", True) is False:
-            keys.warnings.append(f"{_ZERO}.{name}=false (a saved state_dict() is whole all the same)")
-    if keys.take("wall_clock_breakdown", False):
-        keys.warnings.append("wall_clock_breakdown (print(optimizer.timings()) tells it, at any time)")
-    keys.ignore(
-        *("steps_per_print", "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "dump_state"),
-        *("comms_logger", "flops_profiler", "memory_breakdown", "tensorboard", "wandb", "csv_monitor", "checkpoint"),
-        *(f"{_ZERO}.{name}" for name in _MEANINGLESS),
-    )
-    keys.expect("prescale_gradients", False, "gradients are summed in fp32 and divided once")
-    keys.expect("gradient_predivide_factor", 1.0, "gradients are summed in fp32 and divided once")
-    keys.expect("sparse_gradients", False, "sparse gradients are refused")
-    keys.expect("amp.enabled", False, "use torch.autocast")
-    for name in ("zero_quantized_weights", "zero_quantized_gradients"):
-        keys.expect(f"{_ZERO}.{name}", False, "nothing is quantised on the way")
-    for name in ("zero_hpz_partition_size", "mics_shard_size"):
-        if keys.take(f"{_ZERO}.{name}", 1) > 1:
-            keys.errors.append(f"{_ZERO}.{name}: pass a 2D DeviceMesh (replicate, shard) as process_group instead")
-
-
-_MEANINGLESS = (
-    "allgather_partitions",
-    "reduce_scatter",
-    "round_robin_gradients",
-    "ignore_unused_parameters",
-    "load_from_fp32_weights",
-    "elastic_checkpoint",
-    "use_multi_rank_bucket_allreduce",
-    "legacy_stage1",
-    "memory_efficient_linear",
-    "override_module_apply",
-)
+    asked = keys.take("data_types.grad_accum_dtype", text, "fp32")
+    kept = _DTYPES.get(asked)
+    if kept is torch.bfloat16 and dtype is torch.bfloat16:
+        return "bf16"
+    if kept is not torch.float32:
+        keys.refuse("data_types.grad_accum_dtype", asked, "'fp32', or with bf16 params 'bf16'")
+    return "fp32"

@@ -29,13 +29,14 @@ class Entry:
     has_state: bool = False
     slot: Slot | None = None  # of its reduced gradient, where the module was handed over
     begins_average: bool = False  # with the weights as its next step finds them
+    initial: Mapping[str, float] = field(default_factory=dict)  # what states hold before the first step, if it has any
 
     def take_counters(self, state: ParamState) -> None:
         self.step, self.carried, self.has_state = state.step, dict(state.carried), True
 
     def forget(self) -> None:
-        """Back to before the param's first step; its states are zeroed with its shard's."""
-        self.step, self.carried, self.has_state = 0, {}, False
+        """Back to before the param's first step; its states are zeroed with its shard's, and begun by the caller."""
+        self.step, self.carried, self.has_state = 0, {}, bool(self.initial)
         self.begins_average = False
         self.shard.awaiting.pop(self.index, None)
 

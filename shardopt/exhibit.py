@@ -1,7 +1,9 @@
 """What this rank shows of its states to ranks that read alone, and sees of theirs: between two steps, of one step.
 
-A sharded step needs every rank, so nobody's states move while one rank stays behind a step and reads. A step count
-goes with every question: a rank that has not come so far yet waits, one that is further says so.
+A sharded step needs every rank, so nobody's states move while one rank stays behind a step and reads. A load needs no
+other rank, and a thread may read beside a step. So a moment (a step, and the loads since) goes with every question: a
+rank that has not come so far yet waits, one that is further says so, and what was read counts only if the moment is
+still the same after the reading.
 """
 
 import time
@@ -11,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from .epoch import Moment
 from .errors import StateError
 from .partition.serve import Showing
 from .shard import Shard
@@ -21,16 +24,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Fetch:
-    """Makes one whole state (or "param") of one param, as it is behind ``step``. Equal ones make the same tensor."""
+    """Makes one whole state (or "param") of one param, as it is at ``moment``. Equal ones make the same tensor."""
 
     exhibit: "Exhibit"
     shard: Shard
     index: int
     name: str
-    step: int
+    moment: Moment
 
     def __call__(self) -> torch.Tensor:
-        return self.exhibit.fetch(self.shard, self.index, self.name, self.step)
+        return self.exhibit.fetch(self.shard, self.index, self.name, self.moment)
 
 
 class Exhibit:
@@ -39,8 +42,8 @@ class Exhibit:
     def __init__(self, binding: "Binding"):
         """Collective."""
         self._binding = binding
-        self._settled = 0  # steps that all ranks agreed on and this one has come to the end of
-        self._written: torch.cuda.Event | None = None  # behind the last of them
+        self._written: torch.cuda.Event | None = None  # behind the last step
+        self._is_closed = False
         self._showing = Showing.begin(binding.mesh.shard, self)
 
     def settle(self) -> None:
@@ -48,7 +51,6 @@ class Exhibit:
         if self._binding.device.type == "cuda":
             self._written = torch.cuda.Event()
             self._written.record()
-        self._settled = self._binding.rounds
 
     def retire(self) -> None:
         """The optimizer is gone. What the other ranks may still read stays for as long as they may."""
@@ -57,24 +59,36 @@ class Exhibit:
 
     def close(self) -> None:
         """Nothing is shown any more."""
+        self._is_closed = True
         if self._showing is not None:
             self._showing.close()
 
     # -- seeing ----------------------------------------------------------------------------------------------------
 
-    def fetcher(self, shard: Shard, index: int, name: str) -> Callable[[], torch.Tensor] | None:
-        """What makes the whole state ``name`` (or "param") of a param as it is now, in host memory, on demand."""
-        return None if self._showing is None else Fetch(self, shard, index, name, self._settled)
+    def fetcher(self, shard: Shard, index: int, name: str, moment: Moment) -> Callable[[], torch.Tensor] | None:
+        """What makes the whole state ``name`` (or "param") of a param, as at a moment, in host memory, on demand."""
+        return None if self._showing is None else Fetch(self, shard, index, name, moment)
 
-    def fetch(self, shard: Shard, index: int, name: str, step: int) -> torch.Tensor:
-        mesh, param = self._binding.mesh, shard.bucket.params[index]
-        shown = self._shown
-        if self._showing is None or self._settled != step or shard not in shown:
+    def fetch(self, shard: Shard, index: int, name: str, moment: Moment) -> torch.Tensor:
+        """Raises StateError unless all of it is of the moment."""
+        self._check(shard, index, name, moment)
+        whole = self._read(shard, index, name, moment)
+        self._check(shard, index, name, moment)  # while it was read, a step or a load may have begun
+        return whole
+
+    def _check(self, shard: Shard, index: int, name: str, moment: Moment) -> None:
+        epoch, param = self._binding.epoch, shard.bucket.params[index]
+        if self._showing is None or not epoch.is_at(moment, name) or self._number(shard) is None:
+            now = "a step or a load of states is under way" if epoch.is_moving(name) else f"after {epoch.now(name)}"
             raise StateError(
-                f"{name} of a param of shape {tuple(param.shape)} was looked at behind step {step} and is read behind "
-                f"step {self._settled}: it lies in shards, which have moved on. Take state_dict() again, and save it "
-                "before the next step."
+                "take state_dict() again, and save it before the next step and before the next load of states: it lies "
+                f"in shards, which have moved on, and a file would mix both. {name} of a param of shape "
+                f"{tuple(param.shape)} was looked at after {moment} and is read now: {now}."
             )
+
+    def _read(self, shard: Shard, index: int, name: str, moment: Moment) -> torch.Tensor:
+        mesh, param, number = self._binding.mesh, shard.bucket.params[index], self._number(shard)
+        assert self._showing is not None and number is not None
         layout = shard.bucket.layout
         flat: torch.Tensor | None = None
         for rank in range(mesh.shard.size):
@@ -87,36 +101,61 @@ class Exhibit:
                 if rank == mesh.shard.rank:
                     target.copy_(shard.read_chunk(name, piece.shard_start, piece.shard_end))
                 else:
-                    self._showing.read(rank, step, shown.index(shard), name, piece.shard_start, target)
+                    self._showing.read(rank, moment, number, name, piece.shard_start, target)
         if flat is None:  # no elements
             flat = torch.empty(0, dtype=param.dtype if name == "param" else torch.float32)
         return flat.as_strided(param.size(), shard.strides(index))
 
+    def _number(self, shard: Shard) -> int | None:
+        """By which ranks ask each other for a shard: from 0 on, and from -1 down those of params that do not train.
+
+        So one that is bound later takes no other one's number, whichever rank has bound it first.
+        """
+        if shard in self._binding.shards:
+            return self._binding.shards.index(shard)
+        return -1 - self._frozen.index(shard) if shard in self._frozen else None
+
+    def _numbered(self, number: int) -> Shard | None:
+        shards, index = (self._binding.shards, number) if number >= 0 else (self._frozen, -1 - number)
+        return shards[index] if index < len(shards) else None
+
     @property
-    def _shown(self) -> list[Shard]:
-        """What ranks may ask each other for; in the same order on all of them."""
-        binding = self._binding
-        return [*binding.shards, *(binding.sharded.frozen if binding.sharded is not None else ())]
+    def _frozen(self) -> list[Shard]:
+        sharded = self._binding.sharded
+        return [] if sharded is None else sharded.frozen
 
     # -- being seen ------------------------------------------------------------------------------------------------
 
-    def slice_at(self, step: int, shard: int, name: str, start: int, stop: int) -> torch.Tensor:
+    def slice_at(self, moment: Moment, number: int, name: str, start: int, stop: int) -> torch.Tensor:
         """For another rank, in a thread of its own; see :class:`shardopt.partition.serve.Readable`."""
-        binding, shown = self._binding, self._shown
+        binding = self._binding
         end = time.monotonic() + binding.mesh.world.seconds
-        while self._settled < step and binding.broken is None:
+        while (shard := self._numbered(number)) is None or binding.epoch.now(name) < moment:
+            if binding.broken is not None or self._is_closed:
+                break
             if time.monotonic() > end:
-                raise StateError(f"this rank has not come to the end of step {step}.")
+                raise StateError(f"this rank has not come to the end of {moment}.")
             time.sleep(0.001)
-        if binding.broken is not None:
-            raise StateError(f"a step of this rank failed half-way ({binding.broken}).")
-        if self._settled > step or shard >= len(shown):
-            raise StateError(f"this rank is behind step {self._settled}, not {step}, or closed.")
-        if shown[shard].device.type == "cpu":
-            return shown[shard].read_chunk(name, start, stop)
+        self.check_at(moment, name)
+        if shard is None:
+            raise StateError("this rank has closed its optimizer.")
+        if shard.device.type == "cpu":
+            return shard.read_chunk(name, start, stop)
         # On a stream of its own behind the step's kernels. It allocates nothing on the device, where a collective may
         # be waiting for the rank that asks.
-        with torch.cuda.stream(torch.cuda.Stream(shown[shard].device)):
+        with torch.cuda.stream(torch.cuda.Stream(shard.device)):
             if self._written is not None:
                 self._written.wait()
-            return shown[shard].read_chunk(name, start, stop).cpu()
+            return shard.read_chunk(name, start, stop).cpu()
+
+    def check_at(self, moment: Moment, name: str) -> None:
+        binding, epoch = self._binding, self._binding.epoch
+        if binding.broken is not None:
+            raise StateError(f"a step of this rank failed half-way ({binding.broken}).")
+        if not epoch.is_at(moment, name):
+            under_way = ", and a step or a load of states is under way" if epoch.is_moving(name) else ""
+            raise StateError(
+                "take state_dict() again, and save it before any rank takes the next step or loads states (a barrier "
+                "keeps the others from it), or a file would mix two moments: this rank is after "
+                f"{epoch.now(name)}{under_way}, what is asked for was looked at after {moment}."
+            )

@@ -187,6 +187,7 @@ def _multiply(function: Any, part: GradientPart, other: Any) -> GradientPart:
     slot, factor = part.whole_slot(), _number(function, other)
     slot.settle()
     slot.total.mul_(factor)
+    slot.edits.append(["mul_", factor])
     slot.norms = slot.norms and slot.norms.times(factor, part.whole_numel, slot.rounded)
     return part
 
@@ -195,6 +196,7 @@ def _divide(function: Any, part: GradientPart, other: Any) -> GradientPart:
     slot, divisor = part.whole_slot(), _number(function, other)
     slot.settle()
     divide_(slot.total, divisor)
+    slot.edits.append(["div_", divisor])
     slot.norms = slot.norms and slot.norms.over(divisor, part.whole_numel, slot.rounded)
     return part
 
@@ -204,12 +206,14 @@ def _negate(function: Any, part: GradientPart) -> GradientPart:
     slot.total.neg_()
     if slot.kept is not None:
         slot.kept.neg_()
+    slot.edits.append(["neg_"])
     return part
 
 
 def _zero(function: Any, part: GradientPart) -> GradientPart:
     slot = part.live_slot()
     slot.total.zero_()
+    slot.edits = [["zero_"]]
     slot.pending = slot.kept = None
     slot.norms = Norms(0.0, 0.0, 0)
     return part
@@ -219,6 +223,7 @@ def _clamp(function: Any, part: GradientPart, *bounds: Any, **named_bounds: Any)
     slot = part.whole_slot()
     slot.settle()
     function(slot.total, *bounds, **named_bounds)
+    slot.edits.append([function._schema.name.removeprefix("aten::"), *bounds, *named_bounds.values()])
     slot.norms = None
     return part
 

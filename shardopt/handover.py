@@ -13,10 +13,12 @@ from typing import Any, NoReturn, cast
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from .backward import Backward
 from .binding import Binding
+from .closure import ClosureRun
 from .errors import BindingError
 from .forward import Forward, ModuleHook, tensors_within
 from .module_tree import ModuleTree
@@ -40,6 +42,7 @@ class Handover:
         self.pauses = 0  # how many no_sync() contexts of ours are open
         self._binding: Binding | None = None
         self.backward: Backward | None = None
+        self.closure = ClosureRun()
         self.forward: Forward | None = None
         # The optimizers that the module was handed to: each may have some of its params.
         self.sharing: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
@@ -89,18 +92,13 @@ class Handover:
         own = self.ddp.process_group
         if given is None:
             return own
-        if isinstance(given, dist.ProcessGroup) and sorted(dist.get_process_group_ranks(given)) != sorted(
-            dist.get_process_group_ranks(own)
-        ):
-            raise BindingError(
-                "process_group= holds other ranks than the group of the DistributedDataParallel module: gradients "
-                "would be averaged over other ranks than its buffers. Give both the same, or leave it to the module."
-            )
+        _check_same_ranks(given, own)
         return given
 
     def begin(self, binding: Binding, backward: Backward) -> None:
         """Whatever is bound from now on is taken over."""
         self._binding, self.backward = binding, backward
+        backward.closure = self.closure
         if Placements.of_stage(binding.options.stage).param is Placement.SHARD:
             self.forward = Forward(binding, self.module)
             self.backward.on_end = self.forward.backward_ended
@@ -190,6 +188,9 @@ class Handover:
         """Makes DDP leave gradients alone, and frees its buckets."""
         if self.ddp is not None and not isinstance(self.ddp.reducer, RetiredReducer):
             check_honourable(self.ddp)
+            if self._binding is not None and self._binding.mesh.world.group is not None:
+                # DDP may have been wrapped around the module after bind().
+                _check_same_ranks(self._binding.mesh.world.group, self.ddp.process_group)
             self.ddp.reducer = cast(Any, RetiredReducer())
             self.ddp.logger = RetiredLogger()  # it holds the old one
 
@@ -222,6 +223,23 @@ class Handover:
             self.ddp._ddp_init_helper(params, expect_sparse, names, self.ddp.static_graph)
 
 
+def _check_same_ranks(given: dist.ProcessGroup | DeviceMesh, own: dist.ProcessGroup) -> None:
+    """Raises BindingError if the optimizer's ranks are not those of DDP."""
+    ranks, theirs = _ranks_of(given), _ranks_of(own)
+    if ranks != theirs:
+        raise BindingError(
+            f"process_group= holds ranks {ranks}, the group of the DistributedDataParallel module {theirs}: gradients "
+            "would be averaged over other ranks than its buffers. Give both the same, or leave it to the module."
+        )
+
+
+def _ranks_of(group: dist.ProcessGroup | DeviceMesh) -> list[int]:
+    """Their global numbers: of a mesh, those of the part that this rank is in."""
+    if isinstance(group, DeviceMesh):
+        return sorted(group.mesh.flatten().tolist())
+    return sorted(dist.get_process_group_ranks(group))
+
+
 def _is_around(outer: nn.Module, inner: nn.Module) -> bool:
     """Whether ``outer`` is ``inner``, or wraps it without params of its own, as torch.compile's does."""
     if outer is inner:
@@ -244,7 +262,8 @@ def check_honourable(ddp: DistributedDataParallel) -> None:
         raise BindingError(
             f"the DistributedDataParallel module was set up with {' and '.join(found)}, which works inside of its own "
             "reducer: shardopt takes the reduction over, and it would silently be left out. Leave it away "
-            "(reduce_dtype= compresses gradients), or pass model.parameters() without the module at stage 0 or 1."
+            "(reduce_dtype= compresses gradients, `with optimizer.join():` is for uneven inputs), or pass "
+            "model.parameters() without the module at stage 0 or 1."
         )
 
 
@@ -267,9 +286,10 @@ class RetiredReducer:
         if name.startswith("__"):
             raise AttributeError(name)
         raise BindingError(
-            f"DistributedDataParallel asked its reducer for {name}, but shardopt has taken the reduction over (join(), "
-            "communication hooks and changes of the group need DDP's own). Call optimizer.close() first, or pass "
-            "model.parameters() without the module at stage 0 or 1."
+            f"DistributedDataParallel asked its reducer for {name}, but shardopt has taken the reduction over (DDP's "
+            "join(), communication hooks and changes of the group need DDP's own). For uneven inputs use `with "
+            "optimizer.join():`; else call optimizer.close() first, or pass model.parameters() without the module at "
+            "stage 0 or 1."
         )
 
 

@@ -1,5 +1,7 @@
 """One param's state, whole or a part, on its way into a shard."""
 
+from collections.abc import Mapping
+
 import torch
 
 from .entry import Entry
@@ -21,6 +23,14 @@ def write_tensors(shard: Shard, index: int, state: ParamState) -> None:
         shard.write(name, index, shard.slice_of(index).start, _own_values(shard, index, tensor))
     if state.step and EMA in shard.kept.states and EMA not in state.tensors:
         shard.begin_average(index)
+
+
+def begin_states(shard: Shard, index: int, initial: Mapping[str, float]) -> None:
+    """Fills states of the bucket's param ``index``, which are zeros, with what they hold before a first step."""
+    where = shard.slice_of(index)
+    for name, value in initial.items():
+        if value:
+            shard.write(name, index, where.start, torch.full((where.local.stop - where.local.start,), value))
 
 
 def expect_weights(entry: Entry, state: ParamState) -> None:

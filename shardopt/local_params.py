@@ -7,7 +7,7 @@ an element that several hold, and how a state looks from outside.
 """
 
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -37,6 +37,8 @@ class _Local:
     local: torch.nn.Parameter
     shown: torch.Tensor  # that the DTensor holds, a view of ``local``
     versions: tuple[int, int]  # of both, when they were last looked at
+    gradient: torch.Tensor | None = None  # its local tensor; a copy of it where it is a sum still to be made
+    sums: Sequence[int] = ()  # the dimensions of the mesh over which it is to be summed
 
     def follow(self) -> None:
         """The DTensor may have been moved, cast, loaded or frozen."""
@@ -92,18 +94,38 @@ class LocalParams:
 
     # -- gradients -------------------------------------------------------------------------------------------------
 
-    def take_gradients(self) -> None:
-        """Collective over the tensor mesh where a gradient is a sum still to be made: local params get their part.
+    def prepare_gradients(self) -> None:
+        """Local, before ranks agree: refuses what cannot be taken, and makes the memory that sums need.
 
         Raises:
-            ShardoptError: a gradient is no DTensor.
+            ShardoptError: a gradient is no DTensor of the param's mesh.
         """
         for each in self._table.values():
-            each.local.grad = None if each.param.grad is None else _placed_gradient(each.param)
+            if each.param.grad is not None:
+                _check_gradient(each.param)
+                each.sums = _sums_to_make(each.param)
+                each.gradient = each.param.grad.to_local().detach()
+                if each.sums:
+                    each.gradient = each.gradient.clone()
+
+    def take_gradients(self, sum_over: Callable[[DeviceMesh, int, torch.Tensor], None]) -> None:
+        """Collective over the tensor mesh where a gradient is a sum still to be made: local params get their part.
+
+        Behind :meth:`prepare_gradients` and an agreement. A rank that failed here would leave its mates waiting: no
+        memory is needed but for a gradient that is placed in an unusual way.
+
+        Args:
+            sum_over: sums in place over one dimension of a mesh.
+        """
+        for each in self._table.values():
+            for dim in each.sums:
+                assert each.gradient is not None
+                sum_over(each.param.device_mesh, dim, each.gradient)
+            each.local.grad = each.gradient if each.sums else _placed_gradient(each.param, each.gradient)
 
     def drop_gradients(self) -> None:
         for each in self._table.values():
-            each.local.grad = None
+            each.local.grad, each.gradient, each.sums = None, None, ()
 
     # -- states outside --------------------------------------------------------------------------------------------
 
@@ -185,6 +207,18 @@ def is_counted_here(param: torch.Tensor) -> bool:
     return all(coordinate == 0 or not placement.is_replicate() for placement, coordinate in pairs)
 
 
+def slice_number(param: torch.Tensor) -> int:
+    """Which of the slices of a DTensor this rank holds; ranks that hold copies have the same number."""
+    values: Any = param
+    number = 0
+    for size, coordinate, placement in zip(
+        values.device_mesh.shape, values.device_mesh.get_coordinate(), values.placements, strict=True
+    ):
+        if not placement.is_replicate():
+            number = number * size + coordinate
+    return number
+
+
 def mesh_of(param: torch.Tensor, name: str) -> DeviceMesh:
     """Of a DTensor.
 
@@ -208,16 +242,33 @@ def local_gradient(param: torch.nn.Parameter) -> torch.Tensor | None:
     return local
 
 
-def _placed_gradient(param: torch.nn.Parameter) -> torch.Tensor:
-    """Collective where it is a sum still to be made: the local tensor of the gradient, placed as the param."""
+def _check_gradient(param: torch.nn.Parameter) -> None:
+    """Raises ShardoptError if this rank's elements of a gradient are not known."""
     values: Any = param
     grad: Any = param.grad
-    if not is_dtensor(grad):
+    if not is_dtensor(grad) or grad.device_mesh != values.device_mesh:
+        found = f"of mesh {grad.device_mesh}" if is_dtensor(grad) else type(grad).__name__
         raise ShardoptError(
-            f"the gradient of a DTensor param of shape {tuple(param.shape)} is a {type(grad).__name__}: which of its "
+            f"the gradient of a DTensor param of shape {tuple(param.shape)} is a {found}: which of its "
             "elements are this rank's is not known. Assign a DTensor with the param's mesh."
         )
-    if grad.placements != values.placements:
-        grad = grad.redistribute(values.device_mesh, values.placements)
-    local: torch.Tensor = grad.to_local().detach()
-    return local
+
+
+def _sums_to_make(param: torch.nn.Parameter) -> list[int]:
+    """The dimensions of the mesh over which a gradient is to be summed, if that is all that there is to do."""
+    values: Any = param
+    grad: Any = param.grad
+    pairs = list(zip(grad.placements, values.placements, strict=True))
+    dims = [dim for dim, (found, wanted) in enumerate(pairs) if found != wanted]
+    plain = all(pairs[dim][0].is_partial("sum") and pairs[dim][1].is_replicate() for dim in dims)
+    return dims if plain else []
+
+
+def _placed_gradient(param: torch.nn.Parameter, gradient: torch.Tensor | None) -> torch.Tensor | None:
+    """Collective where it is placed otherwise: the local tensor of the gradient, placed as the param."""
+    values: Any = param
+    grad: Any = param.grad
+    if grad is None or grad.placements == values.placements:
+        return gradient
+    moved: torch.Tensor = grad.redistribute(values.device_mesh, values.placements).to_local()
+    return moved.detach()

@@ -8,13 +8,15 @@ keywords after torch's mean is told by :class:`shardopt.config.Options`.
 import functools
 import inspect
 import math
-from collections.abc import Callable
-from typing import Any, TypeVar, Unpack, cast
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any, NamedTuple, TypeVar, Unpack, cast
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
+from .arguments import flag, number, plain
 from .config import OptionKeywords
 from .optimizer import ShardedOptimizer
 from .rules.adadelta import adadelta
@@ -48,31 +50,113 @@ __all__ = [
 Init = TypeVar("Init", bound=Callable[..., None])
 
 
-def like(torch_class: type[torch.optim.Optimizer], rule: Rule) -> Callable[[Init], Init]:
-    """Make the ``__init__`` of a sharded optimizer out of its bare signature ``(self, params, ..., **options)``."""
+Defaults = Callable[..., dict[str, Any]]
+_RECIPES: dict[Callable[..., None], tuple[Rule, Callable[[], dict[str, Any]]]] = {}
+
+
+def like(made: type[torch.optim.Optimizer] | Defaults, rule: Rule) -> Callable[[Init], Init]:
+    """Make the ``__init__`` of a sharded optimizer out of its bare signature ``(self, params, ..., **options)``.
+
+    Args:
+        made: the torch class whose arguments these are, or what makes the defaults of param groups of them; it raises
+            what is wrong with them.
+    """
 
     def decorate(signature_only: Init) -> Init:
         signature = inspect.signature(signature_only)
+        own = {name: each for name, each in signature.parameters.items() if name not in ("self", "params", "options")}
+
+        def check_group(group: Mapping[str, Any]) -> dict[str, Any]:
+            """What a param group says of the arguments, checked as they are."""
+            arguments = {name: _checked(each, group[name]) for name, each in own.items() if name in group}
+            _defaults(made, arguments)
+            return arguments
+
+        def default_group() -> dict[str, Any]:
+            return _defaults(made, {name: each.default for name, each in own.items()})
 
         @functools.wraps(signature_only)
         def __init__(self: ShardedOptimizer, *positional: Any, **keywords: Any) -> None:
             bound = signature.bind(self, *positional, **keywords)
             bound.apply_defaults()
             arguments = bound.arguments
-            del arguments["self"]
-            params, options = arguments.pop("params"), arguments.pop("options")
-            defaults = _defaults(torch_class, arguments)
+            params, options = arguments["params"], arguments["options"]
+            defaults = _defaults(made, {name: _checked(each, arguments[name]) for name, each in own.items()})
+            self._check_group = check_group
             ShardedOptimizer.__init__(self, params, defaults, rule=rule, **options)
 
+        _RECIPES[__init__] = rule, default_group
         return cast(Init, __init__)
 
     return decorate
 
 
-def _defaults(torch_class: type[torch.optim.Optimizer], arguments: dict[str, Any]) -> dict[str, Any]:
+class Recipe(NamedTuple):
+    """What a class updates with."""
+
+    rule: Rule
+    defaults: dict[str, Any]  # of param groups
+
+
+def recipe(kind: type[ShardedOptimizer]) -> Recipe:
+    """Of a class of this module, without an optimizer: to construct one torch imports its compiler, for seconds."""
+    rule, default_group = _RECIPES[kind.__init__]
+    return Recipe(rule, default_group())
+
+
+def _checked(parameter: inspect.Parameter, value: Any) -> Any:
+    """The value, in Python's own type where it is NumPy's; its range is for torch to judge.
+
+    Raises:
+        TypeError: it is no number, flag or tuple of numbers, as the parameter's default is.
+    """
+    default, name = parameter.default, parameter.name
+    if default is None or isinstance(default, bool):
+        return None if value is None and default is None else flag(value, name, or_none=" or None" * (default is None))
+    may_be_tensor = "Tensor" in str(parameter.annotation)
+    if not isinstance(default, tuple):
+        return _number(value, name, may_be_tensor)
+    if not isinstance(value, tuple | list) or len(value) != len(default):
+        raise TypeError(f"{name} takes {len(default)} numbers, as {default}, found {value!r}.")
+    return type(value)(_number(each, f"{name}[{index}]", may_be_tensor) for index, each in enumerate(value))
+
+
+def _number(value: Any, name: str, may_be_tensor: bool) -> Any:
+    """Of Python; a tensor where torch takes one, since a scheduler may write to it."""
+    with suppress(ValueError):  # NaN, for which torch has words of its own
+        found = number(value, name)
+        if isinstance(value, torch.Tensor) and not may_be_tensor:
+            return found
+    return plain(value)
+
+
+@functools.cache
+def _bare(torch_class: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
+    """The same without torch's own ``add_param_group``, which imports its compiler."""
+
+    def add_param_group(self: torch.optim.Optimizer, param_group: dict[str, Any]) -> None:
+        self.param_groups.append({**self.defaults, **param_group})
+
+    return type(torch_class.__name__, (torch_class,), {"add_param_group": add_param_group})
+
+
+def _refuse_nan(arguments: Mapping[str, Any]) -> None:
+    """Raises ValueError for one that torch let pass: no rule can use it, if not at the first step."""
+    for name, value in arguments.items():
+        for each in value if isinstance(value, tuple | list) else (value,):
+            if isinstance(each, float | torch.Tensor):
+                number(each, name)
+
+
+def _defaults(made: type[torch.optim.Optimizer] | Defaults, arguments: dict[str, Any]) -> dict[str, Any]:
     """The param groups' defaults, as torch makes them of these arguments, or torch's error."""
-    construct = cast(Callable[..., torch.optim.Optimizer], torch_class)
-    return construct([torch.empty(0, device="cpu")], **arguments).defaults
+    if isinstance(made, type):
+        construct = cast(Callable[..., torch.optim.Optimizer], _bare(made))
+        defaults = construct([torch.empty(0, device="cpu")], **arguments).defaults
+    else:
+        defaults = made(**arguments)
+    _refuse_nan(arguments)
+    return defaults
 
 
 class ShardedAdamW(ShardedOptimizer):
@@ -433,6 +517,24 @@ class ShardedRprop(ShardedOptimizer):
     ) -> None: ...
 
 
+def _lion_defaults(
+    lr: float | Tensor = 1e-4,
+    betas: tuple[float, float] = (0.9, 0.99),
+    weight_decay: float = 0.0,
+    maximize: bool = False,
+) -> dict[str, Any]:
+    if isinstance(lr, Tensor) and lr.numel() != 1:
+        raise ValueError("Tensor lr must be 1-element")
+    if not 0.0 <= lr < math.inf:
+        raise ValueError(f"Invalid learning rate: {lr}")
+    for index, beta in enumerate(betas):
+        if not 0.0 <= beta < 1.0:
+            raise ValueError(f"Invalid beta parameter at index {index}: {beta}")
+    if not 0.0 <= weight_decay < math.inf:
+        raise ValueError(f"Invalid weight_decay value: {weight_decay}")
+    return {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
+
+
 class ShardedLion(ShardedOptimizer):
     r"""Lion (Chen et al., Symbolic Discovery of Optimization Algorithms, arXiv 2302.06675), sharded.
 
@@ -453,6 +555,7 @@ class ShardedLion(ShardedOptimizer):
         >>> optimizer = ShardedLion(model.parameters(), lr=1e-4, weight_decay=0.1)
     """
 
+    @like(_lion_defaults, rule=lion)
     def __init__(
         self,
         params: ParamsT,
@@ -462,15 +565,4 @@ class ShardedLion(ShardedOptimizer):
         *,
         maximize: bool = False,
         **options: Unpack[OptionKeywords],
-    ) -> None:
-        if isinstance(lr, Tensor) and lr.numel() != 1:
-            raise ValueError("Tensor lr must be 1-element")
-        if not 0.0 <= lr < math.inf:
-            raise ValueError(f"Invalid learning rate: {lr}")
-        for index, beta in enumerate(betas):
-            if not 0.0 <= beta < 1.0:
-                raise ValueError(f"Invalid beta parameter at index {index}: {beta}")
-        if not 0.0 <= weight_decay < math.inf:
-            raise ValueError(f"Invalid weight_decay value: {weight_decay}")
-        defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
-        super().__init__(params, defaults, rule=lion, **options)
+    ) -> None: ...

@@ -3,8 +3,9 @@
 import copy
 import dataclasses
 import os
+import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar, Unpack
 
@@ -20,6 +21,7 @@ from .averaged import averaged, has_average
 from .backward import Backward
 from .bind import bind
 from .binding import Binding
+from .closure import Settled, run_closure
 from .composition import Composition, Party
 from .config import Offload, OptionKeywords, Options, check_process_group
 from .consolidate import consolidate
@@ -40,9 +42,11 @@ from .state_table import StateTable
 from .state_view import StateView
 from .states import ParamState
 from .step import NOTHING_DONE, Call, Outcome, run_step
-from .survey import Scaling, check_numbers, plain_numbers
+from .survey import Scaling, check_group, check_numbers, plain_numbers
 from .tiers import check_offload, make_store, tier_of
 from .timings import Timings
+from .turns import in_turn
+from .uneven import Uneven
 from .written_params import refresh_masters
 
 Optimizer = TypeVar("Optimizer", bound="ShardedOptimizer")
@@ -61,7 +65,7 @@ _SHARING: weakref.WeakKeyDictionary[torch.nn.Module, "weakref.WeakSet[torch.opti
 _SHARING = weakref.WeakKeyDictionary()
 
 
-class ShardedOptimizer(torch.optim.Optimizer):
+class ShardedOptimizer(torch.optim.Optimizer, Uneven):
     """Any rule as a ``torch.optim.Optimizer`` whose masters and states are sharded over ranks.
 
     The classes of :mod:`shardopt.optim` are this one with torch's names and arguments. Use it directly for a rule of
@@ -79,7 +83,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         **options: see :class:`shardopt.config.Options`.
     """
 
+    _check_group: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None
+    """Of a class with torch's arguments: checks those that a param group gives, and returns them."""
+
     def __init__(self, params: Any, defaults: dict[str, Any], *, rule: Rule, **options: Unpack[OptionKeywords]):
+        if not isinstance(rule, Rule):
+            raise TypeError(f"rule takes what shardopt.rule makes of a function, found {type(rule).__name__}.")
+        if not isinstance(defaults, dict):
+            raise TypeError(f"defaults takes a dict of hyper-parameters, found {type(defaults).__name__}.")
         self.rule = rule
         unknown = [name for name in options if name not in Options.__dataclass_fields__]
         if unknown:
@@ -94,6 +105,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 )
             options["module"] = params
             params = list(params.parameters())
+        elif not isinstance(params, Iterable):
+            raise TypeError(f"params takes a module, tensors or param groups, found {type(params).__name__}.")
         self.options = Options(**options)
         if self.options.ema is not None:
             self.rule = rule.averaging(self.options.ema)
@@ -101,6 +114,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._handover: Handover | None = None
         self._release: Release | None = None  # in place of the steps, where gradients are released
         self._composition: Composition | None = None  # at the first step
+        self._turn = threading.RLock()
         self._locals = LocalParams()
         self._states = StateTable(self.rule, self._locals)
         self._retire: list[weakref.finalize[Any, ShardedOptimizer]] = []
@@ -108,12 +122,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._closed = False
         self.grad_norm: float | None = None
         """Global 2-norm of the last step's gradients before clipping, where ``max_grad_norm`` or ``release_gradients``
-        was given."""
+        was given: NaN where one of them is, inf where one is Inf (with ``release_gradients``: where one is either)."""
         self.updates = 0
         """Calls of ``step()`` that changed params: those that no Inf, NaN or scaler skipped."""
         super().__init__(params, defaults)
         if self.options.module is not None:
             self._hand_over(self.options.module)
+        self._enroll()
 
     # -- the module ------------------------------------------------------------------------------------------------
 
@@ -125,7 +140,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             if optimizer is not None:
                 optimizer.bind()
 
-        handover = Handover(module, self.options.stage >= 2, before_forward)
+        has_parts = Placements.of_stage(self.options.stage).grad is Placement.SHARD
+        handover = Handover(module, has_parts, before_forward)
         handover.check_covers(self)
         self._handover = handover
         handover.sharing = _SHARING.setdefault(handover.module, handover.sharing)
@@ -162,6 +178,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         candidates = binding.unbound(self.param_groups)
         if not candidates and not binding.fresh and (binding.entries or not binding.frozen(handover.module)):
             return
+        with handover.closure.meeting():
+            self._bind_together(handover, candidates, state_dict)
+
+    def _bind_together(
+        self, handover: Handover, candidates: list[Candidate], state_dict: Mapping[str, torch.Tensor] | None
+    ) -> None:
+        binding = self._bound()
+        self._announce("bind")
         numbers = self._check_together(handover, candidates, state_dict)
         if meta_params(handover.module):
             binding.fresh = set(give_devices(handover.module, binding.mesh.world))
@@ -287,7 +311,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             ValueError: a param is in another group already. (Twice in this one: torch's warning now, an error at the
                 first step.)
             ShardoptError: the group asks for what a fused, host-steered update cannot do.
-            TypeError: a param is complex.
+            TypeError: a param is complex, or a hyper-parameter is no number.
+            ValueError: a hyper-parameter is out of its range, or makes a scalar of the update Inf or NaN.
         """
         for flag, reason in _REFUSED_FLAGS.items():
             if param_group.get(flag, self.defaults.get(flag)):
@@ -301,6 +326,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 "module (stage 1), and average each group's gradients over its process_group."
             )
         super().add_param_group(param_group)
+        try:
+            check_group(self.rule, self.param_groups[-1], self._check_group)
+        except Exception:
+            self.param_groups.pop()
+            raise
         if any(param.is_complex() for param in self.param_groups[-1]["params"]):
             self.param_groups.pop()
             raise TypeError(
@@ -316,11 +346,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
     # -- the step --------------------------------------------------------------------------------------------------
 
     @_disable_dynamo
+    @in_turn
     def step(self, closure: Closure | None = None) -> Any:
-        """Updates every param that has a gradient. Every rank must make this call.
+        """Updates every param that has a gradient. Every rank must make this call; threads of one process take turns.
 
         Args:
-            closure: re-evaluates the model and returns the loss; on every rank or on none.
+            closure: re-evaluates the model and returns the loss; on every rank or on none. What it raises on one rank
+                is raised on all, at once where the module was handed over (:mod:`shardopt.closure` says how).
 
         Returns:
             What the closure returned.
@@ -329,27 +361,43 @@ class ShardedOptimizer(torch.optim.Optimizer):
             ShardoptError: see :mod:`shardopt.errors`; unless the message says otherwise, nothing changed on any rank.
         """
         self._check_open()
-        loss, problem, scaling = None, None, Scaling()
-        try:
+        loss, problem, scaling, settled = None, None, Scaling(), None
+
+        def evaluate() -> Any:
             self._check_weights("step()")
             self._check_released()
-            if closure is not None:
-                with torch.enable_grad():
-                    loss = closure()
+            return None if closure is None else closure()
+
+        try:
+            loss = evaluate() if closure is None else run_closure(evaluate, self._handover)
             scaling = self._scaling()
             if self._handover is not None and self._handover.backward is not None:
                 self._handover.check_still_covered()
                 self._handover.backward.check_whole()
+        except Settled as error:
+            settled = error.error
         except Exception as error:  # raised on every rank by run_step, so that no rank waits for this one
             problem = error
+        if settled is not None:
+            raise settled
+        call = Call(self.defaults, scaling, closure is not None, problem)
+        try:
+            self._announce("step", call)
+            self._take(call)
+        except BaseException:
+            if closure is not None and self._handover is not None and self._handover.backward is not None:
+                self._handover.backward.end_closure()
+            raise
+        return loss
+
+    def _take(self, call: Call) -> None:
         # Released params would ask for each attribute whether it may be read.
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            outcome = self._run(Call(self.defaults, scaling, closure is not None, problem))
+            outcome = self._run(call)
         self._states.consolidated = None  # a skipped step too lets masters follow weights that were written
         self.grad_norm = outcome.grad_norm
         if outcome.updated:
             self.updates += 1
-        return loss
 
     def _run(self, call: Call) -> Outcome:
         if self.options.release_gradients:
@@ -362,11 +410,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         parties, composition = self._parties(), self._compose()
         try:
             composition.look(self.param_groups)
+            self._locals.prepare_gradients()
         except Exception as error:  # this rank's alone, perhaps: its tensor mates come to the exchange that follows
             call = dataclasses.replace(call, problem=call.problem or error)
         try:
             composition.agree_on_gradients(self.param_groups, call.problem)
-            self._locals.take_gradients()
+            self._locals.take_gradients(composition.sum_over)
         except Exception as error:
             call = dataclasses.replace(call, problem=error)
         try:
@@ -440,6 +489,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         scale, found = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         return Scaling(1.0 if scale is None else float(scale), found is not None and bool(found))
 
+    @in_turn
     def refresh_masters(self) -> None:
         """Makes masters follow params that were written through ``.data``, which leaves no trace to notice.
 
@@ -456,10 +506,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @property  # type: ignore[override]
     def state(self) -> StateView:
-        """Param -> its state in torch's form. A param that has no state yet has an empty one.
+        """Param -> its state in torch's form. A param that has no state yet has an empty one (Adagrad's all have one).
 
         Tensors are views of the shard where one rank holds everything, else parts. ``state[param] = ...`` loads one
-        param's state, as ``load_state_dict()`` does: on every rank, each takes its part. All else is read-only.
+        param's state, as ``load_state_dict()`` does: on every rank, each takes its part. All else of it is read-only.
+        Keys that are no tensors are yours, as in torch: state dicts hold them, checkpoints have ``extra``.
         """
         return StateView(self)
 
@@ -470,22 +521,28 @@ class ShardedOptimizer(torch.optim.Optimizer):
             raise StateError("optimizer.state lies in shards and cannot be assigned: call load_state_dict().")
         if "param_groups" in self.__dict__:  # torch's constructor assigns one, before there are groups
             self._take_over(self.param_groups, {})
+            self._states.own = {}
 
     def state_dict(self) -> dict[str, Any]:
         """In torch's format: ``{"state": {index: {...}}, "param_groups": [...]}``. No other rank need call it.
 
         At several ranks its tensors are parts: saved, they are whole, plain tensors, for which the other ranks are
-        asked while they wait or compute. Save before the next step.
+        asked while they wait or compute. Save before the next step, and before any rank loads states.
         """
         self._check_open()
         for hook in self._optimizer_state_dict_pre_hooks.values():
             hook(self)
-        index = {id(param): number for number, (_, param, _) in enumerate(named_params(self.param_groups))}
+        index: dict[int, int] = {}
+        for number, param in enumerate(self._grouped()):
+            index.setdefault(id(param), number)  # of a param that is listed twice torch takes the first
         groups = [
             {key: [index[id(param)] for param in value] if key == "params" else value for key, value in group.items()}
             for group in (without_process_group(group) for group in self.param_groups)
         ]
-        states = {index[id(param)]: dict(state) for param, state in self.state.items()}
+        states = {
+            index.get(id(key), key): dict(state) if isinstance(key, torch.Tensor) else state
+            for key, state in self.state.items()
+        }
         state_dict: dict[str, Any] = {"state": states, "param_groups": groups}
         for post_hook in self._optimizer_state_dict_post_hooks.values():
             replaced = post_hook(self, state_dict)
@@ -517,6 +574,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if states is not None:
             self._states.consolidated = {**self._states.waiting, **states}
 
+    @in_turn
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a dict of this class or of the torch class, at any number of ranks; each rank takes its part.
 
@@ -533,8 +591,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         groups = self._loaded_groups(copy.deepcopy(state_dict["param_groups"]))
         keys = [key for group in state_dict["param_groups"] for key in group["params"]]
         owners = dict(zip(keys, named_params(groups), strict=True))
-        loaded = {}
+        loaded, own, of_params = {}, {}, {int, *map(type, keys)}
         for key, state in state_dict["state"].items():
+            if type(key) not in of_params:
+                own[key] = state
+                continue
             if key not in owners:
                 raise StateError(
                     f"the state dict has a state for {key!r}, which none of its param groups lists: it was edited or "
@@ -543,6 +604,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             name, param, group = owners[key]
             loaded[param] = self._states.read(state, group, param, name)
         self._take_over(groups, loaded)
+        self._states.own = own
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
@@ -602,6 +664,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if self._away is not None:
             self._move(None)
 
+    @in_turn
     def _move(self, to: Offload | None) -> None:
         self._check_open()
         binding = self._binding
@@ -637,7 +700,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         other.rule, other.options = self.rule, dataclasses.replace(self.options, module=module)
         other._closed, other.grad_norm, other.updates = self._closed, self.grad_norm, self.updates
         other._composition, other._handover, other._away = None, None, None
-        other._release = None
+        other._release, other._check_group, other._turn = None, self._check_group, threading.RLock()
         other._retire, other._locals = [], LocalParams()
         other._states = StateTable(self.rule, other._locals)
         for group in self.param_groups:
@@ -646,12 +709,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
             other._locals.of(copy.deepcopy(param, memo)): state.copy()
             for param, state in self._states.all(self.param_groups).items()
         }
+        other._states.own = copy.deepcopy(self._states.own, memo)
         # As torch's copies: hooks, and what schedulers patched onto this instance, are left behind.
         other.__setstate__(copy.deepcopy({"defaults": self.defaults, "param_groups": self.param_groups}, memo))
         # torch added what groups of our own rules do not have, and a step would look for.
         other.defaults = {key: other.defaults[key] for key in self.defaults}
         if module is not None:
             other._hand_over(module)
+        other._enroll()
         return other
 
     def __getstate__(self) -> dict[str, Any]:

@@ -178,6 +178,9 @@ class Release(Backward):
         numbers = [plain_numbers(group) for group in groups]
         check_numbers(numbers, defaults)
         places = {place.entry: place for place in placed(binding, groups)}
+        for place in {place.group: place for place in places.values()}.values():  # before the first bucket is updated
+            group, entry = numbers[place.group], place.entry
+            binding.rule.evaluate(binding.rule.variant(group), group, entry.step + 1, entry.carried)
         written = [entry for entry in self._entries if entry.param._version != entry.version]
         with torch.no_grad():
             follow_written_params(binding)

@@ -255,6 +255,12 @@ class Shard:
         """A view of a whole bucket-like buffer with the shape of the bucket's param ``index``."""
         return self.bucket.view(flat, index, self.bucket.params[index])
 
+    def fits_master(self, index: int) -> bool:
+        """Whether a master that was loaded is that of the param ``index`` as it is now."""
+        where, loaded = self.slice_of(index).local, self.awaiting[index]
+        param = self.params(where.start, where.stop).to(loaded.device)
+        return bool(codecs.rounds_to(loaded, param).all())
+
     def settle_master(self, index: int) -> None:
         """Keeps of a master that was loaded what fits the param ``index`` as it is now."""
         self.write("master", index, self.slice_of(index).start, self.awaiting[index])
@@ -316,9 +322,9 @@ class Shard:
                 if first < last:
                     param = weights[first - start : last - start].to(items.device)
                     own = loaded[first - where.start : last - where.start].to(items.device)
-                    masters[first - start : last - start] = codecs.join(
-                        param, codecs.rest_of(own, param, format), format
-                    )
+                    kept = codecs.join(param, codecs.rest_of(own, param, format), format)
+                    # The weights of the others are not loaded yet: what is shown is to be loaded elsewhere.
+                    masters[first - start : last - start] = torch.where(codecs.rounds_to(own, param), kept, own)
             return masters
         scales = self.home.read(scales_name(name), start, stop) if isinstance(format, BlockFormat) else None
         return codecs.decode(codecs.Encoded(items, scales), format)

@@ -4,7 +4,7 @@ import ctypes
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -78,6 +78,7 @@ class Slot:
         kept: the sum that ``total`` was, where it was divided only to be looked at.
         part: the one that shows this gradient. Any other of this slot is stale.
         is_used: by a step, since the last backward.
+        edits: what was done to the mean in place since the last round: the name of a method of the part, its arguments.
         pending: this rank's own gradient (the param's shape), which autograd added to the part in a backward that was
             not reduced; the next one that is takes it along.
     """
@@ -96,6 +97,7 @@ class Slot:
         self._kept_of = 1  # what that was divided by
         self.part: GradientPart | None = None
         self.is_used = False
+        self.edits: list[list[Any]] = []
         self.pending: Tensor | None = None
         self._norms: Norms | None = None
         self._lent: Tensor | None = None
@@ -103,11 +105,14 @@ class Slot:
         self._is_aliased = False
 
     @property
+    def was_written(self) -> bool:
+        """Whether elements may have been written one by one, unknown to anybody."""
+        return self._is_aliased or (self._lent is not None and self._lent._version != self._lent_version)
+
+    @property
     def norms(self) -> Norms | None:
         """Of the mean. None: nobody knows, after clamping, an overflow or a write to what was lent."""
-        if self._is_aliased or (self._lent is not None and self._lent._version != self._lent_version):
-            return None
-        return self._norms
+        return None if self.was_written else self._norms
 
     @norms.setter
     def norms(self, norms: Norms | None) -> None:
@@ -142,13 +147,14 @@ class Slot:
 
     def add_up(self, count: int) -> None:
         """Makes ``total`` the sum of so many means, to which others are added."""
-        if self.divisor != 1:
+        if self.divisor == count:
             return
-        if self.kept is None:
-            self.total.mul_(count)
-        else:
+        if self.kept is not None and self._kept_of == count:
             self.total.copy_(self.summed()[0])
             self.kept = None
+        else:
+            self.settle()
+            self.total.mul_(count)
 
     def shows_in(self, grad: Tensor | None) -> bool:
         """Whether this is a part that shows the slot's gradient, or an alias of it (``.detach()``)."""

@@ -6,10 +6,11 @@ from typing import Any
 import torch
 
 from .binding import Binding
-from .bound_states import check_parts, load_states, put_state, read_state
+from .bound_states import check_parts, load_states, names_of, put_state, read_state
 from .composition import Composition
 from .entry import Group, named_params
 from .local_params import LocalParams
+from .places import Places
 from .rules import Rule
 from .states import ParamState
 
@@ -23,6 +24,8 @@ class StateTable:
         self.composition: Composition | None = None  # from the first step on
         self.waiting: States = {}  # those that were loaded, until their params are bound
         self.consolidated: States | None = None  # of all params, until the next step
+        self.own: dict[Any, Any] = {}  # what the user keeps beside them, by keys that are no tensors
+        self.places = Places()
         self._rule, self._locals = rule, locals_
 
     @property
@@ -33,15 +36,39 @@ class StateTable:
         return None if self.composition is None else self.composition.binding_of(local)
 
     def find(self, param: torch.nn.Parameter, group: Group) -> ParamState | None:
-        """None before the param's first step."""
+        """None before the param's first step, but for a rule that fills states before."""
         local = self._locals.of(param)
         if self.consolidated is not None:
-            return self.consolidated.get(local)
+            return self.consolidated.get(local) or self._begun(local, group)
         binding = self.binding_of(local)
         if binding is not None:
             entry = binding.entries[local]
             return read_state(binding, entry, group) if entry.has_state else None
-        return self.waiting.get(local)
+        return self.waiting.get(local) or self._begun(local, group)
+
+    def _begun(self, local: torch.nn.Parameter, group: Group) -> ParamState | None:
+        """The state of a param that is not bound and was not loaded; whole on every rank."""
+        values = self._rule.initial_values(group)
+        with torch._C.DisableTorchFunctionSubclass():  # a released param has a shape
+            tensors = {name: torch.full_like(local, value, dtype=torch.float32) for name, value in values.items()}
+        return ParamState(tensors=tensors) if values else None
+
+    def has(self, param: torch.nn.Parameter, group: Group, counts_steps: bool) -> bool:
+        """Whether the param's state shows anything in torch's form (plain SGD's does not); reads none of it.
+
+        Args:
+            counts_steps: whether a state shows its count of steps.
+        """
+        local = self._locals.of(param)
+        binding = self.binding_of(local) if self.consolidated is None else None
+        if binding is not None:
+            entry = binding.entries[local]
+            shown: Any = counts_steps or entry.carried or names_of(binding, entry, group)
+            return entry.has_state and bool(shown)
+        state = (self.waiting if self.consolidated is None else self.consolidated).get(local)
+        if state is None and self._rule.initial_values(group):
+            return True
+        return state is not None and bool(counts_steps or state.carried or state.tensors)
 
     def all(self, groups: Sequence[Group]) -> States:
         """Of the params that have one."""

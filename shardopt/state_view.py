@@ -2,58 +2,98 @@
 
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeGuard
 
 import torch
 
-from .entry import named_params
+from .entry import Group, named_params
 from .errors import StateError
 from .kept import counts_steps
 from .local_params import LocalParams
 
 if TYPE_CHECKING:
     from .optimizer import ShardedOptimizer
+    from .state_table import StateTable
 
 
-class StateView(Mapping[torch.nn.Parameter, Mapping[str, Any]]):
-    """Params without a state have an empty one, and are left out when iterated over."""
+def _is_param(key: object) -> TypeGuard[torch.nn.Parameter]:
+    return isinstance(key, torch.Tensor)
+
+
+class StateView(Mapping[Any, Any]):
+    """Params without a state have an empty one, and are left out when iterated over.
+
+    Keys that are no tensors are the user's own: what is kept under them goes with ``state_dict()``, as torch's does.
+    """
 
     def __init__(self, optimizer: "ShardedOptimizer"):
         self._optimizer = optimizer
         self._counts_steps = counts_steps(optimizer.rule, optimizer.options)
 
-    def _find(self, param: torch.nn.Parameter) -> tuple[str, Mapping[str, Any]]:
-        for name, each, group in named_params(self._optimizer.param_groups):
-            if each is param:
-                return name, group
-        raise KeyError(param)
+    @property
+    def _states(self) -> "StateTable":
+        return self._optimizer._states
 
-    def __getitem__(self, param: torch.nn.Parameter) -> Mapping[str, Any]:
-        _, group = self._find(param)
-        state = self._optimizer._states.find(param, group)
+    def _group_of(self, param: torch.nn.Parameter) -> Group:
+        group = self._states.places.group_of(self._optimizer.param_groups, param)
+        if group is None:
+            raise KeyError(f"a tensor of shape {tuple(param.shape)} that is in none of the optimizer's param groups")
+        return group
+
+    def __getitem__(self, param: Any) -> Any:
+        if not _is_param(param):
+            return self._states.own[param]
+        group = self._group_of(param)
+        state = self._states.find(param, group)
         shown = {} if state is None else LocalParams.outside(param, state.to_torch(self._counts_steps))
         return MappingProxyType(shown)
 
-    def __setitem__(self, param: torch.nn.Parameter, state: Mapping[str, Any]) -> None:
+    def __setitem__(self, param: Any, state: Any) -> None:
         """Loads the state of one param: frameworks assign what they moved to a device."""
-        name, group = self._find(param)
-        read = self._optimizer._states.read(state, group, param, name)
+        if not _is_param(param):
+            self._states.own[param] = state
+            return
+        group = self._group_of(param)
+        name = next(name for name, each, _ in named_params(self._optimizer.param_groups) if each is param)
+        read = self._states.read(state, group, param, name)
         self._optimizer._check_weights("loading a state")
-        self._optimizer._states.put(param, read, bool(state))
+        with self._optimizer._turn:
+            self._states.put(param, read, bool(state))
 
-    def __iter__(self) -> Iterator[torch.nn.Parameter]:
-        states = self._optimizer._states.all(self._optimizer.param_groups)
-        # SGD without momentum keeps none.
-        return iter([param for param, state in states.items() if state.to_torch(self._counts_steps)])
+    # Frameworks count and look up without reading: a state may lie on a disk, or have to be decoded.
+
+    def __iter__(self) -> Iterator[Any]:
+        grouped = {param: group for group in self._optimizer.param_groups for param in group["params"]}
+        has = self._states.has
+        found = [param for param, group in grouped.items() if has(param, group, self._counts_steps)]
+        return iter([*found, *self._states.own])
 
     def __len__(self) -> int:
         return len(list(iter(self)))
 
     def __contains__(self, param: object) -> bool:
-        return any(each is param for each in self)
+        if not _is_param(param):
+            return param in self._states.own
+        group = self._states.places.group_of(self._optimizer.param_groups, param)
+        return group is not None and self._states.has(param, group, self._counts_steps)
 
     def __repr__(self) -> str:
         return f"StateView({dict(self)!r})"
+
+    def __delitem__(self, param: Any) -> None:
+        if _is_param(param):
+            self._refuse()
+        del self._states.own[param]
+
+    def pop(self, param: Any, *default: Any) -> Any:
+        if _is_param(param):
+            self._refuse()
+        return self._states.own.pop(param, *default)
+
+    def setdefault(self, param: Any, default: Any = None) -> Any:
+        if _is_param(param):
+            self._refuse()
+        return self._states.own.setdefault(param, default)
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         raise StateError(
@@ -62,4 +102,4 @@ class StateView(Mapping[torch.nn.Parameter, Mapping[str, Any]]):
             "`optimizer.state = {}` forgets all states."
         )
 
-    __delitem__ = pop = popitem = clear = update = setdefault = _refuse
+    popitem = clear = update = _refuse

@@ -89,16 +89,18 @@ def run_step(parties: Sequence[Party], whole: Sequence[Ranks], call: Call) -> Ou
     agreed = _agree(lanes, whole, call)
     # 3. decide
     main = lanes[0]
-    norm = _norm(main.binding, agreed, main.seen, call.scaling)
+    norm = _norm(lanes, whole, agreed, call.scaling)
     launches = [launch for lane in lanes for launch in lane.seen.launches]
-    if agreed.overflow or _is_skipped(main.binding, agreed, launches, call.scaling):
+    is_idle = all(_changes_nothing(lane) for lane in lanes)
+    if agreed.overflow or is_idle or _is_skipped(main.binding, agreed, launches, call.scaling):
         for lane in lanes:
             _mark_used(lane.seen)
             lane.binding.settle()
         return Outcome(updated=False, grad_norm=norm)
     clip = 1.0
     if norm is not None and main.binding.options.max_grad_norm is not None:
-        clip = min(1.0, main.binding.options.max_grad_norm / (norm + _CLIP_EPS))
+        clip = main.binding.options.max_grad_norm / (norm + _CLIP_EPS)
+        clip = clip if math.isnan(clip) else min(1.0, clip)  # as torch: a norm of NaN makes all gradients NaN
     # 4. update, 5. gather
     undone = _update_lanes(lanes, 1.0 / call.scaling.scale, clip)
     if undone is not None:
@@ -108,6 +110,18 @@ def run_step(parties: Sequence[Party], whole: Sequence[Ranks], call: Call) -> Ou
     for lane in lanes:
         _commit(lane)
     return Outcome(updated=True, grad_norm=norm)
+
+
+def _changes_nothing(lane: Lane) -> bool:
+    """Whether it makes no state and all gradients and learning rates are zeros; the same on all ranks.
+
+    torch's ``get_state_dict()`` takes such a step wherever it finds no state: what was looked at before stays valid.
+    """
+    seen = lane.seen
+    if not seen.ready or lane.binding.rule.counts_steps or any(seen.states.values()):
+        return False
+    is_assigned = all(each.slot is None and each.entry.slot is not None for each in seen.ready)
+    return is_assigned and lane.binding.mesh.world.size > 1 and not any(group.get("lr", 1) for group in lane.groups)
 
 
 def check_unbroken(binding: Binding) -> None:
@@ -146,6 +160,8 @@ def _mark_used(seen: Survey) -> None:
 def update_early(binding: Binding, shard: Shard, states: Iterable[str], launches: list[Launch]) -> None:
     """Phase 4 of one shard, in memory, ahead of the rest of its step."""
     tasks = Work(shard, states, launches).tasks()
+    if tasks:
+        binding.epoch.begin_step()
     binding.store.prefetch([task.chunk for task in tasks])
     _run(binding, tasks, (1.0, 1.0))
     binding.store.flush()
@@ -241,7 +257,10 @@ def view_of(
     binding: Binding, call: Call, numbers: list[dict[str, Any]], seen: Survey, problem: Exception | None = None
 ) -> View:
     """This rank's view of a step."""
-    present = {each.entry for each in seen.ready}
+    # Whether a gradient is no slot's: where the module was handed over it was assigned, by this rank for its slice.
+    present = {each.entry: each.slot is None for each in seen.ready}
+    is_shown = binding.reducer is not None and not binding.options.release_gradients
+    words = {None: "absent", False: "present", True: "zeros, assigned by hand" if is_shown else "present"}
     entries = list(binding.entries.values())
 
     def describe() -> dict[str, Any]:
@@ -251,7 +270,7 @@ def view_of(
             "call": {"closure": call.closure},
             "groups": numbers,
             "requires_grad": {entry.name: entry.param.requires_grad for entry in entries},
-            "gradients": {entry.name: "present" if entry in present else "absent" for entry in entries},
+            "gradients": {entry.name: words[present.get(entry)] for entry in entries},
             "steps taken": {entry.name: entry.step for entry in entries},
             "carried scalars": {entry.name: entry.carried for entry in entries},
             "norm of the gradients known from backward": seen.looked.norm,
@@ -259,7 +278,7 @@ def view_of(
         }
 
     looked = seen.looked
-    facts = [(entry.step, entry in present, entry.param.requires_grad, *entry.carried.values()) for entry in entries]
+    facts = [(entry.step, present.get(entry), entry.param.requires_grad, *entry.carried.values()) for entry in entries]
     key = [binding.rounds, call.closure, numbers, facts, call.scaling.scale, looked.norm]
     overflow, written = call.scaling.overflow, len(seen.written)
     return View(key, describe, problem, overflow, looked.nonfinite, looked.witness, written, looked.limbs)
@@ -282,13 +301,24 @@ def _compare_written(binding: Binding, seen: Survey) -> None:
 # -- 3. decide ---------------------------------------------------------------------------------------------------------
 
 
-def _norm(binding: Binding, agreed: Agreed, seen: Survey, scaling: Scaling) -> float | None:
+def _norm(lanes: Sequence[Lane], whole: Sequence[Ranks], agreed: Agreed, scaling: Scaling) -> float | None:
+    binding, looked = lanes[0].binding, lanes[0].seen.looked
     if binding.options.max_grad_norm is None:
         return None
     if agreed.nonfinite:
-        return math.inf
-    known = seen.looked.norm
-    return math.sqrt(sum_of_squares(agreed.limbs)) if known is None else known / scaling.scale
+        return math.nan if _holds_nan(lanes, whole) else math.inf
+    return math.sqrt(sum_of_squares(agreed.limbs)) if looked.norm is None else looked.norm / scaling.scale
+
+
+def _holds_nan(lanes: Sequence[Lane], whole: Sequence[Ranks]) -> bool:
+    """Collective, in a step whose gradients are not all finite: whether one is NaN, on any rank."""
+    main = lanes[0].binding
+    gradients = [each.grad for lane in lanes for launch in lane.seen.launches for each in launch.ready.values()]
+    view = View("NaN", dict, nonfinite=sum(bool(grad.isnan().any()) for grad in gradients))
+    with main.clock.phase("agree"):
+        if whole:
+            return agree_on_whole(view, whole, main.device).nonfinite > 0
+        return agree(view, main.mesh.world, main.device).nonfinite > 0
 
 
 def _is_skipped(binding: Binding, agreed: Agreed, launches: Sequence[Launch], scaling: Scaling) -> bool:
@@ -352,6 +382,7 @@ def _update(binding: Binding, seen: Survey, unscale: float, clip: float) -> Exce
     if binding.sharded is not None:
         binding.gatherer.drop_all()  # they travel when they are needed; what is here will be out of date
     works, factors = works_of(binding, seen), (unscale, clip)
+    binding.epoch.begin_step()
     if not binding.store.is_final:
         undone = _update_or_put_back(binding, works, factors)
         if undone is not None:

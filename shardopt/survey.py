@@ -9,7 +9,7 @@ import itertools
 import math
 import struct
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -18,14 +18,14 @@ import torch
 
 from .binding import Binding
 from .entry import Entry, Group
-from .errors import BindingError, ShardoptError
+from .errors import BindingError, RuleError, ShardoptError
 from .gradient import GradientPart
 from .kernels.formats import ROOT2, format_of
 from .kernels.launch import backend_of
 from .kernels.reductions import LIMBS
 from .kernels.spec import StepSpec
 from .kernels.tables import BLOCK, Factors, Gradients, Noise
-from .rules import Variant
+from .rules import Rule, Variant
 from .shard import Shard
 from .slot import Slot
 from .written_params import follow_written_params
@@ -43,7 +43,7 @@ class Place(NamedTuple):
 
     entry: Entry
     group: int
-    number: int  # of the param, counted through the groups
+    number: int  # of the param, counted through the groups; of a DTensor, in the upper 32 bits, that of the slice
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Ready:
     entry: Entry
     group: int
     grad: torch.Tensor  # dense, in the param's storage order: the whole gradient, or this rank's slice of a reduced one
-    number: int  # of the param, counted through the groups
+    number: int  # as of the place
     start: int = 0  # which element of the param is its first
     slot: Slot | None = None  # that it is the slice of
     at_rest: bool = False  # in host memory, beside a device
@@ -146,6 +146,26 @@ def check_numbers(numbers: Sequence[Mapping[str, Any]], defaults: Mapping[str, A
             )
 
 
+def check_group(rule: Rule, group: dict[str, Any], check: Callable[[Mapping[str, Any]], dict[str, Any]] | None) -> None:
+    """Checks a new param group by the arguments of its class, if that has any, and by the scalars of a first step.
+
+    Raises:
+        ValueError, TypeError: what the group would update with is no finite number.
+    """
+    if check is not None:
+        group.update(check(group))
+    numbers = plain_numbers(group)
+    try:
+        rule.evaluate(rule.variant(numbers), numbers, 1, {})
+    except RuleError:
+        pass  # a key that the user's own rule gets later
+    except ShardoptError as error:
+        if not isinstance(error.__cause__, TypeError):  # so is a number that is None now
+            raise ValueError(str(error)) from error.__cause__
+    except KeyError:
+        pass
+
+
 def placed(binding: Binding, groups: Sequence[Group]) -> Iterator[Place]:
     """Every bound param of the groups.
 
@@ -166,7 +186,8 @@ def placed(binding: Binding, groups: Sequence[Group]) -> Iterator[Place]:
                 )
             seen.add(entry)
             entry.check()
-            yield Place(entry, group_number, number)
+            # Tensor-parallel ranks hold different elements under one number; ranks that hold copies must stay alike.
+            yield Place(entry, group_number, number + (binding.slice_numbers.get(param, 0) << 32))
 
 
 def _find_ready(binding: Binding, groups: Sequence[Group]) -> list[Ready]:
@@ -181,7 +202,9 @@ def _ready(binding: Binding, entry: Entry, group: int, number: int, grad: torch.
     if isinstance(grad, GradientPart) and grad.slot is entry.slot:
         slot = grad.whole_slot()
         return Ready(entry, group, slot.total, number, slot.start, slot, entry.shard.reduced.at_rest)
-    if entry.slot is not None and binding.mesh.world.size > 1:
+    # Zeros are their own mean, if all ranks have them: one that has other values raises this on all of them. So torch's
+    # get_state_dict() and set_state_dict() make states: they assign zeros and take a step.
+    if entry.slot is not None and binding.mesh.world.size > 1 and not _is_zero(grad):
         raise ShardoptError(
             f"the gradient of {entry.name} is this rank's own, not the mean over ranks: each rank would update its "
             "slice with another batch's. It was accumulated under no_sync() with no synchronised backward after it "
@@ -190,6 +213,10 @@ def _ready(binding: Binding, entry: Entry, group: int, number: int, grad: torch.
             "before the first backward)."
         )
     return Ready(entry, group, _usable(entry, grad), number)
+
+
+def _is_zero(grad: torch.Tensor) -> bool:
+    return grad.layout is torch.strided and type(grad) is torch.Tensor and not bool(grad.any())
 
 
 def _usable(entry: Entry, grad: torch.Tensor) -> torch.Tensor:
@@ -272,7 +299,7 @@ def launches_of(
 
 
 def _noise(seed: int, shard: Shard, members: Mapping[int, Ready]) -> Noise:
-    """A key of its own for each param and step, whichever rank and shard its elements are in."""
+    """A key of its own for each param (of a DTensor, each slice) and step, whichever rank and shard it is in."""
     counters = {}
     for row, each in members.items():
         step = each.entry.step + 1

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from .arguments import number, whole
 from .optim import ShardedAdamW
 from .optimizer import ShardedOptimizer
 
@@ -116,8 +117,19 @@ def verify(
         **arguments: of both (``lr=``, ``weight_decay=``).
 
     Raises:
-        ValueError: no batch, or no torch class of that name.
+        TypeError: an argument is of another type.
+        ValueError: no batch, stage, way or step; a tolerance that is no number from 0 on; a ``build`` whose models
+            differ; no torch class of that name.
     """
+    steps, tolerance = whole(steps, "steps", least=1), number(tolerance, "tolerance", least=0)
+    stages, ways = _listed(stages, "stages"), _listed(ways, "ways")
+    stages = [whole(stage, "each of stages", least=0, most=3) for stage in stages]
+    for way in ways:
+        if not isinstance(way, Mapping):
+            raise TypeError(f"each of ways is a dict of keywords, such as {{'offload': 'cpu'}}, found {way!r}.")
+    _check_functions(build, optimizer, reference, loss)
+    if not isinstance(batches, Iterable) or isinstance(batches, str | Mapping):
+        raise TypeError(f"batches takes what yields batches, found {type(batches).__name__}.")
     kept = list(itertools.islice(batches, steps))
     if not kept:
         raise ValueError("verify() needs at least one batch to train on.")
@@ -128,8 +140,10 @@ def verify(
             f"torch.optim has no {name or 'class of this name'} to compare with: pass reference=, which makes an "
             "optimizer of (params, **arguments)."
         )
-    start = _values(build())
-    module = build()
+    first = _built(build)
+    start = _values(first)
+    module = _built(build, first, start)
+    del first
     wrapped = DistributedDataParallel(module) if dist.is_initialized() and dist.get_world_size() > 1 else module
     theirs = make(list(module.parameters()), **copy.deepcopy(arguments))
     expected = []
@@ -139,11 +153,57 @@ def verify(
     run = _Run(start, expected, kept, loss, tolerance)
     found = []
     for way, stage in itertools.product(ways, stages):
-        mine = build()
+        mine = _built(build, module, start)
         opt = optimizer(mine, stage=stage, **way, **copy.deepcopy(arguments))
         found.append(_compare(mine, opt, run, stage, way))
         opt.close()
     return Verdict(tuple(found), tolerance)
+
+
+def _listed(values: Any, what: str) -> list[Any]:
+    if isinstance(values, str | Mapping) or not isinstance(values, Iterable):
+        raise TypeError(f"{what} takes a list, found {values!r}.")
+    found = list(values)
+    if not found:
+        raise ValueError(f"{what} is empty: nothing would be compared, and the verdict would agree.")
+    return found
+
+
+def _check_functions(build: object, optimizer: object, reference: object, loss: object) -> None:
+    if isinstance(build, nn.Module) or not callable(build):
+        raise TypeError(f"build takes a function that makes a model, found {type(build).__name__}.")
+    if not callable(optimizer):
+        raise TypeError(f"optimizer takes a class of shardopt's, found {type(optimizer).__name__}.")
+    for what, value in (("reference", reference), ("loss", loss)):
+        if value is not None and not callable(value):
+            raise TypeError(f"{what} takes a function or None, found {type(value).__name__}.")
+
+
+def _built(build: Callable[[], nn.Module], before: nn.Module | None = None, start: Values | None = None) -> nn.Module:
+    """A new module, of the values that the first one had.
+
+    Raises:
+        TypeError: it is no module.
+        ValueError: it was made before, or has other values: the difference would be taken for one of training.
+    """
+    module = build()
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"build() must return an nn.Module, found {type(module).__name__}.")
+    advice = "Make a new, equally seeded model in build(): torch.manual_seed(0); return MyModel()."
+    if module is before:
+        raise ValueError(f"build() returned the same module twice, which is trained by then. {advice}")
+    values = _values(module)
+    if start is not None:
+        differing = [name for name in (*start, *values) if not _are_equal(start.get(name), values.get(name))]
+        if differing:
+            raise ValueError(f"build() gave {differing[0]} other values than its first call. {advice}")
+    return module
+
+
+def _are_equal(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+    if one is None or other is None or (one.shape, one.dtype) != (other.shape, other.dtype):
+        return False
+    return torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
 
 
 class _Run(NamedTuple):

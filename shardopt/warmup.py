@@ -28,8 +28,8 @@ class Warmup:
     def __post_init__(self) -> None:
         if self.shape not in ("log", "linear"):
             raise ValueError(f"warmup_type must be 'log' or 'linear', found {self.shape!r}.")
-        if self.steps < 1:
-            raise ValueError(f"warmup_num_steps must be at least 1, found {self.steps!r}.")
+        if self.steps < 0:
+            raise ValueError(f"warmup_num_steps must not be negative, found {self.steps!r}.")
 
     @property
     def end(self) -> int:
@@ -93,6 +93,10 @@ class RangeTestLR:
     rate: float = 1.0
     stairs: bool = False
 
+    def __post_init__(self) -> None:
+        if self.interval < 1:
+            raise ValueError(f"lr_range_test_step_size must be at least 1, found {self.interval!r}.")
+
     def __call__(self, step: int, base: float) -> float:
         passed = (step + 1) / self.interval
         return self.lowest * (1 + self.rate * (math.floor(passed) if self.stairs else passed))
@@ -109,6 +113,10 @@ class Cycle:
     up: int = 2000
     down: int = 2000
     decay_interval: int = 0
+
+    def __post_init__(self) -> None:
+        if self.up < 1 or self.down < 1:
+            raise ValueError(f"the step sizes of a cycle must be at least 1, found {self.up!r} and {self.down!r}.")
 
     def share(self, step: int) -> float:
         taken = (step + 1) % (self.up + self.down)

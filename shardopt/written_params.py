@@ -35,7 +35,8 @@ def begin_averages(binding: Binding) -> None:
 
 def refresh_masters(binding: Binding) -> None:
     """All of them, whether their params are known to have been written or not."""
-    _refresh(binding, binding.entries.values())
+    with binding.epoch.loading():
+        _refresh(binding, binding.entries.values())
 
 
 def _refresh(binding: Binding, entries: Iterable[Entry]) -> None:

@@ -4,6 +4,7 @@ import gc
 import json
 import os
 import random
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -36,6 +37,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Dear files come first: a worker that begins one at the end would leave the other one idle."""
+    moving = [item.nodeid for item in items if re.search(r" at 0x[0-9a-f]+", item.nodeid)]
+    if moving:
+        raise pytest.UsageError(
+            f"give this test an id of its own, since each worker would see another one: {moving[0]}"
+        )
     if "PYTEST_XDIST_WORKER" in os.environ and not config.pluginmanager.hasplugin("randomly"):
         costs = json.loads(_COSTS.read_text())["files"] if _COSTS.exists() else {}
         items.sort(key=lambda item: -costs.get(item.nodeid.partition("::")[0], {"cpu": 0})["cpu"])

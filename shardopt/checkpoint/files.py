@@ -178,13 +178,37 @@ def hold(file: int) -> bool:
     return True
 
 
+def release(file: int) -> None:
+    """Gives a lock back and closes the file: processes that were forked meanwhile have it open too."""
+    fcntl.flock(file, fcntl.LOCK_UN)
+    os.close(file)
+
+
 def is_held(path: Path) -> bool:
     """Whether a process that lives holds it."""
     file = open_file(path)
     try:
         return not hold(file)
     finally:
-        close(file)
+        release(file)
+
+
+def lock(path: Path) -> int | None:
+    """A lock on a file that is there only as long as somebody holds it, or died with it; None: another one has it."""
+    while True:
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        if not hold(file):
+            os.close(file)
+            return None
+        with suppress(FileNotFoundError):  # whoever had it may have removed it between the two calls above
+            if os.path.samestat(os.lstat(path), os.fstat(file)):
+                return file
+        release(file)
+
+
+def unlock(path: Path, file: int) -> None:
+    os.unlink(path)
+    release(file)
 
 
 def sizes(path: Path) -> dict[str, int]:

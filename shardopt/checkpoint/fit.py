@@ -5,11 +5,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
 
 from ..rules.rule import EMA
 from . import values
 from .manifest import Manifest, Tensor
-from .model import Home, Model
+from .model import Home, Model, plain_name
 
 _LISTED = 8  # mismatches that an error names
 
@@ -21,6 +22,7 @@ class Fit:
         params: name of a param in the model -> its name in the checkpoint.
         states: likewise, where its optimizer's states fit too.
         buffers: names.
+        modules: name of a module with an extra state in the checkpoint -> its name in the model.
         groups: (optimizer, group) -> that of the checkpoint.
         mismatches: what was left out, in words.
     """
@@ -28,6 +30,7 @@ class Fit:
     params: dict[str, str] = field(default_factory=dict)
     states: dict[str, str] = field(default_factory=dict)
     buffers: list[str] = field(default_factory=list)
+    modules: dict[str, str] = field(default_factory=dict)
     groups: dict[tuple[int, int], Mapping[str, Any]] = field(default_factory=dict)
     mismatches: list[str] = field(default_factory=list)
 
@@ -69,6 +72,7 @@ class _Fitting:
                 self._note(f"the checkpoint's param {saved!r} {list(kinds['param'].shape)} is not in the model")
         self._check_ties(taken)
         self._buffers()
+        self._extra_states()
         if self.model.optimizers:
             self._groups(taken)
         return self.found
@@ -160,6 +164,18 @@ class _Fitting:
         for name in self.buffers:
             if name not in self.model.buffers:
                 self._note(f"the checkpoint's buffer {name!r} is not in the model")
+
+    def _extra_states(self) -> None:
+        able = {
+            plain_name(name): name
+            for name, each in self.model.module.named_modules()
+            if type(each).set_extra_state is not nn.Module.set_extra_state
+        }
+        for name in self.manifest.info["module_extra"]:
+            if plain_name(name) in able:
+                self.found.modules[name] = able[plain_name(name)]
+            else:
+                self._note(f"the checkpoint's extra state of module {name!r} has no module here that takes one")
 
     def _groups(self, taken: Mapping[str, str]) -> None:
         saved = self.manifest.optimizers

@@ -8,16 +8,20 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..arguments import flag
 from ..bind import bind
 from ..errors import CheckpointError, ShardoptError
+from ..loaded_state import begin_states
 from ..optimizer import ShardedOptimizer
 from ..rules.rule import EMA
 from ..survey import check_numbers, plain_numbers
 from . import gradients, rng, values
+from .call import as_list, check_module, directory_of
 from .fit import Fit, fit
+from .hyper import check_groups
 from .manifest import Key, Manifest
 from .meeting import Meeting, Problem
-from .model import Home, Model, as_list, meeting_of
+from .model import Home, Model, meeting_of
 from .plan_load import LoadPlan, carried_of, plan_load
 from .publish import find
 from .reader import Checkpoint
@@ -63,10 +67,19 @@ def load_checkpoint(
 
     Raises:
         CheckpointError: on every rank; nothing was changed: the checkpoint is damaged, or that of another model.
+        TypeError, ValueError: an argument is of another type, by its name.
     """
+    check_module(module)
     optimizers = as_list(optimizer)
     meeting = meeting_of(optimizers, module)
-    checkpoint = _open(Path(directory), meeting)
+    problem: Problem = None
+    root = Path()
+    try:
+        root, strict = directory_of(directory), flag(strict, "strict")
+    except Exception as error:
+        problem = error
+    meeting.share(problem, "reading the arguments")
+    checkpoint = _open(root, meeting)
     with checkpoint, torch.no_grad():
         return _load(checkpoint, module, optimizers, strict, meeting)
 
@@ -106,13 +119,14 @@ def _load(
     fitting, loading = Fit(), Loading(checkpoint, meeting)
     try:
         model = Model(module, optimizers)
-        model.check_whole()
+        model.check_loadable()
         fitting = fit(manifest, model)
         if strict and fitting.mismatches:
             raise CheckpointError(
                 f"{path} does not fit this model: {fitting.describe()}. Nothing was loaded. Give the model and "
                 "optimizers that it was saved with; strict=False loads what fits and lists the rest."
             )
+        check_groups(manifest, fitting, optimizers)
     except Exception as error:
         problem = error
     meeting.share(problem, "comparing the checkpoint with the model")
@@ -184,8 +198,12 @@ class Loading:
         own_rng = {key for key, _ in self._manifest.of("rng") if key.name == str(self._meeting.world.rank)}
         for key in [key for key, _ in self._manifest.of("extra")] + sorted(own_rng):
             self._small[key] = self._checkpoint.whole(key)
+        rng.check(self._saved_rng(), model.device)
         self.extra = values.decode(self._manifest.info["extra"], self._find)
         self._module_extra = values.decode(self._manifest.info["module_extra"], self._find)
+
+    def _saved_rng(self) -> dict[str, torch.Tensor]:
+        return {key.kind: tensor for key, tensor in self._small.items() if key.section == "rng"}
 
     def _find(self, name: str) -> torch.Tensor:
         return self._small[Key("extra", name, "value")]
@@ -203,20 +221,32 @@ class Loading:
                 for optimizer in optimizers:
                     _before_writing(optimizer)
                     for binding in optimizer._bindings:
+                        stores.enter_context(binding.epoch.loading())
                         if binding.shards:
                             stores.enter_context(binding.all_or_nothing())
                 for target in self._plan.targets:
                     target.fill(self._checkpoint)
                 self._commit(model, fitting, optimizers)
-        except Exception as error:
+        except ShardoptError as error:
             problem = error
+        except Exception as error:
+            problem = CheckpointError(
+                f"loading {self._checkpoint.path} failed half-way ({type(error).__name__}: {error}): params and states "
+                "belong to different steps by now, so the optimizers refuse to step. Mend the cause and load again."
+            )
+            problem.__cause__ = error
         try:
             self._meeting.share(problem, "loading a checkpoint")
         except ShardoptError as error:
             for optimizer in optimizers:
                 for binding in optimizer._bindings:
-                    binding.broken = f"while loading a checkpoint: {error}"
+                    binding.broken, binding.is_half_loaded = f"while loading a checkpoint: {error}", True
             raise
+        if not fitting.mismatches:  # everything was replaced
+            for optimizer in optimizers:
+                for binding in optimizer._bindings:
+                    if binding.is_half_loaded:
+                        binding.broken, binding.is_half_loaded = None, False
 
     def _commit(self, model: Model, fitting: Fit, optimizers: Sequence[ShardedOptimizer]) -> None:
         for name, home in model.homes.items():
@@ -250,10 +280,9 @@ class Loading:
             for index, group in enumerate(optimizer.param_groups):
                 if (number, index) in fitting.groups:
                     _update_group(group, values.decode(fitting.groups[number, index], self._find))
-        for name, state in self._module_extra.items():
-            model.module.get_submodule(name).set_extra_state(state)
-        saved_rng = {key.kind: tensor for key, tensor in self._small.items() if key.section == "rng"}
-        rng.restore(saved_rng, model.device)
+        for saved_as, own_name in fitting.modules.items():
+            model.module.get_submodule(own_name).set_extra_state(self._module_extra[saved_as])
+        rng.restore(self._saved_rng(), model.device)
 
 
 def _renew_master(home: Home) -> None:
@@ -269,6 +298,7 @@ def _forget(home: Home) -> None:
     assert home.entry is not None and home.shard is not None
     home.entry.forget()
     home.shard.zero(home.index)
+    begin_states(home.shard, home.index, home.entry.initial)
 
 
 def _before_writing(optimizer: ShardedOptimizer) -> None:

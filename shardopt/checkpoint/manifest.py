@@ -13,6 +13,7 @@ import torch
 
 from ..errors import CheckpointError
 from ..kernels.formats import FORMATS
+from .schema import check_schema
 
 VERSION = 1
 CHUNK_BYTES = 4 << 20  # what is read, proven and written at a time; larger reads gained nothing on two kinds of disk
@@ -185,6 +186,7 @@ class Manifest:
         for key, tensor in self.tensors.items():
             tensor.check(key, self.files)
         _check_apart(self.tensors)
+        check_schema(self)
 
     def of(self, section: str) -> Iterator[tuple[Key, Tensor]]:
         return ((key, tensor) for key, tensor in self.tensors.items() if key.section == section)
@@ -216,21 +218,21 @@ class Manifest:
                 f"{where} does not match its own digest: it was truncated or changed, and nothing was loaded. Load an "
                 "older checkpoint of the same directory; `python -m shardopt verify` tells which are whole."
             )
-        content = json.loads(body[:-2])
-        if content["version"] != VERSION:
-            raise CheckpointError(
-                f"{where} has format version {content['version']}, this shardopt reads version {VERSION}: update "
-                "shardopt, or save again with the version that wrote it."
-            )
         try:
+            content = json.loads(body[:-2], parse_constant=_no_constant)
+            if content["version"] != VERSION:
+                raise CheckpointError(
+                    f"{where} has format version {content['version']}, this shardopt reads version {VERSION}: update "
+                    "shardopt, or save again with the version that wrote it."
+                )
             files = {
                 name: File(_count(one), _count(two), str(sha)) for name, (one, two, sha) in content["files"].items()
             }
             tensors = tensors_from_json(content["tensors"])
             return Manifest(content["info"], content["params"], content["optimizers"], files, tensors)
-        except (KeyError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
             raise CheckpointError(
-                f"{where} is no manifest that shardopt wrote: {error!r}. It was not loaded."
+                f"{where} is no manifest that shardopt wrote: {error!r}. Nothing was loaded. Load another checkpoint."
             ) from error
 
 
@@ -248,6 +250,10 @@ def tensors_from_json(nested: Mapping[str, Any]) -> Tensors:
         for name, kinds in names.items()
         for kind, value in kinds.items()
     }
+
+
+def _no_constant(text: str) -> None:
+    raise ValueError(f"{text} is no number that shardopt writes")
 
 
 def _count(value: Any) -> int:

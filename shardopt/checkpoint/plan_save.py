@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..binding import Binding
 from ..composition import Turn
 from ..entry import without_process_group
 from ..errors import CheckpointError
@@ -21,7 +22,7 @@ from ..written_params import settle_masters
 from . import gradients, rng, values
 from .elements import Elements, Flat, InShard, Kept, chunks_of, flat_of, strides_of
 from .manifest import NAME_OF_DTYPE, Key, Tensor, Tensors, tensors_from_json, tensors_to_json
-from .model import Home, Model
+from .model import Home, Model, plain_name
 
 
 @dataclass(frozen=True)
@@ -119,11 +120,26 @@ def plan_save(model: Model, extra: Mapping[str, Any], step: int | None, widens: 
     Raises:
         CheckpointError: something cannot be saved; nothing was written.
     """
-    model.check_whole()
+    model.check_savable()
     for optimizer in model.optimizers:
         for binding in optimizer._bindings:
+            if not widens:
+                _check_halves(binding)
             settle_masters(binding)  # their halves are saved as they are kept
     return _Planner(model, widens).plan(extra, step)
+
+
+def _check_halves(binding: Binding) -> None:
+    """Half of a master is of no use beside other weights than its own."""
+    for shard in binding.shards:
+        for index in shard.awaiting:
+            if not shard.fits_master(index):
+                raise CheckpointError(
+                    "load the model's weights before this save: master weights were loaded, of which "
+                    f"master={binding.options.master!r} keeps the low bits, and beside other weights these would be "
+                    "lost. If these weights are meant, call refresh_masters(). The first is a param of shape "
+                    f"{tuple(shard.bucket.params[index].shape)}."
+                )
 
 
 class _Planner:
@@ -321,4 +337,4 @@ def _described(key: Key, tensor: torch.Tensor) -> Tensor:
 def _extra_states(module: nn.Module) -> Iterator[tuple[str, Any]]:
     for name, each in module.named_modules():
         if type(each).get_extra_state is not nn.Module.get_extra_state:
-            yield name, each.get_extra_state()
+            yield plain_name(name), each.get_extra_state()

@@ -18,6 +18,8 @@ def prepare_states(optimizer: ShardedOptimizer) -> None:
     Raises:
         StateError: the rule hands scalars on from step to step (NAdam, ASGD), which only a step can begin.
     """
+    if not isinstance(optimizer, ShardedOptimizer):
+        raise TypeError(f"prepare_states() takes one of shardopt's optimizers, found {type(optimizer).__name__}.")
     rule = optimizer.rule
     if rule.carried:
         raise StateError(

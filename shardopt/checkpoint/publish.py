@@ -8,18 +8,24 @@ What is in which order durable decides what a crash leaves:
 4. ``latest``, by a rename too: it names a checkpoint that exists;
 5. old ones, once the new one was verified: renamed to ``removing-<token>`` before their first file goes.
 
-Leftovers are ``saving-`` and ``removing-`` directories whose owner's lock is free, because its process ended.
+Leftovers are ``saving-`` and ``removing-`` directories whose owner's lock is free, because its process ended. Who
+begins looks for owners that live, and collects leftovers, under one lock of the directory; the owner's own is held
+until all of the above is done. So nobody takes away what another one is writing: who comes second is told.
 """
 
 import re
 import secrets
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import CheckpointError
 from . import files
 
-MANIFEST, LATEST = "manifest.json", "latest"
+MANIFEST, LATEST, LOCK = "manifest.json", "latest", "beginning.lock"
+LONGEST_BEGINNING = 30.0  # seconds: listing and removing a crash's leftovers on a slow file system
 TOKEN = r"(?P<token>[0-9a-f]{16})"
 PUBLISHED = re.compile(r"(?P<sequence>\d{6,})-step(?P<step>\d+)-" + TOKEN)
 _LEFTOVER = re.compile(r"(saving|removing)-" + TOKEN)
@@ -52,10 +58,59 @@ class Site:
 
 
 def begin(root: Path, step: int) -> tuple[Site, int]:
-    """Rank 0: collects what crashes left, and makes the directory to write in; its lock is closed at the end."""
+    """Rank 0: collects what crashes left, and makes the directory to write in; its lock is released at the end.
+
+    Raises:
+        CheckpointError: another save into ``root`` goes on.
+    """
     if not files.is_directory(root):
         files.make_directories(root)
-    collect(root)
+    with _alone(root):
+        _check_free(root)
+        collect(root)
+        return _make_site(root, step)
+
+
+@contextmanager
+def _alone(root: Path) -> Iterator[None]:
+    """One at a time."""
+    last, path = time.monotonic() + LONGEST_BEGINNING, root / LOCK
+    while (lock := files.lock(path)) is None:
+        if time.monotonic() > last:
+            raise _taken(root, path)
+        time.sleep(0.01)
+    try:
+        yield
+    finally:
+        files.unlock(path, lock)
+
+
+def _check_free(root: Path) -> None:
+    """Raises CheckpointError if what lies in ``root`` is being written; called alone, so that none begins meanwhile."""
+    # In this order: a directory is renamed from the first kind to the second in between, perhaps.
+    saving = [root / name for name in files.names(root) if _LEFTOVER.fullmatch(name)]
+    there = published(root)
+    newest = [path for path in there if sequence_of(path) == sequence_of(there[-1])]
+    for path in (*saving, *newest):
+        sign = path / f"owner-{path.name[-16:]}"
+        if files.is_file(sign):
+            try:
+                is_held = files.is_held(sign)
+            except CheckpointError:  # renamed just now, and looked at under its new name
+                continue
+            if is_held:
+                raise _taken(root, path)
+
+
+def _taken(root: Path, found: Path) -> CheckpointError:
+    return CheckpointError(
+        f"another job saves into this directory, {root}, at this moment: {found.name} is its own. Each would take the "
+        "other's files away, so nothing was saved. Give each job a directory of its own, and call wait() on an "
+        "asynchronous save before another module is saved there."
+    )
+
+
+def _make_site(root: Path, step: int) -> tuple[Site, int]:
     site = Site(root, 1 + max(map(sequence_of, published(root)), default=0), step, secrets.token_hex(8))
     files.make_directory(site.saving)
     lock = files.create(site.owner)
@@ -65,7 +120,7 @@ def begin(root: Path, step: int) -> tuple[Site, int]:
         files.sync_directory(site.saving)
         files.sync_directory(root)
     except BaseException:
-        files.close(lock)  # held for longer, it would say that somebody still writes
+        files.release(lock)  # held for longer, it would say that somebody still writes
         raise
     return site, lock
 

@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..errors import CheckpointError
+
 
 def states(device: torch.device) -> dict[str, torch.Tensor]:
     """Of torch on the CPU and on ``device``, of Python and of NumPy: 1D uint8, by name."""
@@ -17,6 +19,28 @@ def states(device: torch.device) -> dict[str, torch.Tensor]:
     return found
 
 
+def check(saved: Mapping[str, torch.Tensor], device: torch.device) -> None:
+    """Sets generators of its own to what was saved.
+
+    Raises:
+        CheckpointError: they are no states of generators.
+    """
+    kind = ""
+    try:
+        for kind in saved:
+            if kind == "torch" or (kind == "cuda" and device.type == "cuda"):
+                torch.Generator("cpu" if kind == "torch" else device).set_state(saved[kind])
+            if kind == "python":
+                random.Random().setstate(_python_state(saved[kind]))
+            if kind == "numpy":
+                np.random.RandomState().set_state(_numpy_state_of(saved[kind]))
+    except Exception as error:
+        raise CheckpointError(
+            f"the checkpoint's random numbers of {kind!r} are no state of that generator ({type(error).__name__}: "
+            f"{error}): nothing was loaded. Load another checkpoint, or load with the {kind} that saved it."
+        ) from error
+
+
 def restore(saved: Mapping[str, torch.Tensor], device: torch.device) -> None:
     """Those that were saved and exist here."""
     if "torch" in saved:
@@ -24,11 +48,19 @@ def restore(saved: Mapping[str, torch.Tensor], device: torch.device) -> None:
     if "cuda" in saved and device.type == "cuda":
         torch.cuda.set_rng_state(saved["cuda"], device)
     if "python" in saved:
-        version, words, gauss = _unpack(saved["python"])
-        random.setstate((version, tuple(words), gauss))
+        random.setstate(_python_state(saved["python"]))
     if "numpy" in saved:
-        name, words, *rest = _unpack(saved["numpy"])
-        np.random.set_state((name, np.array(words, dtype=np.uint32), *rest))
+        np.random.set_state(_numpy_state_of(saved["numpy"]))
+
+
+def _python_state(saved: torch.Tensor) -> tuple[Any, ...]:
+    version, words, gauss = _unpack(saved)
+    return version, tuple(words), gauss
+
+
+def _numpy_state_of(saved: torch.Tensor) -> tuple[Any, ...]:
+    name, words, *rest = _unpack(saved)
+    return name, np.array(words, dtype=np.uint32), *rest
 
 
 def _numpy_state() -> list[object]:

@@ -13,8 +13,9 @@ from ..errors import CheckpointError, ShardoptError
 from ..optimizer import ShardedOptimizer
 from . import files, publish
 from .background import Background, Saving
+from .call import Request, as_list, check_module, read_request
 from .meeting import Desk, Meeting, Problem
-from .model import Model, as_list, meeting_of, unwrapped
+from .model import Model, meeting_of, unwrapped
 from .plan_save import SavePlan, plan_save
 from .publish import Site
 from .write import Run, as_checkpoint_error
@@ -40,10 +41,11 @@ def save_checkpoint(
     is there whole or not at all, whenever the machine stops.
 
     Args:
-        directory: of all checkpoints of this training, on a file system that all ranks see. It is made if missing.
+        directory: of all checkpoints of this training, on a file system that all ranks see. It is made if missing. One
+            save at a time writes there.
         module: whose names the checkpoint goes by; plain, DDP or compiled. Buffers that are not persistent are left
             out, as in ``module.state_dict()``.
-        optimizer: one or several, or None for the module alone.
+        optimizer: one or a list of several, or None for the module alone (an empty list is refused).
         extra: what else is to be found again: tensors, numbers, strings, None, lists, tuples, dicts with string keys
             (a scheduler's or scaler's ``state_dict()``, say). That of rank 0 is saved.
         step: for the checkpoint's name; None: the most steps that a param has taken.
@@ -59,47 +61,50 @@ def save_checkpoint(
 
     Raises:
         CheckpointError: on every rank; no checkpoint was published, those before it are whole.
+        TypeError, ValueError: an argument is of another type or out of range, by its name.
     """
+    check_module(module)
     optimizers = as_list(optimizer)
     background = _BACKGROUNDS.setdefault(unwrapped(module), Background())
     background.settle()
     meeting = meeting_of(optimizers, module)
-    meeting.check_apart(Path(directory))
+    request: Request | None = None
     plan: SavePlan | None = None
     problem: Problem = None
     try:
-        if keep is not None and keep < 1:
-            raise ValueError(f"keep={keep}: at least the new checkpoint stays; None keeps all.")
-        if step is not None and step < 0:
-            raise ValueError(f"step={step}: it is part of the checkpoint's name, and a count.")
-        plan = replace(
-            plan_save(Model(module, optimizers), extra or {}, step, full_precision), must_be_finite=not allow_nonfinite
-        )
-    except Exception as error:
+        request = read_request(directory, extra, step, keep, asynchronous, allow_nonfinite, full_precision)
+    except Exception as error:  # told to all ranks, which come to the same meetings
         problem = error
+    meeting.check_apart(Path() if request is None else request.root)
+    if request is not None:
+        try:
+            plan = plan_save(Model(module, optimizers), request.extra, request.step, request.full_precision)
+            plan = replace(plan, must_be_finite=not request.allow_nonfinite)
+        except Exception as error:
+            problem = error
     meeting.share(problem, "planning a checkpoint")
-    assert plan is not None
+    assert plan is not None and request is not None
     plan = plan.joined(meeting.everyones(plan.of_this_rank(), "planning a checkpoint"))
     skeleton = {
         **plan.skeleton(),
-        "keep": keep,
-        "asynchronous": asynchronous,
-        "full_precision": full_precision,
-        "allow_nonfinite": allow_nonfinite,
+        "keep": request.keep,
+        "asynchronous": request.asynchronous,
+        "full_precision": request.full_precision,
+        "allow_nonfinite": request.allow_nonfinite,
     }
     meeting.compare(lambda: skeleton, "planning a checkpoint")
-    site, lock = _begin(Path(directory), plan.step, meeting)
+    site, lock = _begin(request.root, plan.step, meeting)
     world = meeting.world
     desk = Desk(site, world.rank, world.size, world.seconds)
-    if asynchronous:
+    if request.asynchronous:
         try:
             plan = replace(plan, pieces=tuple(background.staging.copy(plan.pieces)))
         except Exception as error:
             problem = error
         _share_or_abandon(meeting, problem, site, lock, "copying what is to be saved")
-        return background.start(Run(site, lock, plan, desk, keep, world.rank, world.size))
+        return background.start(Run(site, lock, plan, desk, request.keep, world.rank, world.size))
     try:
-        Run(site, lock, plan, desk, keep, world.rank, world.size).run()
+        Run(site, lock, plan, desk, request.keep, world.rank, world.size).run()
     except Exception as error:
         problem = error
     _share_or_abandon(meeting, problem, site, None, "saving a checkpoint")
@@ -134,7 +139,7 @@ def _share_or_abandon(meeting: Meeting, problem: Problem, site: Site, lock: int 
         meeting.share(problem, phase)
     except BaseException:
         if lock is not None:
-            files.close(lock)
+            files.release(lock)
         if meeting.world.rank == 0:
             with suppress(OSError, ShardoptError):  # what is left is collected by the next save
                 publish.abandon(site)

@@ -12,6 +12,8 @@ import torch
 
 from ..errors import CheckpointError
 
+MOST_LEVELS = 100  # lists, tuples and dicts within each other: one that holds itself has no end
+
 Keep = Callable[[torch.Tensor], str]  # takes a tensor to be saved, gives the name under which it will be found
 Find = Callable[[str], torch.Tensor]
 
@@ -20,8 +22,17 @@ def encode(value: Any, keep: Keep, where: str) -> Any:
     """A JSON-able form of ``value``.
 
     Raises:
-        CheckpointError: it holds something that is neither a tensor nor JSON-able; ``where`` names the place.
+        CheckpointError: it holds itself, or what is neither a tensor nor JSON-able; ``where`` names the place.
     """
+    return _encode(value, keep, where, 0)
+
+
+def _encode(value: Any, keep: Keep, where: str, level: int) -> Any:
+    if level > MOST_LEVELS:
+        raise CheckpointError(
+            f"{where[:200]}... goes on for more than {MOST_LEVELS} lists and dicts within each other: it holds itself, "
+            "perhaps. Nothing was saved. Save a flat copy of what is needed."
+        )
     if isinstance(value, torch.Tensor):
         return {"$tensor": keep(value)}
     if value is None or isinstance(value, bool | str) or type(value) is int:
@@ -29,10 +40,10 @@ def encode(value: Any, keep: Keep, where: str) -> Any:
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else {"$float": repr(float(value))}
     if isinstance(value, tuple | list):
-        items = [encode(item, keep, f"{where}[{index}]") for index, item in enumerate(value)]
+        items = [_encode(item, keep, f"{where}[{index}]", level + 1) for index, item in enumerate(value)]
         return {"$tuple": items} if isinstance(value, tuple) else items
     if isinstance(value, dict) and all(isinstance(key, str) for key in value):
-        items_by_key = {key: encode(item, keep, f"{where}[{key!r}]") for key, item in value.items()}
+        items_by_key = {key: _encode(item, keep, f"{where}[{key!r}]", level + 1) for key, item in value.items()}
         return {"$dict": items_by_key} if any(key.startswith("$") for key in value) else items_by_key
     raise CheckpointError(
         f"{where} is a {type(value).__name__}{' with keys that are no strings' if isinstance(value, dict) else ''}: a "

@@ -56,7 +56,7 @@ class Run:
             raise
         finally:
             if self._lock is not None:
-                files.close(self._lock)
+                files.release(self._lock)
 
     def _write(self) -> dict[str, Any]:
         """Streams this rank's file; what is in it, for the manifest."""

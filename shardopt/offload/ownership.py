@@ -13,6 +13,7 @@ removed, so that several jobs can share a directory.
 
 import fcntl
 import json
+import logging
 import os
 import re
 import secrets
@@ -25,6 +26,7 @@ from typing import Any, NamedTuple
 from ..errors import OffloadError
 from .file_io import PAGE, AlignedFile, Buffer
 
+_log = logging.getLogger("shardopt")
 _FILE = "states"
 _FOLDER = re.compile(r"shardopt-[0-9a-f]{32}")
 _MAGIC = b"shardopt states 1\n"
@@ -95,7 +97,14 @@ class OwnedFile:
 def _open_root(root: Path) -> int:
     """An open descriptor: what is checked is what is used, whatever happens to the name."""
     try:
-        root.mkdir(mode=0o700, exist_ok=True)
+        with suppress(FileExistsError):  # another rank's, or the user's
+            root.mkdir(mode=0o700)
+            _log.warning(
+                "offload=%r was not there and was made, on the disk of %r. If that is a typing error, or a disk that "
+                "is not mounted, stop here: states would fill another disk.",
+                str(root),
+                str(root.parent),
+            )
         held = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError as error:
         raise OffloadError(

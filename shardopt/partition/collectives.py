@@ -198,6 +198,10 @@ class Ranks:
                 "checkpoint, or construct the optimizer with a new process group."
             )
 
+    def naming(self, phase: str) -> "_Naming":
+        """A context for a collective of others: what its backend raises is raised as a CommunicationError."""
+        return self._naming(phase)
+
     def _naming(self, phase: str, peer: int | None = None) -> "_Naming":
         return _Naming(self, phase if peer is None else f"{phase} (with rank {peer})")
 

@@ -72,7 +72,12 @@ class Transport:
 
     @property
     def name(self) -> str:
-        return "neighbours" if self._neighbours is not None else "messages"
+        """What carries params and gradients, for people."""
+        if self.ranks.size == 1:
+            return "none"
+        if self._neighbours is not None:
+            return "neighbours"
+        return "collectives" if self.ranks.has_collectives(self._device) else "messages"
 
     @property
     def overlaps(self) -> bool:

@@ -26,7 +26,13 @@ def adagrad_scalars(group: Mapping[str, Any], step: int, carried: Mapping[str, f
 
 
 # A sum that only grows: what a step adds is soon less than half a step of any shorter format.
-@rule(states=("sum",), nonnegative=("sum",), tolerates={"sum": "fp32"}, scalars=adagrad_scalars)
+@rule(
+    states=("sum",),
+    nonnegative=("sum",),
+    tolerates={"sum": "fp32"},
+    scalars=adagrad_scalars,
+    initial={"sum": "initial_accumulator_value"},
+)
 def adagrad(param, grad, state, s, flags):
     if flags.maximize:
         grad = -grad

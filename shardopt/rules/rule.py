@@ -30,7 +30,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ..errors import RuleError
+from ..arguments import flag, mapping, texts
+from ..errors import RuleError, ShardoptError
 from . import words
 from .words import WORDS
 
@@ -50,9 +51,11 @@ _COMPARISONS: dict[type[ast.cmpop], str] = {
 EMA = "ema"
 _EMA_RATE = "ema_rate"
 _FP32_MAX, _FP32_SMALLEST = 3.4028234663852886e38, 2.0**-149
+_ROUNDS_TO_INF = 2.0**128 - 2.0**103  # the least float64 that does
 # Keys of a param's entry in a state dict, and names of the kernels' other streams.
 _RESERVED = ("step", "master", EMA, "param", "grad")
-# The native kernel tells its streams apart by number: 16 of them, less gradient, param, master and tables.
+# A native kernel tells 32 streams apart: gradient, param, master, tables, and of each state the old and the new. With
+# the average of the weights that leaves room for these.
 MAX_STATES = 12
 
 
@@ -86,6 +89,8 @@ class Rule:
     function: Callable[..., Any] = field(repr=False)
     tree: ast.FunctionDef = field(repr=False, compare=False, hash=False)
     average: float | None = None  # decay of the weights' moving average, where there is one
+    # state -> hyper-parameter that it is filled with as soon as its param is the optimizer's; empty: at a first step
+    initial: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False, hash=False)
 
     def averaging(self, decay: float) -> "Rule":
         r"""The same rule with a moving average of the weights as its last state, ``ema``.
@@ -105,6 +110,11 @@ class Rule:
         """The coarsest of "fp32", "bf16" and "int8" that the state may be kept in."""
         return self.tolerated.get(state, "int8")
 
+    def initial_values(self, group: Mapping[str, Any]) -> dict[str, float]:
+        """What a param's states are filled with before its first step; empty where it has none until then."""
+        kept = self.variant(group).states if self.initial else ()
+        return {state: float(group[key]) for state, key in self.initial.items() if state in kept}
+
     def variant(self, group: Mapping[str, Any]) -> Variant:
         """The straight-line form for this param group's flags."""
         missing = [name for name in self.flags if name not in group]
@@ -119,20 +129,40 @@ class Rule:
     def evaluate(
         self, variant: Variant, group: Mapping[str, Any], step: int, carried: Mapping[str, float]
     ) -> tuple[tuple[float, ...], dict[str, float]]:
-        """The scalars of ``variant`` for one param at ``step`` (from 1), and what it carries to its next step."""
-        values = dict(self.scalars(group, step, carried))
+        """The scalars of ``variant`` for one param at ``step`` (from 1), and what it carries to its next step.
+
+        Raises:
+            ShardoptError: one of them is no finite fp32 number: every param of the group would become Inf or NaN.
+        """
+        try:
+            values = dict(self.scalars(group, step, carried))
+        except (ArithmeticError, TypeError, ValueError) as error:
+            raise self._refuse_scalars(group, step, f"cannot be computed ({error})") from error
         if self.average is not None:
             # The first average is the param itself: the zeros that the state begins with do not count.
             values[_EMA_RATE] = 1.0 if step == 1 else 1.0 - self.average
         try:
-            return tuple(float(values[name]) for name in variant.scalars), {
-                name: float(values[name]) for name in self.carried
-            }
+            scalars = tuple(float(values[name]) for name in variant.scalars)
+            carries = {name: float(values[name]) for name in self.carried}
         except KeyError as error:
             raise RuleError(
                 f"rule {self.name!r} needs the scalar {error}, which its scalars function did not return "
                 f"(it returned {sorted(values)}): the update cannot be computed; add it to the returned dict."
             ) from None
+        except (ArithmeticError, TypeError, ValueError) as error:
+            raise self._refuse_scalars(group, step, f"are no numbers ({error})") from error
+        for name, value in zip((*variant.scalars, *carries), (*scalars, *carries.values()), strict=True):
+            if not abs(value) < _ROUNDS_TO_INF:
+                raise self._refuse_scalars(group, step, f"hold {name}={value:g}, no finite fp32 number")
+        return scalars, carries
+
+    def _refuse_scalars(self, group: Mapping[str, Any], step: int, why: str) -> ShardoptError:
+        others = ("foreach", "fused")  # hints, which no update reads
+        numbers = {key: each for key, each in group.items() if not isinstance(each, bool | str) and key not in others}
+        return ShardoptError(
+            f"set finite hyper-parameters within their ranges: the scalars of step {step} {why}, so params and states "
+            f"would become Inf or NaN; nothing changed. The param group has {numbers}."
+        )
 
 
 def rule(
@@ -143,6 +173,7 @@ def rule(
     counts_steps: bool = True,
     nonnegative: tuple[str, ...] = (),
     tolerates: Mapping[str, str] | None = None,
+    initial: Mapping[str, str] | None = None,
 ) -> Callable[[Callable[..., Any]], Rule]:
     """Decorate a function ``(param, grad, state, s)`` or ``(param, grad, state, s, flags)`` as an update rule.
 
@@ -156,10 +187,22 @@ def rule(
         nonnegative: states that are never below zero: in 8 bits they have no sign, and what is above zero stays so.
         tolerates: the coarsest format that a state may be kept in, ``"fp32"`` or ``"bf16"``, where that is not
             ``"int8"``: sums that only grow, and what is subtracted from something nearly equal.
+        initial: states that ``state_dict()`` shows before a param's first step, and the key of the param group that
+            tells their value, as torch's Adagrad does from its construction on. It is for those who look and load:
+            the body meets zeros or this at a first step, so give it a scalar for ``step == 1``.
 
     Raises:
         RuleError: the body leaves the vocabulary; the message names file and line.
+        TypeError: an argument is of another type, by its name.
     """
+    if not callable(scalars):
+        raise TypeError(f"scalars takes a function of (group, step, carried), found {type(scalars).__name__}.")
+    states = texts(states, "states", '("momentum",)')
+    carried = texts(carried, "carried", '("product",)')
+    nonnegative = texts(nonnegative, "nonnegative", '("square",)')
+    tolerates = mapping(tolerates, "tolerates", "{'sum': 'fp32'}")
+    initial = mapping(initial, "initial", "{'sum': 'start'}")
+    counts_steps = flag(counts_steps, "counts_steps")
     names = (*states, *carried)
     for index, name in enumerate(names):
         if not name.isidentifier() or name in _RESERVED or name in names[:index]:
@@ -168,7 +211,7 @@ def rule(
                 f"of the state dict; choose different identifiers, none of {', '.join(_RESERVED)}."
             )
 
-    _check_declared(states, nonnegative, tolerates or {})
+    _check_declared(states, nonnegative, tolerates or {}, initial or {})
     if len(states) > MAX_STATES:
         raise RuleError(
             f"found {len(states)} states; a kernel has room for {MAX_STATES}. Keep fewer, or split the rule."
@@ -186,6 +229,7 @@ def rule(
             counts_steps=counts_steps,
             nonnegative=frozenset(nonnegative),
             tolerated=dict(tolerates or {}),
+            initial=dict(initial or {}),
             scalars=scalars,
             function=function,
             tree=tree,
@@ -194,12 +238,15 @@ def rule(
     return decorate
 
 
-def _check_declared(states: tuple[str, ...], nonnegative: tuple[str, ...], tolerates: Mapping[str, str]) -> None:
-    unknown = [name for name in (*nonnegative, *tolerates) if name not in states]
+def _check_declared(
+    states: tuple[str, ...], nonnegative: tuple[str, ...], tolerates: Mapping[str, str], initial: Mapping[str, str]
+) -> None:
+    unknown = [name for name in (*nonnegative, *tolerates, *initial) if name not in states]
     if unknown or not set(tolerates.values()) <= {"fp32", "bf16", "int8"}:
         raise RuleError(
-            f"nonnegative={nonnegative} and tolerates={dict(tolerates)} name {unknown or 'formats'} that are no states "
-            f"of the rule ({states}) or no formats: it would have no effect. Formats are 'fp32', 'bf16' and 'int8'."
+            f"nonnegative={nonnegative}, tolerates={dict(tolerates)} and initial={dict(initial)} name "
+            f"{unknown or 'formats'} that are no states of the rule ({states}) or no formats: it would have no effect. "
+            "Formats are 'fp32', 'bf16' and 'int8'."
         )
 
 

@@ -1,7 +1,9 @@
 """The command line, and files that the safetensors library and torch read."""
 
+import os
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import safetensors
@@ -9,6 +11,7 @@ import safetensors.torch
 import torch
 
 from shardopt.__main__ import main
+from shardopt.checkpoint import files
 from tests.support.checkpoints import build, save, train
 from tests.support.ranks import Pool
 
@@ -75,6 +78,27 @@ def test_exports_and_files_are_read_by_torch_and_safetensors(
     table = capsys.readouterr().out
     assert "step 2, written by 2 rank(s)" in table and "adam" in table
     assert any("cells.4.weight" in line and "exp_avg_sq" in line and "[24, 24]" in line for line in table.splitlines())
+
+
+def test_all_of_an_export_is_on_the_disk_before_it_has_its_name(tmp_path: Path) -> None:
+    model, optimizer = build(0)
+    train(model, optimizer, range(1))
+    save(tmp_path / "runs", model, optimizer)
+    synced: list[bytes] = []
+    renamed: list[bytes] = []
+
+    def sync(fd: int) -> None:
+        synced.append(Path(f"/proc/self/fd/{fd}").read_bytes())
+
+    def rename(source: Path, target: Path) -> None:
+        renamed.append(source.read_bytes())
+        os.rename(source, target)
+
+    with patch.object(files, "sync", sync), patch.object(files, "rename", rename):
+        for kind in ("safetensors", "torch"):
+            assert main(["export", str(tmp_path / "runs"), "--to", kind, str(tmp_path / kind)]) == 0
+            assert renamed[-1] == synced[-1] == (tmp_path / kind).read_bytes()
+    assert len(renamed) == 2
 
 
 @pytest.mark.parametrize("command", ["inspect", "verify", "export"])

@@ -162,7 +162,8 @@ _CHANGING = ("make_directory", "create", "write", "sync", "sync_directory", "ren
 def model(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Small, so that thousands of crashes are a matter of seconds."""
     monkeypatch.setattr(rng, "states", lambda device: {"torch": torch.arange(9, dtype=torch.uint8)})
-    monkeypatch.setattr(rng, "restore", lambda saved, device: None)
+    for name in ("check", "restore"):
+        monkeypatch.setattr(rng, name, lambda saved, device: None)
     torch.manual_seed(0)
     module = nn.Linear(2, 2)
     return module, ShardedAdamW(module, lr=0.1)
@@ -337,7 +338,8 @@ def test_a_running_save_is_not_collected(tmp_path: Path, model: Any) -> None:
     root = tmp_path / "runs"
     save(root, *model)
     site, lock = publish.begin(root, 1)
-    save(root, *model)
+    with raises(CheckpointError, "another job saves into this directory"):
+        save(root, *model)
     assert site.owner.exists()
     files.close(lock)
     save(root, *model)

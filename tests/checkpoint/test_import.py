@@ -20,6 +20,7 @@ from shardopt.checkpoint.manifest import Key
 from shardopt.checkpoint.name_by_order import name_by_order
 from shardopt.checkpoint.publish import find
 from shardopt.checkpoint.reader import Checkpoint
+from shardopt.checkpoint.unpickle import read_file
 from tests.support.paths import FIXTURES
 from tests.support.ranks import Pool
 from tests.support.tiny import DECAY, HYPER, Tiny, groups, loss
@@ -49,11 +50,9 @@ def expected(case: str) -> tuple[dict[str, torch.Tensor], dict[str, int]]:
     return load_file(folder / "expected.safetensors"), json.loads((folder / "expected.json").read_text())["steps"]
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_every_value_is_the_one_that_the_library_had(case: str, tmp_path: Path) -> None:
-    assert import_case(case, tmp_path / "runs") == 0
+def check_values(runs: Path, case: str) -> None:
     tensors, steps = expected(case)
-    with Checkpoint(find(tmp_path / "runs")) as checkpoint:
+    with Checkpoint(find(runs)) as checkpoint:
         manifest = checkpoint.manifest
         found = {
             f"{'buffer' if key.section == 'buffers' else key.kind}/{key.name}": checkpoint.whole(key)
@@ -65,9 +64,17 @@ def test_every_value_is_the_one_that_the_library_had(case: str, tmp_path: Path) 
             assert raw(found[name]) == raw(tensor), name
         assert {name: about["step"] for name, about in manifest.params.items() if about["has_state"]} == steps
         assert len(steps) >= 6 and set(steps.values()) == {3}
+        aliases = {name: about["aliases"] for name, about in manifest.params.items() if about["aliases"]}
+        assert aliases == ({} if case in ("fsdp2", "plain") else {"embed.weight": ["head.weight"]})
         hyper = [group["values"] for group in manifest.optimizers[0]["groups"]]
     assert [(group["lr"], group["weight_decay"]) for group in hyper] == [(0.01, DECAY), (0.02, 0.0)]
     assert all(group["decoupled_weight_decay"] and group["eps"] == HYPER["eps"] for group in hyper)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_value_is_the_one_that_the_library_had(case: str, tmp_path: Path) -> None:
+    assert import_case(case, tmp_path / "runs") == 0
+    check_values(tmp_path / "runs", case)
     assert main(["verify", str(tmp_path / "runs")]) == 0
 
 
@@ -371,3 +378,35 @@ def test_the_help_says_that_it_unpickles(capsys: pytest.CaptureFixture[str]) -> 
         main(["import", "--help"])
     told = capsys.readouterr().out
     assert all(word in told for word in ("SOURCE", "OUT", "pickles", "restricted", "inert", "deepspeed", "dcp"))
+
+
+def test_a_deepspeed_checkpoint_of_one_rank(tmp_path: Path) -> None:
+    """The fixture's two partitions in one file, as one process writes them."""
+    source, target = FIXTURES / "deepspeed1" / "step3", tmp_path / "ds" / "step3"
+    target.mkdir(parents=True)
+    shutil.copy(source / "mp_rank_00_model_states.pt", target)
+    name = "zero_pp_rank_{}_mp_rank_00_optim_states.pt"
+    first, second = (read_file(source / name.format(rank)) for rank in range(2))
+    one, other = first["optimizer_state_dict"], second["optimizer_state_dict"]
+    states, others = one["base_optimizer_state"]["state"], other["base_optimizer_state"]["state"]
+    parts = one["single_partition_of_fp32_groups"], other["single_partition_of_fp32_groups"]
+    joined = {
+        "zero_stage": 1,
+        "partition_count": [1, 1],
+        "group_paddings": other["group_paddings"],
+        "param_alignment_paddings": one["param_alignment_paddings"],
+        "single_partition_of_fp32_groups": [torch.cat(pair) for pair in zip(*parts, strict=True)],
+        "base_optimizer_state": {
+            "param_groups": one["base_optimizer_state"]["param_groups"],
+            "state": {
+                index: {
+                    kind: value if kind == "step" else torch.cat([value, others[index][kind]])
+                    for kind, value in state.items()
+                }
+                for index, state in states.items()
+            },
+        },
+    }
+    torch.save({**first, "optimizer_state_dict": joined}, target / name.format(0))
+    assert main(["import", str(target), str(tmp_path / "runs")]) == 0
+    check_values(tmp_path / "runs", "deepspeed1")

@@ -17,6 +17,8 @@ from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 
 import shardopt
 from shardopt import Part, ShardedOptimizer, Tuning, load_checkpoint, save_checkpoint
+from shardopt.checkpoint.publish import find
+from shardopt.checkpoint.reader import Checkpoint
 from shardopt.composition import Composition
 from shardopt.errors import BindingError, CheckpointError, DisagreementError, ShardoptError, StateError
 from tests.support import composed
@@ -478,3 +480,47 @@ def loads_what_fits_only(folder: Path) -> None:
 
 def test_checkpoints_load_at_the_same_place_and_step_only(ranks: Pool, tmp_path: Path) -> None:
     ranks.run(loads_what_fits_only, tmp_path, world=2)
+
+
+def saves_with_strangers(folder: Path) -> None:
+    """Rank r steps with r ^ 1, and shares its experts with r ^ 2, whom no checkpoint of the two would ask."""
+    mesh, rank = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "dp")), dist.get_rank()
+    model = blocks()
+    params = list(model.parameters())
+    for param in params:
+        param.grad = torch.zeros_like(param)
+    own = {"params": params[-1:], "process_group": mesh["ep"].get_group()}
+    optimizer = shardopt.ShardedAdamW(
+        [{"params": params[:-1]}, own],
+        tuning=SMALL,
+        process_group=mesh["dp"].get_group(),
+        norm_group=dist.group.WORLD,
+    )
+    optimizer.step()
+    with pytest.raises(CheckpointError, match=rf"^ranks \[{rank ^ 2}\] share params of a group with this one"):
+        save_checkpoint(folder, model, optimizer)
+
+
+def test_a_checkpoint_without_all_who_share_params_is_refused(ranks: Pool, tmp_path: Path) -> None:
+    ranks.run(saves_with_strangers, tmp_path, world=4)
+
+
+def saves_tied_experts(folder: Path) -> None:
+    """Each rank's expert has two names, and so has what is saved of it."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("ep", "alone"))
+    model = nn.ModuleDict({"dense": nn.Linear(3, 3), "expert": nn.Linear(3, 3), "tied": nn.Linear(3, 3)})
+    model["tied"].weight, model["tied"].bias = model["expert"].weight, model["expert"].bias
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    experts = {"params": model["expert"].parameters(), "process_group": mesh["alone"].get_group()}
+    optimizer = shardopt.ShardedAdamW([{"params": model["dense"].parameters()}, experts], tuning=SMALL)
+    optimizer.step()
+    save_checkpoint(folder, model, optimizer)
+    with Checkpoint(find(folder)) as checkpoint:
+        aliases = {name: about["aliases"] for name, about in checkpoint.manifest.params.items() if about["aliases"]}
+    both = [f"{kind}@{turn}of2" for kind in ("weight", "bias") for turn in range(2)]
+    assert aliases == {f"expert.{each}": [f"tied.{each}"] for each in both}
+
+
+def test_tied_experts_keep_their_names(ranks: Pool, tmp_path: Path) -> None:
+    ranks.run(saves_tied_experts, tmp_path, world=2)

@@ -15,9 +15,10 @@ PASSED = FOLDER / "passed.json"  # the tests that passed, and their seconds
 MAP = FOLDER / "map.json"
 IMPORT = "import"  # the context of what no test runs: imports, definitions
 
-# Kernels are compiled, once a process, and rules are read as text. The tests that run functions of ``_LAUNCH`` use what
-# comes of both.
+# Kernels are compiled, once a process, and rules are read as text: no tracer sees what runs then. Their own tests and
+# those that run functions of ``_LAUNCH`` use what comes of both.
 _COMPILED = ("shardopt/kernels/", "shardopt/rules/")
+_OF_COMPILED = ("tests/kernels/", "tests/rules/")
 _LAUNCH = "shardopt/kernels/launch.py"
 
 
@@ -77,7 +78,8 @@ class Covering:
             runs_before |= at_import
         tiers = [seen]
         if mutant.file.startswith(_COMPILED):
-            tiers += [self._tests_of_functions(mutant.file), self._tests_of_functions(_LAUNCH)]
+            own = {test for test in self._tests if test.startswith(_OF_COMPILED)}
+            tiers += [self._tests_of_functions(mutant.file), own, self._tests_of_functions(_LAUNCH)]
         elif runs_before:
             tiers.append(self._tests_of_functions(mutant.file))
         return list(dict.fromkeys(test for tier in tiers for test in sorted(tier, key=lambda each: self.seconds[each])))

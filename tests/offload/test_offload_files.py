@@ -56,6 +56,18 @@ def test_modes_do_not_depend_on_the_umask(tmp_path: Path) -> None:
     assert not os.listdir(tmp_path / "made")
 
 
+def test_a_directory_that_was_made_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It may be a typing error, or where a disk should have been mounted. One that is there is used silently."""
+    trained(tmp_path / "swpa").close()
+    (told,) = caplog.messages
+    assert f"offload={str(tmp_path / 'swpa')!r} was not there and was made" in told and "typing error" in told
+    caplog.clear()
+    trained(tmp_path / "swpa").close()
+    assert not caplog.messages
+    with pytest.raises(OffloadError, match="is no directory that can be used"):
+        trained(tmp_path / "no" / "parent")
+
+
 def test_a_directory_that_others_can_change_is_refused(tmp_path: Path) -> None:
     tmp_path.chmod(0o777)
     with pytest.raises(OffloadError, match="other users"):

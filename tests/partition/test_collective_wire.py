@@ -4,7 +4,7 @@ gloo has the same collectives; that shardopt prefers messages there is the only 
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
@@ -62,6 +62,21 @@ def trains_as_stage_1() -> None:
 
 def test_trains_as_stage_1(ranks: Pool) -> None:
     ranks.run(trains_as_stage_1, world=WORLD)
+
+
+def tells_what_carries() -> None:
+    """``repr`` names the transport that is used, not another one."""
+    for neighbours, name in ((True, "neighbours"), (False, "messages"), (False, "collectives")):
+        model = nn.Linear(300, 40)
+        opt = ShardedSGD(model, stage=2, tuning=Tuning(neighbours=neighbours))
+        with collectives() if name == "collectives" else nullcontext():
+            model(torch.ones(2, 300)).sum().backward()
+            opt.step()
+            assert f"transport={name})" in repr(opt), repr(opt)
+
+
+def test_tells_what_carries(ranks: Pool) -> None:
+    ranks.run(tells_what_carries, world=WORLD)
 
 
 # -- ranks that go apart -----------------------------------------------------------------------------------------------

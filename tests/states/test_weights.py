@@ -1,6 +1,7 @@
 """Weights that others write, copies of model and optimizer, bytes on each rank."""
 
 import copy
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -8,15 +9,17 @@ from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 
 from shardopt import (
+    CheckpointError,
     Part,
     ShardedAdamW,
     ShardedSGD,
     ShardoptError,
     Tuning,
+    save_checkpoint,
 )
 from tests.support.cases import Zoo, fill_gradients
 from tests.support.ranks import Pool
-from tests.support.training import Net, close_to, ddp, digest, load_bytes, raises, saved_bytes
+from tests.support.training import Net, close_to, ddp, digest, load_bytes, raises, raw, saved_bytes
 
 # -- weights written by others, copies, ends ---------------------------------------------------------------------------
 
@@ -120,6 +123,56 @@ def memory_is_the_formula() -> None:
                 for name in ("exp_avg",)
             )
             assert stage or held == 4 * per_shard
+
+
+def low_bits_wait_for_weights(folder: str) -> None:
+    """States are loaded before weights: masters are shown, saved and go on as they were, whole or in halves."""
+    for master in ("split", "split24", "fp32"):
+        trained = [param for param in Zoo(torch.bfloat16).parameters() if param.requires_grad]
+        opt = ShardedSGD(trained, lr=0.01, momentum=0.9, master=master)
+        for step in range(3):
+            fill_gradients(trained, "heavy_tailed", step)
+            opt.step()
+        data = saved_bytes(opt)
+        expected = {number: raw(state["master"]) for number, state in load_bytes(data)["state"].items()}
+
+        module = torch.nn.ParameterList(p for p in Zoo(torch.bfloat16, seed=5).parameters() if p.requires_grad)
+        params = list(module)
+        other = ShardedSGD(params, lr=0.01, momentum=0.9, master=master)
+        fill_gradients(params, "integers", 0)
+        other.step()
+        other.load_state_dict(load_bytes(data))
+        between = load_bytes(saved_bytes(other))
+        assert {number: raw(state["master"]) for number, state in between["state"].items()} == expected, master
+        if master == "fp32":
+            save_checkpoint(f"{folder}/{master}", module, other)
+        else:
+            with raises(CheckpointError, "weights before this save", "refresh_masters()"):
+                save_checkpoint(f"{folder}/{master}", module, other)
+            save_checkpoint(f"{folder}/{master}", module, other, full_precision=True)
+        with torch.no_grad():
+            for param, value in zip(params, trained, strict=True):
+                param.copy_(value)
+        save_checkpoint(f"{folder}/{master}", module, other)
+        assert digest(other) == digest(opt)
+        other.load_state_dict(between)
+        for optimizer, its in ((opt, trained), (other, params)):
+            fill_gradients(its, "integers", 4)
+            optimizer.step()
+        assert digest(other) == digest(opt)
+        # These weights are meant: masters follow them.
+        other.load_state_dict(load_bytes(data))
+        other.refresh_masters()
+        save_checkpoint(f"{folder}/followed-{master}", module, other)
+        assert all(
+            raw(s["master"].bfloat16()) == raw(p)
+            for s, p in zip(load_bytes(saved_bytes(other))["state"].values(), params, strict=True)
+        )
+
+
+def test_low_bits_wait_for_weights(ranks: Pool, tmp_path: Path) -> None:
+    for world in (1, 2):
+        ranks.run(low_bits_wait_for_weights, str(tmp_path / str(world)), world=world)
 
 
 def test_weights_copies_memory(ranks: Pool) -> None:

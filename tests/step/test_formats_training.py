@@ -25,10 +25,20 @@ from torch.nn import Parameter
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import shardopt
-from shardopt import BindingError, CheckpointError, ShardedAdamW, ShardedOptimizer, ShardedSGD, ShardoptError, Tuning
+from shardopt import (
+    BindingError,
+    CheckpointError,
+    OffloadError,
+    ShardedAdamW,
+    ShardedOptimizer,
+    ShardedSGD,
+    ShardoptError,
+    Tuning,
+)
 from shardopt.errors import DisagreementError
 from shardopt.kernels import codecs
 from shardopt.kernels.formats import BF16, FP32, SIGNED8, UNSIGNED8, BlockFormat
+from tests.offload.test_offload_faults import Faulty, system
 from tests.support.cases import CASES, KEPT_IN, MASTERS, STATE_FORMATS, Case
 from tests.support.comparing import raw, values_of
 from tests.support.ranks import Pool
@@ -715,6 +725,25 @@ def guards_its_weights(setting: Setting, folder: str) -> None:
 @pytest.mark.parametrize("setting", [Setting(1), Setting(3), Setting(3, "disk")], ids=lambda each: str(each)[8:28])
 def test_an_average_is_not_taken_for_the_weights(setting: Setting, world: int, ranks: Pool, tmp_path: Path) -> None:
     ranks.run(guards_its_weights, setting, str(tmp_path), world=world)
+
+
+def reads_no_average_on_one_rank(folder: str) -> None:
+    recipe, setting = Recipe(0, "split", "fp32", keywords={"lr": 0.05}, ema=DECAY), Setting(2, "disk")
+    model, optimizer = build(recipe, setting, folder)
+    train(model, optimizer, range(2))
+    before = values_of(model, optimizer)
+    fault = Faulty("read", "EIO" if dist.get_rank() == 1 else "none", 0)
+    with system(fault), raises(OffloadError if dist.get_rank() == 1 else ShardoptError, "Input/output error"):
+        optimizer.unsharded(ema=True).__enter__()
+    check(values_of(model, optimizer), before, "behind an average that could not be read")
+    with optimizer.unsharded(ema=True):  # nobody waits for a rank that gave up
+        pass
+    check(values_of(model, optimizer), before, "behind the average")
+    optimizer.close()
+
+
+def test_an_average_that_one_rank_cannot_read_is_an_error_on_all(ranks: Pool, tmp_path: Path) -> None:
+    ranks.run(reads_no_average_on_one_rank, str(tmp_path), world=2)
 
 
 # -- errors ------------------------------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """Released gradients: the bits of a training without, no gradient kept, a clear error for what comes too late."""
 
+import copy
 import io
 import itertools
 import math
@@ -352,6 +353,7 @@ LATE_USES: dict[str, Callable[[nn.Module, Any], Any]] = {
     "added to": lambda model, opt: model.out.weight.grad.add_(1.0),
     "gathered": lambda model, opt: model.out.weight.grad.full_tensor(),
     "copied": lambda model, opt: model.out.weight.grad.clone(),
+    "its part": lambda model, opt: model.out.weight.grad.local,
     "saved": lambda model, opt: torch.save(model.out.weight.grad, io.BytesIO()),
     "unscaled": lambda model, opt: torch.amp.GradScaler("cpu").unscale_(opt),
     "scaled": lambda model, opt: torch.amp.GradScaler("cpu").step(opt),
@@ -379,6 +381,10 @@ def refuses_what_comes_too_late(stage: int, folder: Any) -> None:
         scaler.scale(torch.ones(()))  # as for a loss: before, torch asks for it
         with patch.object(torch.amp, "GradScaler", lambda _, scaler=scaler: scaler), raises(StateError, "released"):
             use(model, opt)
+    copied = copy.deepcopy(model.out.weight.grad)  # as of a model beside its gradients
+    assert isinstance(copied, ReleasedGradient) and repr(copied).startswith("ReleasedGradient(shape=")
+    assert isinstance(model.out.weight.grad.detach(), ReleasedGradient)
+    torch._foreach_zero_([model.out.weight.grad])  # as torch clears many at once
     # The second backward is refused before anything changed, through the output's node or through a param's.
     before = bits(model, opt)
     for loss in (lambda: on_tokens(model, 9), lambda: model.out.weight.sum()):

@@ -105,6 +105,7 @@ class Gradient:
     pending: Tensor | None = None
     is_used: bool = False  # by a step, since it was reduced
     is_pending_here: bool = False  # this rank accumulated some of it
+    pending_on: set[int] = field(default_factory=set)  # the ranks that did
 
     @property
     def whole(self) -> Tensor | None:
@@ -115,15 +116,18 @@ class Gradient:
     def is_here(self) -> bool:
         return self.reduced is not None or self.is_pending_here
 
-    def add(self, mean: Tensor, is_from_here: bool) -> None:
+    def add(self, mean: Tensor, ranks: set[int], here: int) -> None:
         self.pending = mean if self.pending is None else self.pending + mean
-        self.is_pending_here |= is_from_here
+        self.pending_on = self.pending_on | ranks
+        self.is_pending_here = here in self.pending_on
 
     def reduce(self) -> None:
         self.reduced, self.pending = self.whole, None
-        self.is_used = self.is_pending_here = False
+        self.is_used, self.is_pending_here, self.pending_on = False, False, set()
 
     def zero(self, set_to_none: bool) -> None:
+        if set_to_none or self.reduced is not None:
+            self.pending_on = set()
         if set_to_none:
             self.reduced, self.pending, self.is_pending_here = None, None, False
         elif self.reduced is not None:
@@ -136,7 +140,8 @@ class Gradient:
 
     def unused(self) -> "Gradient":
         """What of it a checkpoint holds."""
-        return Gradient(None if self.is_used else self.reduced, self.pending, False, self.is_pending_here)
+        reduced = None if self.is_used else self.reduced
+        return Gradient(reduced, self.pending, False, self.is_pending_here, self.pending_on)
 
 
 @dataclass(frozen=True)
@@ -178,8 +183,6 @@ class Model:
     def step(self) -> None:
         for index in self.owned:
             self.masters[index].grad = self.gradients[index].whole
-            if self.kind.theirs is torch.optim.Adagrad:
-                self._begin_adagrad(index)
         self.optimizer.step()
         self.steps += 1
         for index in self.owned:
@@ -187,11 +190,14 @@ class Model:
                 self.weights[index].copy_(self.masters[index].detach())
                 self.masters[index].grad = None
 
-    def _begin_adagrad(self, index: int) -> None:
-        """torch does so in its constructor alone, and fails at a param that was added, or loaded without a state."""
-        state, initial = self.optimizer.state[self.masters[index]], self.kind.keywords["initial_accumulator_value"]
-        if not state:
-            state.update(step=torch.tensor(0.0), sum=torch.full_like(self.masters[index], initial))
+    def begin_states(self) -> None:
+        """Adagrad does so in its constructor alone, and fails at a param that was added, or loaded without a state."""
+        if self.kind.theirs is torch.optim.Adagrad:
+            initial = self.kind.keywords["initial_accumulator_value"]
+            for index in self.owned:
+                state = self.optimizer.state[self.masters[index]]
+                if not state:
+                    state.update(step=torch.tensor(0.0), sum=torch.full_like(self.masters[index], initial))
 
     def use_gradients(self) -> None:
         for index in self.owned:
@@ -215,14 +221,14 @@ class Model:
     def add_group(self, index: int, **numbers: Any) -> None:
         self.groups.append([index])
         self.optimizer.add_param_group({"params": [self.masters[index]], **numbers})
+        self.begin_states()
 
     # -- states ----------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """torch's, without the states of params that took no step, which Adagrad has."""
+        """torch's, without the empty ones that looking up has made."""
         found = self.optimizer.state_dict()
-        took_one = {number: state for number, state in found["state"].items() if state and float(state.get("step", 1))}
-        return {**found, "state": took_one}
+        return {**found, "state": {number: state for number, state in found["state"].items() if state}}
 
     def save(self) -> Saved:
         weights, masters = ([each.detach().clone() for each in some] for some in (self.weights, self.masters))
@@ -240,6 +246,7 @@ class Model:
     def load_states(self, states: Mapping[str, Any], masters: Mapping[int, Tensor]) -> None:
         """A state dict, and the masters that it holds."""
         self.optimizer.load_state_dict(copy.deepcopy(dict(states)))
+        self.begin_states()
         for index, master in masters.items():
             self.masters[index].data.copy_(master)
 
@@ -249,6 +256,7 @@ class Model:
             self.optimizer.state[self.masters[index]] = copy.deepcopy(dict(state))
         else:
             self.optimizer.state.pop(self.masters[index], None)
+            self.begin_states()
         if master is not None:
             self.masters[index].data.copy_(master)
 

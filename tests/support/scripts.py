@@ -60,6 +60,8 @@ class Program:
             frameworks: the process has imported Transformers, Accelerate and Lightning as well.
         """
         self._folder = tempfile.TemporaryDirectory(prefix="shardopt-script-")
+        for name in ("stdout", "stderr"):
+            Path(self._folder.name, name).touch(0o600)
         job = (self._folder.name, target, arguments, is_module, str(cwd or os.getcwd()), dict(env or {}), warn)
         self.process: BaseProcess = fork_server().Process(target=_run, args=job)
         start_with_frameworks(self.process) if frameworks else self.process.start()
@@ -96,7 +98,7 @@ def _run(
     folder: str, target: str, arguments: tuple[str, ...], is_module: bool, cwd: str, env: dict[str, str], warn: bool
 ) -> None:
     for number, name in ((1, "stdout"), (2, "stderr")):
-        file = os.open(os.path.join(folder, name), os.O_WRONLY | os.O_CREAT, 0o600)
+        file = os.open(os.path.join(folder, name), os.O_WRONLY)
         os.dup2(file, number)
         os.close(file)
     os.chdir(cwd)

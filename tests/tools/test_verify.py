@@ -91,3 +91,44 @@ def test_alone() -> None:
         verify(Scalar, [])
     with pytest.raises(ValueError, match="reference="):
         verify(Scalar, [torch.ones(300)], optimizer=shardopt.ShardedLion)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"build": nn.Linear(2, 2)},
+        {"build": 7},
+        {"build": lambda: 7},
+        {"batches": 7},
+        {"batches": []},
+        {"steps": 0},
+        {"steps": 1.5},
+        {"optimizer": "AdamW"},
+        {"reference": "AdamW"},
+        {"loss": "mse"},
+        {"stages": ()},
+        {"stages": 2},
+        {"stages": (4,)},
+        {"ways": ()},
+        {"ways": {"offload": "cpu"}},
+        {"ways": ["cpu"]},
+        {"tolerance": float("nan")},
+        {"tolerance": -1},
+        {"tolerance": "1e-3"},
+    ],
+    ids=lambda given: ", ".join(given),
+)
+def test_what_cannot_be_compared_is_refused(given: dict[str, Any]) -> None:
+    """By name: an empty comparison would agree."""
+    keywords: dict[str, Any] = {"build": Net, "batches": [batch(0)], "loss": loss, "steps": 2, **given}
+    with pytest.raises((TypeError, ValueError), match=next(iter(given)).rstrip("es")):
+        verify(**keywords)
+
+
+def test_a_model_that_is_not_new_is_refused() -> None:
+    same = Net()
+    with pytest.raises(ValueError, match=r"same module twice.*Make a new, equally seeded model"):
+        verify(lambda: same, [batch(0)], 2, loss=loss)
+    seeds = iter(range(100))
+    with pytest.raises(ValueError, match=r"gave embed.weight other values than its first call.*manual_seed\(0\)"):
+        verify(lambda: Net(next(seeds)), [batch(0)], 2, loss=loss)

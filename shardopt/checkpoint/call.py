@@ -1,0 +1,91 @@
+"""What a call of ``save_checkpoint`` or ``load_checkpoint`` says, read before ranks meet."""
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from ..arguments import flag, path, whole
+from ..optimizer import ShardedOptimizer
+
+
+class Request(NamedTuple):
+    """How to save, in Python's own types."""
+
+    root: Path
+    extra: dict[str, Any]
+    step: int | None
+    keep: int | None
+    asynchronous: bool
+    allow_nonfinite: bool
+    full_precision: bool
+
+
+def check_module(module: nn.Module) -> None:
+    """Raises TypeError for what is no module."""
+    if not isinstance(module, nn.Module):
+        raise TypeError(
+            f"module takes the nn.Module whose names a checkpoint goes by, found {type(module).__name__}. Arguments "
+            "come in the order directory, module, optimizer."
+        )
+
+
+def as_list(optimizer: object) -> list[ShardedOptimizer]:
+    """The optimizers that a caller gave: one, several or none.
+
+    Raises:
+        TypeError: one that is not shardopt's, or a container that is no list of them.
+        ValueError: an empty list, which would drop the states, or one optimizer twice.
+    """
+    if optimizer is None:
+        return []
+    if isinstance(optimizer, Mapping | str) or not isinstance(optimizer, torch.optim.Optimizer | Iterable):
+        raise TypeError(
+            f"optimizer takes one of shardopt's optimizers, a list of them, or None for the module alone, found "
+            f"{type(optimizer).__name__}."
+        )
+    given = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+    found: list[ShardedOptimizer] = []
+    if not given:
+        raise ValueError("optimizer is an empty list, so no states would be kept: give None for the module alone.")
+    for index, each in enumerate(given):
+        if not isinstance(each, ShardedOptimizer):
+            raise TypeError(
+                f"a checkpoint holds the states of shardopt's optimizers, found a {type(each).__name__}: use the "
+                "Sharded class of that name, or save its state_dict()'s tensors as extra."
+            )
+        if any(each is other for other in found):
+            raise ValueError(f"optimizer lists the one at index {index} twice: list each once.")
+        each._check_open()
+        found.append(each)
+    return found
+
+
+def directory_of(directory: object) -> Path:
+    """Raises TypeError or ValueError for what is no path, or an empty one."""
+    return Path(path(directory, "directory"))
+
+
+def read_request(
+    directory: object,
+    extra: object,
+    step: object,
+    keep: object,
+    asynchronous: object,
+    allow_nonfinite: object,
+    full_precision: object,
+) -> Request:
+    """Raises TypeError or ValueError, by the argument's name."""
+    if extra is not None and not isinstance(extra, Mapping):
+        raise TypeError(f"extra takes a dict with string keys, found {type(extra).__name__}: give it a name in one.")
+    return Request(
+        directory_of(directory),
+        dict(extra or {}),
+        None if step is None else whole(step, "step", least=0, or_none=", or None to count"),
+        None if keep is None else whole(keep, "keep", least=1, or_none=", or None to keep all"),
+        flag(asynchronous, "asynchronous"),
+        flag(allow_nonfinite, "allow_nonfinite"),
+        flag(full_precision, "full_precision"),
+    )
