@@ -218,6 +218,27 @@ def refusal(function: Any) -> StateError:
     )
 
 
+class ParamPart(Part):
+    """What a sharded param shows of itself. ``copy_()`` of a whole tensor, which every rank must call, writes it."""
+
+    _write: Callable[[torch.Tensor], None]
+
+    @staticmethod
+    def of(part: Part, write: Callable[[torch.Tensor], None]) -> "ParamPart":
+        """The same, with a way to write this rank's slice of a whole tensor to where the param is."""
+        own = ParamPart(part.local, part.start, part, part._gather, part.dtype, part._fetch)
+        own._write = write
+        return own
+
+    @classmethod
+    def _answer(cls, function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        part = arguments[0] if arguments else None
+        if function is torch.ops.aten.copy_.default and isinstance(part, cls) and not isinstance(arguments[1], Part):
+            part._write(arguments[1])
+            return part
+        return super()._answer(function, arguments, keywords)
+
+
 class Mask(Part):
     """What ``isfinite``, ``isinf`` and ``isnan`` of a part give: elements of this rank's slice, all() and any() of all.
 

@@ -10,7 +10,7 @@ from functools import partial
 import torch
 
 from .errors import OffloadError
-from .part import Part
+from .part import ParamPart, Part
 from .partition.bucket import flattened
 from .partition.gather import GatheredBucket, Gatherer
 from .partition.released import Read, Write, forget, stand_in
@@ -99,7 +99,7 @@ class ShardedParams:
 
         def read() -> torch.Tensor:
             fetch = self._fetcher(shard, index, "param")
-            return Part(shard.read("param", index), where.start, param, gather, fetch=fetch)
+            return ParamPart.of(Part(shard.read("param", index), where.start, param, gather, fetch=fetch), write)
 
         def write(whole: torch.Tensor) -> None:
             cast = whole.detach().to(shard.device, shard.bucket.dtype)

@@ -154,3 +154,40 @@ def test_trains_is_killed_and_resumes(tmp_path: Path) -> None:
     losses = expected[0]["32-true"]["loss"]
     assert len(losses) == 2 * STEPS and sum(losses[-4:]) < sum(losses[:4]) - 0.4
     launch(resume, str(tmp_path), expected, frameworks=True)
+
+
+def fits_and_tests(folder: str) -> None:
+    """What Lightning does behind ``fit()``: it sends rank 0's params to all, sharded ones too, and evaluates."""
+    from lightning.pytorch import Trainer
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    warnings.simplefilter("ignore")
+    losses = []
+    for kind in ("torch", "stage 3"):
+        best = ModelCheckpoint(f"{folder}/{kind}", monitor="validation", mode="min")
+        trainer = Trainer(
+            accelerator="cpu",
+            devices=2,
+            strategy="ddp",
+            max_steps=SAVED_AT,
+            val_check_interval=2,
+            callbacks=[best],
+            default_root_dir=folder,
+            logger=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        module = make_module(kind)
+        module.test_step = module.validation_step
+        trainer.fit(module, loader(1, 64), loader(2, 16))
+        found = [
+            trainer.validate(module, loader(2, 16), verbose=False),
+            trainer.test(module, loader(3, 16), verbose=False),
+            trainer.test(module, loader(3, 16), ckpt_path="best", verbose=False),
+        ]
+        losses.append([each[0]["validation"] for each in found])
+    torch.testing.assert_close(torch.tensor(losses[1]), torch.tensor(losses[0]), rtol=2e-4, atol=2e-5)
+
+
+def test_fits_and_tests(tmp_path: Path) -> None:
+    launch(fits_and_tests, str(tmp_path), frameworks=True)

@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.utils import _sync_module_states
 from torch.optim import lr_scheduler
 from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn, get_swa_multi_avg_fn, update_bn
 
-from shardopt import ReleasedError, ShardedAdamW, Tuning
+from shardopt import ReleasedError, ShardedAdamW, StateError, Tuning
 from tests.optim.test_drop_in import SCHEDULERS
 from tests.support.ranks import Pool
 from tests.support.training import Net, batch, close_to, ddp, loss_of, raises, train_step
@@ -89,6 +91,30 @@ def averages() -> None:
             opt.close()
 
 
+def rank_0s_params() -> None:
+    """DDP sends them to all when it wraps a module, Lightning behind fit(): sharded ones too."""
+    for stage in STAGES:
+        model = Net()
+        opt = ShardedAdamW(model, lr=1e-2, stage=stage, tuning=SMALL)
+        train_step(model, opt, 0)
+        with opt.unsharded():
+            before = [param.detach().clone() for param in model.parameters()]
+        for nbytes in (250 << 20, 500):  # all at once, and one by one
+            _sync_module_states(model, dist.group.WORLD, nbytes, 0, ())
+        wrapped = ddp(model)
+        with opt.unsharded():
+            assert all(map(torch.equal, before, model.parameters()))
+        if stage == 3:
+            weight: Any = model.hidden.weight
+            weight.data.copy_(torch.full_like(before[4], 0.25))  # by every rank
+            with opt.unsharded():
+                assert model.hidden.weight.eq(0.25).all()
+            with raises(StateError, "part"):
+                opt.state[model.hidden.weight]["exp_avg"].copy_(before[4])
+        train_step(wrapped, opt, 1)
+        opt.close()
+
+
 @pytest.mark.parametrize(
     "rows",
     [
@@ -99,6 +125,10 @@ def averages() -> None:
 def test_compiled(rows: list[tuple[int, str]], ranks: Pool) -> None:
     """At stage 3, where hooks are compiled into the model, in every way."""
     ranks.run(compiled, rows, world=2)
+
+
+def test_rank_0s_params(ranks: Pool) -> None:
+    ranks.run(rank_0s_params, world=2)
 
 
 def test_averages(ranks: Pool) -> None:
