@@ -1,10 +1,11 @@
 """The command line: ``python -m shardopt <command>``."""
 
 import argparse
+import importlib.util
 import inspect
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
@@ -12,16 +13,19 @@ from typing import Any, get_args
 import torch
 
 import shardopt
-from shardopt.checkpoint.commands import add_commands, run
+from shardopt.checkpoint.commands import EXIT_CODES, add_commands, run
+from shardopt.command_values import chart_file, memory, params, positive, seed
 from shardopt.config import GradientFormat, Master, StateFormat
+from shardopt.errors import UnsupportedVersionError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command; the exit code is 0 when all is well."""
+    """Runs one command; its exit code is one of those that ``--help`` lists."""
     parser = argparse.ArgumentParser(
         prog="python -m shardopt",
         description=shardopt.__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog=EXIT_CODES,
     )
     parser.add_argument("--version", action="version", version=f"shardopt {shardopt.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -36,8 +40,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     twins.add_argument(
         "--dtype", default="bf16", choices=sorted(_DTYPES), help="of params and gradients (default: %(default)s)"
     )
-    twins.add_argument("--steps", type=int, default=3, help="default: %(default)s")
-    twins.add_argument("--seed", type=int, default=0, help="default: %(default)s")
+    twins.add_argument("--steps", type=positive, default=3, help="default: %(default)s")
+    twins.add_argument("--seed", type=seed, default=0, help="default: %(default)s")
     twins.set_defaults(run=lambda options: _twins(options.optimizer, options.dtype, options.steps, options.seed))
     add_commands(commands)
     _add_plan(commands)
@@ -61,10 +65,10 @@ def _add_plan(commands: Any) -> None:
         "whether shown or not, the cheapest that fits is named: the one that keeps all of fp32, then moves least. "
         "Activations are not counted. From Python, shardopt.plan.plan() takes your own module, on the meta device too.",
     )
-    plan.add_argument("--params", required=True, type=_size, help="of the model, such as 7e9")
-    plan.add_argument("--ranks", type=int, default=1, help="default: %(default)s")
-    plan.add_argument("--device-memory", type=_size, help="of one rank, such as 80G")
-    plan.add_argument("--host-memory", type=_size, help="for one rank, such as 200G (default: any)")
+    plan.add_argument("--params", required=True, type=params, help="of the model, such as 7B or 7e9")
+    plan.add_argument("--ranks", type=positive, default=1, help="default: %(default)s")
+    plan.add_argument("--device-memory", type=memory, help="of one rank, such as 80G")
+    plan.add_argument("--host-memory", type=memory, help="for one rank, such as 200G (default: any)")
     plan.add_argument("--optimizer", default="AdamW", choices=sorted(_optimizers()), help="default: %(default)s")
     plan.add_argument("--dtype", choices=("fp32", "bf16"), help="of params (default: both)")
     plan.add_argument(
@@ -88,7 +92,9 @@ def _add_plan(commands: Any) -> None:
         "--release-gradients", action="store_true", help="keep none, where that can be: at stage 0 and 1, not offloaded"
     )
     plan.add_argument("--all", action="store_true", help="show every master, format and tier")
-    plan.add_argument("--plot", type=Path, help="a file for a stacked bar chart of what is shown (.png, .svg, .pdf)")
+    plan.add_argument(
+        "--plot", type=chart_file, help="a file for a stacked bar chart of what is shown (.png, .svg, .pdf)"
+    )
     plan.set_defaults(run=_plan)
 
 
@@ -96,27 +102,25 @@ def _doctor(options: argparse.Namespace) -> int:
     from .doctor import report
 
     print(report(options.path))
-    return 0
-
-
-def _size(text: str) -> int:
-    from .plan_report import parse_size
-
-    return parse_size(text)
+    if options.path.is_dir():
+        return 0
+    print(f"error: {options.path} is no directory: direct I/O was not tried", file=sys.stderr)
+    return 1
 
 
 def _plan(options: argparse.Namespace) -> int:
-    from .plan import WAYS, Tier, every_way, plan, possible, transformer
+    from .optim import recipe
+    from .plan import WAYS, Planner, Tier, every_way, possible, transformer
     from .plan_report import advice, chart, table
 
-    module = transformer(options.params)
-    instance = _optimizers()[options.optimizer]([torch.zeros(1)])
+    if options.plot is not None and importlib.util.find_spec("matplotlib") is None:
+        raise UnsupportedVersionError("--plot draws with Matplotlib, which is missing: pip install matplotlib.")
+    planner = Planner(transformer(options.params), recipe(_optimizers()[options.optimizer]), options.ranks)
     ways = [
         replace(way, has_average=options.ema, releases=options.release_gradients)
         for way in WAYS
         if options.dtype is None or way.dtype is _DTYPES[options.dtype]
     ]
-    needs = {way: plan(module, instance, options.ranks, way) for way in every_way(ways)}
     tier: Tier = "device" if options.offload is None else "host" if options.offload == "cpu" else "disk"
     asked = [
         replace(way, state_format=options.state_format, tier=tier, sums_rest=options.offload_gradients) for way in ways
@@ -127,14 +131,16 @@ def _plan(options: argparse.Namespace) -> int:
         for way in asked
     ]
     asked = list(map(possible, asked))
-    shown = list(needs.values()) if options.all else [needs[way] for way in asked]
+    is_searched = options.all or options.device_memory is not None
+    every = list(map(planner.need, every_way(ways))) if is_searched else []
+    shown = every if options.all else list(map(planner.need, asked))
     print(f"{options.optimizer}, {options.params:,} params, {options.ranks} ranks; GB on one rank\n")
     print(table(shown, options.params, options.device_memory, options.host_memory))
     if options.plot is not None:
         chart(shown, options.device_memory, options.plot)
     if options.device_memory is None:
         return 0
-    text, is_found = advice(list(needs.values()), options.optimizer, options.device_memory, options.host_memory)
+    text, is_found = advice(every, options.optimizer, options.device_memory, options.host_memory)
     print(f"\n{text}")
     return int(not is_found)
 
@@ -142,7 +148,7 @@ def _plan(options: argparse.Namespace) -> int:
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def _optimizers() -> dict[str, Callable[..., shardopt.ShardedOptimizer]]:
+def _optimizers() -> dict[str, type[shardopt.ShardedOptimizer]]:
     classes = (getattr(shardopt, name) for name in shardopt.__all__)
     return {
         each.__name__.removeprefix("Sharded"): each
@@ -154,13 +160,14 @@ def _optimizers() -> dict[str, Callable[..., shardopt.ShardedOptimizer]]:
 
 
 def _twins(optimizer: str, dtype: str, steps: int, seed: int) -> int:
+    from .optim import recipe
     from .twins import compare, triton_device
 
     where = "compiled for this GPU" if triton_device().type == "cuda" else "in Triton's interpreter"
-    instance = _optimizers()[optimizer]([torch.zeros(1)])
-    groups = [dict(instance.defaults), {**instance.defaults, "lr": 0.5 * float(instance.defaults["lr"])}]
+    used = recipe(_optimizers()[optimizer])
+    groups = [dict(used.defaults), {**used.defaults, "lr": 0.5 * float(used.defaults["lr"])}]
     start = time.perf_counter()
-    compared = compare(instance.rule, groups, _DTYPES[dtype], steps, seed)
+    compared = compare(used.rule, groups, _DTYPES[dtype], steps, seed)
     print(
         f"{optimizer}, {dtype} params and gradients, {steps} steps: the Triton kernel {where} beside the native kernel"
     )

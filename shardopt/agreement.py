@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from .errors import DisagreementError, OffloadError, ShardoptError
+from .errors import CommunicationError, DisagreementError, OffloadError, ShardoptError
 from .kernels.reductions import LIMBS
 from .partition.collectives import Ranks
 
@@ -108,12 +108,17 @@ def _compare_witnesses(bits: Sequence[int]) -> None:
 def _raise_problem(view: View, ranks: Ranks, device: torch.device) -> None:
     own = None if view.problem is None else [type(view.problem).__name__, str(view.problem)]
     problems = ranks.exchange_json(own, device, "reporting a problem")
-    if view.problem is not None:
+    # Of a rank that left a backward the others hear there already: its own error says more.
+    told = [(rank, problem) for rank, problem in enumerate(problems) if problem is not None]
+    first = [each for each in told if each[1][0] != CommunicationError.__name__]
+    if view.problem is not None and (own in [problem for _, problem in first] or not first):
         raise view.problem
-    rank, (kind, text) = next((rank, problem) for rank, problem in enumerate(problems) if problem is not None)
+    rank, (kind, text) = (first or told)[0]
     # What can be mended and tried again is of one type on all ranks, so that all can catch it.
     error = OffloadError if kind == OffloadError.__name__ else DisagreementError
-    raise error(f"rank {rank} cannot take this step, so no rank does and nothing changed. It says: {kind}: {text}")
+    raise error(
+        f"rank {rank} cannot take this step, so no rank does and nothing changed. It says: {kind}: {text}"
+    ) from view.problem
 
 
 def _raise_difference(view: View, ranks: Ranks, device: torch.device) -> None:

@@ -110,6 +110,17 @@ def texts(value: object, what: str, example: str) -> tuple[str, ...]:
     return found
 
 
+def mapping(value: object, what: str, example: str) -> dict[Any, Any]:
+    """A dict of what is given; empty for None.
+
+    Raises:
+        TypeError: it is no mapping.
+    """
+    if value is not None and not isinstance(value, Mapping):
+        raise TypeError(f"{what} takes a dict, as {example}, or None, found {_shown(value)}.")
+    return dict(value or {})
+
+
 def path(value: object, what: str) -> str:
     """A path as text, not empty: an empty one is the working directory, wherever the script runs.
 

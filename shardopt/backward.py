@@ -13,9 +13,11 @@ import numpy as np
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
+from .agreement import View, agree
 from .binding import Binding
+from .closure import ClosureRun
 from .entry import Candidate, Entry
-from .errors import BindingError, DisagreementError, ShardoptError
+from .errors import BindingError, CommunicationError, DisagreementError, ShardoptError
 from .gradient import GradientPart
 from .kernels import reductions
 from .kernels.formats import Format
@@ -29,7 +31,7 @@ from .shard import Shard
 from .slot import Norms, Slot
 
 # Columns of the table of largest values: bits of the largest magnitude, then facts that hold if they do on any rank.
-_LARGEST, _HELD, _NOT_HELD, PRESENT, LATE, UPDATED, _FACTS = range(7)
+_LARGEST, _HELD, _NOT_HELD, PRESENT, LATE, UPDATED, _LEFT_BY, _FACTS = range(8)
 
 # Params whose gradients are taken by an optimizer: a second one would take half of them.
 _TAKEN: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -53,6 +55,8 @@ class Backward:
         # its sum is to be divided, if not that of all ranks.
         self.before_round: Callable[[list[int]], int | None] | None = None
         self._divisor = binding.mesh.world.size  # of this round
+        self.closure = ClosureRun()
+        self._failed = False  # this rank adds zeros to the rest of a round, and says so at its end
 
     @property
     def entries(self) -> Sequence[Entry]:
@@ -168,12 +172,59 @@ class Backward:
         if self._binding.reducer is not None:
             self._binding.reducer.catch_up()
 
+    @property
+    def rounds(self) -> int:
+        """How many all ranks finished."""
+        return 0 if self._binding.reducer is None else self._binding.reducer.rounds
+
+    def fail(self, error: Exception, rounds: int) -> bool:
+        """A closure raised on this rank: tells others who wait for it in a round. See :mod:`shardopt.closure`.
+
+        Args:
+            rounds: how many were finished when the closure began.
+
+        Returns:
+            Whether all ranks will meet at the beginning of the step.
+        """
+        reducer = self._binding.reducer
+        if reducer is None:
+            return True
+        if reducer.tells:
+            reducer.fail(self.closure.number)
+            if self.is_open:
+                self.abandon(f"{type(error).__name__}: {error}")
+            return True
+        if self.is_open and reducer.can_meet:
+            self._failed = True
+            try:
+                self._finish()
+            except CommunicationError:  # of which the others heard, and this rank has another one
+                pass
+            finally:
+                self._failed = False
+        return (reducer.can_meet and not self._gathers_by_messages) or reducer.rounds > rounds
+
+    @property
+    def _gathers_by_messages(self) -> bool:
+        sharded = self._binding.sharded
+        return sharded is not None and sharded.gatherer.waits_for_others
+
+    def end_closure(self) -> None:
+        """All ranks know that a closure failed: they begin the next round together."""
+        if self._binding.reducer is not None:
+            self._binding.reducer.catch_up()
+
     def open(self) -> None:
         """Opens a round, in the outermost of the graphs that autograd is running."""
-        self._divisor = self._binding.mesh.world.size
+        self._divisor, reducer, told = self._binding.mesh.world.size, self._binding.reducer, None
+        assert reducer is not None
         if self.before_round is not None:
-            held = [number for number, entry in enumerate(self._entries) if _is_held(entry)]
-            self._divisor = self.before_round(held) or self._divisor
+            told = self.before_round([number for number, entry in enumerate(self._entries) if _is_held(entry)])
+            self._divisor = told or self._divisor
+        if told is None and self.closure.is_on and reducer.can_meet and not reducer.tells:
+            with self.closure.meeting():
+                agree(View("round", dict), self._binding.mesh.world, self._binding.device)
+        reducer.watch(self.closure.number if self.closure.is_on else 0)
         torch.autograd.Variable._execution_engine.queue_callback(self._finish)
         self._begin_round()
 
@@ -201,12 +252,10 @@ class Backward:
                 continue
             slot.edits = []
             if not slot.shows_in(grad):
-                slot.pending = None
+                slot.pending = slot.kept = None
                 continue
             held[entry.shard.number].add(entry.index)
-            if slot.divisor != self._divisor:  # a user scaled the mean: back to a sum, which the next ones are added to
-                slot.settle()
-                slot.total.mul_(self._divisor)
+            slot.add_up(self._divisor)  # if a user read or scaled the mean
         reducer.begin(held, absent)
         self._lost = None
 
@@ -313,10 +362,17 @@ class Backward:
         facts[:, _LARGEST] = sums[:, reductions.LARGEST]
         facts[:, _HELD], facts[:, _NOT_HELD], facts[:, LATE] = held, ~held, late
         facts[:, UPDATED] = self._updated()
+        facts[:, _LEFT_BY] = mesh.world.rank + 1 if self._failed else 0
         facts[:, PRESENT] = [reducer.has_arrived(entry.shard.number, entry.index) for entry in self._entries]
         if mesh.world.rank not in mesh.one_copy:
             sums[:] = 0  # other copies hold the same
         mesh.world.reduce_everywhere(torch.from_numpy(sums), torch.from_numpy(facts), "telling norms of gradients")
+        left_by = int(facts[:, _LEFT_BY].max(initial=0))
+        if left_by:
+            raise CommunicationError(
+                f"rank {left_by - 1} left this backward after an error of its own; look at its output. Its gradients "
+                "are missing, so params and states are unchanged: call zero_grad() on every rank and go on together."
+            )
         apart = np.flatnonzero(facts[:, _HELD] & facts[:, _NOT_HELD])
         if len(apart):
             raise DisagreementError(

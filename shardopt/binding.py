@@ -76,6 +76,7 @@ class Binding:
         self.counted_elsewhere: set[torch.nn.Parameter] = set()  # copies whose elements another rank's norm counts
         self.slice_numbers: dict[torch.nn.Parameter, int] = {}  # of the slice of a DTensor in a local param
         self.broken: str | None = None  # why params and states of the ranks may belong to different steps
+        self.is_half_loaded = False  # that is because of a load, which another one can make good
 
     # -- binding ---------------------------------------------------------------------------------------------------
 

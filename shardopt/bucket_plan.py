@@ -35,13 +35,19 @@ def plan_buckets(
 ) -> list[PlannedBucket]:
     """Layouts for these params, in backward order. ``kept_whole``: params that ``Tuning.keep`` names."""
     parts_with_params = Placements.of_stage(options.stage).param is Placement.SHARD
+    formats: dict[tuple[torch.dtype, bool], Kept] = {}  # a model has thousands of params, and two kinds of formats
+
+    def kept_of(param: torch.nn.Parameter) -> Kept:
+        kind = param.dtype, param.numel() < options.tuning.compress_from
+        if kind not in formats:
+            formats[kind] = kept_for(rule, options, param.dtype, param.numel())
+        return formats[kind]
 
     def key(candidate: Candidate) -> tuple[bool, str, tuple[str, ...], tuple[str, ...]]:
         _, param, group = candidate
         # Buckets of small params hold those of many layers: they are full last, and come last.
         is_whole = not parts_with_params or param.numel() < options.tuning.keep_below or param in kept_whole
-        kept = kept_for(rule, options, param.dtype, param.numel())
-        return is_whole, str(param.dtype), kept.key, rule.variant(group).states
+        return is_whole, str(param.dtype), kept_of(param).key, rule.variant(group).states
 
     # Backward runs from the last param to the first; sorting is stable, so each kind keeps that order.
     backward = sorted(reversed(candidates), key=key)
@@ -52,6 +58,5 @@ def plan_buckets(
         for indices in split_into_buckets(sizes, bucket_bytes(kind[0][1].device)):
             members = tuple(kind[index] for index in indices)
             layout = BucketLayout(tuple(param.numel() for _, param, _ in members), num_shards)
-            kept = kept_for(rule, options, members[0][1].dtype, members[0][1].numel())
-            plan.append(PlannedBucket(members, layout, states, kept, not is_whole))
+            plan.append(PlannedBucket(members, layout, states, kept_of(members[0][1]), not is_whole))
     return plan

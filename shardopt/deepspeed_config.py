@@ -12,7 +12,7 @@ Every key is mapped, checked, or named: in one warning where it changes no resul
 """
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LRScheduler
 
+from .arguments import mapping
 from .deepspeed_ignored import check_rest
 from .deepspeed_keys import Keys
 from .deepspeed_optimizer import optimizer_of
@@ -117,7 +118,9 @@ def from_deepspeed_config(
         raise ShardoptError(
             f"from_deepspeed_config(config, module): module is a {type(module).__name__}, no nn.Module."
         )
-    keys = Keys(config, auto or {}, SECTIONS, RENAMED)
+    if params is not None and (isinstance(params, str) or not isinstance(params, Iterable)):
+        raise TypeError(f"params takes tensors or param groups, or None, found {type(params).__name__}.")
+    keys = Keys(config, mapping(auto, "auto", "{'optimizer.params.lr': 1e-4}"), SECTIONS, RENAMED)
     micro, steps = batch_of(keys, _ranks(module, process_group))
     dtype, scale = precision_of(keys)
     stage = stage_of(keys)

@@ -119,12 +119,12 @@ class GradientPart(Part):
         slot = self.whole_slot()
         if slot.gather is None:
             return self.whole().clone()
-        slot.settle()
+        slot.look()
         return slot.gather(slot.total).to(self.dtype)
 
     def whole(self) -> Tensor:
         """The mean where this rank holds all of it: the slot's own memory where device and dtype allow."""
-        self.slot.settle()
+        self.slot.look()
         return self.shaped(self.slot.total.to(self.device)).to(self.dtype)
 
     def shaped(self, total: Tensor) -> Tensor:
@@ -204,6 +204,8 @@ def _divide(function: Any, part: GradientPart, other: Any) -> GradientPart:
 def _negate(function: Any, part: GradientPart) -> GradientPart:
     slot = part.whole_slot()
     slot.total.neg_()
+    if slot.kept is not None:
+        slot.kept.neg_()
     slot.edits.append(["neg_"])
     return part
 
@@ -212,7 +214,7 @@ def _zero(function: Any, part: GradientPart) -> GradientPart:
     slot = part.live_slot()
     slot.total.zero_()
     slot.edits = [["zero_"]]
-    slot.pending = None
+    slot.pending = slot.kept = None
     slot.norms = Norms(0.0, 0.0, 0)
     return part
 
@@ -339,7 +341,7 @@ def _copy(function: Any, part: GradientPart, *, memory_format: Any = None, **key
     slot = part.whole_slot()
     if slot.gather is None:
         return NotImplemented
-    slot.settle()
+    slot.look()
     dtype = keywords.get("dtype") or part.dtype
     return Part(function(slot.total.to(part.device), **keywords), slot.start, part, dtype=dtype)
 

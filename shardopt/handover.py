@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .backward import Backward
 from .binding import Binding
+from .closure import ClosureRun
 from .errors import BindingError
 from .forward import Forward, ModuleHook, tensors_within
 from .module_tree import ModuleTree
@@ -41,6 +42,7 @@ class Handover:
         self.pauses = 0  # how many no_sync() contexts of ours are open
         self._binding: Binding | None = None
         self.backward: Backward | None = None
+        self.closure = ClosureRun()
         self.forward: Forward | None = None
         # The optimizers that the module was handed to: each may have some of its params.
         self.sharing: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
@@ -96,6 +98,7 @@ class Handover:
     def begin(self, binding: Binding, backward: Backward) -> None:
         """Whatever is bound from now on is taken over."""
         self._binding, self.backward = binding, backward
+        backward.closure = self.closure
         if Placements.of_stage(binding.options.stage).param is Placement.SHARD:
             self.forward = Forward(binding, self.module)
             self.backward.on_end = self.forward.backward_ended

@@ -10,7 +10,7 @@ import inspect
 import math
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import Any, TypeVar, Unpack, cast
+from typing import Any, NamedTuple, TypeVar, Unpack, cast
 
 import torch
 from torch import Tensor
@@ -51,6 +51,7 @@ Init = TypeVar("Init", bound=Callable[..., None])
 
 
 Defaults = Callable[..., dict[str, Any]]
+_RECIPES: dict[Callable[..., None], tuple[Rule, Callable[[], dict[str, Any]]]] = {}
 
 
 def like(made: type[torch.optim.Optimizer] | Defaults, rule: Rule) -> Callable[[Init], Init]:
@@ -71,6 +72,9 @@ def like(made: type[torch.optim.Optimizer] | Defaults, rule: Rule) -> Callable[[
             _defaults(made, arguments)
             return arguments
 
+        def default_group() -> dict[str, Any]:
+            return _defaults(made, {name: each.default for name, each in own.items()})
+
         @functools.wraps(signature_only)
         def __init__(self: ShardedOptimizer, *positional: Any, **keywords: Any) -> None:
             bound = signature.bind(self, *positional, **keywords)
@@ -81,9 +85,23 @@ def like(made: type[torch.optim.Optimizer] | Defaults, rule: Rule) -> Callable[[
             self._check_group = check_group
             ShardedOptimizer.__init__(self, params, defaults, rule=rule, **options)
 
+        _RECIPES[__init__] = rule, default_group
         return cast(Init, __init__)
 
     return decorate
+
+
+class Recipe(NamedTuple):
+    """What a class updates with."""
+
+    rule: Rule
+    defaults: dict[str, Any]  # of param groups
+
+
+def recipe(kind: type[ShardedOptimizer]) -> Recipe:
+    """Of a class of this module, without an optimizer: to construct one torch imports its compiler, for seconds."""
+    rule, default_group = _RECIPES[kind.__init__]
+    return Recipe(rule, default_group())
 
 
 def _checked(parameter: inspect.Parameter, value: Any) -> Any:
@@ -112,6 +130,16 @@ def _number(value: Any, name: str, may_be_tensor: bool) -> Any:
     return plain(value)
 
 
+@functools.cache
+def _bare(torch_class: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
+    """The same without torch's own ``add_param_group``, which imports its compiler."""
+
+    def add_param_group(self: torch.optim.Optimizer, param_group: dict[str, Any]) -> None:
+        self.param_groups.append({**self.defaults, **param_group})
+
+    return type(torch_class.__name__, (torch_class,), {"add_param_group": add_param_group})
+
+
 def _refuse_nan(arguments: Mapping[str, Any]) -> None:
     """Raises ValueError for one that torch let pass: no rule can use it, if not at the first step."""
     for name, value in arguments.items():
@@ -123,7 +151,7 @@ def _refuse_nan(arguments: Mapping[str, Any]) -> None:
 def _defaults(made: type[torch.optim.Optimizer] | Defaults, arguments: dict[str, Any]) -> dict[str, Any]:
     """The param groups' defaults, as torch makes them of these arguments, or torch's error."""
     if isinstance(made, type):
-        construct = cast(Callable[..., torch.optim.Optimizer], made)
+        construct = cast(Callable[..., torch.optim.Optimizer], _bare(made))
         defaults = construct([torch.empty(0, device="cpu")], **arguments).defaults
     else:
         defaults = made(**arguments)

@@ -3,8 +3,9 @@
 import copy
 import dataclasses
 import os
+import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar, Unpack
 
@@ -20,6 +21,7 @@ from .averaged import averaged, has_average
 from .backward import Backward
 from .bind import bind
 from .binding import Binding
+from .closure import Settled, run_closure
 from .composition import Composition, Party
 from .config import Offload, OptionKeywords, Options, check_process_group
 from .consolidate import consolidate
@@ -43,6 +45,7 @@ from .step import NOTHING_DONE, Call, Outcome, run_step
 from .survey import Scaling, check_group, check_numbers, plain_numbers
 from .tiers import check_offload, make_store, tier_of
 from .timings import Timings
+from .turns import in_turn
 from .uneven import Uneven
 from .written_params import refresh_masters
 
@@ -102,6 +105,8 @@ class ShardedOptimizer(torch.optim.Optimizer, Uneven):
                 )
             options["module"] = params
             params = list(params.parameters())
+        elif not isinstance(params, Iterable):
+            raise TypeError(f"params takes a module, tensors or param groups, found {type(params).__name__}.")
         self.options = Options(**options)
         if self.options.ema is not None:
             self.rule = rule.averaging(self.options.ema)
@@ -109,6 +114,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Uneven):
         self._handover: Handover | None = None
         self._release: Release | None = None  # in place of the steps, where gradients are released
         self._composition: Composition | None = None  # at the first step
+        self._turn = threading.RLock()
         self._locals = LocalParams()
         self._states = StateTable(self.rule, self._locals)
         self._retire: list[weakref.finalize[Any, ShardedOptimizer]] = []
@@ -148,8 +154,9 @@ class ShardedOptimizer(torch.optim.Optimizer, Uneven):
         """Takes the module over now, and not at its first forward. Every rank must call it.
 
         A model that is trained through its submodules or other methods only (``model.encode(x)``), so that its own
-        forward never runs, needs this call. Params become views of buckets, masters and states are allocated. A module that was built on the meta device
-        is given memory and values here, bucket by bucket: at stage 3 no rank ever holds all of it.
+        forward never runs, needs this call. Params become views of buckets, masters and states are allocated. A module
+        that was built on the meta device is given memory and values here, bucket by bucket: at stage 3 no rank ever
+        holds all of it.
 
         Args:
             state_dict: values for params and buffers on the meta device: whole tensors by their names in the module
@@ -171,6 +178,13 @@ class ShardedOptimizer(torch.optim.Optimizer, Uneven):
         candidates = binding.unbound(self.param_groups)
         if not candidates and not binding.fresh and (binding.entries or not binding.frozen(handover.module)):
             return
+        with handover.closure.meeting():
+            self._bind_together(handover, candidates, state_dict)
+
+    def _bind_together(
+        self, handover: Handover, candidates: list[Candidate], state_dict: Mapping[str, torch.Tensor] | None
+    ) -> None:
+        binding = self._bound()
         self._announce("bind")
         numbers = self._check_together(handover, candidates, state_dict)
         if meta_params(handover.module):
@@ -332,11 +346,13 @@ class ShardedOptimizer(torch.optim.Optimizer, Uneven):
     # -- the step --------------------------------------------------------------------------------------------------
 
     @_disable_dynamo
+    @in_turn
     def step(self, closure: Closure | None = None) -> Any:
-        """Updates every param that has a gradient. Every rank must make this call.
+        """Updates every param that has a gradient. Every rank must make this call; threads of one process take turns.
 
         Args:
-            closure: re-evaluates the model and returns the loss; on every rank or on none.
+            closure: re-evaluates the model and returns the loss; on every rank or on none. What it raises on one rank
+                is raised on all, at once where the module was handed over (:mod:`shardopt.closure` says how).
 
         Returns:
             What the closure returned.
@@ -345,22 +361,33 @@ class ShardedOptimizer(torch.optim.Optimizer, Uneven):
             ShardoptError: see :mod:`shardopt.errors`; unless the message says otherwise, nothing changed on any rank.
         """
         self._check_open()
-        loss, problem, scaling = None, None, Scaling()
-        try:
+        loss, problem, scaling, settled = None, None, Scaling(), None
+
+        def evaluate() -> Any:
             self._check_weights("step()")
             self._check_released()
-            if closure is not None:
-                with torch.enable_grad():
-                    loss = closure()
+            return None if closure is None else closure()
+
+        try:
+            loss = evaluate() if closure is None else run_closure(evaluate, self._handover)
             scaling = self._scaling()
             if self._handover is not None and self._handover.backward is not None:
                 self._handover.check_still_covered()
                 self._handover.backward.check_whole()
+        except Settled as error:
+            settled = error.error
         except Exception as error:  # raised on every rank by run_step, so that no rank waits for this one
             problem = error
+        if settled is not None:
+            raise settled
         call = Call(self.defaults, scaling, closure is not None, problem)
-        self._announce("step", call)
-        self._take(call)
+        try:
+            self._announce("step", call)
+            self._take(call)
+        except BaseException:
+            if closure is not None and self._handover is not None and self._handover.backward is not None:
+                self._handover.backward.end_closure()
+            raise
         return loss
 
     def _take(self, call: Call) -> None:
@@ -462,6 +489,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Uneven):
         scale, found = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         return Scaling(1.0 if scale is None else float(scale), found is not None and bool(found))
 
+    @in_turn
     def refresh_masters(self) -> None:
         """Makes masters follow params that were written through ``.data``, which leaves no trace to notice.
 
@@ -546,6 +574,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Uneven):
         if states is not None:
             self._states.consolidated = {**self._states.waiting, **states}
 
+    @in_turn
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a dict of this class or of the torch class, at any number of ranks; each rank takes its part.
 
@@ -635,6 +664,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Uneven):
         if self._away is not None:
             self._move(None)
 
+    @in_turn
     def _move(self, to: Offload | None) -> None:
         self._check_open()
         binding = self._binding
@@ -670,7 +700,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Uneven):
         other.rule, other.options = self.rule, dataclasses.replace(self.options, module=module)
         other._closed, other.grad_norm, other.updates = self._closed, self.grad_norm, self.updates
         other._composition, other._handover, other._away = None, None, None
-        other._release, other._check_group = None, self._check_group
+        other._release, other._check_group, other._turn = None, self._check_group, threading.RLock()
         other._retire, other._locals = [], LocalParams()
         other._states = StateTable(self.rule, other._locals)
         for group in self.param_groups:

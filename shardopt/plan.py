@@ -7,11 +7,12 @@ will be. Activations, and what the allocator and the communication library keep,
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Literal, get_args
+from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 import torch
 from torch import nn
 
+from .arguments import whole
 from .bucket_plan import PlannedBucket, plan_buckets
 from .config import GradientFormat, Master, Options, StateFormat, Tuning
 from .entry import Candidate
@@ -20,11 +21,11 @@ from .kernels.formats import BlockFormat, Format
 from .offload import landing
 from .offload.file_io import PAGE, padded
 from .offload.pipeline import SLOTS
-from .optimizer import ShardedOptimizer
 from .param_names import matching
 from .partition.layout import BLOCK, BucketLayout
 from .partition.placement import Placement, Placements
 from .partition.reducer import BUCKETS_UNDER_WAY, BYTES_UNDER_WAY
+from .rules import Rule
 
 _FP32 = 4
 KINDS = ("param", "gradient", "master", "state", "buffer", "window", "ddp")
@@ -138,62 +139,160 @@ def every_way(ways: Sequence[Way] = WAYS) -> list[Way]:
     return list(dict.fromkeys(combined))
 
 
-def plan(module: nn.Module, optimizer: ShardedOptimizer, ranks: int, way: Way, options: Options | None = None) -> Need:
+class Updates(Protocol):
+    """What a plan reads of an optimizer, or of :func:`shardopt.optim.recipe`."""
+
+    @property
+    def rule(self) -> Rule: ...
+
+    @property
+    def defaults(self) -> dict[str, Any]: ...
+
+
+def plan(module: nn.Module, optimizer: Updates, ranks: int, way: Way, options: Options | None = None) -> Need:
     """Args:
     module: on any device, the meta device too; its params' dtypes are those of ``way`` instead.
     optimizer: any instance of the class, for its rule and hyper-parameters; it is not touched.
     options: tuning and ``reduce_dtype`` are read from them.
     """
-    given = options or Options()
-    asked = Options(
-        module=module if way.has_module else None,
-        stage=way.stage,
-        master=way.master,
-        state_format=way.state_format,
-        gradient_format=way.gradient_format,
-        reduce_dtype=given.reduce_dtype if way.has_module else None,
-        release_gradients=way.releases,
-        tuning=given.tuning,
-    )
-    rule = optimizer.rule
-    if way.has_average and rule.average is None:
-        rule = rule.averaging(_SOME_DECAY)
-    params = [nn.Parameter(torch.empty(param.shape, dtype=way.dtype, device="meta")) for param in module.parameters()]
-    candidates: list[Candidate] = [("", param, optimizer.defaults) for param in params]
-    placements = Placements.of_stage(way.stage)
-    shards = ranks if placements.state is Placement.SHARD else 1
+    return Planner(module, optimizer, ranks, options).need(way)
 
-    def bucket_bytes(_: torch.device) -> int:
-        return given.tuning.bucket_bytes_of(next(module.parameters()).device, way.has_module)
 
-    named = matching(module, given.tuning.keep) if way.stage == 3 else ()
-    kept_whole = {mine for mine, theirs in zip(params, module.parameters(), strict=True) if theirs in named}
-    buckets = plan_buckets(candidates, rule, asked, shards, bucket_bytes, kept_whole)
-    kinds: dict[str, dict[str, int]] = {kind: {} for kind in KINDS}
-    for bucket in buckets:
-        for kind, tier, nbytes in _of_bucket(bucket, way, ranks // shards):
+class _Laid(NamedTuple):
+    """What ways have in common that differ in nothing but where things rest. In bytes."""
+
+    kept: Kept  # of params that are large enough
+    states: tuple[str, ...]
+    param: int
+    gradient: int  # sums of them
+    master: int
+    state: int
+    rows: int
+    under_way: int
+    slots: int
+    staging: int
+    window: int
+    gathered: int  # elements that forward and backward gather
+
+
+class Planner:
+    """Plans of one model, optimizer and number of ranks: what many ways have in common is laid out once."""
+
+    def __init__(self, module: nn.Module, optimizer: Updates, ranks: int, options: Options | None = None):
+        """Arguments as for :func:`plan`.
+
+        Raises:
+            TypeError, ValueError: no module, a model without params, or no rank.
+        """
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"module takes an nn.Module, found {type(module).__name__}.")
+        self._ranks = whole(ranks, "ranks", least=1)
+        self._optimizer, self._options = optimizer, options or Options()
+        self._shapes = [param.shape for param in module.parameters()]
+        if not self._shapes:
+            raise ValueError(f"{type(module).__name__} has no params: nothing would be sharded.")
+        self._device, self._module = next(module.parameters()).device, module
+        self._numel = sum(param.numel() for param in module.parameters())
+        self._candidates: dict[torch.dtype, list[Candidate]] = {}
+        self._laid: dict[Way, _Laid] = {}
+
+    def need(self, way: Way) -> Need:
+        """What this way needs on one rank."""
+        laid, numel, ranks, given = self._lay(way), self._numel, self._ranks, self._options
+        kinds: dict[str, dict[str, int]] = {kind: {} for kind in KINDS}
+
+        def add(kind: str, tier: str, nbytes: int) -> None:
             kinds[kind][tier] = kinds[kind].get(tier, 0) + nbytes
-    numel = sum(param.numel() for param in params)
-    if way.has_module:
-        kinds["buffer"]["device"] += _under_way(buckets, given.reduce_dtype or way.dtype, ranks)
-        if way.sums_rest:
-            kinds["buffer"]["device"] += _slots(buckets, given.reduce_dtype or way.dtype, ranks)
-    else:
-        kinds["gradient"]["device"] = numel * way.dtype.itemsize
-        kinds["ddp"]["device"] = numel * way.dtype.itemsize * (ranks > 1)
-    if way.tier == "disk":
-        kinds["buffer"]["host"] = _staging(buckets, way, given.tuning)
-    released = [bucket.layout.numel * way.dtype.itemsize for bucket in buckets if bucket.is_released]
-    kinds["window"]["device"] = min(sum(released), given.tuning.live_bytes + max(released, default=0))
-    kept = kept_for(rule, asked, way.dtype, given.tuning.compress_from)
-    moved = {
-        "wire": _on_the_wire(buckets, ranks, way, kept, given),
-        # Masters and states come and go; sums go, and come where the GPU has the states.
-        "bus": 2 * sum(kinds[kind].get("host", 0) for kind in ("master", "state"))
-        + kinds["gradient"].get("host", 0) * (2 if way.tier == "host" else 1),
-        "disk": 2 * sum(kinds[kind].get("disk", 0) for kind in ("master", "state")),
-    }
-    return Need(way, kinds, _formula(way, kept, rule.variant(optimizer.defaults).states), moved)
+
+        add("param", "device", laid.param)
+        add("master", way.tier, laid.master)
+        add("state", way.tier, laid.state)
+        add("buffer", "device", laid.rows)
+        if way.has_module:
+            add("gradient", _sums_tier(way), 0 if way.releases else laid.gradient)
+            add("buffer", "device", laid.under_way + (laid.slots if way.sums_rest else 0))
+        else:
+            add("gradient", "device", numel * way.dtype.itemsize)
+            add("ddp", "device", numel * way.dtype.itemsize * (ranks > 1))
+        if way.tier == "disk":
+            add("buffer", "host", laid.staging)
+        add("window", "device", laid.window)
+        moved = {
+            "wire": _on_the_wire(numel, laid.gathered, ranks, way, laid.kept, given),
+            # Masters and states come and go; sums go, and come where the GPU has the states.
+            "bus": 2 * sum(kinds[kind].get("host", 0) for kind in ("master", "state"))
+            + kinds["gradient"].get("host", 0) * (2 if way.tier == "host" else 1),
+            "disk": 2 * sum(kinds[kind].get("disk", 0) for kind in ("master", "state")),
+        }
+        return Need(way, kinds, _formula(way, laid.kept, laid.states), moved)
+
+    def _lay(self, way: Way) -> _Laid:
+        common = replace(way, tier="device", sums_rest=False, releases=False)
+        if common not in self._laid:
+            self._laid[common] = self._lay_out(common)
+        return self._laid[common]
+
+    def _lay_out(self, way: Way) -> _Laid:
+        given, ranks = self._options, self._ranks
+        tuning, reduced = given.tuning, given.reduce_dtype or way.dtype
+        asked = Options(
+            module=self._module if way.has_module else None,
+            stage=way.stage,
+            master=way.master,
+            state_format=way.state_format,
+            gradient_format=way.gradient_format,
+            reduce_dtype=given.reduce_dtype if way.has_module else None,
+            tuning=tuning,
+        )
+        rule = self._optimizer.rule
+        if way.has_average and rule.average is None:
+            rule = rule.averaging(_SOME_DECAY)
+        shards = ranks if Placements.of_stage(way.stage).state is Placement.SHARD else 1
+
+        def bucket_bytes(_: torch.device) -> int:
+            return tuning.bucket_bytes_of(self._device, way.has_module)
+
+        counted: dict[Any, _Alike] = {}
+        candidates = self._of_dtype(way.dtype)
+        named = matching(self._module, tuning.keep) if way.stage == 3 else ()
+        pairs = zip(candidates, self._module.parameters(), strict=True)
+        kept_whole = {mine for (_, mine, _), theirs in pairs if theirs in named}
+        for bucket in plan_buckets(candidates, rule, asked, shards, bucket_bytes, kept_whole):
+            # Layers are alike, and so are their buckets.
+            key = bucket.layout, bucket.kept.key, bucket.is_released
+            found = counted.get(key)
+            counted[key] = _Alike(bucket, 1 if found is None else found.number + 1)
+        alike = list(counted.values())
+        sizes: dict[str, int] = dict.fromkeys(("param", "gradient", "master", "state", "rows"), 0)
+        for bucket, count in alike:
+            for kind, nbytes in _of_bucket(bucket, way, ranks // shards):
+                sizes[kind] += count * nbytes
+        released = [(bucket.layout, count) for bucket, count in alike if bucket.is_released]
+        whole_window = sum(layout.numel * count for layout, count in released) * way.dtype.itemsize
+        largest = max((layout.numel for layout, _ in released), default=0) * way.dtype.itemsize
+        return _Laid(
+            kept=kept_for(rule, asked, way.dtype, tuning.compress_from),
+            states=rule.variant(self._optimizer.defaults).states,
+            **sizes,
+            under_way=_under_way(alike, reduced, ranks),
+            slots=_slots(alike, reduced, ranks),
+            staging=_staging(alike, way, tuning),
+            window=min(whole_window, tuning.live_bytes + largest),
+            gathered=sum(sum(layout.numels) * count for layout, count in released),
+        )
+
+    def _of_dtype(self, dtype: torch.dtype) -> list[Candidate]:
+        if dtype not in self._candidates:
+            params = [nn.Parameter(torch.empty(shape, dtype=dtype, device="meta")) for shape in self._shapes]
+            self._candidates[dtype] = [("", param, self._optimizer.defaults) for param in params]
+        return self._candidates[dtype]
+
+
+class _Alike(NamedTuple):
+    """Buckets of one layout and one format."""
+
+    bucket: PlannedBucket
+    number: int
 
 
 def _itemsize(format: Format | None) -> float:
@@ -203,29 +302,27 @@ def _itemsize(format: Format | None) -> float:
     return format.itemsize + (_FP32 / BLOCK if isinstance(format, BlockFormat) else 0)
 
 
-def _of_bucket(bucket: PlannedBucket, way: Way, copies: int) -> Iterator[tuple[str, str, int]]:
-    """(kind, tier, bytes) between steps. ``copies`` of one shard sum its gradients in equal parts."""
-    shard, whole = bucket.layout.shard_numel, bucket.layout.numel
-    summed = BucketLayout((shard,), copies).numel
-    yield "param", "device", (shard if bucket.is_released else whole) * way.dtype.itemsize
-    is_kept = way.has_module and not way.releases
-    yield "gradient", _sums_tier(way), summed * bucket.kept.gradient.itemsize if is_kept else 0
-    yield "master", way.tier, int(shard * _itemsize(bucket.kept.master))
-    yield "state", way.tier, sum(int(shard * _itemsize(bucket.kept.states[name])) for name in bucket.states)
-    yield "buffer", "device", shard // BLOCK * 4  # the row of each block
+def _of_bucket(bucket: PlannedBucket, way: Way, copies: int) -> Iterator[tuple[str, int]]:
+    """(kind, bytes) between steps. ``copies`` of one shard sum its gradients in equal parts."""
+    shard, numel = bucket.layout.shard_numel, bucket.layout.numel
+    yield "param", (shard if bucket.is_released else numel) * way.dtype.itemsize
+    yield "gradient", BucketLayout((shard,), copies).numel * bucket.kept.gradient.itemsize
+    yield "master", int(shard * _itemsize(bucket.kept.master))
+    yield "state", sum(int(shard * _itemsize(bucket.kept.states[name])) for name in bucket.states)
+    yield "rows", shard // BLOCK * 4  # the row of each block
 
 
 def _sums_tier(way: Way) -> Tier:
     return "host" if way.sums_rest else "device"
 
 
-def _under_way(buckets: Sequence[PlannedBucket], dtype: torch.dtype, ranks: int) -> int:
+def _under_way(alike: Sequence[_Alike], dtype: torch.dtype, ranks: int) -> int:
     """Most bytes of buffers that gradients are reduced in: some are filled while others travel."""
-    layouts = [BucketLayout(bucket.layout.numels, ranks) for bucket in buckets]
+    layouts = [(BucketLayout(each.bucket.layout.numels, ranks), each.number) for each in alike]
     # A lone gradient that needs no padding is its own buffer.
-    sizes = [each.numel * dtype.itemsize for each in layouts if each.numels != (each.numel,)]
-    largest = max(sizes, default=0)
-    return min(len(sizes), _most_under_way(largest)) * largest
+    sizes = [(each.numel * dtype.itemsize, count) for each, count in layouts if each.numels != (each.numel,)]
+    largest = max((size for size, _ in sizes), default=0)
+    return min(sum(count for _, count in sizes), _most_under_way(largest)) * largest
 
 
 def _most_under_way(nbytes: int) -> int:
@@ -233,25 +330,27 @@ def _most_under_way(nbytes: int) -> int:
     return max(BUCKETS_UNDER_WAY, BYTES_UNDER_WAY // max(nbytes, 1)) + 1
 
 
-def _slots(buckets: Sequence[PlannedBucket], dtype: torch.dtype, ranks: int) -> int:
+def _slots(alike: Sequence[_Alike], dtype: torch.dtype, ranks: int) -> int:
     """Most bytes of slots that sums are made in which rest elsewhere; one more of them is on its way up."""
+    buckets = [each.bucket for each in alike]
     least = min((BucketLayout(bucket.layout.numels, ranks).numel * dtype.itemsize for bucket in buckets), default=0)
     largest = max((bucket.layout.shard_numel * bucket.kept.gradient.itemsize for bucket in buckets), default=0)
-    return max(landing.SLOTS, min(len(buckets), _most_under_way(least) + 1)) * largest
+    number = sum(each.number for each in alike)
+    return max(landing.SLOTS, min(number, _most_under_way(least) + 1)) * largest
 
 
-def _staging(buckets: Sequence[PlannedBucket], way: Way, tuning: Tuning) -> int:
+def _staging(alike: Sequence[_Alike], way: Way, tuning: Tuning) -> int:
     """Bytes of memory that states on a disk take: slots, and params as before the step."""
     chunk_bytes = padded(max(tuning.chunk_bytes, PAGE))
-    turns, slot = 0, 0
-    for bucket in buckets:
+    turns, slot, kept = 0, 0, 0
+    for bucket, count in alike:
         shard = bucket.layout.shard_numel
         elements = min(chunk_bytes // _FP32, shard)
         streams = [bucket.kept.master, *(bucket.kept.states[name] for name in bucket.states)]
         planes = [nbytes for format in streams if format is not None for nbytes in _plane_bytes(format, elements)]
         slot = max(slot, sum(map(padded, planes)))
-        turns += -(-shard // max(elements, 1)) * bool(planes)
-    kept = sum(bucket.layout.shard_numel for bucket in buckets) * way.dtype.itemsize
+        turns += count * -(-shard // max(elements, 1)) * bool(planes)
+        kept += count * shard * way.dtype.itemsize
     return kept + min(SLOTS, turns) * slot
 
 
@@ -280,15 +379,14 @@ def _formula(way: Way, kept: Kept, states: Sequence[str]) -> str:
     return ", ".join([of("device"), *(f"{tier} {of(tier) or 0}" for tier in others)])
 
 
-def _on_the_wire(buckets: Sequence[PlannedBucket], ranks: int, way: Way, kept: Kept, options: Options) -> int:
+def _on_the_wire(numel: int, gathered: int, ranks: int, way: Way, kept: Kept, options: Options) -> int:
     """In units of (ranks - 1) / ranks of the params: an all-reduce is two.
 
     At stage 3 that of modules that fill their buckets: one that several share is gathered again for each of them.
     """
     travels = (options.reduce_dtype or way.dtype).itemsize
-    numel = sum(sum(bucket.layout.numels) for bucket in buckets)
     # At stage 3 forward and backward gather, in place of the one gathering behind the update.
-    again = sum(sum(bucket.layout.numels) for bucket in buckets if bucket.is_released) * way.dtype.itemsize
+    again = gathered * way.dtype.itemsize
     if not way.has_module:
         gradients, params = 2 * way.dtype.itemsize, way.stage and way.dtype.itemsize
     elif way.stage == 0 and way.releases:
@@ -326,8 +424,7 @@ class _Shapes(nn.Module):
 
 def transformer(numel: int) -> nn.Module:
     """A decoder of about this many params (the embedding takes what is left), on the meta device."""
-    if numel < 1:
-        raise ValueError(f"a model has at least one param, found {numel}.")
+    numel = whole(numel, "numel (params of a model whose layers are laid out)", least=1, most=10**15)
     layers = max(1, round((numel / (12 * 128**2)) ** (1 / 3)))  # width 128 x depth, as is usual
     width = max(1, int((0.95 * numel / (12 * layers)) ** 0.5) // 16 * 16) if numel > 10_000 else 0
     shapes = [shape for _ in range(layers) for shape in _layer(width)] if width else []

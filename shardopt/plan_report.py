@@ -8,21 +8,6 @@ import torch
 from .plan import KINDS, TIERS, Need, Way, cheapest, cost, fits
 
 _HATCHES = {"device": None, "host": "//", "disk": "xx"}
-_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
-
-
-def parse_size(text: str) -> int:
-    """``80G`` (10^9), ``80Gi`` (2^30), ``7e9``.
-
-    Raises:
-        ValueError: it is neither.
-    """
-    plain = text.strip().removesuffix("B")
-    binary = plain.endswith("i")
-    plain = plain.removesuffix("i")
-    unit = plain[-1:].upper() if plain[-1:].upper() in _UNITS and plain[-1:] else ""
-    factor = 2 ** (10 * list(_UNITS).index(unit)) if binary else _UNITS[unit]
-    return int(float(plain[: len(plain) - len(unit)]) * factor)
 
 
 def table(needs: Sequence[Need], numel: int, device_bytes: int | None, host_bytes: int | None = None) -> str:

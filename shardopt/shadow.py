@@ -66,6 +66,11 @@ class Told:
                     "model (in DistributedDataParallel or not), param groups and options of join()."
                 )
         for rank in self.active:
+            if rows[rank]["kind"] != self.kind and any(row.get("failed") for row in rows):
+                failed = next(rank for rank, row in enumerate(rows) if row.get("failed"))
+                raise DisagreementError(
+                    f"rank {failed} cannot take this step, so no rank does: {rows[failed]['failed']}"
+                )
             if rows[rank]["kind"] != self.kind:
                 raise DisagreementError(
                     f"rank {self.first} is at {_KINDS[self.kind]}, rank {rank} at {_KINDS[rows[rank]['kind']]}: a rank "
@@ -184,6 +189,7 @@ class Shadow(JoinHook):
         assert optimizer is not None
         return {
             "closure": call.closure,
+            "failed": None if call.problem is None else f"{type(call.problem).__name__}: {call.problem}",
             "scaling": list(call.scaling),
             "numbers": [plain_numbers(group) for group in optimizer.param_groups],
             "gradients": [_dtype_of(param.grad) for param in optimizer._grouped()],

@@ -75,6 +75,7 @@ class Slot:
             this slice is the whole, on every rank that has one.
         rounded: a number as ``total`` would hold it.
         divisor: what ``total`` is still to be divided by; 1 once settled.
+        kept: the sum that ``total`` was, where it was divided only to be looked at.
         part: the one that shows this gradient. Any other of this slot is stale.
         is_used: by a step, since the last backward.
         edits: what was done to the mean in place since the last round: the name of a method of the part, its arguments.
@@ -92,6 +93,8 @@ class Slot:
         self.total, self.start, self.receive, self.gather = total, start, receive, gather
         self.rounded = _ROUNDINGS[total.dtype]
         self.divisor = 1
+        self.kept: Tensor | None = None
+        self._kept_of = 1  # what that was divided by
         self.part: GradientPart | None = None
         self.is_used = False
         self.edits: list[list[Any]] = []
@@ -119,9 +122,39 @@ class Slot:
 
     def settle(self) -> None:
         """Makes ``total`` the mean: divided once, rounded once, as a kernel that divides on reading does."""
+        self.kept = None
         if self.divisor != 1:
             divide_(self.total, self.divisor)
             self.divisor = 1
+
+    def look(self) -> None:
+        """As ``settle``, for whoever only reads: nothing that follows has other bits for it."""
+        if self.divisor != 1:
+            kept, self._kept_of = self.total.clone(), self.divisor
+            self.settle()
+            self.kept = kept
+
+    def summed(self) -> tuple[Tensor, int]:
+        """(the sum, what it is to be divided by), where the mean was only looked at; else ``total`` as it is.
+
+        What was written to the mean meanwhile is multiplied.
+        """
+        if self.kept is None:
+            return self.total, self.divisor
+        mean = self.kept.clone()
+        divide_(mean, self._kept_of)
+        return torch.where(self.total == mean, self.kept, self.total * self._kept_of), self._kept_of
+
+    def add_up(self, count: int) -> None:
+        """Makes ``total`` the sum of so many means, to which others are added."""
+        if self.divisor == count:
+            return
+        if self.kept is not None and self._kept_of == count:
+            self.total.copy_(self.summed()[0])
+            self.kept = None
+        else:
+            self.settle()
+            self.total.mul_(count)
 
     def shows_in(self, grad: Tensor | None) -> bool:
         """Whether this is a part that shows the slot's gradient, or an alias of it (``.detach()``)."""
@@ -129,7 +162,7 @@ class Slot:
 
     def lend(self) -> Tensor:
         """The mean, for others to read. A write to it is noticed: the norms are then no longer known."""
-        self.settle()
+        self.look()
         if self._lent is None:
             # ``total`` shares its count of writes with the whole buffer; ``.data`` has a count of its own.
             self._lent = self.total.data
@@ -138,7 +171,7 @@ class Slot:
 
     def alias(self) -> Tensor:
         """The mean, for views that may be written unnoticed: norms of this slot are never known again."""
-        self.settle()
+        self.look()
         self._is_aliased = True
         return self.total
 

@@ -57,7 +57,8 @@ class StateView(Mapping[Any, Any]):
         name = next(name for name, each, _ in named_params(self._optimizer.param_groups) if each is param)
         read = self._states.read(state, group, param, name)
         self._optimizer._check_weights("loading a state")
-        self._states.put(param, read, bool(state))
+        with self._optimizer._turn:
+            self._states.put(param, read, bool(state))
 
     # Frameworks count and look up without reading: a state may lie on a disk, or have to be decoded.
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook, _JoinConfig
 from torch.nn.parallel import DistributedDataParallel
 
-from .errors import BindingError, ShardoptError
+from .errors import BindingError, DisagreementError, ShardoptError
 from .local_params import any_dtensor
 from .step import Call
 
@@ -98,8 +98,14 @@ class Uneven(Joinable):
     def _announce(self, kind: str, call: Call | None = None) -> None:
         """Collective in a context: ranks that have run out do the same."""
         hook = self._hook
-        if hook is not None:
+        if hook is None:
+            return
+        try:
             hook.announce(kind, dict if call is None else functools.partial(hook.step_facts, call))
+        except DisagreementError as error:  # the others are in a backward, say
+            if call is not None and call.problem is not None:
+                raise call.problem from error
+            raise
 
     def _enroll(self) -> None:
         """``ddp.join()`` finds this optimizer from now on."""

@@ -14,7 +14,6 @@ Both run freely: a difference in one step is in all that follow.
 
 import copy
 import itertools
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -122,14 +121,14 @@ def verify(
         ValueError: no batch, stage, way or step; a tolerance that is no number from 0 on; a ``build`` whose models
             differ; no torch class of that name.
     """
-    steps, tolerance = whole(steps, "steps", least=1), number(tolerance, "tolerance", least=0, below=math.inf)
+    steps, tolerance = whole(steps, "steps", least=1), number(tolerance, "tolerance", least=0)
     stages, ways = _listed(stages, "stages"), _listed(ways, "ways")
     stages = [whole(stage, "each of stages", least=0, most=3) for stage in stages]
     for way in ways:
         if not isinstance(way, Mapping):
             raise TypeError(f"each of ways is a dict of keywords, such as {{'offload': 'cpu'}}, found {way!r}.")
     _check_functions(build, optimizer, reference, loss)
-    if not isinstance(batches, Iterable) or isinstance(batches, str):
+    if not isinstance(batches, Iterable) or isinstance(batches, str | Mapping):
         raise TypeError(f"batches takes what yields batches, found {type(batches).__name__}.")
     kept = list(itertools.islice(batches, steps))
     if not kept:

@@ -1,11 +1,13 @@
 """``python -m shardopt inspect | verify | export | import``: checkpoints on the command line."""
 
 import argparse
+import os
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
+from ..command_values import index
 from ..errors import ShardoptError
 from .export import export_states, export_weights
 from .import_command import add_import, run_import
@@ -43,7 +45,7 @@ def add_commands(commands: Any) -> None:
     export.add_argument("output", metavar="OUT", type=Path, help="the file to write; replaced once it is whole")
     export.add_argument("--to", choices=["torch", "safetensors"], required=True, help="the form to write")
     export.add_argument(
-        "--optimizer", type=int, default=0, metavar="N", help="with --to torch: which one (default: %(default)s)"
+        "--optimizer", type=index, default=0, metavar="N", help="with --to torch: which one (default: %(default)s)"
     )
     inspect.set_defaults(run=_inspect)
     check.set_defaults(run=_verify)
@@ -51,13 +53,38 @@ def add_commands(commands: Any) -> None:
     add_import(commands).set_defaults(run=_import)
 
 
+EXIT_CODES = """exit codes:
+  0    done, and all is well
+  1    the answer is no (bits differ, damaged, nothing fits), or what was asked for could not be done
+  2    the command line is wrong; nothing was done
+  3    a bug in shardopt: `python -X dev -m shardopt ...` shows where
+  130  interrupted"""
+
+
 def run(options: argparse.Namespace) -> int:
-    """Runs the command that was given; errors of shardopt are told without a traceback."""
+    """Runs the command that was given; errors are told on one line, without a traceback."""
     try:
-        return int(options.run(options))
-    except (ShardoptError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        code = int(options.run(options))
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # `| head` has seen enough; Python would complain again when it flushes at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except (ShardoptError, OSError, MemoryError) as error:
+        print(f"error: {str(error) or type(error).__name__}", file=sys.stderr)
+        return 1
+    except Exception as error:
+        if sys.flags.dev_mode:
+            raise
+        print(
+            f"error: a bug in shardopt, please report it ({type(error).__name__}: {error}). python -X dev -m shardopt "
+            "shows where.",
+            file=sys.stderr,
+        )
+        return 3
 
 
 class Progress:

@@ -13,7 +13,7 @@ def describe(slot: Slot) -> dict[str, Any]:
     """What every rank knows of a reduced gradient, to the bit; JSON-able."""
     norms = slot.norms
     known = None if norms is None else [norms.two.hex(), norms.largest.hex(), norms.nonfinite]
-    return {"divisor": slot.divisor, "norms": known}
+    return {"divisor": slot.summed()[1], "norms": known}  # the same on all ranks, of which some may have looked
 
 
 def restore(
@@ -30,7 +30,7 @@ def restore(
         own: this rank's gradient that was not reduced.
         world_size: ranks that go on.
     """
-    param.grad, slot.pending = None, None
+    param.grad, slot.pending, slot.kept = None, None, None
     with torch._C.DisableTorchFunctionSubclass():  # the param may be released
         if about is None:
             param.grad = own

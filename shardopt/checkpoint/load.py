@@ -119,7 +119,7 @@ def _load(
     fitting, loading = Fit(), Loading(checkpoint, meeting)
     try:
         model = Model(module, optimizers)
-        model.check_whole()
+        model.check_loadable()
         fitting = fit(manifest, model)
         if strict and fitting.mismatches:
             raise CheckpointError(
@@ -232,7 +232,7 @@ class Loading:
         except Exception as error:
             problem = CheckpointError(
                 f"loading {self._checkpoint.path} failed half-way ({type(error).__name__}: {error}): params and states "
-                "belong to different steps by now, so the optimizers refuse to step. Mend the cause and start anew."
+                "belong to different steps by now, so the optimizers refuse to step. Mend the cause and load again."
             )
             problem.__cause__ = error
         try:
@@ -240,8 +240,13 @@ class Loading:
         except ShardoptError as error:
             for optimizer in optimizers:
                 for binding in optimizer._bindings:
-                    binding.broken = f"while loading a checkpoint: {error}"
+                    binding.broken, binding.is_half_loaded = f"while loading a checkpoint: {error}", True
             raise
+        if not fitting.mismatches:  # everything was replaced
+            for optimizer in optimizers:
+                for binding in optimizer._bindings:
+                    if binding.is_half_loaded:
+                        binding.broken, binding.is_half_loaded = None, False
 
     def _commit(self, model: Model, fitting: Fit, optimizers: Sequence[ShardedOptimizer]) -> None:
         for name, home in model.homes.items():

@@ -1,6 +1,6 @@
 """What there is to save or to fill, by name: params with their optimizer and shard, and buffers."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -136,15 +136,29 @@ class Model:
     def device(self) -> torch.device:
         return device_of(self.module)
 
-    def check_whole(self) -> None:
+    def check_savable(self) -> None:
         """Raises CheckpointError while params and states may not belong together."""
+        self._check_unbroken([each for optimizer in self.optimizers for each in optimizer._bindings])
+        self._check_own()
+
+    def check_loadable(self) -> None:
+        """Raises CheckpointError while a load cannot replace all there is; what an earlier load left, it can."""
+        bindings = [each for optimizer in self.optimizers for each in optimizer._bindings]
+        self._check_unbroken([each for each in bindings if not each.is_half_loaded])
+        self._check_own()
+
+    def _check_unbroken(self, bindings: Iterable[Binding]) -> None:
+        broken = next((each.broken for each in bindings if each.broken is not None), None)
+        if broken is not None:
+            raise CheckpointError(
+                f"a step failed half-way ({broken}): params and states of the ranks may belong to "
+                "different steps. Nothing was saved; start anew from the last checkpoint."
+            )
+
+    def _check_own(self) -> None:
+        """That params are the weights, and in their shards."""
         for optimizer in self.optimizers:
-            binding = next((each for each in optimizer._bindings if each.broken is not None), optimizer._binding)
-            if binding is not None and binding.broken is not None:
-                raise CheckpointError(
-                    f"a step failed half-way ({binding.broken}): params and states of the ranks may belong to "
-                    "different steps. Nothing was saved; start anew from the last checkpoint."
-                )
+            binding = optimizer._binding
             if any(each.is_averaged for each in optimizer._bindings):
                 raise CheckpointError(
                     "params show the average of the weights at this moment: a checkpoint would hold it in their place, "

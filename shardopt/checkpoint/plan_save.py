@@ -120,7 +120,7 @@ def plan_save(model: Model, extra: Mapping[str, Any], step: int | None, widens: 
     Raises:
         CheckpointError: something cannot be saved; nothing was written.
     """
-    model.check_whole()
+    model.check_savable()
     for optimizer in model.optimizers:
         for binding in optimizer._bindings:
             if not widens:
@@ -243,7 +243,7 @@ class _Planner:
                 key, where = Key("gradients", home.name, "reduced"), home.shard.slice_of(home.index)
                 assert home.binding is not None
                 first, last = _own_cut(slot.total.numel(), home.binding.mesh)
-                self._add(key, tensor, where.start + first, where.start + last, Flat(slot.total), first)
+                self._add(key, tensor, where.start + first, where.start + last, Flat(slot.summed()[0]), first)
         if own is not None:  # accumulated under no_sync()
             key = Key("gradients", home.name, str(self.world.rank))
             self._add(key, _described(key, own), 0, own.numel(), Flat(flat_of(own)), 0)

@@ -21,7 +21,7 @@ from .neighbours import Neighbours
 
 SLOTS = 64  # addresses that a board can hold; more buffers are never under way at once
 # In the order in which a neighbour must read them: memory is copied from lower to higher addresses.
-_AT, _MISSED, _FILLED, _TAKEN, _FIRST_ADDRESS = range(5)
+_AT, _MISSED, _FAILED, _FILLED, _TAKEN, _FIRST_ADDRESS = range(6)
 _ATTEMPTS = 1 << 20  # of one round, at most; round and attempt are one number, so that both change at once
 # A look takes a microsecond, a wait for a rank that computes milliseconds: after some looks the core is left to it.
 _EAGER_LOOKS = 20
@@ -50,6 +50,7 @@ class Notice(NamedTuple):
 
     at: int  # rounds that all ranks finished before this one, times _ATTEMPTS; attempts at it that were given up
     missed: int  # one more than the rank for whose sake it gave the last attempt up; 0: an error of its own
+    failed: int  # the last closure of a step that raised on it, counted from 1
     filled: int  # buffers that may be read, in this attempt
     taken: int  # buffers of every other rank that it has read, in this attempt
     addresses: tuple[int, ...]
@@ -63,6 +64,7 @@ class Board:
         self._ranks, self._neighbours, self.pids = ranks, neighbours, pids
         self._own = np.zeros(_FIRST_ADDRESS + SLOTS, dtype=np.int64)
         self._own[_AT] = -1
+        self.closure = 0  # that runs now, counted from 1 and the same on all ranks; 0: none
         self._fence = threading.Lock()
         where = ranks.exchange([self._own.ctypes.data], torch.device("cpu"), "exchanging notice boards")
         self._addresses = [address for (address,) in where]
@@ -76,6 +78,13 @@ class Board:
     def leave(self, round_number: int) -> None:
         """Tells the neighbours that this rank gives up its attempt at the round."""
         self._go_to(max(round_number * _ATTEMPTS, int(self._own[_AT])) + 1)
+
+    def fail(self, closure: int) -> None:
+        """Tells the neighbours that this closure raised here: who waits for this rank in it, at any attempt, gives up.
+
+        A number of the attempt would not do: who begins the closure later would catch up with it, and wait.
+        """
+        self._publish(_FAILED, closure)
 
     def catch_up(self, round_number: int) -> None:
         """Goes to the attempt that the neighbours are at: they gave one up that this rank perhaps had not begun."""
@@ -119,8 +128,8 @@ class Board:
 
     def _look(self, rank: int, phase: str) -> Notice:
         self.read(rank, self._addresses[rank], self._seen, phase)
-        at, missed, filled, taken, *addresses = self._seen.tolist()
-        return Notice(at, missed, filled, taken, tuple(addresses))
+        at, missed, failed, filled, taken, *addresses = self._seen.tolist()
+        return Notice(at, missed, failed, filled, taken, tuple(addresses))
 
     def ready(self, rank: int, reached: Callable[[Notice], bool], phase: str) -> Notice | None:
         """The rank's notice if it has reached the point; None if it is still on the way.
@@ -130,6 +139,12 @@ class Board:
         """
         notice = self._look(rank, phase)
         own = int(self._own[_AT])
+        if self.closure and notice.failed == self.closure:
+            self._own[_MISSED] = rank + 1
+            raise CommunicationError(
+                f"while {phase}: rank {rank} gave up this backward, after an error of its closure; look at its output. "
+                "Params and states are unchanged: call zero_grad() on every rank and go on together."
+            )
         if notice.at < own:
             return None
         if notice.at > own:

@@ -15,8 +15,10 @@ from .wire import Window, Wire
 class CheckedScatter:
     """Settles each job before the next one starts."""
 
+    tells = False  # ranks wait in the second reduction as well
+
     def __init__(self, ranks: Ranks, inner: Scatter):
-        self._ranks, self._inner = ranks, inner
+        self._ranks, self._inner, self.on_stream = ranks, inner, inner.on_stream
         self._free: list[torch.Tensor] = []
 
     def begin(self, round_number: int) -> None:
@@ -45,6 +47,12 @@ class CheckedScatter:
 
     def finish(self) -> list[torch.Tensor]:
         return self.progress()
+
+    def watch(self, closure: int) -> None:
+        self._inner.watch(closure)
+
+    def fail(self, closure: int) -> None:
+        self._inner.fail(closure)
 
     def leave(self, round_number: int) -> None:
         self._inner.leave(round_number)

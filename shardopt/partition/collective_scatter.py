@@ -16,6 +16,8 @@ from .traffic import Traffic
 class CollectiveScatter:
     """The backend's own, which sums in the dtype of the buffer; NCCL's runs on its own stream."""
 
+    tells, on_stream = False, True
+
     def __init__(self, ranks: Ranks, traffic: Traffic):
         self._ranks, self._traffic = ranks, traffic
         self._jobs: deque[tuple[Job, torch.Tensor, Pending]] = deque()
@@ -50,6 +52,12 @@ class CollectiveScatter:
             take(job.target, result, job.add)
             last_used(result)
         return job.buffer
+
+    def watch(self, closure: int) -> None:
+        pass
+
+    def fail(self, closure: int) -> None:
+        pass
 
     def leave(self, round_number: int) -> None:
         pass

@@ -95,6 +95,11 @@ class Gatherer:
         return GatheredBucket(bucket, own, window, self._transport.ranks.rank)
 
     @property
+    def waits_for_others(self) -> bool:
+        """Whether a rank that needs a bucket waits until the others need it."""
+        return self._transport.overlaps
+
+    @property
     def buffers(self) -> list[torch.Tensor]:
         return [each.bucket.flat for each in self._here]
 

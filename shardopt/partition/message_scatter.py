@@ -13,6 +13,8 @@ from .traffic import Traffic
 class MessageScatter:
     """Slices sent straight to their owners, under way while backward goes on."""
 
+    tells = on_stream = False
+
     def __init__(self, ranks: Ranks, traffic: Traffic, number: int):
         self._ranks, self._traffic, self._number = ranks, traffic, number
         self._jobs: deque[tuple[Job, list[torch.Tensor], Pending]] = deque()
@@ -58,6 +60,12 @@ class MessageScatter:
             sum_into(job.target[part], (each[part] for each in slices), job.add)
         return job.buffer
 
+    def watch(self, closure: int) -> None:
+        pass
+
+    def fail(self, closure: int) -> None:
+        pass
+
     def leave(self, round_number: int) -> None:
         pass  # the others meet the deadline
 
@@ -67,6 +75,8 @@ class MessageScatter:
 
 class StagedScatter:
     """CUDA tensors over a group that carries only CPU tensors: several ranks on one GPU, for tests of correctness."""
+
+    tells = on_stream = False
 
     def __init__(self, ranks: Ranks, traffic: Traffic, number: int):
         self._messages = MessageScatter(ranks, traffic, number)
@@ -97,6 +107,12 @@ class StagedScatter:
             job.target.copy_(staged.target)
             free.append(job.buffer)
         return free
+
+    def watch(self, closure: int) -> None:
+        pass
+
+    def fail(self, closure: int) -> None:
+        pass
 
     def leave(self, round_number: int) -> None:
         self._messages.leave(round_number)

@@ -15,6 +15,8 @@ from .traffic import Traffic
 class NeighbourScatter:
     """Reads this rank's slice out of every other rank's buffer as soon as that is filled."""
 
+    tells, on_stream = True, False
+
     def __init__(self, ranks: Ranks, board: Board, traffic: Traffic):
         self._ranks, self._board, self._traffic = ranks, board, traffic
         self._others = [(ranks.rank + step) % ranks.size for step in range(1, ranks.size)]
@@ -59,6 +61,12 @@ class NeighbourScatter:
             self._board.wait(rank, lambda notice: notice.taken > self._first, PHASE)
         self._first += 1
         self._summed = self._shown = self._first
+
+    def watch(self, closure: int) -> None:
+        self._board.closure = closure
+
+    def fail(self, closure: int) -> None:
+        self._board.fail(closure)
 
     def leave(self, round_number: int) -> None:
         self._board.leave(round_number)

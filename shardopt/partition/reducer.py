@@ -102,6 +102,21 @@ class Reducer:
         return self._order[-1]
 
     @property
+    def rounds(self) -> int:
+        """How many all ranks finished."""
+        return self._rounds
+
+    @property
+    def tells(self) -> bool:
+        """Whether ranks that wait for one that left its round notice at once."""
+        return all(each.tells for each in self._scatters)
+
+    @property
+    def can_meet(self) -> bool:
+        """Whether ranks can meet ahead of a round without letting a host wait for its device."""
+        return not any(each.on_stream for each in self._scatters)
+
+    @property
     def has_started(self) -> bool:
         """Whether a bucket of this round, or of the last one, has left this rank. None is summed that has not."""
         return self._started > 0
@@ -323,6 +338,16 @@ class Reducer:
         self._filling = []
         self._lent.clear()
         self.is_open = False
+
+    def watch(self, closure: int) -> None:
+        """See :meth:`Scatter.watch`."""
+        for scatter in self._scatters:
+            scatter.watch(closure)
+
+    def fail(self, closure: int) -> None:
+        """See :meth:`Scatter.fail`."""
+        for scatter in self._scatters:
+            scatter.fail(closure)
 
     def catch_up(self) -> None:
         """Before all ranks begin again, after an error that this rank may not have met."""

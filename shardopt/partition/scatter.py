@@ -49,7 +49,18 @@ class Job:
 
 
 class Scatter(Protocol):
-    """Rounds of reduction: every rank starts the same jobs in the same order."""
+    """Rounds of reduction: every rank starts the same jobs in the same order.
+
+    Attributes:
+        tells: who waits for a rank that left the round notices at once.
+        on_stream: the host does not wait, the current stream does.
+    """
+
+    @property
+    def tells(self) -> bool: ...
+
+    @property
+    def on_stream(self) -> bool: ...
 
     def begin(self, round_number: int) -> None: ...
 
@@ -71,6 +82,12 @@ class Scatter(Protocol):
             CommunicationError: a rank died, is late, or left the round.
         """
 
+    def watch(self, closure: int) -> None:
+        """A closure of a step begins, counted from 1 on all ranks; 0: it ended."""
+
+    def fail(self, closure: int) -> None:
+        """It raised on this rank: who waits for this rank in it is told, where that is possible."""
+
     def leave(self, round_number: int) -> None:
         """Gives up the round after an error on this rank; the others are told where that is possible."""
 
@@ -80,6 +97,8 @@ class Scatter(Protocol):
 
 class NoScatter:
     """One rank owns everything."""
+
+    tells, on_stream = True, False
 
     def __init__(self) -> None:
         self._done: list[torch.Tensor] = []
@@ -101,6 +120,12 @@ class NoScatter:
 
     def finish(self) -> list[torch.Tensor]:
         return self.progress()
+
+    def watch(self, closure: int) -> None:
+        pass
+
+    def fail(self, closure: int) -> None:
+        pass
 
     def leave(self, round_number: int) -> None:
         pass

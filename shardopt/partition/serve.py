@@ -36,10 +36,12 @@ import torch
 from ..epoch import Moment
 from ..errors import CommunicationError, ShardoptError, StateError
 from .collectives import Ranks
+from .listener import Listener
 
 MAX_REQUEST = 4096  # bytes; a longer one is not ours
 CHUNK = 64 << 20  # bytes of one answer
 HANDSHAKE = 10.0  # seconds that a peer has to prove who it is
+STRANGERS = 64  # connections that have not proved it yet, beside those of all ranks: of more the oldest is dropped
 # Seconds that a process goes on answering at its end, for ranks that did not say farewell.
 LINGER = 120.0
 SILENCE = 5.0  # seconds without a question behind which an optimizer that is closed stops to wait for one
@@ -69,14 +71,71 @@ class Shelf:
     Attributes:
         token: names the optimizer on every rank.
         key: what all of its ranks know, and nobody else.
+        ranks: how many they are.
         last_asked: when another rank last read.
     """
 
     token: str
     key: bytes
     readable: Readable | None
-    is_retired: threading.Event = field(default_factory=threading.Event)
+    ranks: int = 0
     last_asked: float = 0.0  # by the monotonic clock
+    _is_retired: bool = False
+    _leaving: "list[connection.Connection[Any, Any]]" = field(default_factory=list)  # who said farewell
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def hear_farewell(self, peer: "connection.Connection[Any, Any]") -> None:
+        """Keeps the connection, for an answer when this rank leaves too."""
+        with self._lock:
+            if not self._is_retired:
+                self._leaving.append(peer)
+                return
+        _answer_farewell(peer)
+
+    def retire(self) -> None:
+        """Nobody here will ask any more."""
+        with self._lock:
+            self._is_retired, leaving, self._leaving = True, self._leaving, []
+        for peer in leaving:
+            _answer_farewell(peer)
+
+
+def _answer_farewell(peer: "connection.Connection[Any, Any]") -> None:
+    with peer, suppress(OSError):
+        peer.send_bytes(_OK)
+
+
+class Hall:
+    """Connections whose peers have not proved yet who they are. However many come, they do not wait here for long."""
+
+    def __init__(self) -> None:
+        self._until: dict[connection.Connection[Any, Any], float] = {}  # in the order in which they came
+        self._lock = threading.Lock()
+
+    def enter(self, peer: "connection.Connection[Any, Any]", room: int) -> None:
+        with self._lock:
+            self._until[peer] = time.monotonic() + HANDSHAKE
+            while len(self._until) > room:
+                self._drop(next(iter(self._until)))
+
+    def leave(self, peer: "connection.Connection[Any, Any]") -> bool:
+        """Whether it was still welcome."""
+        with self._lock:
+            return self._until.pop(peer, None) is not None
+
+    def clear(self) -> float | None:
+        """Drops those whose time is over. Returns for how long nothing is to be done; None: until one comes."""
+        with self._lock:
+            now = time.monotonic()
+            for peer in [peer for peer, until in self._until.items() if until <= now]:
+                self._drop(peer)
+            return min((until - now for until in self._until.values()), default=None)
+
+    def _drop(self, peer: "connection.Connection[Any, Any]") -> None:
+        """Wakes the thread that reads from it, which closes it."""
+        del self._until[peer]
+        with suppress(OSError), socket.socket(fileno=os.dup(peer.fileno())) as there:
+            there.shutdown(socket.SHUT_RDWR)
 
 
 class Server:
@@ -84,11 +143,15 @@ class Server:
 
     def __init__(self, family: str):
         """``family``: AF_UNIX where all ranks share a file system and a kernel, else AF_INET."""
-        address = (own_address(), 0) if family == "AF_INET" else None
-        self._listener = connection.Listener(address, family)
+        self._listener = Listener((own_address(), 0) if family == "AF_INET" else None)
         self.address = self._listener.address
         self._shelves: dict[str, Shelf] = {}
+        self._hall = Hall()
         threading.Thread(target=self._accept, name="shardopt-serve", daemon=True).start()
+
+    def leave(self) -> None:
+        """See :meth:`Listener.leave`."""
+        self._listener.leave()
 
     def show(self, shelf: Shelf) -> None:
         self._shelves[shelf.token] = shelf
@@ -99,27 +162,32 @@ class Server:
     def _accept(self) -> None:
         while True:
             try:
-                peer = self._listener.accept()
-            except OSError:  # a peer that was gone before it was answered
+                peer = self._listener.accept(self._hall.clear())
+            except (OSError, ValueError):  # a peer that was gone again, too many open files, the interpreter's end
                 time.sleep(0.01)
                 continue
-            threading.Thread(target=self._answer, args=(peer,), name="shardopt-answer", daemon=True).start()
+            if peer is not None:
+                ranks = max((shelf.ranks for shelf in list(self._shelves.values())), default=0)
+                self._hall.enter(peer, STRANGERS + 2 * ranks)
+                threading.Thread(target=self._answer, args=(peer,), name="shardopt-answer", daemon=True).start()
 
     def _answer(self, peer: "connection.Connection[Any, Any]") -> None:
-        with peer, suppress(OSError, EOFError, ValueError, KeyError, TypeError):  # a stranger may send anything
-            shelf = self._greet(peer)
-            while shelf is not None:
+        # A stranger may send anything.
+        with suppress(OSError, EOFError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
+            try:
+                shelf = self._greet(peer)
+            finally:
+                is_welcome = self._hall.leave(peer)
+            while shelf is not None and is_welcome:
                 request = json.loads(peer.recv_bytes(MAX_REQUEST))
                 if "farewell" in request:
-                    shelf.is_retired.wait()
-                    peer.send_bytes(_OK)
-                    return
+                    shelf.hear_farewell(peer)
+                    return  # no thread waits for the answer: as many come as there are ranks
                 _send(peer, shelf, request)
+        peer.close()
 
     def _greet(self, peer: "connection.Connection[Any, Any]") -> Shelf | None:
         """The shelf that the peer asks for, once both have shown that they know its key."""
-        if not peer.poll(HANDSHAKE):
-            return None
         greeting = json.loads(peer.recv_bytes(MAX_REQUEST))
         shelf = self._shelves.get(str(greeting["token"]))
         if shelf is None:
@@ -127,8 +195,6 @@ class Server:
         challenge = secrets.token_hex(32)
         proof = _proof(shelf.key, greeting["challenge"], "server")
         peer.send_bytes(json.dumps({"proof": proof, "challenge": challenge}).encode())
-        if not peer.poll(HANDSHAKE):
-            return None
         answer = json.loads(peer.recv_bytes(MAX_REQUEST))["proof"]
         return shelf if hmac.compare_digest(str(answer), _proof(shelf.key, challenge, "client")) else None
 
@@ -215,12 +281,12 @@ class Peers:
     def farewell(self) -> None:
         """Tells every other rank that this one will not ask any more; returns when they told the same, or are gone."""
         waiting = []
-        for rank, address in enumerate(self._addresses):
+        # Each begins behind itself, so that they do not all come to rank 0 first.
+        for address in (*self._addresses[self._rank + 1 :], *self._addresses[: self._rank]):
             with suppress(OSError, EOFError, ValueError, KeyError):
-                if rank != self._rank:
-                    peer = _connect(address, self._shelf)
-                    peer.send_bytes(json.dumps({"farewell": self._rank}).encode())
-                    waiting.append(peer)
+                peer = _connect(address, self._shelf)
+                peer.send_bytes(json.dumps({"farewell": self._rank}).encode())
+                waiting.append(peer)
         while waiting:
             for ready in connection.wait(waiting):  # an answer, or the end of who should have given it
                 assert isinstance(ready, connection.Connection)
@@ -298,7 +364,7 @@ class Showing:
         cards = ranks.exchange_json(card, cpu, "sharing a key for state_dict()")
         family = "AF_UNIX" if all(machine == cards[0][0] for machine, _, _ in cards) else "AF_INET"
         _, token, key = cards[0]
-        shelf = Shelf(token, bytes.fromhex(key), readable)
+        shelf = Shelf(token, bytes.fromhex(key), readable, ranks.size)
         own: Server | None = None
         with suppress(OSError):
             own = server(family)
@@ -328,7 +394,7 @@ class Showing:
         """Nobody here will ask any more. What is shown stays until no other rank will."""
         if self._leaving is None:
             self._peers.close()
-            self._shelf.is_retired.set()
+            self._shelf.retire()
             self._leaving = threading.Thread(target=self._leave, name="shardopt-farewell", daemon=True)
             self._leaving.start()
 
@@ -358,6 +424,8 @@ def server(family: str) -> Server:
 
 
 def _forget() -> None:
+    for each in _SERVERS.values():
+        each.leave()
     _SERVERS.clear()
     _SHOWINGS.clear()
 

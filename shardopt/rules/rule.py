@@ -30,6 +30,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from ..arguments import flag, mapping, texts
 from ..errors import RuleError, ShardoptError
 from . import words
 from .words import WORDS
@@ -192,7 +193,16 @@ def rule(
 
     Raises:
         RuleError: the body leaves the vocabulary; the message names file and line.
+        TypeError: an argument is of another type, by its name.
     """
+    if not callable(scalars):
+        raise TypeError(f"scalars takes a function of (group, step, carried), found {type(scalars).__name__}.")
+    states = texts(states, "states", '("momentum",)')
+    carried = texts(carried, "carried", '("product",)')
+    nonnegative = texts(nonnegative, "nonnegative", '("square",)')
+    tolerates = mapping(tolerates, "tolerates", "{'sum': 'fp32'}")
+    initial = mapping(initial, "initial", "{'sum': 'start'}")
+    counts_steps = flag(counts_steps, "counts_steps")
     names = (*states, *carried)
     for index, name in enumerate(names):
         if not name.isidentifier() or name in _RESERVED or name in names[:index]:

@@ -1,4 +1,4 @@
-"""A module that is trained through its submodules or other methods: ``bind()`` takes it over, its own forward never runs."""
+"""A module that is trained through its submodules or other methods only: ``bind()`` takes it over."""
 
 import torch
 import torch.distributed as dist

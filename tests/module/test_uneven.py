@@ -4,6 +4,7 @@ Weights, inputs and what is done to gradients are whole numbers or powers of two
 by 1, 2 and 3: nothing is rounded, so bits are compared, those of a rank that had no batch at all too.
 """
 
+import functools
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -12,10 +13,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.join import Join
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.nn.parallel import DistributedDataParallel
 
-from shardopt import BindingError, DisagreementError, ShardedSGD, ShardoptError, Tuning
+from shardopt import BindingError, DisagreementError, ShardedAdamW, ShardedSGD, ShardoptError, Tuning
 from tests.support.ranks import Pool
 from tests.support.training import raises, raw
 
@@ -202,3 +203,76 @@ def what_is_refused() -> None:
 
 def test_refusals(ranks: Pool) -> None:
     ranks.run(what_is_refused, world=WORLD)
+
+
+class GradientSetter(Joinable):
+    """As in PyTorch's own test of ZeroRedundancyOptimizer: comes first, and sets gradients without a backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def __call__(self) -> None:
+        Join.notify_join_context(self)
+        self.calls += 1
+
+    def join_hook(self, **keywords: Any) -> JoinHook:
+        assert keywords == {"told": "all joinables"}
+        return JoinHook()
+
+    @property
+    def join_device(self) -> torch.device:
+        return torch.device("cpu")
+
+    @property
+    def join_process_group(self) -> Any:
+        return dist.group.WORLD
+
+
+def closures_norms_and_setters() -> None:
+    rank = dist.get_rank()
+    # A step(closure), clipped, with states elsewhere: the rank that has run out takes it too.
+    theirs, ours = DistributedDataParallel(Net()), DistributedDataParallel(Net())
+    torch_opt = torch.optim.AdamW(theirs.parameters(), lr=0.01)
+    opt = ShardedAdamW(ours, lr=0.01, stage=2, max_grad_norm=100.0, offload="cpu", tuning=Tuning(timeout=60))
+
+    def closure(step: int, words: str | None = None) -> Tensor:
+        opt.zero_grad()
+        loss = ours(batch(step))
+        if words is not None:
+            raise ValueError(words)
+        loss.backward()
+        return loss
+
+    with theirs.join():
+        for step in range(1 + 2 * rank):
+            torch_opt.zero_grad()
+            theirs(batch(step)).backward()
+            norm = nn.utils.clip_grad_norm_(theirs.parameters(), 100.0)
+            torch_opt.step()
+    with opt.join():
+        for step in range(1 + 2 * rank):
+            opt.step(functools.partial(closure, step))
+    assert opt.updates == 3 and (rank == 0 or abs(opt.grad_norm - float(norm)) < 1e-3 * float(norm))
+    for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(mine, other, atol=1e-5, rtol=1e-5)
+    # What a closure raises where another rank has run out.
+    with raises(ValueError if rank == 1 else DisagreementError, "a batch that is spoilt"), opt.join():
+        for step in range(1 + rank):
+            opt.step(functools.partial(closure, step, "a batch that is spoilt" if step else None))
+    assert opt.updates == 4
+    opt.step(functools.partial(closure, 0))
+    opt.close()
+    # Without DDP, behind another joinable.
+    param, setter = nn.Parameter(torch.zeros(300)), GradientSetter()
+    plain = ShardedSGD([param], lr=0.5, tuning=Tuning(timeout=60))
+    with Join([setter, plain], told="all joinables"):
+        for step in range(1 + 2 * rank):
+            setter()
+            param.grad = torch.full((300,), float(step + 1))
+            plain.step()
+    assert bool((param == -3.0).all()) and plain.updates == 3 and setter.calls == 1 + 2 * rank
+
+
+def test_closures_norms_and_other_joinables(ranks: Pool) -> None:
+    ranks.run(closures_norms_and_setters, world=2)

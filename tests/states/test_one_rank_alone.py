@@ -119,7 +119,7 @@ def closed_and_strange() -> int:
     opt = ShardedSGD(model, lr=0.1, momentum=0.9, stage=2, tuning=SMALL)
     train_step(model, opt, 0)
     (server,) = serve._SERVERS.values()
-    assert server._listener._listener._family == "AF_UNIX"  # type: ignore[attr-defined]
+    assert server._listener.family == "AF_UNIX"
     folder = os.stat(os.path.dirname(server.address))
     assert folder.st_uid == os.getuid() and folder.st_mode & 0o077 == 0
     showing = opt._binding.exhibit._showing

@@ -94,7 +94,7 @@ def train(model: nn.Module, optimizer: ShardedOptimizer, steps: range) -> None:
 
 def facts(model: nn.Module, optimizer: ShardedOptimizer) -> dict[str, str]:
     """Digests of all values, by name; complete on rank 0."""
-    optimizer.consolidate_state_dict(to=0)
+    optimizer.consolidate_state_dict()
     found = {}
     with optimizer.unsharded():
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):

@@ -101,7 +101,7 @@ def pair(**keywords: Any) -> tuple[nn.Module, nn.Module, torch.optim.Optimizer, 
 
 def saved_bytes(optimizer: ShardedOptimizer) -> bytes:
     """What rank 0 writes, on every rank."""
-    optimizer.consolidate_state_dict(to=0)
+    optimizer.consolidate_state_dict()
     box: list[Any] = [None]
     if dist.get_rank() == 0:
         file = io.BytesIO()

@@ -15,10 +15,11 @@ from torch.nn.parallel import DistributedDataParallel
 import shardopt
 from shardopt import Offload, ShardedAdagrad, ShardedAdamW, ShardedSGD, Tuning
 from shardopt.__main__ import main
+from shardopt.command_values import parse_count, parse_size
 from shardopt.config import Options
 from shardopt.doctor import report
 from shardopt.plan import TIERS, WAYS, Need, Way, cheapest, every_way, plan, transformer
-from shardopt.plan_report import advice, parse_size, table
+from shardopt.plan_report import advice, table
 from tests.support.ranks import Pool
 from tests.support.scripts import run_module
 
@@ -230,9 +231,14 @@ def test_sizes() -> None:
         assert sum(param.numel() for param in transformer(numel).parameters()) == numel
     read = {"80G": 80 * 10**9, "80GiB": 80 * 2**30, "7e9": 7 * 10**9, "1.5k": 1500, "2Mi": 2**21, "12": 12, "3B": 3}
     assert {text: parse_size(text) for text in read} == read
-    for text in ("", "G", "1X"):
-        with pytest.raises(ValueError):
+    for text in ("", "G", "1X", "nan", "inf", "-3", "1e999", "3i", "80Bi"):
+        with pytest.raises(ValueError, match=r"is no size: write 80G"):
             parse_size(text)
+    counts = {"7B": 7 * 10**9, "7b": 7 * 10**9, "0.35T": 35 * 10**10, "350M": 35 * 10**7, "7e9": 7 * 10**9, "12": 12}
+    assert {text: parse_count(text) for text in counts} == counts
+    for text in ("", "B", "7X", "nan", "inf", "-7B", "7GB"):
+        with pytest.raises(ValueError, match=r"is no count: write 7B"):
+            parse_count(text)
     text = table([need_of(3, 8)], 10_000_000, 10**9)
     assert "18/N" in text and text.splitlines()[0].split()[:3] == ["way", "param", "gradient"]
 

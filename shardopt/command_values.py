@@ -1,0 +1,112 @@
+"""Values on the command line: what argparse calls ``type=``. An error says what is wanted; argparse says of what."""
+
+import argparse
+import math
+from pathlib import Path
+
+_THOUSANDS = {"K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+_COUNTS = {**_THOUSANDS, "B": 10**9}  # billion
+LEAST_PARAMS, MOST_PARAMS = 10**3, 10**15
+_CHARTS = (".png", ".svg", ".pdf")
+
+
+def parse_size(text: str) -> int:
+    """Bytes: ``80G`` (10^9), ``80Gi`` (2^30), ``80GiB``, ``7e9``.
+
+    Raises:
+        ValueError: it is none of these, or not finite, or negative.
+    """
+    plain = text.strip().removesuffix("B")
+    binary = plain.endswith("i")
+    plain = plain.removesuffix("i")
+    unit = plain[-1:].upper()
+    power = list(_THOUSANDS).index(unit) + 1 if unit in _THOUSANDS else 0
+    if binary and not power:
+        raise ValueError(f"{text!r} is no size: write 80G, 80GiB or 8e10.")
+    factor = 2 ** (10 * power) if binary else 10 ** (3 * power)
+    return _scaled(plain[:-1] if power else plain, factor, text, "size: write 80G, 80GiB or 8e10.")
+
+
+def parse_count(text: str) -> int:
+    """``7B``, ``7e9`` and ``7000M`` are seven billion.
+
+    Raises:
+        ValueError: it is no number, not finite, or negative.
+    """
+    plain = text.strip()
+    factor = _COUNTS.get(plain[-1:].upper(), 1)
+    return _scaled(plain[:-1] if factor > 1 else plain, factor, text, "count: write 7B, 350M or 7e9.")
+
+
+def _scaled(number: str, factor: int, text: str, wanted: str) -> int:
+    try:
+        value = float(number) * factor
+    except (ValueError, OverflowError):
+        value = math.nan
+    if not 0 <= value < math.inf:
+        raise ValueError(f"{text!r} is no {wanted}")
+    return round(value)
+
+
+def memory(text: str) -> int:
+    """Bytes, at least one."""
+    try:
+        found = parse_size(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    if found < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no memory: leave it out for any.")
+    return found
+
+
+def params(text: str) -> int:
+    """Params of a model of which a plan says something."""
+    try:
+        found = parse_count(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    if found < LEAST_PARAMS:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is a model of {found} params: write 7B or 7e9 for seven billion. Fewer than {LEAST_PARAMS:,} "
+            "fit anywhere."
+        )
+    if found > MOST_PARAMS:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is more than 10^15 params, of which every layer would be laid out: no answer would be one."
+        )
+    return found
+
+
+def positive(text: str) -> int:
+    """An int from 1 to 2^31 - 1."""
+    return _whole(text, 1, 2**31 - 1)
+
+
+def index(text: str) -> int:
+    """An int from 0 on."""
+    return _whole(text, 0, 2**31 - 1)
+
+
+def seed(text: str) -> int:
+    """An int of 63 bits from 0 on."""
+    return _whole(text, 0, 2**63 - 1)
+
+
+def _whole(text: str, least: int, most: int) -> int:
+    try:
+        found = int(text)
+    except ValueError:
+        found = least - 1
+    if not least <= found <= most:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from {least} to {most}")
+    return found
+
+
+def chart_file(text: str) -> Path:
+    """A file for a chart, in a directory that is there."""
+    path = Path(text)
+    if path.suffix.lower() not in _CHARTS:
+        raise argparse.ArgumentTypeError(f"{text!r} is no {', '.join(_CHARTS[:-1])} or {_CHARTS[-1]} file")
+    if not path.parent.is_dir() or path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text!r} cannot be written: there is no directory {str(path.parent)!r}")
+    return path

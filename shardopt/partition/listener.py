@@ -1,0 +1,127 @@
+"""A socket that the other ranks find: in a folder of the user's own where all of them share a kernel, else on a port.
+
+A process that is killed leaves its folder behind. The next one of the same user on the same machine removes it: nobody
+listens there any more. A socket has its final name only once somebody listens, so that one in the making is let alone.
+"""
+
+import hashlib
+import os
+import re
+import shutil
+import socket
+import stat
+import tempfile
+import time
+from contextlib import suppress
+from multiprocessing import connection, util
+from pathlib import Path
+from typing import Any
+
+BACKLOG = 1024  # connections that wait to be accepted: all other ranks may come at once
+_NAME = "socket"
+_UNFINISHED = 3600.0  # seconds after which a folder without a socket was left by a dead process
+
+
+class Listener:
+    """Accepts connections.
+
+    Attributes:
+        address: a path, or (host, port).
+    """
+
+    def __init__(self, address: tuple[str, int] | None):
+        """None: a path.
+
+        Raises:
+            OSError: there is no room for a folder, or no such address.
+        """
+        self.address: Any
+        if address is None:
+            self._socket, self.address = _listen_in_folder()
+        else:
+            self._socket = socket.create_server(address, backlog=BACKLOG)
+            self.address = self._socket.getsockname()
+        # Also at the end of a process of multiprocessing, which runs nothing of atexit; not in a forked child.
+        folder = os.path.dirname(self.address) if address is None else None
+        util.Finalize(self, _end, (self._socket, folder), exitpriority=0)
+
+    @property
+    def family(self) -> str:
+        return self._socket.family.name
+
+    def accept(self, seconds: float | None) -> "connection.Connection[Any, Any] | None":
+        """The next connection; None where none came within so many seconds."""
+        if not connection.wait([self._socket], seconds):
+            return None
+        there, _ = self._socket.accept()
+        there.setblocking(True)
+        return connection.Connection(there.detach())
+
+    def leave(self) -> None:
+        """In a forked child, which does not answer: a caller would wait for it when the parent is dead."""
+        self._socket.close()
+
+
+def _end(there: socket.socket, folder: str | None) -> None:
+    there.close()
+    if folder is not None:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _listen_in_folder() -> tuple[socket.socket, str]:
+    roots = dict.fromkeys((tempfile.gettempdir(), "/tmp"))  # the name of a socket is short: 107 bytes on Linux
+    errors: list[OSError] = []
+    for root in roots:
+        try:
+            reclaim(Path(root))
+            folder = Path(tempfile.mkdtemp(prefix=_prefix(), dir=root))  # 0700
+        except OSError as error:
+            errors.append(error)
+            continue
+        there = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            there.bind(str(folder / "new"))
+            there.listen(BACKLOG)
+            os.rename(folder / "new", folder / _NAME)
+        except OSError as error:
+            errors.append(error)
+            there.close()
+            shutil.rmtree(folder, ignore_errors=True)
+            continue
+        return there, str(folder / _NAME)
+    raise errors[0]
+
+
+def reclaim(root: Path) -> None:
+    """Removes what killed processes of this user on this machine left in a directory."""
+    pattern = re.compile(re.escape(_prefix()) + "[a-z0-9_]+")
+    for name in os.listdir(root):
+        if pattern.fullmatch(name):
+            with suppress(OSError):  # another process reclaims it at the same time
+                status = os.lstat(root / name)
+                is_ours = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
+                if is_ours and not status.st_mode & 0o077 and _is_dead(root / name, status):
+                    shutil.rmtree(root / name)
+
+
+def _is_dead(folder: Path, status: os.stat_result) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.setblocking(False)  # a backlog that is full is that of somebody who lives
+        try:
+            probe.connect(str(folder / _NAME))
+        except ConnectionRefusedError:
+            return True
+        except FileNotFoundError:
+            return time.time() - status.st_mtime > _UNFINISHED
+        except OSError:
+            return False
+    return False
+
+
+def _prefix() -> str:
+    """Names the kernel: a directory may be shared by machines, and a socket is heard of on one of them only."""
+    try:
+        kernel = Path("/proc/sys/kernel/random/boot_id").read_text()
+    except OSError:
+        kernel = socket.gethostname()
+    return f"shardopt-serve-{hashlib.sha256(kernel.encode()).hexdigest()[:8]}-"

@@ -1,0 +1,344 @@
+"""Every argument of every public name, with values that nobody meant: what is accepted works, the rest is a clear line.
+
+The arguments are found by ``inspect``, so a new one fails here until the table says what it accepts.
+"""
+
+import inspect
+import linecache
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import Parameter
+
+import shardopt
+from shardopt import Offload, ShardoptError, Tuning
+from shardopt.config import Options
+from tests.support.paths import ROOT
+
+WALK: dict[str, Any] = {
+    "None": None,
+    "True": True,
+    "text": "nobody",
+    "nan": math.nan,
+    "inf": math.inf,
+    "-inf": -math.inf,
+    "-1": -1,
+    "0": 0,
+    "1e30": 1e30,
+    "numpy": np.float64(0.5),
+    "numpy int": np.int64(1),
+    "tensor": torch.tensor(0.5),
+    "tensor int": torch.tensor(1),
+    "wrong container": {"wrong": []},
+}
+EVERYTHING = set(WALK)
+ONE = {"numpy int", "tensor int"}
+HALF = {"numpy", "tensor"}
+COUNT = {"0", *ONE}
+FLAG = {"True", "0", *ONE}
+HINT = {"None", *FLAG}
+SHARE = {"0", *HALF}  # at least 0, below 1
+POSITIVE = {"1e30", *HALF, *ONE}
+FROM_0 = {"0", *POSITIVE}
+ANY_NUMBER = {"-1", *FROM_0}
+NONE, NOTHING = {"None"}, set[str]()
+
+OPTIONS = {
+    "module": NONE,
+    "stage": COUNT,
+    "process_group": NONE,
+    "norm_group": NONE,
+    "master": NOTHING,
+    "state_format": NOTHING,
+    "gradient_format": NOTHING,
+    "ema": NONE | SHARE,
+    "max_grad_norm": NONE | POSITIVE | {"inf"},
+    "release_gradients": {"0"},  # without the module
+    "reduce_dtype": NONE,
+    "offload": NONE,
+    "tuning": NOTHING,
+}
+# Of torch's arguments. As in torch NaN is refused, and a hint may be left open.
+TORCH = {
+    "params": NOTHING,
+    "lr": FROM_0,
+    "betas": NOTHING,
+    "etas": NOTHING,
+    "step_sizes": NOTHING,
+    "eps": FROM_0,
+    "weight_decay": FROM_0,
+    "momentum": FROM_0,
+    "dampening": ANY_NUMBER | {"inf", "-inf"},  # without a momentum it is never used
+    "lr_decay": FROM_0,
+    "initial_accumulator_value": FROM_0,
+    "rho": SHARE | ONE,
+    "alpha": FROM_0,
+    "lambd": ANY_NUMBER,
+    "t0": ANY_NUMBER | {"inf", "-inf"},
+    "momentum_decay": FROM_0 | {"inf"},  # of which the momentum is the limit
+    "amsgrad": FLAG,
+    "nesterov": {"0"},  # without a momentum
+    "centered": FLAG,
+    "decoupled_weight_decay": FLAG,
+    "maximize": FLAG,
+    "foreach": HINT,
+    "fused": HINT,
+    "capturable": {"0"},
+    "differentiable": {"0"},
+}
+# Where a class differs.
+OF_CLASS: dict[str, dict[str, set[str]]] = {"ShardedASGD": {"alpha": {"-1", "inf", *FROM_0} - {"1e30"}}}
+TUNING = {
+    "bucket_bytes": NONE | ONE,
+    "keep_below": COUNT,
+    "keep": NOTHING,
+    "live_bytes": COUNT,
+    "timeout": NONE | POSITIVE | {"inf"},
+    "neighbours": FLAG,
+    "chunk_bytes": ONE,
+    "debug": FLAG,
+    "nonfinite": NOTHING,
+    "compress_from": COUNT,
+    "seed": COUNT | {"-1"},
+}
+OFFLOAD = {
+    "states": NOTHING,
+    "gradients": NONE,
+    "params": NONE,
+    "step": NOTHING,
+    "fraction": HALF | ONE,
+    "pin_memory": FLAG,
+}
+SAVE = {
+    "directory": {"text"},
+    "module": NOTHING,
+    "optimizer": NONE,
+    "extra": NONE | {"wrong container"},
+    "step": NONE | COUNT,
+    "keep": NONE | ONE,
+    "asynchronous": FLAG,
+    "allow_nonfinite": FLAG,
+    "full_precision": FLAG,
+}
+LOAD = {"directory": NOTHING, "module": NOTHING, "optimizer": NONE, "strict": FLAG}
+VERIFY = {
+    "build": NOTHING,
+    "batches": NOTHING,
+    "steps": ONE,
+    "optimizer": NOTHING,
+    "reference": NONE,
+    "loss": NONE,
+    "stages": NOTHING,
+    "ways": NOTHING,
+    "tolerance": FROM_0 | {"inf"},
+    "arguments": EVERYTHING,  # the optimizer's own
+}
+RULE = {
+    "scalars": NOTHING,
+    "states": NOTHING,
+    "carried": NOTHING,
+    "counts_steps": FLAG,
+    "nonnegative": NOTHING,
+    "tolerates": NONE,
+    "initial": NONE,
+}
+DEEPSPEED = {
+    "config": NOTHING,
+    "module": NOTHING,
+    "params": NONE,
+    "optimizer": NONE,
+    "auto": NONE,
+    "process_group": NONE,
+}
+# What shardopt makes and hands out, and errors, whose arguments are words.
+MADE_HERE = {"DeepSpeedRun", "Difference", "Part", "Verdict"}
+
+
+def classes() -> list[str]:
+    return [name for name in shardopt.__all__ if name.startswith("Sharded")]
+
+
+def trains(kind: Any, given: dict[str, Any]) -> None:
+    """One step, with everything that is not given left as it is."""
+    param = Parameter(torch.linspace(1, 2, 8))
+    opt = kind(**{"params": [param], **given})
+    param.grad = torch.ones(8)
+    opt.step()
+    opt.close()
+
+
+def constructed(kind: Any) -> Callable[[dict[str, Any], Path], None]:
+    return lambda given, _: trains(kind, given)
+
+
+def general(given: dict[str, Any], _: Path) -> None:
+    example = shardopt.ShardedSGD([torch.zeros(1)])
+    trains(shardopt.ShardedOptimizer, {"defaults": example.defaults, "rule": example.rule, **given})
+
+
+def tuned(given: dict[str, Any], _: Path) -> None:
+    trains(shardopt.ShardedSGD, {"tuning": Tuning(**given)})
+
+
+def offloaded(given: dict[str, Any], folder: Path) -> None:
+    trains(shardopt.ShardedSGD, {"offload": Offload(**{"states": str(folder), **given}), "momentum": 0.9})
+
+
+def small() -> tuple[nn.Module, shardopt.ShardedOptimizer]:
+    torch.manual_seed(0)
+    module = nn.Linear(4, 2)
+    return module, shardopt.ShardedSGD(module)
+
+
+def saved(given: dict[str, Any], folder: Path) -> None:
+    module, optimizer = small()
+    shardopt.save_checkpoint(**{"directory": folder, "module": module, "optimizer": optimizer, **given}).wait()
+
+
+def loaded(given: dict[str, Any], folder: Path) -> None:
+    module, optimizer = small()
+    shardopt.save_checkpoint(folder, module, optimizer)
+    shardopt.load_checkpoint(**{"directory": folder, "module": module, "optimizer": optimizer, **given})
+
+
+def prepared(given: dict[str, Any], _: Path) -> None:
+    shardopt.prepare_states(**{"optimizer": small()[1], **given})
+
+
+def verified(given: dict[str, Any], _: Path) -> None:
+    if "arguments" in given:
+        return
+    call = {
+        "build": lambda: small()[0],
+        "batches": [torch.ones(2, 4)],
+        "loss": mean,
+        "steps": 1,
+        "stages": (1,),
+        **given,
+    }
+    if given.get("loss", mean) is None:
+        call["build"] = Summed
+    shardopt.verify(**{"optimizer": shardopt.ShardedSGD, **call})
+
+
+class Summed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = small()[0]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x).sum()
+
+
+def mean(module: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    return module(batch).mean()
+
+
+def no_scalars(group: Any, step: int, carried: Any) -> dict[str, float]:
+    return {"lr": group["lr"]}
+
+
+def plain(param, grad, state, s):  # type: ignore[no-untyped-def]
+    return param - s.lr * grad
+
+
+def ruled(given: dict[str, Any], _: Path) -> None:
+    found = shardopt.rule(**{"scalars": no_scalars, **given})(plain)
+    trains(shardopt.ShardedOptimizer, {"defaults": {"lr": 0.5}, "rule": found})
+
+
+CONFIG = {"train_batch_size": 1, "optimizer": {"type": "SGD", "params": {"lr": 0.5}}, "zero_optimization": {"stage": 1}}
+
+
+def configured(given: dict[str, Any], _: Path) -> None:
+    shardopt.from_deepspeed_config(**{"config": CONFIG, "module": small()[0], **given})
+
+
+Call = Callable[[dict[str, Any], Path], None]
+TABLE: dict[str, tuple[dict[str, set[str]], Call]] = {
+    **{
+        name: ({**TORCH, **OPTIONS, **OF_CLASS.get(name, {})}, constructed(getattr(shardopt, name)))
+        for name in classes()
+        if name != "ShardedOptimizer"
+    },
+    "ShardedOptimizer": ({**OPTIONS, "params": NOTHING, "defaults": NOTHING, "rule": NOTHING}, general),
+    "Tuning": (TUNING, tuned),
+    "Offload": (OFFLOAD, offloaded),
+    "save_checkpoint": (SAVE, saved),
+    "load_checkpoint": (LOAD, loaded),
+    "prepare_states": ({"optimizer": NOTHING}, prepared),
+    "verify": (VERIFY, verified),
+    "rule": (RULE, ruled),
+    "from_deepspeed_config": (DEEPSPEED, configured),
+}
+
+
+def arguments_of(name: str) -> Iterator[str]:
+    for each in inspect.signature(getattr(shardopt, name)).parameters.values():
+        if each.name == "options":
+            yield from Options.__dataclass_fields__
+        else:
+            yield each.name
+
+
+def public() -> list[str]:
+    names = [name for name in shardopt.__all__ if name not in MADE_HERE]
+    return [name for name in names if not name.endswith("Error")]
+
+
+def test_the_table_knows_every_argument() -> None:
+    """A new one says there what it accepts."""
+    assert set(TABLE) == set(public())
+    for name in public():
+        missing = [each for each in arguments_of(name) if each not in TABLE[name][0]]
+        assert not missing, f"say in the table what {name}({', '.join(missing)}) accepts"
+
+
+WORDS = {"lr": ("learning rate",)}  # torch's
+
+
+def is_clear(error: BaseException, argument: str) -> str:
+    """Why not; empty where it is."""
+    text = str(error)
+    if isinstance(error, FileNotFoundError):
+        return "" if "nobody" in text else "it does not name the file"
+    if not isinstance(error, TypeError | ValueError | ShardoptError):
+        return f"a {type(error).__name__}"
+    if not text or "\n" in text:
+        return "not one line"
+    frame = inspect.getinnerframes(error.__traceback__)[-1] if error.__traceback__ else None  # type: ignore[arg-type]
+    if frame is None or not linecache.getline(frame.filename, frame.lineno).strip().startswith("raise"):
+        return "raised by Python, not by a check"
+    names = (argument.rstrip("s"), *WORDS.get(argument, ()))
+    if str(ROOT / "shardopt") in frame.filename and not any(each in text.lower() for each in names):
+        return f"it does not name {argument}"
+    return ""
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", public())
+def test_every_argument(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    accepts, call = TABLE[name]
+    found = []
+    for number, argument in enumerate(arguments_of(name)):
+        for label, value in WALK.items():
+            folder = tmp_path / f"{number} {label}"
+            folder.mkdir()
+            try:
+                call({argument: value}, folder)
+            except Exception as error:
+                if label in accepts[argument]:
+                    found.append(f"{argument}={label}: refused: {type(error).__name__}: {error}")
+                elif why := is_clear(error, argument):
+                    found.append(f"{argument}={label}: {why}: {type(error).__name__}: {error}")
+            else:
+                if label not in accepts[argument]:
+                    found.append(f"{argument}={label}: accepted")
+    assert not found, "\n".join(found)
