@@ -136,16 +136,21 @@ class _Fitting:
             self._note(f"the states of {name!r} are those of {theirs!r}, here it is updated by {rule.name!r}")
             return False
         kinds = [kind for kind in self.kinds[saved] if kind not in ("param", "master")]
+        missing = [flag for flag in rule.flags if flag not in self.flags[saved]]
+        if missing:
+            self._note(f"the group of {name!r} says nothing of {missing}, by which {rule.name!r} knows its states")
+            return False
         needed = rule.variant(self.flags[saved]).states if about["has_state"] else ()
         wrong = [kind for kind in self.kinds[saved] if self.kinds[saved][kind].shape != tuple(home.param.shape)]
-        lacking = [key for key in rule.carried if about["has_state"] and key not in about["carried"]]
+        carried = set(rule.carried) if about["has_state"] else set()
+        lacking = carried - about["carried"].keys() or about["carried"].keys() - set(rule.carried)
         differ = set(kinds) ^ set(needed)
         if EMA not in kinds:  # which begins with the weights
             differ.discard(EMA)
         if differ or wrong or lacking:
-            carried = f" and {list(rule.carried)}" if rule.carried else ""
+            carries = f" and {list(rule.carried)}" if rule.carried else ""
             average = f" (an {EMA!r} is kept by optimizers that are given ema=)" if EMA in differ else ""
-            self._note(f"{name!r} needs the states {list(needed)}{carried}, found {kinds}{average}")
+            self._note(f"{name!r} needs the states {list(needed)}{carries}, found {kinds}{average}")
             return differ == {EMA} and not wrong and not lacking  # the rest is what it was
         return True
 

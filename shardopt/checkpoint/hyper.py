@@ -28,6 +28,7 @@ def check_groups(manifest: Manifest, fitting: Fit, optimizers: Sequence[ShardedO
             decoded = values.decode(saved, lambda name: _stand_in(manifest, name))
             plain = plain_numbers({**optimizer.param_groups[index], **decoded})
             check_numbers([plain], optimizer.defaults)
+            _check_arguments(decoded, optimizer)
             variant = optimizer.rule.variant(plain)
             for step, carried in _counts(manifest, names):
                 optimizer.rule.evaluate(variant, plain, step + 1, carried)
@@ -37,6 +38,15 @@ def check_groups(manifest: Manifest, fitting: Fit, optimizers: Sequence[ShardedO
                 f"computed from ({type(error).__name__}: {error}): {_told(saved)}. Nothing was loaded. Load another "
                 "checkpoint."
             ) from error
+
+
+def _check_arguments(given: Mapping[str, Any], optimizer: ShardedOptimizer) -> None:
+    """As the optimizer's class checks those of a param group."""
+    if optimizer._check_group is not None:
+        optimizer._check_group(given)
+    refused = [key for key in ("capturable", "differentiable") if given.get(key)]
+    if refused:
+        raise ValueError(f"{refused[0]} is refused here")
 
 
 def _counts(manifest: Manifest, names: Sequence[str]) -> list[tuple[int, dict[str, float]]]:
