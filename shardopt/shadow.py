@@ -100,16 +100,19 @@ class Shadow(JoinHook):
         if handover is None:
             return
         self._backward = backward = cast(Backward, handover.backward)
+        closure = handover.closure
 
         def before_round(held: list[int]) -> int | None:
             hook = me()
-            told = None if hook is None else hook.announce("round", lambda: {"held": held, **edits_of(backward)})
+            with closure.meeting():
+                told = None if hook is None else hook.announce("round", lambda: {"held": held, **edits_of(backward)})
             return None if hook is None or told is None else hook._divisor(told)
 
         def before_forward(*_: Any) -> None:
             hook = me()
             if hook is not None and hook._ddp is not None:
-                is_on = hook.announce("forward") is not None
+                with closure.meeting():
+                    is_on = hook.announce("forward") is not None
                 # It then takes buffers from a rank that has a batch, and not from rank 0.
                 hook._ddp._join_config = _JoinConfig(is_on, throw_on_early_termination=False, is_first_joinable=False)
 

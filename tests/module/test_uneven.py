@@ -189,6 +189,21 @@ def what_is_refused() -> None:
             opt.step()
         else:
             model(batch(0)).backward()
+
+    # One rank is out of batches, one fails in its closure, one waits for both in its backward.
+    def closure(step: int) -> Tensor:
+        opt.zero_grad()
+        loss = model(batch(step))
+        if rank == 1 and step == 1:
+            raise ValueError("a batch that is spoilt")
+        loss.backward()
+        return loss
+
+    updates = opt.updates
+    with raises(ValueError if rank == 1 else DisagreementError, "a batch that is spoilt"), opt.join():
+        for step in range(1 if rank == 0 else 2):
+            opt.step(functools.partial(closure, step))
+    assert opt.updates == updates + 1
     # What one rank alone wrote into its slice, no other can repeat.
     opt.zero_grad()
     with raises(DisagreementError, "written to through .local", "clip_grad_norm_"), opt.join():
