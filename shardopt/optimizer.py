@@ -314,6 +314,8 @@ class ShardedOptimizer(torch.optim.Optimizer, Uneven):
             TypeError: a param is complex, or a hyper-parameter is no number.
             ValueError: a hyper-parameter is out of its range, or makes a scalar of the update Inf or NaN.
         """
+        if not isinstance(param_group, dict) or "params" not in param_group:
+            raise TypeError(f"param_group must be a dict with 'params', found {type(param_group).__name__}.")
         for flag, reason in _REFUSED_FLAGS.items():
             if param_group.get(flag, self.defaults.get(flag)):
                 raise ShardoptError(f"{type(self).__name__} was given {flag}=True: {reason}.")
@@ -366,6 +368,8 @@ class ShardedOptimizer(torch.optim.Optimizer, Uneven):
         def evaluate() -> Any:
             self._check_weights("step()")
             self._check_released()
+            if closure is not None and not callable(closure):
+                raise TypeError(f"closure takes a function or None, found {type(closure).__name__}.")
             return None if closure is None else closure()
 
         try:
@@ -583,6 +587,11 @@ class ShardedOptimizer(torch.optim.Optimizer, Uneven):
             StateError: tensors are missing, unknown or of other shapes. Nothing was changed.
         """
         self._check_open()
+        if not isinstance(state_dict, dict) or not {"state", "param_groups"} <= state_dict.keys():
+            raise TypeError(
+                f"state_dict takes what state_dict() returned, with 'state' and 'param_groups', found a "
+                f"{type(state_dict).__name__}. Nothing was changed."
+            )
         state_dict = state_dict.copy()
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             replaced = hook(self, state_dict)
