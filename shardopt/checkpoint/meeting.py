@@ -143,7 +143,12 @@ class Desk:
         new = path.with_name(f"{path.name}-new")
         files.write_file(new, data)
         files.rename(new, path)  # who finds it finds all of it
-        files.sync_directory(self._site.saving)
+        try:
+            files.sync_directory(self._site.saving)
+        except FileNotFoundError:
+            # Rank 0 has found the file meanwhile, and has synced and published the directory under its other name.
+            if not files.is_directory(self._site.published):
+                raise
 
     def parts(self) -> list[dict[str, Any]]:
         """Rank 0: what every rank has left, once all have."""

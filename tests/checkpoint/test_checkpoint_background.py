@@ -19,7 +19,7 @@ from shardopt.checkpoint.inspect import verify
 from shardopt.checkpoint.model import unwrapped
 from shardopt.checkpoint.save import _BACKGROUNDS
 from tests.support.checkpoints import build, facts, save, train
-from tests.support.moments import Moments
+from tests.support.moments import Moments, until
 from tests.support.ranks import Pool
 from tests.support.scripts import run_script
 from tests.support.training import raises
@@ -153,3 +153,23 @@ shardopt.save_checkpoint({str(tmp_path / "runs")!r}, model, optimizer, asynchron
     done = run_script(script)
     assert done.returncode == 0 and not done.stderr, done.stderr
     assert not verify(shardopt.checkpoint.publish.find(tmp_path / "runs"))
+
+
+def is_slow_to_sync(root: Path) -> None:
+    """Rank 0 finds rank 1's word and publishes before rank 1 has synced the directory that it left it in."""
+    model, optimizer = build(1)
+    train(model, optimizer, range(1))
+    real = files.sync_directory
+
+    def late(path: Path) -> None:
+        if dist.get_rank() == 1 and (path / "rank-00001.json").exists():
+            until(lambda: not path.exists(), "the checkpoint to be published")
+        real(path)
+
+    with patch.object(files, "sync_directory", late):
+        save(root, model, optimizer)
+    assert not verify(shardopt.checkpoint.publish.find(root))
+
+
+def test_a_rank_that_syncs_late_finds_the_checkpoint_published(ranks: Pool, tmp_path: Path) -> None:
+    ranks.run(is_slow_to_sync, tmp_path, world=2)
