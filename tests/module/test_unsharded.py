@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.nn import functional as F
 
-from shardopt import Part, ReleasedError, ShardedAdamW, ShardedOptimizer, ShardoptError, StateError
+from shardopt import Part, ReleasedError, ShardedAdamW, ShardedOptimizer, ShardoptError, StateError, Tuning
 from tests.support.comparing import momenta, raw, snapshot
 from tests.support.modules import (
     KEPT,
@@ -327,3 +327,23 @@ def test_saving_and_frozen(ranks: Pool) -> None:
         ranks.run(frozen_memory, world=world)
         for neighbours in (True, False):
             ranks.run(frozen, neighbours, world=world)
+
+
+CASTS = {"half": torch.float16, "bfloat16": torch.bfloat16, "float": torch.float32}
+
+
+@pytest.mark.parametrize("own", CASTS)
+def test_a_cast_to_what_params_are_does_nothing(own: str) -> None:
+    """Frameworks cast a model that is in place already; any other cast would read what is not there."""
+    model = nn.Linear(30, 40).to(CASTS[own])
+    opt = ShardedAdamW(model, stage=3, tuning=Tuning(keep_below=0))
+    opt.bind()
+    weight = model.weight
+    for cast in CASTS:
+        if cast == own:
+            assert getattr(model, cast)() is model and model.weight is weight
+        else:
+            with pytest.raises(ReleasedError):
+                getattr(model, cast)()
+    opt.close()
+    assert model.weight.dtype is CASTS[own]

@@ -242,6 +242,9 @@ def test_what_is_not_ours_stays(tmp_path: Path) -> None:
     before = sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*"))
     optimizer = trained(tmp_path)
     optimizer.close()
+    files = len(os.listdir("/proc/self/fd"))
+    trained(tmp_path).close()  # which looks at all traps again
+    assert len(os.listdir("/proc/self/fd")) == files
     after = sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*"))
     gone = [str(path) for path in before if path not in after]
     assert gone == sorted([model.name, f"{model.name}/states", f"{with_notes.name}/states"])
