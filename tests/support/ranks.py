@@ -28,6 +28,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import connection, forkserver, get_context
@@ -119,8 +120,13 @@ class Pool:
         workers = self._workers[:world]
         store = str(Path(self._folder.name) / f"store{self._jobs}") if group else None
         work = dumps(attributed(function, arguments))
-        for rank, worker in enumerate(workers):
-            worker.pipe.send_bytes(pickle.dumps((work, rank, world, store, timeout, not doomed)))
+        try:
+            for rank, worker in enumerate(workers):
+                worker.pipe.send_bytes(pickle.dumps((work, rank, world, store, timeout, not doomed)))
+        except OSError as error:
+            codes = [worker.process.exitcode for worker in workers]
+            self._stop()
+            raise RankFailure(f"a process died behind its last job, which succeeded; exit codes: {codes}") from error
         results, failures = self._collect(workers, time.monotonic() + deadline, doomed)
         if failures:
             told = "\n".join(f"-- rank {rank} of {world} --\n{failures[rank]}" for rank in sorted(failures))
@@ -175,7 +181,8 @@ class Pool:
 
     def close(self) -> None:
         for worker in self._workers:
-            worker.pipe.send_bytes(pickle.dumps(None))
+            with suppress(OSError):  # it died
+                worker.pipe.send_bytes(pickle.dumps(None))
         for worker in self._workers:
             worker.process.join(10)
         self._stop()

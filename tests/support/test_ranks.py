@@ -78,3 +78,16 @@ def test_a_death_is_told_unless_it_was_meant() -> None:
         assert pool.run(dies_on, 1, world=2, doomed=(1,)) == [0, None]
     finally:
         pool.close()
+
+
+def test_a_death_between_jobs_fails_one_of_them() -> None:
+    pool = Pool()
+    try:
+        assert pool.run(rank_sum, 0, world=2) == [(0, 1.0), (1, 1.0)]
+        pool._workers[1].process.kill()
+        pool._workers[1].process.join()
+        with pytest.raises(RankFailure, match="died behind its last job"):
+            pool.run(rank_sum, 0, world=2)
+        assert pool.run(rank_sum, 0, world=2) == [(0, 1.0), (1, 1.0)]
+    finally:
+        pool.close()
