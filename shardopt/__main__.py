@@ -104,7 +104,7 @@ def _doctor(options: argparse.Namespace) -> int:
     print(report(options.path))
     if options.path.is_dir():
         return 0
-    print(f"error: {options.path} is no directory: direct I/O was not tried", file=sys.stderr)
+    print(f"error: {options.path} is not a directory, so direct I/O was not tried", file=sys.stderr)
     return 1
 
 

@@ -24,7 +24,7 @@ class Request(NamedTuple):
 
 
 def check_module(module: nn.Module) -> None:
-    """Raises TypeError for what is no module."""
+    """Raises TypeError unless this is a module."""
     if not isinstance(module, nn.Module):
         raise TypeError(
             f"module takes the nn.Module whose names a checkpoint goes by, found {type(module).__name__}. Arguments "
