@@ -37,6 +37,7 @@ from .optim import (
 from .optimizer import ShardedOptimizer
 from .part import Part
 from .rules import rule
+from .version import __version__
 
 if TYPE_CHECKING:
     from .checkpoint.load import load_checkpoint
@@ -44,9 +45,6 @@ if TYPE_CHECKING:
     from .checkpoint.save import save_checkpoint
     from .deepspeed_config import DeepSpeedRun, from_deepspeed_config
     from .verification import Difference, Verdict, verify
-
-__version__ = "0.1.0"
-
 
 __all__ = [
     "BindingError",

@@ -12,7 +12,7 @@ from .config import Options
 from .entry import Candidate, Group, named_params
 from .errors import BindingError
 from .kernels.formats import format_of
-from .partition.bucket import dense_strides
+from .strides import dense_strides
 
 
 def check_bindable(candidates: Sequence[Candidate], groups: Sequence[Group], device: torch.device) -> None:

@@ -25,9 +25,9 @@ from torch._compile import _disable_dynamo
 
 from .binding import Binding
 from .errors import ReleasedError
-from .partition.bucket import with_own_storage
 from .partition.gather import GatheredBucket, Gatherer
 from .partition.released import keep_pattern
+from .strides import with_own_storage
 
 # These read the params of their children without calling them.
 _READS_CHILDREN = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .entry import Group
 from .errors import BindingError, ShardoptError, StateError
-from .partition.bucket import with_own_storage
+from .strides import with_own_storage
 
 
 def is_dtensor(value: Any) -> bool:

@@ -146,17 +146,17 @@ class Part(torch.Tensor):
     def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
         from .dcp import write_items
 
-        return write_items(self, fqn)
+        return write_items(self, self.local, self.start, fqn)
 
     def __create_chunk_list__(self) -> list[Any]:
         from .dcp import chunk_list
 
-        return chunk_list(self)
+        return chunk_list(self, self.local, self.start)
 
     def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
         from .dcp import shard_at
 
-        return shard_at(self, index)
+        return shard_at(self, self.local, self.start, index)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]

@@ -13,7 +13,7 @@ from .kernels.formats import format_of as dtype_format
 from .kernels.spec import StepSpec
 from .kernels.tables import BLOCK, Gradients, Noise
 from .offload.store import Chunk, Home, Plane, Store
-from .partition.bucket import Bucket, dense_strides, flattened, in_storage_order
+from .partition.bucket import Bucket
 from .partition.gather import GatheredBucket, Gatherer, MemorySlice
 from .partition.layout import Piece
 from .partition.reduced import KeptBucket, PassingBucket
@@ -21,6 +21,7 @@ from .partition.room import zeros
 from .partition.wire import Window
 from .rules import Variant
 from .rules.rule import EMA
+from .strides import dense_strides, flattened, in_storage_order
 
 
 class Slice(NamedTuple):

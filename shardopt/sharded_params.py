@@ -11,10 +11,10 @@ import torch
 
 from .errors import OffloadError
 from .part import ParamPart, Part
-from .partition.bucket import flattened
 from .partition.gather import GatheredBucket, Gatherer
 from .partition.released import Read, Write, forget, stand_in
 from .shard import Shard
+from .strides import flattened
 
 Gather = Callable[[Shard, str], torch.Tensor]
 Namer = Callable[[torch.Tensor], str | None]

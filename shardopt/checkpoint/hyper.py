@@ -10,8 +10,9 @@ from ..optimizer import ShardedOptimizer
 from ..survey import check_numbers, plain_numbers
 from . import values
 from .fit import Fit
-from .manifest import Key, Manifest
+from .manifest import Manifest
 from .plan_load import carried_of
+from .records import Key
 
 
 def check_groups(manifest: Manifest, fitting: Fit, optimizers: Sequence[ShardedOptimizer]) -> None:

@@ -14,10 +14,10 @@ from ..partition.collectives import Ranks
 from ..states import ParamState
 from . import files, publish, values
 from .foreign import Foreign, ForeignParam, Values
-from .manifest import NAME_OF_DTYPE, Key, Tensor, Tensors
 from .meeting import Desk
 from .plan_save import Piece, SavePlan
 from .recognise import plain_hyper
+from .records import NAME_OF_DTYPE, Key, Tensor, Tensors
 from .write import Run, as_checkpoint_error
 
 Advance = Callable[[int], None]

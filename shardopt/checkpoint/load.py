@@ -19,12 +19,13 @@ from . import gradients, rng, values
 from .call import as_list, check_module, directory_of
 from .fit import Fit, fit
 from .hyper import check_groups
-from .manifest import Key, Manifest
+from .manifest import Manifest
 from .meeting import Meeting, Problem
 from .model import Home, Model, meeting_of
 from .plan_load import LoadPlan, carried_of, plan_load
 from .publish import find
 from .reader import Checkpoint
+from .records import Key
 
 
 class Loaded(dict[str, Any]):

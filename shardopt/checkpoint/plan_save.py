@@ -21,8 +21,8 @@ from ..states import ParamState
 from ..written_params import settle_masters
 from . import gradients, rng, values
 from .elements import Elements, Flat, InShard, Kept, chunks_of, flat_of, strides_of
-from .manifest import NAME_OF_DTYPE, Key, Tensor, Tensors, tensors_from_json, tensors_to_json
 from .model import Home, Model, plain_name
+from .records import NAME_OF_DTYPE, Key, Tensor, Tensors, tensors_from_json, tensors_to_json
 
 
 @dataclass(frozen=True)

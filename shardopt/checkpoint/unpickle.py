@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from ..errors import CheckpointError
-from .manifest import DTYPES, MAX_BYTES
+from .manifest import MAX_BYTES
+from .records import DTYPES
 
 
 class Inert:

@@ -5,7 +5,7 @@ from collections.abc import Set as AbstractSet
 
 import torch
 
-from .bucket import in_storage_order
+from ..strides import in_storage_order
 from .layout import BucketLayout
 from .mesh import Mesh
 from .order import last_used

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import torch
 
-from .bucket import flattened
+from ..strides import flattened
 from .mesh import Mesh
 from .order import Buffer, last_used
 from .reduced import FilledBucket, KeptBucket, PassingBucket, ReducedBucket
