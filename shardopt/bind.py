@@ -109,7 +109,6 @@ def _description(
             "bucket_bytes": options.tuning.bucket_bytes,
             "nonfinite": options.tuning.nonfinite,
             "neighbours": options.tuning.neighbours,
-            "debug": options.tuning.debug,
             "keep_below": options.tuning.keep_below,
             "keep": list(options.tuning.keep),
             "live_bytes": options.tuning.live_bytes,

@@ -246,8 +246,7 @@ class Binding:
         if self.wires is None:
             tuning = self.options.tuning
             shards, replicas = (
-                Transport.of(ranks, device, tuning.neighbours, tuning.debug)
-                for ranks in (self.mesh.shard, self.mesh.replicate)
+                Transport.of(ranks, device, tuning.neighbours) for ranks in (self.mesh.shard, self.mesh.replicate)
             )
             self.wires = Wires(shards, replicas)
             if self.options.module is not None:
@@ -256,7 +255,7 @@ class Binding:
             if Placements.of_stage(self.options.stage).param is Placement.SHARD:
                 # What rests elsewhere is in no memory that others could read.
                 rest = self._params_rest(device)
-                wires = Transport(self.mesh.shard, device, debug=tuning.debug) if rest else shards
+                wires = Transport(self.mesh.shard, device) if rest else shards
                 gatherer = Gatherer(wires, tuning.live_bytes)
                 self.sharded = ShardedParams(gatherer, self.gather, self.fetcher, self.name_of)
             if self.mesh.shard.size > 1:

@@ -42,8 +42,6 @@ class Tuning:
             instead of sending them through sockets.
         chunk_bytes: of one state that is read from a disk, updated and written at a time; 4 chunks of all states are
             in memory.
-        debug: reduce and gather one buffer at a time, and compare each with a second, plain reduction or gathering:
-            slow, and an error wherever a buffer was used too early or too late.
         nonfinite: what a step does when a gradient holds an Inf or a NaN: ``"skip"`` it on all ranks together with a
             warning (nothing changes, step counts included), ``"raise"`` on all ranks before anything changed, or
             ``"propagate"`` as torch does (and save the reading of the gradients that looking for it takes). Where
@@ -61,7 +59,6 @@ class Tuning:
     timeout: float | None = None
     neighbours: bool = True
     chunk_bytes: int = 4 * MIB
-    debug: bool = False
     nonfinite: Literal["skip", "raise", "propagate"] = "skip"
     compress_from: int = 4096
     seed: int = 0
@@ -73,7 +70,6 @@ class Tuning:
             "live_bytes": whole(self.live_bytes, "Tuning.live_bytes", least=0),
             "neighbours": flag(self.neighbours, "Tuning.neighbours"),
             "chunk_bytes": whole(self.chunk_bytes, "Tuning.chunk_bytes", least=1),
-            "debug": flag(self.debug, "Tuning.debug"),
             "nonfinite": word(self.nonfinite, "Tuning.nonfinite", ("skip", "raise", "propagate")),
             "compress_from": whole(self.compress_from, "Tuning.compress_from", least=0),
             "seed": whole(self.seed, "Tuning.seed", least=-(2**63)),

@@ -21,7 +21,6 @@ import torch
 import torch.distributed as dist
 
 from ..errors import CommunicationError
-from . import checked
 from .board import Board
 from .collective_scatter import CollectiveScatter
 from .collectives import Ranks
@@ -46,9 +45,8 @@ class Transport:
         device: torch.device,
         neighbours: Neighbours | None = None,
         cards: tuple[tuple[int, ...], ...] = (),
-        debug: bool = False,
     ):
-        self.ranks, self._device, self._debug = ranks, device, debug
+        self.ranks, self._device = ranks, device
         self._neighbours, self._cards = neighbours, cards
         # Messages of several optimizers in one group must not be taken for one another.
         self._number = 0 if ranks.group is None else _TRANSPORTS.get(ranks.group, 0)
@@ -58,17 +56,17 @@ class Transport:
         self.traffic = Traffic()
 
     @staticmethod
-    def of(ranks: Ranks, device: torch.device, use_neighbours: bool, debug: bool = False) -> "Transport":
+    def of(ranks: Ranks, device: torch.device, use_neighbours: bool) -> "Transport":
         """Collective: finds out whether the ranks can read each other's memory."""
         if ranks.size == 1 or device.type != "cpu" or not use_neighbours:
-            return Transport(ranks, device, debug=debug)
+            return Transport(ranks, device)
         neighbours = Neighbours()
         cards = tuple(tuple(card) for card in ranks.exchange(neighbours.card(), device, "looking for neighbours"))
         able = all(neighbours.can_read(card) for card in cards)
         everyone = ranks.exchange([int(able)], device, "agreeing on neighbours")
         if not all(each for (each,) in everyone):
-            return Transport(ranks, device, debug=debug)
-        return Transport(ranks, device, neighbours, cards, debug)
+            return Transport(ranks, device)
+        return Transport(ranks, device, neighbours, cards)
 
     @property
     def name(self) -> str:
@@ -110,10 +108,6 @@ class Transport:
         """For shards that are final on every rank."""
         if self.ranks.size == 1:
             return NoWire()
-        wire = self._wire(phase)
-        return checked.CheckedWire(self.ranks, wire) if self._debug else wire
-
-    def _wire(self, phase: str) -> Wire:
         if self._neighbours is not None:
             return NeighbourWire(self.ranks, self._neighbours)
         if self.ranks.has_collectives(self._device):
@@ -128,10 +122,6 @@ class Transport:
         """Collective: the mechanism for rounds of reduction."""
         if self.ranks.size == 1:
             return NoScatter()
-        scatter = self._scatter()
-        return checked.CheckedScatter(self.ranks, scatter) if self._debug else scatter
-
-    def _scatter(self) -> Scatter:
         if self._neighbours is not None:
             board = Board(self.ranks, self._neighbours, tuple(card[0] for card in self._cards))
             return NeighbourScatter(self.ranks, board, self.traffic)

@@ -67,7 +67,6 @@ def summing(root: str) -> list[Summing]:
         *kinds,
         replace(first, syncs=(True, False, True)),
         replace(first, reduce_dtype=torch.float32),
-        replace(first, debug=True),
     ]
 
 

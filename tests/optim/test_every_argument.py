@@ -102,7 +102,6 @@ TUNING = {
     "timeout": NONE | POSITIVE | {"inf"},
     "neighbours": FLAG,
     "chunk_bytes": ONE,
-    "debug": FLAG,
     "nonfinite": NOTHING,
     "compress_from": COUNT,
     "seed": COUNT | {"-1"},
