@@ -8,7 +8,7 @@ NCCL, or any but gloo     :class:`CollectiveWire`, in place; :class:`CollectiveS
 CPU, ranks of one machine :class:`NeighbourWire`; :class:`NeighbourScatter`: they read each other's memory
 CPU, gloo                 :class:`MessageWire`; :class:`MessageScatter`: straight to every rank (4x faster
                           than gloo's all-gather; its reduce-scatter is slower than its all-reduce)
-CUDA, gloo                :class:`StagedWire`; :class:`StagedScatter`: the same, through host memory
+CUDA, gloo                refused: it has neither collectives nor messages for tensors of a GPU
 ========================  ==================================================================================
 
 A wire moves what is already final (stage 3 gathers params so). A :class:`Gather` is a round behind an update, in which
@@ -20,16 +20,16 @@ import weakref
 import torch
 import torch.distributed as dist
 
-from ..errors import CommunicationError
+from ..errors import BindingError, CommunicationError
 from .board import Board
 from .collective_scatter import CollectiveScatter
 from .collectives import Ranks
-from .message_scatter import MessageScatter, StagedScatter
+from .message_scatter import MessageScatter
 from .neighbour_scatter import NeighbourScatter
 from .neighbours import Neighbours
 from .scatter import NoScatter, Scatter
 from .traffic import Traffic
-from .wire import CollectiveWire, MessageWire, NeighbourWire, NoWire, StagedWire, Window, Wire
+from .wire import CollectiveWire, MessageWire, NeighbourWire, NoWire, Window, Wire
 
 _WINDOWS = 1 << 20  # numbers of one transport's windows
 
@@ -57,7 +57,17 @@ class Transport:
 
     @staticmethod
     def of(ranks: Ranks, device: torch.device, use_neighbours: bool) -> "Transport":
-        """Collective: finds out whether the ranks can read each other's memory."""
+        """Collective: finds out whether the ranks can read each other's memory.
+
+        Raises:
+            BindingError: the group has no backend that carries tensors of this device, on all ranks.
+        """
+        if ranks.size > 1 and device.type != "cpu" and not ranks.carries(device):
+            raise BindingError(
+                "call init_process_group() without a backend, or with one for this device too, such as "
+                f'"cpu:gloo,cuda:nccl": params are on {device}, of which the {ranks.size} ranks\' group carries no '
+                "shards and no gradients (gloo does not), so nothing was bound."
+            )
         if ranks.size == 1 or device.type != "cpu" or not use_neighbours:
             return Transport(ranks, device)
         neighbours = Neighbours()
@@ -112,7 +122,7 @@ class Transport:
             return NeighbourWire(self.ranks, self._neighbours)
         if self.ranks.has_collectives(self._device):
             return CollectiveWire(self.ranks, phase)
-        return MessageWire(self.ranks, phase) if self._device.type == "cpu" else StagedWire(self.ranks, phase)
+        return MessageWire(self.ranks, phase)
 
     def gather(self, phase: str) -> "Gather":
         """For shards that are being written."""
@@ -127,8 +137,7 @@ class Transport:
             return NeighbourScatter(self.ranks, board, self.traffic)
         if self.ranks.has_collectives(self._device):
             return CollectiveScatter(self.ranks, self.traffic)
-        kind = MessageScatter if self._device.type == "cpu" else StagedScatter
-        return kind(self.ranks, self.traffic, self._number)
+        return MessageScatter(self.ranks, self.traffic, self._number)
 
 
 class Gather:

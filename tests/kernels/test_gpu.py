@@ -1,5 +1,6 @@
 """On a GPU: the compiled Triton kernel gives the bits of the native one, alone and inside of whole optimizers."""
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch.nn import Parameter
 import shardopt
 from shardopt.twins import compare
 from tests.support.ranks import Pool
+from tests.support.through_host import through_host
 from tests.support.training import raw
 
 pytestmark = pytest.mark.gpu
@@ -96,6 +98,11 @@ class Chain(nn.Module):
 
 
 def trains(stage: int, device: str, offload: Any = None) -> list[bytes]:
+    with through_host() if device == "cuda" else nullcontext():
+        return _trains(stage, device, offload)
+
+
+def _trains(stage: int, device: str, offload: Any) -> list[bytes]:
     rank = dist.get_rank() if dist.is_initialized() else 0
     model = Chain().to(device)
     tuning = shardopt.Tuning(bucket_bytes=4000, keep_below=500, live_bytes=0)

@@ -27,9 +27,7 @@ REASONS: dict[str, str] = {
     "shardopt/kernels/spec.py": "`bytes_per_element`, which benchmarks alone read",
     "shardopt/offload/lanes.py": "streams and events of a GPU",
     "shardopt/partition/mesh.py": "device meshes of one dimension",
-    "shardopt/partition/message_scatter.py": "gradients of a GPU over a group of CPU tensors",
     "shardopt/partition/order.py": "streams and events of a GPU",
-    "shardopt/partition/wire.py": "params of a GPU over a group of CPU tensors",
     "shardopt/released_gradient.py": "what torch's foreach functions do with many at once",
 }
 _COUNTS = ("num_statements", "covered_lines", "num_branches", "covered_branches")
