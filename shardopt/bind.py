@@ -94,7 +94,6 @@ def _description(
             "offload": tier_of(options.rests),
             "offloaded params": None if options.rests is None else options.rests.params_tier,
             "offloaded gradients": None if options.rests is None else options.rests.gradients,
-            "offloaded fraction": 1.0 if options.rests is None else options.rests.fraction,
             "reduce_dtype": str(options.reduce_dtype),
             "shards": binding.mesh.shard.size,
             "replicas": binding.mesh.replicate.size,

@@ -133,7 +133,6 @@ class Offload:
         step: where the update of params on a GPU runs: on the ``"gpu"``, through which states stream; on the ``"cpu"``,
             to which gradients come down and from which params go up; ``"auto"`` measures both in the first steps and
             goes on with the faster one (``opt.timings()`` tells which). From a disk it is the CPU.
-        fraction: of masters and states that is offloaded; the rest stays on the device, in whole buckets.
         pin_memory: whether host memory is registered with the GPU, where there is one.
     """
 
@@ -141,7 +140,6 @@ class Offload:
     gradients: Literal["cpu"] | None = None
     params: str | os.PathLike[str] | None = None
     step: Literal["auto", "cpu", "gpu"] = "auto"
-    fraction: float = 1.0
     pin_memory: bool = True
 
     def __post_init__(self) -> None:
@@ -154,7 +152,6 @@ class Offload:
             )
         checked: dict[str, object] = {
             "step": word(self.step, "Offload.step", ("auto", "cpu", "gpu")),
-            "fraction": number(self.fraction, "Offload.fraction", above=0, most=1),
             "pin_memory": flag(self.pin_memory, "Offload.pin_memory"),
         }
         if self.gradients is not None:

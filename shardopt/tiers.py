@@ -12,7 +12,6 @@ from .offload.host import HostStore
 from .offload.landing import HostLanding
 from .offload.lanes import AtOnce, CudaLanes, Lanes
 from .offload.measured import MeasuredStore
-from .offload.mixed import MixedStore, RevocableStore
 from .offload.pinned import Pages, register_with_cuda
 from .offload.ring import RingStore
 from .offload.store import ResidentStore, Store
@@ -40,9 +39,7 @@ def make_store(rests: Offload | None, tuning: Tuning, device: torch.device) -> S
     """
     if rests is None:
         return in_memory("device")
-    lanes = _lanes_to(device)
-    away = _beside_cpu(rests, tuning) if device.type == "cpu" else _beside(device, lanes, rests, tuning)
-    return away if rests.fraction == 1 else MixedStore(away, RevocableStore("device", zeros, lanes), rests.fraction)
+    return _beside_cpu(rests, tuning) if device.type == "cpu" else _beside(device, _lanes_to(device), rests, tuning)
 
 
 def make_landing(rests: Offload | None, device: torch.device) -> HostLanding | None:

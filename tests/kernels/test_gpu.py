@@ -153,8 +153,7 @@ def rests(name: str, dtype: torch.dtype, offload: Any) -> tuple[list[bytes], dic
 def test_states_elsewhere_leave_the_same_bits(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     expected, _ = rests(name, dtype, None)
     ways = [shardopt.Offload(step=step, pin_memory=pins) for step in ("gpu", "cpu") for pins in (True, False)]
-    halves = [shardopt.Offload(step=step, fraction=0.5) for step in ("gpu", "cpu")]
-    for offload in ("cpu", *ways, *halves, tmp_path):
+    for offload in ("cpu", *ways, tmp_path):
         found, memory = rests(name, dtype, offload)
         assert found == expected, offload
         if name != "SGD":  # which keeps no state without momentum
@@ -167,7 +166,7 @@ def test_stages_with_states_elsewhere(ranks: Pool, stage: int, tmp_path: Path) -
     ways: list[Any] = ["cpu", shardopt.Offload(step="cpu"), shardopt.Offload(step="gpu"), root]
     if stage >= 2:
         ways += [shardopt.Offload(gradients="cpu", step=step) for step in ("auto", "cpu", "gpu")]
-        ways += [shardopt.Offload(root, gradients="cpu"), shardopt.Offload(gradients="cpu", step="gpu", fraction=0.5)]
+        ways += [shardopt.Offload(root, gradients="cpu")]
     if stage == 3:
         ways += [shardopt.Offload(params="cpu"), shardopt.Offload(root, params=root)]
     for world in (1, 2):

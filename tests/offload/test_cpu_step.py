@@ -39,8 +39,6 @@ def ways(root: Path) -> dict[str, Offload]:
         "cpu": Offload(step="cpu"),
         "auto": Offload(),
         "disk": Offload(root),
-        "half": Offload(step="cpu", fraction=0.5),
-        "half on disk": Offload(root, fraction=0.5),
     }
 
 
@@ -293,7 +291,7 @@ def test_every_stage_leaves_the_same_bits(rows: list[Row], ranks: Pool, tmp_path
 
 def with_params(root: Path) -> dict[str, Offload]:
     away = {step: Offload(params="cpu", step=step) for step in ("cpu", "gpu", "auto")}
-    return {**away, "half": Offload(params="cpu", fraction=0.5), "disk": Offload(root, params=root)}
+    return {**away, "disk": Offload(root, params=root)}
 
 
 @sweep_at_once({"way": tuple(with_params(Path())), "live_bytes": (6000, 1 << 20), "recipe": RECIPES}, strength=1)

@@ -40,9 +40,7 @@ from tests.support.training import Net, loss_of, raw
 def ways(root: Path | str) -> list[Offload]:
     return [
         *(Offload(gradients="cpu", step=step) for step in ("cpu", "gpu", "auto")),
-        Offload(gradients="cpu", step="gpu", fraction=0.5),
         Offload(root, gradients="cpu"),
-        Offload(root, gradients="cpu", fraction=0.5),
     ]
 
 
@@ -175,7 +173,7 @@ RECIPES = ("accumulates under no_sync", "clips in the step", "scaler", "own grou
 
 def training_ways(root: Path) -> dict[str, Offload]:
     params = [Offload(gradients="cpu", params="cpu"), Offload(root, gradients="cpu", params=root)]
-    names = ("cpu", "gpu", "auto", "half", "disk", "half on disk", "params", "params on disk")
+    names = ("cpu", "gpu", "auto", "disk", "params", "params on disk")
     return dict(zip(names, [*ways(root), *params], strict=True))
 
 
@@ -417,11 +415,11 @@ class HostAhead(AsLateAsAllowed):
         return mark
 
 
-@pytest.mark.parametrize("step", ["gpu", "auto", "half"])
+@pytest.mark.parametrize("step", ["gpu", "auto"])
 def test_sums_that_were_used_can_be_written(step: Any) -> None:
     """``zero_grad(set_to_none=False)`` behind a step zeroes host memory at once."""
     with as_on_a_gpu(HostAhead):
-        offload = Offload(gradients="cpu", **({"step": "gpu", "fraction": 0.5} if step == "half" else {"step": step}))
+        offload = Offload(gradients="cpu", step=step)
         model = nn.Sequential(*(nn.Linear(40, 40) for _ in range(4)))
         tuning = Tuning(bucket_bytes=2000, chunk_bytes=4096)
         optimizer = ShardedAdamW(model, stage=2, offload=offload, tuning=tuning)

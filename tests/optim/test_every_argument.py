@@ -111,7 +111,6 @@ OFFLOAD = {
     "gradients": NONE,
     "params": NONE,
     "step": NOTHING,
-    "fraction": HALF | ONE,
     "pin_memory": FLAG,
 }
 SAVE = {

@@ -49,8 +49,6 @@ def test_tuning_is_refused_by_name(given: dict[str, Any]) -> None:
     "given",
     [
         {"pin_memory": "no"},
-        {"fraction": NAN},
-        {"fraction": "1"},
         {"step": ["cpu"]},
         {"gradients": "gpu"},
         {"states": b"x"},
@@ -102,7 +100,7 @@ def trains_with_numbers_of_others(directory: str) -> None:
         max_grad_norm=torch.tensor(1.0),
         ema=np.float32(0.5),
         release_gradients=np.False_,
-        offload=Offload(Path(directory), fraction=np.float32(1), pin_memory=np.True_),
+        offload=Offload(Path(directory), pin_memory=np.True_),
         tuning=Tuning(bucket_bytes=np.int64(4096), chunk_bytes=4e4, seed=torch.tensor(7), timeout=np.float32(60)),
     )
     for _ in range(2):
