@@ -1,5 +1,6 @@
 """DeepSpeed configs: every key is mapped, checked or named. test_deepspeed_training.py trains from one."""
 
+import io
 import json
 import math
 import warnings
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
 
 import shardopt
 from shardopt import Offload, ShardoptError, from_deepspeed_config
@@ -302,6 +304,35 @@ def test_schedules() -> None:
     # Without a highest rate WarmupLR rises to the optimizer's own, WarmupDecayLR to its default.
     assert rates("WarmupLR", 4, warmup_num_steps=2)[3:] == near([0.01])
     assert max(rates("WarmupDecayLR", 6, warmup_num_steps=2, total_num_steps=9)) == near(0.001)
+
+
+def test_a_schedule_goes_on_from_where_it_was_saved() -> None:
+    """Also to the rate that groups began with, whatever another run begins with; without a function in the file."""
+    for kind, params in (
+        ("WarmupLR", {"warmup_num_steps": 9}),
+        ("OneCycle", {"cycle_min_lr": 0.0, "cycle_max_lr": 1.0}),
+    ):
+        config = changed(scheduler={"type": kind, "params": params}, fp16=None, zero_optimization={"stage": 1})
+        runs = []
+        for lr in (0.01, 0.5):
+            groups = [{"params": [each], "lr": lr} for each in Net().parameters()]
+            with quiet():
+                runs.append(from_deepspeed_config(config, Net(), groups))
+        saved, other = runs
+        assert isinstance(saved.scheduler, LambdaLR) and isinstance(other.scheduler, LambdaLR)
+        for _ in range(3):
+            saved.optimizer.step()
+            saved.scheduler.step()
+        file = io.BytesIO()
+        torch.save(saved.scheduler.state_dict(), file)
+        file.seek(0)
+        other.scheduler.load_state_dict(torch.load(file, weights_only=True))
+        for run in runs:
+            run.optimizer.step()
+            assert run.scheduler is not None
+            run.scheduler.step()
+        ends = [[(group["lr"], group["betas"]) for group in run.optimizer.param_groups] for run in runs]
+        assert ends[0] == ends[1] and saved.scheduler.get_last_lr() == other.scheduler.get_last_lr()
 
 
 def test_cycles_and_range_tests() -> None:
