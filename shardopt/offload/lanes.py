@@ -39,24 +39,6 @@ class Lanes(Protocol):
         """The host waits for the mark."""
 
 
-class AtOnce:
-    """Where device and host are one: every copy is made when it is asked for."""
-
-    def now(self) -> Mark:
-        return None
-
-    def bring(self, copies: Sequence[Copy], behind: Mark) -> Mark:
-        for into, source in copies:
-            into.copy_(source)
-
-    take = bring
-
-    def join(self, mark: Mark) -> None:
-        pass
-
-    settle = join
-
-
 class CudaLanes:
     """Two streams beside the current one."""
 

@@ -20,14 +20,13 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from shardopt import BindingError, Offload, ShardedAdamW, Tuning
-from shardopt.offload.lanes import AtOnce
 from shardopt.offload.pinned import Pages
 from shardopt.tiers import check_offload
 from tests.offload.test_offload_faults import FAULTS, disturbed, undisturbed
 from tests.offload.test_params_on_disk import goes_through_everything
 from tests.step.test_stages import STAGES
 from tests.support.cases import CASES, Case
-from tests.support.late_copies import AsLateAsAllowed, as_on_a_gpu
+from tests.support.late_copies import AsLateAsAllowed, AtOnce, as_on_a_gpu
 from tests.support.offloaded import CHUNK, Resting, advance, bits, check_trainings, make, on_a_gpu
 from tests.support.ranks import Pool
 from tests.support.sweep import Row, sweep, sweep_at_once

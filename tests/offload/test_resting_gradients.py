@@ -23,14 +23,13 @@ import shardopt
 from shardopt import BindingError, CommunicationError, Offload, ShardedAdamW, ShardedSGD, Tuning
 from shardopt.gradient import GradientPart
 from shardopt.offload.landing import SLOTS, HostLanding
-from shardopt.offload.lanes import AtOnce
 from shardopt.partition.reducer import Reducer
 from shardopt.partition.resting import RestingBucket
 from shardopt.plan import Way, plan
 from shardopt.tiers import check_offload
 from tests.step.test_gradient_format import Setting as Summing
 from tests.step.test_gradient_format import is_exact
-from tests.support.late_copies import AsLateAsAllowed, Later, as_on_a_gpu
+from tests.support.late_copies import AsLateAsAllowed, AtOnce, Later, as_on_a_gpu
 from tests.support.offloaded import Resting, check_trainings, on_a_gpu
 from tests.support.ranks import Pool, RankFailure
 from tests.support.sweep import Row, drawn, grid, sweep_at_once
