@@ -194,7 +194,7 @@ def offload_of(keys: Keys, stage: int, device: torch.device) -> dict[str, Any]:
         keys.warn(f"{_ZERO}.offload_param without offload_optimizer", "masters and states go with the params")
     try:
         found = Offload(states=states or params or "cpu", params=params)
-    except (TypeError, ValueError, NotImplementedError) as error:
+    except (TypeError, ValueError) as error:
         keys.errors.append(f"{_ZERO}.offload_optimizer: {str(error).removesuffix('.')}")
         return {}
     return {"offload": found if pinned is None else replace(found, pin_memory=pinned)}

@@ -24,7 +24,6 @@ REASONS: dict[str, str] = {
     "shardopt/checkpoint/save.py": "arguments that are refused; a save that fails behind its publishing",
     "shardopt/doctor.py": "GPUs, memory limits of control groups, and systems that do not tell about themselves",
     "shardopt/exhibit.py": "states of a GPU that are shown to other ranks, and what is refused in a race alone",
-    "shardopt/kernels/spec.py": "`bytes_per_element`, which benchmarks alone read",
     "shardopt/offload/lanes.py": "streams and events of a GPU",
     "shardopt/partition/mesh.py": "device meshes of one dimension",
     "shardopt/partition/order.py": "streams and events of a GPU",
