@@ -315,9 +315,10 @@ def test_a_schedule_goes_on_from_where_it_was_saved() -> None:
         config = changed(scheduler={"type": kind, "params": params}, fp16=None, zero_optimization={"stage": 1})
         runs = []
         for lr in (0.01, 0.5):
-            groups = [{"params": [each], "lr": lr} for each in Net().parameters()]
+            module = Net()
+            groups = [{"params": [each], "lr": lr} for each in module.parameters()]
             with quiet():
-                runs.append(from_deepspeed_config(config, Net(), groups))
+                runs.append(from_deepspeed_config(config, module, groups))
         saved, other = runs
         assert isinstance(saved.scheduler, LambdaLR) and isinstance(other.scheduler, LambdaLR)
         for _ in range(3):
