@@ -41,7 +41,7 @@ from .rules import Rule
 from .shard import Shard
 from .sharded_params import ShardedParams
 from .states import ParamState, check_part
-from .tiers import in_memory, make_landing, make_store, params_rest
+from .tiers import make_landing, make_store, params_rest
 from .timings import Clock, Timings
 
 
@@ -223,7 +223,7 @@ class Binding:
         try:
             device = layouts[0][0][0].device
             rests = self._params_rest(device)
-            store = self._store_for(device) if rests else in_memory("device")
+            store = self._store_for(device) if rests else make_store(None, self.options.tuning, device)
             for members, layout in layouts:
                 bucket = Bucket(members, layout, self.fresh, is_released=True)
                 try:
@@ -246,8 +246,7 @@ class Binding:
         if self.wires is None:
             tuning = self.options.tuning
             shards, replicas = (
-                Transport.of(ranks, device, tuning.neighbours, tuning.debug)
-                for ranks in (self.mesh.shard, self.mesh.replicate)
+                Transport.of(ranks, device, tuning.neighbours) for ranks in (self.mesh.shard, self.mesh.replicate)
             )
             self.wires = Wires(shards, replicas)
             if self.options.module is not None:
@@ -256,11 +255,11 @@ class Binding:
             if Placements.of_stage(self.options.stage).param is Placement.SHARD:
                 # What rests elsewhere is in no memory that others could read.
                 rest = self._params_rest(device)
-                wires = Transport(self.mesh.shard, device, debug=tuning.debug) if rest else shards
+                wires = Transport(self.mesh.shard, device) if rest else shards
                 gatherer = Gatherer(wires, tuning.live_bytes)
                 self.sharded = ShardedParams(gatherer, self.gather, self.fetcher, self.name_of)
             if self.mesh.shard.size > 1:
-                self.exhibit = Exhibit(self)
+                self.exhibit = Exhibit.begin(self)
         return self.wires
 
     def _params_rest(self, device: torch.device) -> bool:

@@ -42,8 +42,6 @@ class Tuning:
             instead of sending them through sockets.
         chunk_bytes: of one state that is read from a disk, updated and written at a time; 4 chunks of all states are
             in memory.
-        debug: reduce and gather one buffer at a time, and compare each with a second, plain reduction or gathering:
-            slow, and an error wherever a buffer was used too early or too late.
         nonfinite: what a step does when a gradient holds an Inf or a NaN: ``"skip"`` it on all ranks together with a
             warning (nothing changes, step counts included), ``"raise"`` on all ranks before anything changed, or
             ``"propagate"`` as torch does (and save the reading of the gradients that looking for it takes). Where
@@ -61,7 +59,6 @@ class Tuning:
     timeout: float | None = None
     neighbours: bool = True
     chunk_bytes: int = 4 * MIB
-    debug: bool = False
     nonfinite: Literal["skip", "raise", "propagate"] = "skip"
     compress_from: int = 4096
     seed: int = 0
@@ -73,7 +70,6 @@ class Tuning:
             "live_bytes": whole(self.live_bytes, "Tuning.live_bytes", least=0),
             "neighbours": flag(self.neighbours, "Tuning.neighbours"),
             "chunk_bytes": whole(self.chunk_bytes, "Tuning.chunk_bytes", least=1),
-            "debug": flag(self.debug, "Tuning.debug"),
             "nonfinite": word(self.nonfinite, "Tuning.nonfinite", ("skip", "raise", "propagate")),
             "compress_from": whole(self.compress_from, "Tuning.compress_from", least=0),
             "seed": whole(self.seed, "Tuning.seed", least=-(2**63)),
@@ -137,7 +133,6 @@ class Offload:
         step: where the update of params on a GPU runs: on the ``"gpu"``, through which states stream; on the ``"cpu"``,
             to which gradients come down and from which params go up; ``"auto"`` measures both in the first steps and
             goes on with the faster one (``opt.timings()`` tells which). From a disk it is the CPU.
-        fraction: of masters and states that is offloaded; the rest stays on the device, in whole buckets.
         pin_memory: whether host memory is registered with the GPU, where there is one.
     """
 
@@ -145,7 +140,6 @@ class Offload:
     gradients: Literal["cpu"] | None = None
     params: str | os.PathLike[str] | None = None
     step: Literal["auto", "cpu", "gpu"] = "auto"
-    fraction: float = 1.0
     pin_memory: bool = True
 
     def __post_init__(self) -> None:
@@ -158,7 +152,6 @@ class Offload:
             )
         checked: dict[str, object] = {
             "step": word(self.step, "Offload.step", ("auto", "cpu", "gpu")),
-            "fraction": number(self.fraction, "Offload.fraction", above=0, most=1),
             "pin_memory": flag(self.pin_memory, "Offload.pin_memory"),
         }
         if self.gradients is not None:

@@ -27,7 +27,7 @@ from .arguments import mapping
 from .deepspeed_ignored import check_rest
 from .deepspeed_keys import Keys
 from .deepspeed_optimizer import optimizer_of
-from .deepspeed_scheduler import curve_of
+from .deepspeed_scheduler import ScheduleLR, schedule_of
 from .deepspeed_sections import (
     RENAMED,
     SECTIONS,
@@ -43,7 +43,6 @@ from .deepspeed_sections import (
 from .errors import ShardoptError
 from .loss_scaler import LossScale, LossScaler
 from .optimizer import ShardedOptimizer
-from .warmup import CurveLR
 
 
 @dataclass(frozen=True)
@@ -127,7 +126,7 @@ def from_deepspeed_config(
     first = next(module.parameters(), torch.zeros(()))
     tuning = tuning_of(keys, module, dtype or first.dtype)
     wanted = optimizer_of(keys, module, params, optimizer)
-    curve = curve_of(keys, wanted.has_betas)
+    schedule = schedule_of(keys, wanted.has_betas)
     options = {
         "stage": stage,
         "max_grad_norm": clip_of(keys),
@@ -144,7 +143,7 @@ def from_deepspeed_config(
     if wanted.states is not None:
         made.load_state_dict(wanted.states)
     scaler = LossScaler(scale or LossScale(), first.device.type, enabled=scale is not None)
-    scheduler = None if curve is None else CurveLR(made, curve)
+    scheduler = None if schedule is None else ScheduleLR(made, schedule)
     if dtype is not None:  # last, as nothing can fail behind it; params are bound at the first forward
         module.to(dtype)
     return DeepSpeedRun(made, scaler, steps, micro, scheduler)

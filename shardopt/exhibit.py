@@ -7,7 +7,6 @@ still the same after the reading.
 """
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -39,12 +38,22 @@ class Fetch:
 class Exhibit:
     """The shards of a binding, as other ranks see them."""
 
+    _showing: Showing
+
     def __init__(self, binding: "Binding"):
-        """Collective."""
         self._binding = binding
         self._written: torch.cuda.Event | None = None  # behind the last step
         self._is_closed = False
-        self._showing = Showing.begin(binding.mesh.shard, self)
+
+    @staticmethod
+    def begin(binding: "Binding") -> "Exhibit | None":
+        """Collective. None where some rank can open no socket: nothing can then be read by one rank alone."""
+        exhibit = Exhibit(binding)
+        showing = Showing.begin(binding.mesh.shard, exhibit)
+        if showing is None:
+            return None
+        exhibit._showing = showing
+        return exhibit
 
     def settle(self) -> None:
         """This rank has come to the end of a step."""
@@ -54,20 +63,18 @@ class Exhibit:
 
     def retire(self) -> None:
         """The optimizer is gone. What the other ranks may still read stays for as long as they may."""
-        if self._showing is not None:
-            self._showing.retire()
+        self._showing.retire()
 
     def close(self) -> None:
         """Nothing is shown any more."""
         self._is_closed = True
-        if self._showing is not None:
-            self._showing.close()
+        self._showing.close()
 
     # -- seeing ----------------------------------------------------------------------------------------------------
 
-    def fetcher(self, shard: Shard, index: int, name: str, moment: Moment) -> Callable[[], torch.Tensor] | None:
+    def fetcher(self, shard: Shard, index: int, name: str, moment: Moment) -> Fetch:
         """What makes the whole state ``name`` (or "param") of a param, as at a moment, in host memory, on demand."""
-        return None if self._showing is None else Fetch(self, shard, index, name, moment)
+        return Fetch(self, shard, index, name, moment)
 
     def fetch(self, shard: Shard, index: int, name: str, moment: Moment) -> torch.Tensor:
         """Raises StateError unless all of it is of the moment."""
@@ -78,7 +85,7 @@ class Exhibit:
 
     def _check(self, shard: Shard, index: int, name: str, moment: Moment) -> None:
         epoch, param = self._binding.epoch, shard.bucket.params[index]
-        if self._showing is None or not epoch.is_at(moment, name) or self._number(shard) is None:
+        if not epoch.is_at(moment, name) or self._number(shard) is None:
             now = "a step or a load of states is under way" if epoch.is_moving(name) else f"after {epoch.now(name)}"
             raise StateError(
                 "take state_dict() again, and save it before the next step and before the next load of states: it lies "
@@ -88,7 +95,7 @@ class Exhibit:
 
     def _read(self, shard: Shard, index: int, name: str, moment: Moment) -> torch.Tensor:
         mesh, param, number = self._binding.mesh, shard.bucket.params[index], self._number(shard)
-        assert self._showing is not None and number is not None
+        assert number is not None
         layout = shard.bucket.layout
         flat: torch.Tensor | None = None
         for rank in range(mesh.shard.size):

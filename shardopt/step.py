@@ -398,7 +398,7 @@ def _update_or_put_back(binding: Binding, works: Sequence[Work], factors: tuple[
     try:
         try:
             store.begin()
-            tasks = [task for work in works for task in work.tasks() if not task.chunk.home.is_final]
+            tasks = [task for work in works for task in work.tasks()]
             store.prefetch([task.chunk for task in tasks])
             _run(binding, tasks, factors)
             with binding.clock.phase("write back"):
@@ -423,20 +423,21 @@ def _update_or_put_back(binding: Binding, works: Sequence[Work], factors: tuple[
 def _update_and_gather(
     binding: Binding, works: Sequence[Work], updated: set[Shard], factors: tuple[float, float]
 ) -> None:
-    """What lies in memory is updated, and every shard travels as soon as it is."""
+    """What lies in memory is updated (on a disk it was), and every shard travels as soon as it is."""
     assert binding.wires is not None
     gather = binding.wires.shards.gather("gathering updated params")
     problem: Exception | None = None
     tasks: dict[Shard, list[Task]] = {}
     try:
-        tasks = {work.shard: [task for task in work.tasks() if task.chunk.home.is_final] for work in works}
-        binding.store.prefetch([task.chunk for each in tasks.values() for task in each])
+        if binding.store.is_final:
+            tasks = {work.shard: list(work.tasks()) for work in works}
+            binding.store.prefetch([task.chunk for each in tasks.values() for task in each])
     except Exception as error:  # the other ranks wait for this one's shards: they are told when these have met
         problem = error
     for work in works:
         try:
             if problem is None:
-                _run(binding, tasks[work.shard], factors)
+                _run(binding, tasks.get(work.shard, ()), factors)
         except Exception as error:
             problem = error
         if work.shard in updated and work.shard.gathered is None:

@@ -10,9 +10,8 @@ from .offload.cpu_step import CpuStepStore
 from .offload.disk import DiskStore
 from .offload.host import HostStore
 from .offload.landing import HostLanding
-from .offload.lanes import AtOnce, CudaLanes, Lanes
+from .offload.lanes import CudaLanes, Lanes
 from .offload.measured import MeasuredStore
-from .offload.mixed import MixedStore, RevocableStore
 from .offload.pinned import Pages, register_with_cuda
 from .offload.ring import RingStore
 from .offload.store import ResidentStore, Store
@@ -20,10 +19,6 @@ from .partition.room import zeros
 
 # Seconds that a disk may take for one transfer before it is given up, where Tuning.timeout says nothing.
 _PATIENCE = 300.0
-
-
-def in_memory(tier: str) -> ResidentStore:
-    return ResidentStore(tier, zeros)
 
 
 def tier_of(rests: Offload | None) -> str:
@@ -39,25 +34,19 @@ def make_store(rests: Offload | None, tuning: Tuning, device: torch.device) -> S
         OffloadError: the directory cannot be used.
     """
     if rests is None:
-        return in_memory("device")
-    lanes = _lanes_to(device)
-    away = _beside_cpu(rests, tuning) if device.type == "cpu" else _beside(device, lanes, rests, tuning)
-    return away if rests.fraction == 1 else MixedStore(away, RevocableStore("device", zeros, lanes), rests.fraction)
+        return ResidentStore("device", zeros)
+    return _beside_cpu(rests, tuning) if device.type == "cpu" else _beside(device, CudaLanes(device), rests, tuning)
 
 
 def make_landing(rests: Offload | None, device: torch.device) -> HostLanding | None:
     """For sums of gradients on this device that rest in host memory; None: they stay."""
     if rests is None or rests.gradients is None or device.type == "cpu":
         return None
-    return _landing_beside(device, _lanes_to(device), rests)
-
-
-def _lanes_to(device: torch.device) -> Lanes:
-    return AtOnce() if device.type == "cpu" else CudaLanes(device)
+    return HostLanding(device, CudaLanes(device), _pages(rests))
 
 
 def _beside_cpu(rests: Offload, tuning: Tuning) -> Store:
-    return in_memory("host") if rests.directory is None else _disk(rests.directory, tuning)
+    return ResidentStore("host", zeros) if rests.directory is None else _disk(rests.directory, tuning)
 
 
 def _disk(directory: Path, tuning: Tuning) -> DiskStore:
@@ -75,10 +64,6 @@ def _beside(device: torch.device, lanes: Lanes, rests: Offload, tuning: Tuning) 
     if rests.step == "cpu":
         return CpuStepStore(lanes, pages, host)
     return MeasuredStore(lanes, host, {"gpu": RingStore(device, lanes, host), "cpu": CpuStepStore(lanes, pages, host)})
-
-
-def _landing_beside(device: torch.device, lanes: Lanes, rests: Offload) -> HostLanding:
-    return HostLanding(device, lanes, _pages(rests))
 
 
 def _pages(rests: Offload) -> Pages:

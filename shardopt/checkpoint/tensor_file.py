@@ -17,8 +17,6 @@ import torch
 from . import files
 from .records import CHUNK_BYTES, NAME_OF_DTYPE, File
 
-MAX_HEADER_BYTES = 100_000_000  # what the safetensors library accepts
-
 # From here on the checksum is taken beside the write: it would cost a quarter of the speed of a fast disk.
 SMALL = 256 << 10
 # The disk begins with so many bytes while more are coming: what is left to do at the sync is little.

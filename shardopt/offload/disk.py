@@ -57,7 +57,6 @@ class DiskHome:
     """The streams of one shard, by name."""
 
     tier = "disk"
-    is_final = False
     device = torch.device("cpu")
     is_apart = False
 

@@ -39,32 +39,6 @@ class Lanes(Protocol):
         """The host waits for the mark."""
 
 
-def lift(lanes: Lanes, device: torch.device, tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], Mark]:
-    """Copies on the device, for kernels from now on; and the mark behind which the tensors may be written."""
-    copies = [Copy(torch.empty_like(each, device=device), each) for each in tensors]
-    mark = lanes.bring(copies, lanes.now())
-    lanes.join(mark)
-    return [each.into for each in copies], mark
-
-
-class AtOnce:
-    """Where device and host are one: every copy is made when it is asked for."""
-
-    def now(self) -> Mark:
-        return None
-
-    def bring(self, copies: Sequence[Copy], behind: Mark) -> Mark:
-        for into, source in copies:
-            into.copy_(source)
-
-    take = bring
-
-    def join(self, mark: Mark) -> None:
-        pass
-
-    settle = join
-
-
 class CudaLanes:
     """Two streams beside the current one."""
 

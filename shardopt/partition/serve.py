@@ -318,7 +318,8 @@ def _connect(address: Any, shelf: Shelf) -> "connection.Connection[Any, Any]":
 
 
 def _proof(key: bytes, challenge: Any, side: str) -> str:
-    # The side is part of it, so that nobody can have one side answer what the other one asked.
+    # The side is part of it, so that nobody can have one side answer what the other one asked. Not multiprocessing's
+    # authkey, which is one for all optimizers of a listener, waits without a deadline, and is MD5 on Python 3.11.
     return hmac.new(key, f"{side}:{challenge}".encode(), "sha256").hexdigest()
 
 

@@ -8,7 +8,7 @@ NCCL, or any but gloo     :class:`CollectiveWire`, in place; :class:`CollectiveS
 CPU, ranks of one machine :class:`NeighbourWire`; :class:`NeighbourScatter`: they read each other's memory
 CPU, gloo                 :class:`MessageWire`; :class:`MessageScatter`: straight to every rank (4x faster
                           than gloo's all-gather; its reduce-scatter is slower than its all-reduce)
-CUDA, gloo                :class:`StagedWire`; :class:`StagedScatter`: the same, through host memory
+CUDA, gloo                refused: it has neither collectives nor messages for tensors of a GPU
 ========================  ==================================================================================
 
 A wire moves what is already final (stage 3 gathers params so). A :class:`Gather` is a round behind an update, in which
@@ -20,17 +20,16 @@ import weakref
 import torch
 import torch.distributed as dist
 
-from ..errors import CommunicationError
-from . import checked
+from ..errors import BindingError, CommunicationError
 from .board import Board
 from .collective_scatter import CollectiveScatter
 from .collectives import Ranks
-from .message_scatter import MessageScatter, StagedScatter
+from .message_scatter import MessageScatter
 from .neighbour_scatter import NeighbourScatter
 from .neighbours import Neighbours
 from .scatter import NoScatter, Scatter
 from .traffic import Traffic
-from .wire import CollectiveWire, MessageWire, NeighbourWire, NoWire, StagedWire, Window, Wire
+from .wire import CollectiveWire, MessageWire, NeighbourWire, NoWire, Window, Wire
 
 _WINDOWS = 1 << 20  # numbers of one transport's windows
 
@@ -46,9 +45,8 @@ class Transport:
         device: torch.device,
         neighbours: Neighbours | None = None,
         cards: tuple[tuple[int, ...], ...] = (),
-        debug: bool = False,
     ):
-        self.ranks, self._device, self._debug = ranks, device, debug
+        self.ranks, self._device = ranks, device
         self._neighbours, self._cards = neighbours, cards
         # Messages of several optimizers in one group must not be taken for one another.
         self._number = 0 if ranks.group is None else _TRANSPORTS.get(ranks.group, 0)
@@ -58,17 +56,27 @@ class Transport:
         self.traffic = Traffic()
 
     @staticmethod
-    def of(ranks: Ranks, device: torch.device, use_neighbours: bool, debug: bool = False) -> "Transport":
-        """Collective: finds out whether the ranks can read each other's memory."""
+    def of(ranks: Ranks, device: torch.device, use_neighbours: bool) -> "Transport":
+        """Collective: finds out whether the ranks can read each other's memory.
+
+        Raises:
+            BindingError: the group has no backend that carries tensors of this device, on all ranks.
+        """
+        if ranks.size > 1 and device.type != "cpu" and not ranks.carries(device):
+            raise BindingError(
+                "call init_process_group() without a backend, or with one for this device too, such as "
+                f'"cpu:gloo,cuda:nccl": params are on {device}, of which the {ranks.size} ranks\' group carries no '
+                "shards and no gradients (gloo does not), so nothing was bound."
+            )
         if ranks.size == 1 or device.type != "cpu" or not use_neighbours:
-            return Transport(ranks, device, debug=debug)
+            return Transport(ranks, device)
         neighbours = Neighbours()
         cards = tuple(tuple(card) for card in ranks.exchange(neighbours.card(), device, "looking for neighbours"))
         able = all(neighbours.can_read(card) for card in cards)
         everyone = ranks.exchange([int(able)], device, "agreeing on neighbours")
         if not all(each for (each,) in everyone):
-            return Transport(ranks, device, debug=debug)
-        return Transport(ranks, device, neighbours, cards, debug)
+            return Transport(ranks, device)
+        return Transport(ranks, device, neighbours, cards)
 
     @property
     def name(self) -> str:
@@ -110,15 +118,11 @@ class Transport:
         """For shards that are final on every rank."""
         if self.ranks.size == 1:
             return NoWire()
-        wire = self._wire(phase)
-        return checked.CheckedWire(self.ranks, wire) if self._debug else wire
-
-    def _wire(self, phase: str) -> Wire:
         if self._neighbours is not None:
             return NeighbourWire(self.ranks, self._neighbours)
         if self.ranks.has_collectives(self._device):
             return CollectiveWire(self.ranks, phase)
-        return MessageWire(self.ranks, phase) if self._device.type == "cpu" else StagedWire(self.ranks, phase)
+        return MessageWire(self.ranks, phase)
 
     def gather(self, phase: str) -> "Gather":
         """For shards that are being written."""
@@ -128,17 +132,12 @@ class Transport:
         """Collective: the mechanism for rounds of reduction."""
         if self.ranks.size == 1:
             return NoScatter()
-        scatter = self._scatter()
-        return checked.CheckedScatter(self.ranks, scatter) if self._debug else scatter
-
-    def _scatter(self) -> Scatter:
         if self._neighbours is not None:
             board = Board(self.ranks, self._neighbours, tuple(card[0] for card in self._cards))
             return NeighbourScatter(self.ranks, board, self.traffic)
         if self.ranks.has_collectives(self._device):
             return CollectiveScatter(self.ranks, self.traffic)
-        kind = MessageScatter if self._device.type == "cpu" else StagedScatter
-        return kind(self.ranks, self.traffic, self._number)
+        return MessageScatter(self.ranks, self.traffic, self._number)
 
 
 class Gather:

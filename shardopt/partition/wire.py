@@ -131,26 +131,6 @@ class CollectiveWire:
             self._ranks.wait(pending)
 
 
-class StagedWire:
-    """CUDA tensors over a group that carries only CPU tensors: several ranks on one GPU, for tests of correctness."""
-
-    reads_memory = on_stream = False
-
-    def __init__(self, ranks: Ranks, phase: str):
-        self._messages = MessageWire(ranks, phase)
-        self._staged: list[tuple[Window, Window]] = []
-
-    def start(self, window: Window) -> None:
-        copy = Window(window.flat.cpu(), window.shard_numel, window.number)
-        self._staged.append((window, copy))
-        self._messages.start(copy)
-
-    def finish(self) -> None:
-        self._messages.finish()
-        for window, copy in self._staged:
-            window.flat.copy_(copy.flat)
-
-
 def _all_gather_single() -> Callable[..., Any]:
     # Renamed in torch 2.13; the older name warns there.
     newer = getattr(dist, "all_gather_single", None)

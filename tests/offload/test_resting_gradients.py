@@ -23,14 +23,13 @@ import shardopt
 from shardopt import BindingError, CommunicationError, Offload, ShardedAdamW, ShardedSGD, Tuning
 from shardopt.gradient import GradientPart
 from shardopt.offload.landing import SLOTS, HostLanding
-from shardopt.offload.lanes import AtOnce
 from shardopt.partition.reducer import Reducer
 from shardopt.partition.resting import RestingBucket
 from shardopt.plan import Way, plan
 from shardopt.tiers import check_offload
 from tests.step.test_gradient_format import Setting as Summing
 from tests.step.test_gradient_format import is_exact
-from tests.support.late_copies import AsLateAsAllowed, Later, as_on_a_gpu
+from tests.support.late_copies import AsLateAsAllowed, AtOnce, Later, as_on_a_gpu
 from tests.support.offloaded import Resting, check_trainings, on_a_gpu
 from tests.support.ranks import Pool, RankFailure
 from tests.support.sweep import Row, drawn, grid, sweep_at_once
@@ -40,9 +39,7 @@ from tests.support.training import Net, loss_of, raw
 def ways(root: Path | str) -> list[Offload]:
     return [
         *(Offload(gradients="cpu", step=step) for step in ("cpu", "gpu", "auto")),
-        Offload(gradients="cpu", step="gpu", fraction=0.5),
         Offload(root, gradients="cpu"),
-        Offload(root, gradients="cpu", fraction=0.5),
     ]
 
 
@@ -67,7 +64,6 @@ def summing(root: str) -> list[Summing]:
         *kinds,
         replace(first, syncs=(True, False, True)),
         replace(first, reduce_dtype=torch.float32),
-        replace(first, debug=True),
     ]
 
 
@@ -176,7 +172,7 @@ RECIPES = ("accumulates under no_sync", "clips in the step", "scaler", "own grou
 
 def training_ways(root: Path) -> dict[str, Offload]:
     params = [Offload(gradients="cpu", params="cpu"), Offload(root, gradients="cpu", params=root)]
-    names = ("cpu", "gpu", "auto", "half", "disk", "half on disk", "params", "params on disk")
+    names = ("cpu", "gpu", "auto", "disk", "params", "params on disk")
     return dict(zip(names, [*ways(root), *params], strict=True))
 
 
@@ -418,11 +414,11 @@ class HostAhead(AsLateAsAllowed):
         return mark
 
 
-@pytest.mark.parametrize("step", ["gpu", "auto", "half"])
+@pytest.mark.parametrize("step", ["gpu", "auto"])
 def test_sums_that_were_used_can_be_written(step: Any) -> None:
     """``zero_grad(set_to_none=False)`` behind a step zeroes host memory at once."""
     with as_on_a_gpu(HostAhead):
-        offload = Offload(gradients="cpu", **({"step": "gpu", "fraction": 0.5} if step == "half" else {"step": step}))
+        offload = Offload(gradients="cpu", step=step)
         model = nn.Sequential(*(nn.Linear(40, 40) for _ in range(4)))
         tuning = Tuning(bucket_bytes=2000, chunk_bytes=4096)
         optimizer = ShardedAdamW(model, stage=2, offload=offload, tuning=tuning)

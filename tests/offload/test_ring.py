@@ -10,14 +10,14 @@ import torch
 import shardopt.relocate
 from shardopt import ShardedAdamW
 from shardopt.offload.host import HostStore
-from shardopt.offload.lanes import AtOnce, Lanes
+from shardopt.offload.lanes import Lanes
 from shardopt.offload.pinned import Pages
 from shardopt.offload.ring import SLOTS, RingStore
 from shardopt.offload.store import Chunk, Plane
 from shardopt.partition.room import zeros
 from tests.offload.test_offload import CHUNK, advance, bits, make
 from tests.support.cases import CASES, Case
-from tests.support.late_copies import AsLateAsAllowed
+from tests.support.late_copies import AsLateAsAllowed, AtOnce
 
 
 def on_cpu(numel: int, dtype: torch.dtype) -> torch.Tensor:

@@ -87,7 +87,6 @@ def test_options_are_added_on_purpose() -> None:
         "timeout",
         "neighbours",
         "chunk_bytes",
-        "debug",
         "nonfinite",
         "compress_from",
         "seed",

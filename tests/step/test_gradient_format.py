@@ -127,12 +127,11 @@ class Setting:
     syncs: tuple[bool, ...] = (True, True, True)
     reduce_dtype: torch.dtype | None = None
     offload: Offload | None = None
-    debug: bool = False
     hybrid: bool = False
     collectives: bool = False  # gloo's, in place of the messages that are faster
 
     def optimizer(self, model: nn.Module, **more: Any) -> ShardedSGD:
-        tuning = Tuning(bucket_bytes=3000, keep_below=100, neighbours=self.neighbours, debug=self.debug)
+        tuning = Tuning(bucket_bytes=3000, keep_below=100, neighbours=self.neighbours)
         group = init_device_mesh("cpu", (2, 2)) if self.hybrid else None
         options = {"reduce_dtype": self.reduce_dtype, "offload": self.offload, "process_group": group}
         return ShardedSGD(model, lr=1.0, stage=self.stage, gradient_format="bf16", tuning=tuning, **options, **more)
@@ -221,7 +220,6 @@ SETTINGS = [
     Setting(2, reduce_dtype=FP32),
     Setting(2, reduce_dtype=torch.float16, syncs=(True,)),
     Setting(2, offload=Offload(gradients="cpu")),
-    Setting(1, debug=True, syncs=(True, True)),
 ]
 
 

@@ -167,9 +167,8 @@ def check_same(name: str, stage: int, **knobs: Any) -> None:
 
 
 def has_same_bits_otherwise() -> None:
-    """With the backend's own collectives, of which two ranks' sums have the same bits; and each reduction checked."""
+    """With the backend's own collectives, of which two ranks' sums have the same bits."""
     for stage in (0, 1):
-        check_same("fp32", stage, debug=True)
         with patch.object(Ranks, "has_collectives", lambda ranks, device: ranks.group is not None):
             check_same("fp32", stage, neighbours=False)
 
