@@ -88,6 +88,25 @@ def agree(view: View, ranks: Ranks, device: torch.device, one_copy: Sequence[int
     )
 
 
+def agree_on_call(call: str, read: Callable[[], dict[str, Any]], ranks: Ranks, device: torch.device) -> dict[str, Any]:
+    """Collective, ahead of what a call does together: what ``read`` makes of its arguments, JSON-able.
+
+    Raises:
+        Exception: what ``read`` raised here.
+        DisagreementError: what it raised on another rank, or arguments that differ; on every rank.
+        CommunicationError: a rank is missing.
+    """
+    given: dict[str, Any] = {}
+    problem: Exception | None = None
+    try:
+        given = read()
+    except Exception as error:
+        problem = error
+    key = {call: given}
+    agree(View(key, lambda: key, problem, consequence=f"so {call} did nothing"), ranks, device)
+    return given
+
+
 def _compare_witnesses(bits: Sequence[int]) -> None:
     values = [struct.unpack("<d", struct.pack("<q", each))[0] for each in bits]
     for rank, value in enumerate(values):

@@ -121,6 +121,17 @@ def mapping(value: object, what: str, example: str) -> dict[Any, Any]:
     return dict(value or {})
 
 
+def by_name(value: object, what: str) -> Mapping[str, Any]:
+    """Values by name, as ``state_dict()`` has them; none is read here, so that a file may be behind them.
+
+    Raises:
+        TypeError: it is no mapping, or a key is no text.
+    """
+    if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
+        raise TypeError(f"{what} takes tensors by name, as module.state_dict() has them, found {_shown(value)}.")
+    return value
+
+
 def path(value: object, what: str) -> str:
     """A path as text, not empty: an empty one is the working directory, wherever the script runs.
 

@@ -2,10 +2,12 @@
 
 from collections import defaultdict
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
-from .agreement import View, agree
+from .agreement import agree_on_call
+from .arguments import whole
 from .binding import Binding
 from .bound_states import names_of
 from .entry import Entry, Group, named_params
@@ -13,8 +15,36 @@ from .shard import Shard
 from .states import ParamState
 
 
-def consolidate(binding: Binding, to: int, groups: Sequence[Group]) -> dict[torch.nn.Parameter, ParamState] | None:
-    """Collective: every bound param's state as whole tensors in host memory, on the rank ``to``; None elsewhere."""
+def consolidate(binding: Binding, to: object, groups: Sequence[Group]) -> dict[torch.nn.Parameter, ParamState] | None:
+    """Collective: every bound param's state as whole tensors in host memory, on the rank ``to``; None elsewhere.
+
+    Raises:
+        TypeError or ValueError: ``to`` is no rank; DisagreementError on the ranks that were given one.
+    """
+    world = binding.mesh.world
+    names = [list(dict.fromkeys((*shard.states, *shard.masters))) for shard in binding.shards]
+
+    def read() -> dict[str, Any]:
+        return {"rank to gather on": rank_to_gather_on(to, world.size), "states of buckets": names}
+
+    given = agree_on_call("consolidate_state_dict()", read, world, binding.device)
+    return _gathered(binding, given["rank to gather on"], names, groups)
+
+
+def rank_to_gather_on(to: object, size: int) -> int:
+    """``to`` as one of that many ranks.
+
+    Raises:
+        TypeError: no number.
+        ValueError: no rank has it.
+    """
+    what = f"consolidate_state_dict(to=) is the rank to gather on, there are {size} ranks: to"
+    return whole(to, what, least=0, most=size - 1)
+
+
+def _gathered(
+    binding: Binding, to: int, names: Sequence[Sequence[str]], groups: Sequence[Group]
+) -> dict[torch.nn.Parameter, ParamState] | None:
     states: dict[torch.nn.Parameter, ParamState] = {}
     for _, param, group in named_params(groups):
         entry = binding.entries.get(param)
@@ -24,9 +54,6 @@ def consolidate(binding: Binding, to: int, groups: Sequence[Group]) -> dict[torc
     members: dict[Shard, list[Entry]] = defaultdict(list)
     for param in states:
         members[binding.entries[param].shard].append(binding.entries[param])
-    names = [list(dict.fromkeys((*shard.states, *shard.masters))) for shard in binding.shards]
-    key = {"rank to gather on": to, "states of buckets": names}
-    agree(View(key, lambda: key), binding.mesh.world, binding.device)
     (coordinate,) = binding.mesh.world.exchange([binding.mesh.shard.rank], binding.device, "finding a rank")[to]
     # One state of one bucket at a time, so that the other ranks' slices never lie here all at once.
     for shard, its_names in zip(binding.shards, names, strict=True):

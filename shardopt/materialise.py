@@ -14,9 +14,12 @@ import torch
 from torch import nn
 
 from .agreement import View, agree
+from .arguments import by_name
 from .binding import Binding
 from .errors import BindingError
 from .partition.collectives import Ranks
+
+_STATE_DICT = "bind(state_dict=)"
 
 
 def meta_params(module: nn.Module) -> list[nn.Parameter]:
@@ -30,7 +33,12 @@ def check_materialisable(
 
     Args:
         fresh: tensors that were on the meta device, and got no values when they last were to.
+
+    Raises:
+        TypeError: ``state_dict`` is no mapping of names, or holds something else than tensors with values.
     """
+    if state_dict is not None:
+        _check_names(module, by_name(state_dict, _STATE_DICT))
     for name, each in module.named_modules():
         tensors = {**dict(each.named_parameters(name, recurse=False)), **dict(each.named_buffers(name, recurse=False))}
         on_meta = [key for key, tensor in tensors.items() if tensor.is_meta or tensor in fresh]
@@ -38,6 +46,9 @@ def check_materialisable(
             continue
         if state_dict is not None:
             lacking = [key for key in on_meta if key not in state_dict]
+            for key in on_meta:
+                if key in state_dict:
+                    _check_value(key, state_dict[key], tensors[key])
             wrong = [key for key in on_meta if key in state_dict and state_dict[key].shape != tensors[key].shape]
             if lacking or wrong:
                 raise BindingError(
@@ -50,6 +61,43 @@ def check_materialisable(
                 "their values. Define it, or call optimizer.bind(state_dict=...) with the values before the first "
                 "forward."
             )
+
+
+def check_unused(state_dict: object) -> None:
+    """Raises BindingError for values that nothing on the meta device waits for: they would be dropped silently."""
+    if state_dict is not None:
+        by_name(state_dict, _STATE_DICT)
+        raise BindingError(
+            "call module.load_state_dict(...), before or after bind(): state_dict= gives values to params and buffers "
+            "on the meta device, and none is on it, so that these values would be dropped."
+        )
+
+
+def _check_names(module: nn.Module, state_dict: Mapping[str, torch.Tensor]) -> None:
+    """Raises BindingError for names that the module does not have; whatever a submodule saves besides may be there."""
+    params = module.named_parameters(remove_duplicate=False)
+    known = {name for name, _ in (*params, *module.named_buffers(remove_duplicate=False))}
+    unknown = [name for name in state_dict if name not in known and not name.endswith("_extra_state")]
+    if unknown:
+        raise BindingError(
+            f"{_STATE_DICT} holds {unknown[:8]}, which the module does not have: these values would be dropped. Give "
+            f"one with the names of the module (a prefix is to be taken off), such as {sorted(known)[:3]}."
+        )
+
+
+def _check_value(name: str, value: object, target: torch.Tensor) -> None:
+    """Raises TypeError unless a param or buffer can be filled from it."""
+    if not isinstance(value, torch.Tensor):
+        found = f"a {type(value).__name__}"
+    elif value.is_meta:
+        found = "a tensor on the meta device, which has no values"
+    elif value.layout is not torch.strided:
+        found = f"one of layout {value.layout}"
+    elif value.is_complex() and not target.is_complex():
+        found = f"{value.dtype}, whose imaginary part would be dropped"
+    else:
+        return
+    raise TypeError(f"{_STATE_DICT} takes a dense tensor with values for {name} ({target.dtype}), found {found}.")
 
 
 def give_devices(module: nn.Module, world: Ranks) -> list[torch.Tensor]:

@@ -6,7 +6,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, TypeVar, Unpack
 
 import torch
@@ -16,7 +16,8 @@ import torch.distributed as dist
 from torch._compile import _disable_dynamo
 from torch.distributed.device_mesh import DeviceMesh
 
-from .agreement import View, agree
+from .agreement import View, agree, agree_on_call
+from .arguments import flag
 from .averaged import averaged, has_average
 from .backward import Backward
 from .bind import bind
@@ -24,16 +25,17 @@ from .binding import Binding
 from .closure import Settled, run_closure
 from .composition import Composition, Party
 from .config import Offload, OptionKeywords, Options, check_process_group
-from .consolidate import consolidate
+from .consolidate import consolidate, rank_to_gather_on
 from .entry import Candidate, Group, named_params, without_process_group
 from .errors import ShardoptError, StateError
 from .handover import Handover
 from .kept import check_formats
 from .local_params import LocalParams, local_gradient
-from .materialise import check_materialisable, give_devices, give_values, meta_params
+from .materialise import check_materialisable, check_unused, give_devices, give_values, meta_params
 from .memory import memory_of
 from .offload.store import Store
-from .partition.mesh import Mesh
+from .partition.collectives import Ranks
+from .partition.mesh import Mesh, everyone_of
 from .partition.placement import Placement, Placements
 from .release import Release, drop_gradients
 from .relocate import relocate
@@ -163,7 +165,8 @@ class ShardedOptimizer(torch.optim.Optimizer, Uneven):
                 (a memory-mapped file will do). None: each module's own ``reset_parameters()``.
 
         Raises:
-            BindingError: a param that no bucket can hold, or values that are missing.
+            BindingError: a param that no bucket can hold, or values that are missing, of other names or not asked for.
+            TypeError: a value is no dense tensor, or ``state_dict`` has none by name.
             Exception: what a ``reset_parameters()`` raised, and DisagreementError on the other ranks. The module has no
                 values then: mend the cause and call this again, on every rank. Forwards are refused until then.
         """
@@ -177,6 +180,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Uneven):
         binding = self._bound()
         candidates = binding.unbound(self.param_groups)
         if not candidates and not binding.fresh and (binding.entries or not binding.frozen(handover.module)):
+            check_unused(state_dict)
             return
         with handover.closure.meeting():
             self._bind_together(handover, candidates, state_dict)
@@ -219,9 +223,11 @@ class ShardedOptimizer(torch.optim.Optimizer, Uneven):
             fresh = self._bound().fresh
             if fresh or meta_params(handover.module):
                 check_materialisable(handover.module, state_dict, fresh)
+            else:
+                check_unused(state_dict)
         except Exception as error:
             problem = error
-        view = {"module": handover.describe()}
+        view = {"module": handover.describe(), "state_dict is given": state_dict is not None}
         device = next((param.device for _, param, _ in candidates if not param.is_meta), torch.device("cpu"))
         agree(View(view, lambda: view, problem), self._bound().mesh.world, device)
         return numbers
@@ -254,18 +260,31 @@ class ShardedOptimizer(torch.optim.Optimizer, Uneven):
         Args:
             ema: show the moving average of the weights (``ema=0.999`` at construction) in their place; behind it they
                 are the weights again, and what was written inside is gone.
+
+        Raises:
+            DisagreementError: ranks ask for different params.
+            TypeError: ``ema`` is neither True nor False.
         """
-        binding = self._binding
-        if ema:
-            with ExitStack() as stack:
-                for each in self._averaging():
-                    stack.enter_context(averaged(each))
-                yield
-            return
-        if binding is None or binding.sharded is None:
-            yield
-            return
-        with binding.sharded.unsharded():
+        binding, averages = self._binding, list[Binding]()
+        asked: bool | None = None
+        with suppress(TypeError):  # which is raised below, on all ranks
+            asked = flag(ema, "ema")
+
+        def read() -> dict[str, Any]:
+            if flag(ema, "unsharded(ema=)"):
+                averages.extend(self._averaging())
+            return {"ema": asked}
+
+        # Below stage 3 a rank that asks for its weights has them, and need not wait for anybody.
+        if binding is None or (binding.sharded is None and (self.rule.average is None or asked is False)):
+            read()
+        else:
+            agree_on_call("unsharded()", read, binding.mesh.world, binding.device)
+        with ExitStack() as stack:
+            for each in averages:
+                stack.enter_context(averaged(each))
+            if not averages and binding is not None and binding.sharded is not None:
+                stack.enter_context(binding.sharded.unsharded())
             yield
 
     def _averaging(self) -> list[Binding]:
@@ -316,9 +335,9 @@ class ShardedOptimizer(torch.optim.Optimizer, Uneven):
         """
         if not isinstance(param_group, dict) or "params" not in param_group:
             raise TypeError(f"param_group must be a dict with 'params', found {type(param_group).__name__}.")
-        for flag, reason in _REFUSED_FLAGS.items():
-            if param_group.get(flag, self.defaults.get(flag)):
-                raise ShardoptError(f"{type(self).__name__} was given {flag}=True: {reason}.")
+        for name, reason in _REFUSED_FLAGS.items():
+            if param_group.get(name, self.defaults.get(name)):
+                raise ShardoptError(f"{type(self).__name__} was given {name}=True: {reason}.")
         own = param_group.get("process_group")
         check_process_group(own, "process_group of a param group")
         if own is not None and self.options.module is not None:
@@ -449,6 +468,15 @@ class ShardedOptimizer(torch.optim.Optimizer, Uneven):
     def _binding(self) -> Binding | None:
         return None if self._composition is None else self._composition.main
 
+    def _ranks(self) -> Ranks:
+        """All that make every call together; before the first step too, which may still be given another DDP module."""
+        if self._composition is not None:
+            return self._composition.main.mesh.world
+        group = self.options.process_group
+        if self._handover is not None:
+            group = self._handover.process_group(group)
+        return Ranks(None if group is None else everyone_of(group), self.options.tuning.deadline)
+
     @property
     def _bindings(self) -> list[Binding]:
         return [] if self._composition is None else self._composition.bindings
@@ -559,6 +587,10 @@ class ShardedOptimizer(torch.optim.Optimizer, Uneven):
 
         Faster than one rank's asking for them, and for those who want plain tensors in memory.
         It holds until the next step. A dict saved from it loads into the torch class, and here at any number of ranks.
+
+        Raises:
+            TypeError: ``to`` is no number.
+            ValueError: no rank has it.
         """
         self._check_open()
         if len(self._bindings) > 1:
@@ -568,10 +600,8 @@ class ShardedOptimizer(torch.optim.Optimizer, Uneven):
             )
         binding = self._binding
         if binding is None or binding.mesh.shard.size == 1:
+            rank_to_gather_on(to, self._ranks().size)
             return
-        size = binding.mesh.world.size
-        if not 0 <= to < size:
-            raise ValueError(f"consolidate_state_dict(to={to}): there are {size} ranks, 0 to {size - 1}.")
         with torch.no_grad():
             (party,) = self._parties()
             states = consolidate(binding, to, party.groups)

@@ -14,6 +14,8 @@ import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook, _JoinConfig
 from torch.nn.parallel import DistributedDataParallel
 
+from .agreement import agree_on_call
+from .arguments import flag
 from .errors import BindingError, DisagreementError, ShardoptError
 from .local_params import any_dtensor
 from .step import Call
@@ -59,7 +61,15 @@ class Uneven(Joinable):
 
         Raises:
             ShardoptError: at stage 3, with ``release_gradients=True``, or for a composed model; on every rank, at once.
+            DisagreementError: ranks give other arguments.
+            TypeError: one is neither True nor False.
         """
+        given = {
+            "divide_by_initial_world_size": divide_by_initial_world_size,
+            "enable": enable,
+            "throw_on_early_termination": throw_on_early_termination,
+        }
+        self._meet("join()", lambda: {name: flag(value, f"join({name}=)") for name, value in given.items()})
         if not enable or not dist.is_initialized():
             yield
             return
@@ -79,11 +89,21 @@ class Uneven(Joinable):
         from .shadow import Shadow  # which few trainings need
 
         optimizer = cast("ShardedOptimizer", self)
-        _check_can_join(optimizer)
+        name = "divide_by_initial_world_size"
+
+        def read() -> dict[str, Any]:
+            _check_can_join(optimizer)
+            return {name: flag(divide_by_initial_world_size, f"join({name}=)")}
+
+        by_all = self._meet("join()", read)[name]
         if self._hook is not None:
             self._hook.leave()
-        self._hook = Shadow(optimizer, divide_by_initial_world_size)
+        self._hook = Shadow(optimizer, by_all)
         return self._hook
+
+    def _meet(self, call: str, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Collective: what all ranks give to a call, or the same error on all."""
+        return agree_on_call(call, read, cast("ShardedOptimizer", self)._ranks(), self.join_device)
 
     @property
     def join_device(self) -> torch.device:

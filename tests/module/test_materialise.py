@@ -167,11 +167,43 @@ def not_materialised() -> None:
     ):
         with raises(BindingError, *words):
             opt.bind(wrong)
+    for value, found in (
+        ([1.0], "a list"),
+        (torch.empty(W, W, device="meta"), "on the meta device"),
+        (torch.eye(W).to_sparse(), "sparse"),
+        (torch.eye(W) * 1j, "complex64"),
+    ):
+        with raises(TypeError, "bind(state_dict=)", "own (torch.float32)", found):
+            opt.bind({**values, "own": value})  # type: ignore[dict-item]
+    for container in (list(values.items()), "values", {1: torch.ones(1)}):
+        with raises(TypeError, "bind(state_dict=)", "tensors by name"):
+            opt.bind(container)  # type: ignore[arg-type]
+    with raises(BindingError, "module.own", "prefix"):
+        opt.bind({f"module.{name}": value for name, value in values.items()})
+    with raises(BindingError, "nobody", "such as ['layer.bias', "):
+        opt.bind({**values, "nobody": torch.ones(1)})
+    with raises(DisagreementError if dist.get_rank() else BindingError, "nobody"):
+        opt.bind(values if dist.get_rank() else {**values, "nobody": torch.ones(1)})
     assert all(param.is_meta for param in model.parameters())
     opt.bind(values)
     with opt.unsharded():
         assert all((param == 0.1).all() for param in model.parameters())
+    with raises(BindingError, "module.load_state_dict"):  # what is bound has its values
+        opt.bind(values)
+    opt.bind()
     train_step(model, opt, 0)
+    # Where nothing is on the meta device, and where some ranks alone were given values.
+    model = nn.Linear(W, W)  # type: ignore[assignment]
+    other = ShardedSGD(model, **RATES, stage=1)
+    with raises(BindingError, "module.load_state_dict"):
+        other.bind(model.state_dict())
+    with torch.device("meta"):
+        model = nn.Linear(W, W)  # type: ignore[assignment]
+    other = ShardedSGD(model, **RATES, stage=1)
+    with raises(DisagreementError, "state_dict is given"):
+        other.bind(
+            {name: torch.ones(each.shape) for name, each in model.named_parameters()} if dist.get_rank() else None
+        )
 
 
 class Failing(nn.Linear):

@@ -1,24 +1,29 @@
 """Every argument of every public method of an optimizer, as ``test_every_argument.py`` has those of constructors."""
 
 import inspect
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from shardopt import ShardedOptimizer, ShardedSGD
-from tests.optim.test_every_argument import EVERYTHING, NONE, NOTHING, WALK, is_clear
+from shardopt import DisagreementError, ShardedOptimizer, ShardedSGD, Tuning
+from tests.optim.test_every_argument import EVERYTHING, FLAG, NONE, NOTHING, WALK, is_clear
+from tests.support.ranks import Pool
+from tests.support.training import raises
 
 METHODS = {
     "add_param_group": {"param_group": NOTHING},
-    "bind": {"state_dict": EVERYTHING},  # read only where params are on the meta device
+    "bind": {"state_dict": NONE},  # what else there is to give waits for params on the meta device
     "close": {},
-    "consolidate_state_dict": {"to": EVERYTHING},  # on one rank there is nothing to gather
-    "join": {name: EVERYTHING for name in ("divide_by_initial_world_size", "enable", "throw_on_early_termination")},
-    "join_hook": {"divide_by_initial_world_size": EVERYTHING, "keywords": EVERYTHING},
+    "consolidate_state_dict": {"to": {"0"}},  # of one rank
+    "join": {name: FLAG for name in ("divide_by_initial_world_size", "enable", "throw_on_early_termination")},
+    "join_hook": {"divide_by_initial_world_size": FLAG, "keywords": EVERYTHING},
     "load_state_dict": {"state_dict": NOTHING},
     "memory": {},
     "no_sync": {},
@@ -28,7 +33,7 @@ METHODS = {
     "state_dict": {},
     "step": {"closure": NONE},
     "timings": {},
-    "unsharded": {"ema": EVERYTHING},  # a flag, by its truth
+    "unsharded": {"ema": FLAG},
     "zero_grad": {"set_to_none": EVERYTHING},  # as torch's: what counts is whether it is true
 }
 
@@ -82,3 +87,79 @@ def test_every_argument_of_a_method(method: str, tmp_path: Path, monkeypatch: py
                 if label not in accepted:
                     found.append(f"{argument}={label}: accepted")
     assert not found, "\n".join(found)
+
+
+def enter(context: AbstractContextManager[Any]) -> None:
+    with context:
+        pass
+
+
+def on_several_ranks(stage: int) -> None:
+    """What is wrong is an error on all ranks, before any of them waits for another one, and nothing came of it."""
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    module = nn.Linear(4, 2)
+    opt = ShardedSGD(module, stage=stage, momentum=0.9, ema=0.5, tuning=Tuning(keep_below=0, timeout=60))
+
+    def train() -> None:
+        opt.zero_grad()
+        module(torch.ones(1, 4)).sum().backward()
+        opt.step()
+
+    # Before there is anything to gather.
+    for wrong in (2, -1, 0.5):
+        with raises(ValueError, "consolidate_state_dict(to=)", "2 ranks", f"found {wrong}"):
+            opt.consolidate_state_dict(to=wrong)  # type: ignore[arg-type]
+    with raises(TypeError, "consolidate_state_dict(to=)", "'1'"):
+        opt.consolidate_state_dict(to="1")  # type: ignore[arg-type]
+    train()
+    calls: list[tuple[Callable[[Any], None], str, list[tuple[Any, type[Exception]]], Any]] = [
+        (
+            lambda to: opt.consolidate_state_dict(to=to),
+            "consolidate_state_dict(to=)",
+            [(True, TypeError), ("1", TypeError), (0.5, ValueError), (2, ValueError), (-1, ValueError)],
+            1,
+        ),
+        (lambda ema: enter(opt.unsharded(ema=ema)), "unsharded(ema=)", [("no", TypeError), (2, TypeError)], True),
+    ]
+    if stage < 3:
+        calls += [
+            (
+                lambda value, name=name: enter(opt.join(**{name: value})),
+                f"join({name}=)",
+                [("no", TypeError), (None, TypeError), (0.5, TypeError)],
+                False,
+            )
+            for name in ("divide_by_initial_world_size", "enable", "throw_on_early_termination")
+        ]
+    for call, words, all_wrong, right in calls:
+        for wrong, kind in all_wrong:
+            with raises(kind, words):
+                call(wrong)
+            with raises(kind if rank == 1 else DisagreementError, words):
+                call(wrong if rank == 1 else right)
+        call(right)
+    for ours, theirs, words in (
+        (0, 1, "rank to gather on"),
+        (np.int64(1), torch.tensor(0), "rank to gather on"),
+    ):
+        with raises(DisagreementError, words):
+            opt.consolidate_state_dict(to=theirs if rank else ours)
+    opt.consolidate_state_dict(to=torch.tensor(1))  # type: ignore[arg-type]
+    assert all(type(state["momentum_buffer"]) is torch.Tensor for state in opt.state_dict()["state"].values()) == rank
+    if stage < 3:
+        with raises(DisagreementError, "throw_on_early_termination", "join() did nothing"):
+            enter(opt.join(throw_on_early_termination=rank == 1))
+        with raises(DisagreementError, "enable"):
+            enter(opt.join(enable=rank == 1))
+    else:
+        with raises(DisagreementError, "ema", "unsharded() did nothing"):
+            enter(opt.unsharded(ema=rank == 1))
+    train()
+    assert opt.updates == 2
+    opt.close()
+
+
+def test_arguments_on_several_ranks(ranks: Pool) -> None:
+    for stage in (1, 3):
+        ranks.run(on_several_ranks, stage, world=2)

@@ -201,7 +201,7 @@ def parts() -> None:
     is_plain = dist.get_rank() == dist.get_world_size() - 1
     for state in opt.state_dict()["state"].values():
         assert isinstance(state["exp_avg"], Part) != is_plain
-    with raises(ValueError, "ranks"):
+    with raises(ValueError, "ranks", "found 7"):
         opt.consolidate_state_dict(to=7)
 
 
