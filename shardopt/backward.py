@@ -19,19 +19,16 @@ from .closure import ClosureRun
 from .entry import Candidate, Entry
 from .errors import BindingError, CommunicationError, DisagreementError, ShardoptError
 from .gradient import GradientPart
-from .kernels import reductions
+from .gradient_report import Arrivals, Report, ReportLayout
 from .kernels.formats import Format
 from .kernels.launch import backend_of
-from .kernels.reductions import COLUMNS, LIMBS, norms_of_limbs
+from .kernels.reductions import COLUMNS, norms_of_limbs
 from .kernels.tables import Factors, Gradients
 from .part import Part
 from .partition.released import keep_pattern
 from .partition.resting import RestingBucket
 from .shard import Shard
 from .slot import Norms, Slot
-
-# Columns of the table of largest values: bits of the largest magnitude, then facts that hold if they do on any rank.
-_LARGEST, _HELD, _NOT_HELD, PRESENT, LATE, UPDATED, _LEFT_BY, _FACTS = range(8)
 
 # Params whose gradients are taken by an optimizer: a second one would take half of them.
 _TAKEN: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -47,6 +44,7 @@ class Backward:
         self._tables: dict[Shard, Gradients] = {}  # of the sums that stay where they are
         self._staged: dict[tuple[Shard, int], Gradients] = {}  # of the others, by the address of the slot they are in
         self._noted: dict[Shard, torch.Tensor] = {}  # what the others added up to when they last left the device
+        self._layout = ReportLayout([], 0, 1)  # of the report that ends a round
         self._hooks: list[Any] = []
         self.is_syncing = False  # whether this forward's backward is a round; said by the forward
         self._lost: str | None = None  # why gradients of an unfinished round are gone
@@ -88,6 +86,9 @@ class Backward:
                 numbers = {entry.index: number for number, entry in enumerate(self._entries) if entry.shard is shard}
                 self._rows[shard] = np.array([numbers[piece.param] for piece in shard.pieces], dtype=np.int64)
                 self._track(shard)
+        mesh = self._binding.mesh
+        where = [(entry.shard.bucket.layout, entry.index) for entry in self._entries]
+        self._layout = ReportLayout(where, mesh.shard.rank, mesh.world.size)
 
     def _track(self, shard: Shard) -> None:
         if isinstance(shard.reduced, RestingBucket):
@@ -322,27 +323,27 @@ class Backward:
         reducer = self._binding.reducer
         assert reducer is not None
         with self._binding.clock.phase("reduce"):
-            held, late = self._reduce_rest()
-            sums, facts = self._tell(held, late)
-            if facts[:, LATE].any():
-                behind = (entry for entry, is_late in zip(self._entries, facts[:, LATE], strict=True) if is_late)
+            arrivals = self._reduce_rest()
+            report = self._report(arrivals)
+            if report.late.any():
+                behind = (entry for entry, is_late in zip(self._entries, report.late, strict=True) if is_late)
                 reducer.finish_late(sorted({entry.shard.number for entry in behind}))
-                sums, again = self._tell(held, late)
-                facts[:, _LARGEST] = again[:, _LARGEST]
+                report = self._report(arrivals)  # the sums are other ones now
             reducer.end()
-            self._show(sums, facts)
+            self._show(report)
 
-    def _reduce_rest(self) -> "tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]":
-        """Which params were held before this round; of which gradients arrived behind their bucket on this rank."""
+    def _reduce_rest(self) -> Arrivals:
+        """Reduce what is left, until every rank's sums are whole."""
         reducer = self._binding.reducer
         assert reducer is not None
         held = self._deliver_rest()
         reducer.finish()
-        late = [reducer.is_late(entry.shard.number, entry.index) for entry in self._entries]
-        return held, np.array(late, dtype=bool)
+        where = [(entry.shard.number, entry.index) for entry in self._entries]
+        present = np.array([reducer.has_arrived(*each) for each in where], dtype=bool)
+        return Arrivals(present, held, late=np.array([reducer.is_late(*each) for each in where], dtype=bool))
 
     def _deliver_rest(self) -> "np.ndarray[Any, Any]":
-        """What was accumulated under no_sync() and not touched by this backward; which params were held before."""
+        """Hand over the gradients of no_sync() that this backward did not touch. Returns which params were held."""
         held = np.zeros(len(self._entries), dtype=bool)
         for number, entry in enumerate(self._entries):
             grad, slot = entry.param.grad, entry.slot
@@ -353,36 +354,50 @@ class Backward:
 
     # -- what every rank knows -------------------------------------------------------------------------------------
 
-    def _tell(self, held: "np.ndarray[Any, Any]", late: "np.ndarray[Any, Any]") -> tuple[Any, Any]:
-        """Collective: sums of squares and counts of every param; largest magnitudes and facts of every param."""
-        mesh, reducer = self._binding.mesh, self._binding.reducer
-        assert reducer is not None
-        sums = self._sums()
-        facts = np.zeros((len(self._entries), _FACTS), dtype=np.int64)
-        facts[:, _LARGEST] = sums[:, reductions.LARGEST]
-        facts[:, _HELD], facts[:, _NOT_HELD], facts[:, LATE] = held, ~held, late
-        facts[:, UPDATED] = self._updated()
-        facts[:, _LEFT_BY] = mesh.world.rank + 1 if self._failed else 0
-        facts[:, PRESENT] = [reducer.has_arrived(entry.shard.number, entry.index) for entry in self._entries]
-        if mesh.world.rank not in mesh.one_copy:
-            sums[:] = 0  # other copies hold the same
-        mesh.world.reduce_everywhere(torch.from_numpy(sums), torch.from_numpy(facts), "telling norms of gradients")
-        left_by = int(facts[:, _LEFT_BY].max(initial=0))
-        if left_by:
+    def _report(self, arrivals: Arrivals) -> Report:
+        """Collective: what all ranks together know of every gradient.
+
+        Raises:
+            CommunicationError: a rank died, is late, or failed in this backward; on every rank but that one.
+            DisagreementError: some ranks have added to an earlier gradient and others have not; on every rank.
+        """
+        mesh = self._binding.mesh
+        report, error = self._own_report(arrivals)
+        mesh.world.add_up(report.vector, "telling norms of gradients")
+        if error is not None:
+            raise error
+        if report.failed:
             raise CommunicationError(
-                f"rank {left_by - 1} left this backward after an error of its own; look at its output. Its gradients "
-                "are missing, so params and states are unchanged: call zero_grad() on every rank and go on together."
+                f"rank {report.failed[0]} left this backward after an error of its own; look at its output. Its "
+                "gradients are missing, so params and states are unchanged: call zero_grad() on every rank and go on "
+                "together."
             )
-        apart = np.flatnonzero(facts[:, _HELD] & facts[:, _NOT_HELD])
-        if len(apart):
+        if report.held_apart.any():
             raise DisagreementError(
-                f"{self._entries[apart[0]].name} has a gradient from an earlier backward on some ranks and none on "
-                "others: the new one was added there and not here. Call zero_grad() on every rank, or on none."
+                f"{self._entries[int(report.held_apart.argmax())].name} has a gradient from an earlier backward on "
+                "some ranks and none on others: the new one was added there and not here. Call zero_grad() on every "
+                "rank, or on none."
             )
-        return sums, facts
+        return report
+
+    def _own_report(self, arrivals: Arrivals) -> tuple[Report, Exception | None]:
+        """This rank's report, and the error that made its sums impossible: the others hear of it in the report."""
+        mesh, report, error = self._binding.mesh, self._layout.blank(), None
+        report.fill_arrivals(arrivals)
+        if self._updated():
+            report.say_updated()
+        try:
+            sums = self._sums()
+            if mesh.world.rank in mesh.one_copy:  # other copies hold the same
+                report.fill_sums(sums)
+        except Exception as raised:
+            error = raised
+        if self._failed or error is not None:
+            report.say_failed(mesh.world.rank)
+        return report, error
 
     def _sums(self) -> "np.ndarray[Any, Any]":
-        """2D [entries, COLUMNS] int64: what this rank's slices add up to."""
+        """Sum up this rank's slices: 2D [entries, COLUMNS] int64, as of ``Totals``."""
         sums = np.zeros((len(self._entries), COLUMNS), dtype=np.int64)
         for shard, gradients in self._tables.items():
             self._sum_up(sums, shard, shard.kept.gradient, gradients)
@@ -418,13 +433,10 @@ class Backward:
         """Whether this rank's params or states are not those of before the round."""
         return False
 
-    def _show(self, sums: Any, facts: Any) -> None:
-        """Makes ``param.grad`` a part wherever any rank had a gradient."""
-        two = norms_of_limbs(sums[:, :LIMBS]).tolist()
-        largest = facts[:, _LARGEST].astype(np.int32).view(np.float32).tolist()
-        counts, present, held = (
-            each.tolist() for each in (sums[:, reductions.NONFINITE], facts[:, PRESENT], facts[:, _HELD])
-        )
+    def _show(self, report: Report) -> None:
+        """Make ``param.grad`` a part wherever any rank had a gradient."""
+        two, largest, counts = norms_of_limbs(report.limbs).tolist(), report.largest.tolist(), report.nonfinite.tolist()
+        present, held = report.present.tolist(), report.held.tolist()
         for number, entry in enumerate(self._entries):
             slot = entry.slot
             if slot is None or not (present[number] or held[number]):

@@ -28,13 +28,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from .backward import LATE, PRESENT, UPDATED, Backward
+from .backward import Backward
 from .bind import checksum
 from .binding import Binding
 from .entry import Entry, Group
 from .errors import BindingError, ShardoptError
+from .gradient_report import Report
 from .kernels.formats import format_of
-from .kernels.reductions import COLUMNS, LIMBS, NONFINITE, norms_of_limbs
+from .kernels.reductions import COLUMNS, NONFINITE, norms_of_limbs
 from .kernels.tables import Factors
 from .released_gradient import ReleasedGradient, second_backward
 from .rules import Variant
@@ -248,20 +249,19 @@ class Release(Backward):
         reducer, current = self._binding.reducer, self._round
         assert reducer is not None and current is not None
         with self._binding.clock.phase("reduce"):
-            held, late = self._reduce_rest()
-            sums, facts = self._tell(held, late)
-        self._check_in_time(facts[:, LATE])
-        present = [entry for entry, is_there in zip(self._entries, facts[:, PRESENT], strict=True) if is_there]
+            report = self._report(self._reduce_rest())
+        self._check_in_time(report)
+        present = [entry for entry, is_there in zip(self._entries, report.present, strict=True) if is_there]
         if not present:  # on no rank: it was another module's backward, and no step
             reducer.end()
             self._round = None
             return
-        nonfinite = int(sums[:, NONFINITE].sum())
-        norm = math.inf if nonfinite else _norm(sums)
+        nonfinite = int(report.nonfinite.sum())
+        norm = math.inf if nonfinite else _norm(report)
         is_skipped = bool(nonfinite) and self._binding.options.tuning.nonfinite != "propagate"
-        if is_skipped and facts[:, UPDATED].any():
+        if is_skipped and report.updated:
             raise ShardoptError(
-                f"{nonfinite} elements of the gradients are Inf or NaN{self._where(sums)}, and buckets without any "
+                f"{nonfinite} elements of the gradients are Inf or NaN{self._where(report)}, and buckets without any "
                 "were updated before (release_gradients=True): some params took the step and others did not. "
                 "Construct model and optimizer anew and load a checkpoint; "
                 'Tuning(nonfinite="propagate") would go on as torch does, and without release_gradients '
@@ -275,7 +275,7 @@ class Release(Backward):
             entry.param.grad = ReleasedGradient(entry.name, entry.param)
         if is_skipped:
             self._keep_versions(current)
-            skip(self._binding.options.tuning.nonfinite, nonfinite, self._where(sums))
+            skip(self._binding.options.tuning.nonfinite, nonfinite, self._where(report))
         self._outcome = Outcome(updated=not is_skipped, grad_norm=norm)
 
     def _keep_versions(self, current: _Round) -> None:
@@ -284,17 +284,18 @@ class Release(Backward):
             if entry not in current.written:
                 entry.version = entry.param._version
 
-    def _check_in_time(self, late: "np.ndarray[Any, Any]") -> None:
-        if late.any():
+    def _check_in_time(self, report: Report) -> None:
+        if report.late.any():
+            name = self._entries[int(report.late.argmax())].name
             raise ShardoptError(
-                f"another gradient of {self._entries[int(late.argmax())].name} arrived in a backward in which it had "
-                "been used already (release_gradients=True): a reentrant activation checkpoint hands over the "
-                "gradients of a param that is used elsewhere too one by one. Use checkpoint(..., use_reentrant=False), "
-                "or construct the optimizer without release_gradients."
+                f"another gradient of {name} arrived in a backward in which it had been used already "
+                "(release_gradients=True): a reentrant activation checkpoint hands over the gradients of a param that "
+                "is used elsewhere too one by one. Use checkpoint(..., use_reentrant=False), or construct the "
+                "optimizer without release_gradients."
             )
 
-    def _where(self, sums: "np.ndarray[Any, Any]") -> str:
-        return f" (first in {self._entries[int((sums[:, NONFINITE] > 0).argmax())].name})"
+    def _where(self, report: Report) -> str:
+        return f" (first in {self._entries[int((report.nonfinite > 0).argmax())].name})"
 
     def _close(self, current: _Round, present: Sequence[Entry], norm: float) -> None:
         """The rest of the step, together with all ranks."""
@@ -336,7 +337,7 @@ def drop_gradients(params: Sequence[torch.nn.Parameter]) -> None:
         param.grad = None
 
 
-def _norm(sums: "np.ndarray[Any, Any]") -> float:
+def _norm(report: Report) -> float:
     """The 2-norm of all gradients."""
     # fsum rounds once, so that the order of params cannot show.
-    return math.sqrt(math.fsum((norms_of_limbs(sums[:, :LIMBS]) ** 2).tolist()))
+    return math.sqrt(math.fsum((norms_of_limbs(report.limbs) ** 2).tolist()))

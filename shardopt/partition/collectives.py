@@ -129,21 +129,15 @@ class Ranks:
             self.wait(Pending(phase, (dist.all_gather(others, mine, group=self.group, async_op=True),)))
         return [json.loads(bytes(other[:length].cpu().numpy())) for other, length in zip(others, lengths, strict=True)]
 
-    def reduce_everywhere(self, total: torch.Tensor, largest: torch.Tensor, phase: str) -> None:
-        """Adds ``total`` up over the ranks and takes the maximum of ``largest``, both int64 and in place."""
+    def add_up(self, vector: torch.Tensor, phase: str) -> None:
+        """Collective: every rank's int64 vector becomes the sum over ranks, in place."""
         if self.size == 1:
             return
-        own = total, largest
-        messages = [each.to(self._device_of_messages(each.device)) for each in own]
+        message = vector.to(self._device_of_messages(vector.device))
         with self._naming(phase):
-            works = [
-                dist.all_reduce(message, op, group=self.group, async_op=True)
-                for message, op in zip(messages, (dist.ReduceOp.SUM, dist.ReduceOp.MAX), strict=True)
-            ]
-            self.wait(Pending(phase, tuple(works)))
-        for each, message in zip(own, messages, strict=True):
-            if message is not each:
-                each.copy_(message)
+            self.wait(Pending(phase, (dist.all_reduce(message, group=self.group, async_op=True),)))
+        if message is not vector:
+            vector.copy_(message)
 
     def exchange_slices(
         self, own: Sequence[torch.Tensor], others: Sequence[torch.Tensor], tag: int, phase: str
