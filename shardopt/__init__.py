@@ -37,7 +37,7 @@ from .optim import (
 from .optimizer import ShardedOptimizer
 from .part import Part
 from .rules import rule
-from .version import __version__
+from .version import __version__ as __version__
 
 if TYPE_CHECKING:
     from .checkpoint.load import load_checkpoint

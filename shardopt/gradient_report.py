@@ -36,7 +36,7 @@ class Arrivals(NamedTuple):
 
 
 class ReportLayout:
-    """Where each number lies in a report: the same on all ranks of one binding."""
+    """Where each number lies in a report: the same on all ranks of one domain."""
 
     def __init__(self, params: Sequence[tuple[BucketLayout, int]], shard_rank: int, ranks: int):
         """

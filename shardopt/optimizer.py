@@ -21,11 +21,11 @@ from .arguments import flag
 from .averaged import averaged, has_average
 from .backward import Backward
 from .bind import bind
-from .binding import Binding
 from .closure import Settled, run_closure
 from .composition import Composition, Party
 from .config import Offload, OptionKeywords, Options, check_process_group
 from .consolidate import consolidate, rank_to_gather_on
+from .domain import Domain
 from .entry import Candidate, Group, named_params, without_process_group
 from .errors import ShardoptError, StateError
 from .handover import Handover
@@ -177,9 +177,9 @@ class ShardedOptimizer(torch.optim.Optimizer, Uneven):
                 "bind() takes a module over, but none was handed over: the params are bound at the first step. Pass "
                 "the module as first argument or as module=."
             )
-        binding = self._bound()
-        candidates = binding.unbound(self.param_groups)
-        if not candidates and not binding.fresh and (binding.entries or not binding.frozen(handover.module)):
+        domain = self._bound()
+        candidates = domain.unbound(self.param_groups)
+        if not candidates and not domain.fresh and (domain.entries or not domain.frozen(handover.module)):
             check_unused(state_dict)
             return
         with handover.closure.meeting():
@@ -188,22 +188,22 @@ class ShardedOptimizer(torch.optim.Optimizer, Uneven):
     def _bind_together(
         self, handover: Handover, candidates: list[Candidate], state_dict: Mapping[str, torch.Tensor] | None
     ) -> None:
-        binding = self._bound()
+        domain = self._bound()
         self._announce("bind")
         numbers = self._check_together(handover, candidates, state_dict)
         if meta_params(handover.module):
-            binding.fresh = set(give_devices(handover.module, binding.mesh.world))
-            candidates = binding.unbound(self.param_groups)
-        elif not binding.entries and not binding.fresh:
-            handover.share_values(binding.mesh.world)
+            domain.fresh = set(give_devices(handover.module, domain.mesh.world))
+            candidates = domain.unbound(self.param_groups)
+        elif not domain.entries and not domain.fresh:
+            handover.share_values(domain.mesh.world)
         if candidates:
-            bind(binding, self.param_groups, numbers, candidates)
-        frozen = binding.frozen(handover.module)
+            bind(domain, self.param_groups, numbers, candidates)
+        frozen = domain.frozen(handover.module)
         if frozen:
-            binding.adopt_frozen(frozen)
-        if binding.fresh:
-            give_values(handover.module, list(binding.fresh), binding, state_dict)
-            binding.fresh = set()
+            domain.adopt_frozen(frozen)
+        if domain.fresh:
+            give_values(handover.module, list(domain.fresh), domain, state_dict)
+            domain.fresh = set()
         handover.expect_backward()
 
     def _check_together(
@@ -265,7 +265,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Uneven):
             DisagreementError: ranks ask for different params.
             TypeError: ``ema`` is neither True nor False.
         """
-        binding, averages = self._binding, list[Binding]()
+        domain, averages = self._domain, list[Domain]()
         asked: bool | None = None
         with suppress(TypeError):  # which is raised below, on all ranks
             asked = flag(ema, "ema")
@@ -276,18 +276,18 @@ class ShardedOptimizer(torch.optim.Optimizer, Uneven):
             return {"ema": asked}
 
         # Below stage 3 a rank that asks for its weights has them, and need not wait for anybody.
-        if binding is None or (binding.sharded is None and (self.rule.average is None or asked is False)):
+        if domain is None or (domain.sharded is None and (self.rule.average is None or asked is False)):
             read()
         else:
-            agree_on_call("unsharded()", read, binding.mesh.world, binding.device)
+            agree_on_call("unsharded()", read, domain.mesh.world, domain.device)
         with ExitStack() as stack:
             for each in averages:
                 stack.enter_context(averaged(each))
-            if not averages and binding is not None and binding.sharded is not None:
-                stack.enter_context(binding.sharded.unsharded())
+            if not averages and domain is not None and domain.sharded is not None:
+                stack.enter_context(domain.sharded.unsharded())
             yield
 
-    def _averaging(self) -> list[Binding]:
+    def _averaging(self) -> list[Domain]:
         """Those that have an average. Experts that no token came to have none yet, on some ranks of the model."""
         if self.rule.average is None:
             raise ShardoptError(
@@ -295,20 +295,20 @@ class ShardedOptimizer(torch.optim.Optimizer, Uneven):
                 "ema=0.999, say; it begins with the next step."
             )
         self._check_weights("unsharded(ema=True)")
-        found = [each for each in self._bindings if has_average(each)]
+        found = [each for each in self._domains if has_average(each)]
         if not found:
             raise ShardoptError("unsharded(ema=True) was called before the first step: there is no average yet.")
         return found
 
     def _check_weights(self, call: str) -> None:
-        if any(binding.is_averaged for binding in self._bindings):
+        if any(domain.is_averaged for domain in self._domains):
             raise ShardoptError(
                 f"{call} inside of `with optimizer.unsharded(ema=True):`, where the params are the average of the "
                 "weights: it would take them for the weights, which come back behind it. Leave the context first."
             )
 
     def _check_released(self) -> None:
-        if any(binding.sharded is not None and binding.sharded.shown for binding in self._bindings):
+        if any(domain.sharded is not None and domain.sharded.shown for domain in self._domains):
             raise ShardoptError(
                 "step() inside of `with optimizer.unsharded():` at stage 3: the whole params that are shown there "
                 "would be out of date, and be written over the update behind it. Leave the context first."
@@ -448,7 +448,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Uneven):
             self._locals.show()
 
     def _parties(self) -> list[Party]:
-        return self._compose().parties(self.param_groups, self._make_binding)
+        return self._compose().parties(self.param_groups, self._make_domain)
 
     def _local_groups(self) -> list[Group]:
         """Param groups with the plain tensors that they come down to."""
@@ -461,11 +461,11 @@ class ShardedOptimizer(torch.optim.Optimizer, Uneven):
         if self._closed:
             raise ShardoptError("this optimizer was closed and its states released: construct a new one.")
 
-    def _bound(self) -> Binding:
+    def _bound(self) -> Domain:
         return self._compose().main
 
     @property
-    def _binding(self) -> Binding | None:
+    def _domain(self) -> Domain | None:
         return None if self._composition is None else self._composition.main
 
     def _ranks(self) -> Ranks:
@@ -478,24 +478,24 @@ class ShardedOptimizer(torch.optim.Optimizer, Uneven):
         return Ranks(None if group is None else everyone_of(group), self.options.tuning.deadline)
 
     @property
-    def _bindings(self) -> list[Binding]:
-        return [] if self._composition is None else self._composition.bindings
+    def _domains(self) -> list[Domain]:
+        return [] if self._composition is None else self._composition.domains
 
     def _compose(self) -> Composition:
         if self._composition is None:
             group = self.options.process_group
             if self._handover is not None:
                 group = self._handover.process_group(group)
-            main = self._make_binding(group)
+            main = self._make_domain(group)
             backward = self._make_backward(main)
             self._composition = self._states.composition = Composition(main, self.options, self._locals)
             if self._handover is not None:
                 self._handover.begin(main, backward)
         return self._composition
 
-    def _make_backward(self, binding: Binding) -> Backward:
+    def _make_backward(self, domain: Domain) -> Backward:
         if not self.options.release_gradients:
-            return Backward(binding)
+            return Backward(domain)
         me = weakref.ref(self)
 
         def begin() -> tuple[Sequence[Group], Mapping[str, Any]]:
@@ -505,17 +505,17 @@ class ShardedOptimizer(torch.optim.Optimizer, Uneven):
             optimizer._states.consolidated = None
             return optimizer.param_groups, optimizer.defaults
 
-        self._release = Release(binding, begin)
+        self._release = Release(domain, begin)
         return self._release
 
-    def _make_binding(self, group: dist.ProcessGroup | DeviceMesh | None) -> Binding:
+    def _make_domain(self, group: dist.ProcessGroup | DeviceMesh | None) -> Domain:
         sharded = Placements.of_stage(self.options.stage).state is Placement.SHARD
         mesh = Mesh.of(group, sharded, self.options.tuning.deadline)
-        binding = Binding(self.rule, self.options, mesh, self._states.waiting)
-        retire = weakref.finalize(self, Binding.retire, binding)
+        domain = Domain(self.rule, self.options, mesh, self._states.waiting)
+        retire = weakref.finalize(self, Domain.retire, domain)
         retire.atexit = False  # at the interpreter's end all are asked
         self._retire.append(retire)
-        return binding
+        return domain
 
     def _scaling(self) -> Scaling:
         scale, found = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
@@ -531,8 +531,8 @@ class ShardedOptimizer(torch.optim.Optimizer, Uneven):
         self._check_weights("refresh_masters()")
         self._states.consolidated = None
         with torch.no_grad():
-            for binding in self._bindings:
-                refresh_masters(binding)
+            for domain in self._domains:
+                refresh_masters(domain)
 
     # -- states ----------------------------------------------------------------------------------------------------
 
@@ -593,18 +593,18 @@ class ShardedOptimizer(torch.optim.Optimizer, Uneven):
             ValueError: no rank has it.
         """
         self._check_open()
-        if len(self._bindings) > 1:
+        if len(self._domains) > 1:
             raise StateError(
                 "consolidate_state_dict() gathers on one rank, and param groups have their own process_group: their "
                 "params are others on other ranks. Call state_dict() on one rank of each process_group instead."
             )
-        binding = self._binding
-        if binding is None or binding.mesh.shard.size == 1:
+        domain = self._domain
+        if domain is None or domain.mesh.shard.size == 1:
             rank_to_gather_on(to, self._ranks().size)
             return
         with torch.no_grad():
             (party,) = self._parties()
-            states = consolidate(binding, to, party.groups)
+            states = consolidate(domain, to, party.groups)
         if states is not None:
             self._states.consolidated = {**self._states.waiting, **states}
 
@@ -706,22 +706,22 @@ class ShardedOptimizer(torch.optim.Optimizer, Uneven):
     @in_turn
     def _move(self, to: Offload | None) -> None:
         self._check_open()
-        binding = self._binding
-        if len(self._bindings) > 1:
+        domain = self._domain
+        if len(self._domains) > 1:
             raise ShardoptError(
                 "offload() and reload() move states on all ranks or on none, and this optimizer's params are shared by "
                 "several process groups, which could not undo what one of them did. Give each its own optimizer."
             )
-        if binding is None or not binding.shards:
+        if domain is None or not domain.shards:
             return
         rests, tuning = self.options.rests if to is None else to, self.options.tuning
 
         def open_store() -> Store:
-            check_offload(rests, binding.device)
-            return make_store(rests, tuning, binding.device)
+            check_offload(rests, domain.device)
+            return make_store(rests, tuning, domain.device)
 
         with torch.no_grad():
-            relocate(binding, tier_of(rests), open_store)
+            relocate(domain, tier_of(rests), open_store)
         self._away = to
 
     @property
@@ -778,8 +778,8 @@ class ShardedOptimizer(torch.optim.Optimizer, Uneven):
         for retire in self._retire:
             retire.detach()
         with torch.no_grad():
-            for binding in self._bindings:
-                binding.release()
+            for domain in self._domains:
+                domain.release()
         self._locals.show()
         self._composition, self._closed = None, True
         self._states = StateTable(self.rule, self._locals)
@@ -792,18 +792,18 @@ class ShardedOptimizer(torch.optim.Optimizer, Uneven):
 
         The phases are labels in ``torch.profiler`` as well.
         """
-        return Timings.of_all([binding.timings() for binding in self._bindings])
+        return Timings.of_all([domain.timings() for domain in self._domains])
 
     def memory(self) -> dict[str, dict[str, int]]:
         """Bytes on this rank by kind (param, gradient, master, state, buffer) and tier (device, host, disk)."""
         others = [] if self._handover is None else list(self._handover.module.parameters())
         params = dict.fromkeys([*map(self._locals.of, self._grouped()), *others])
         grads = [local_gradient(param) for param in dict.fromkeys([*self._grouped(), *others])]
-        return memory_of(self._bindings, params, grads, self.options.rests, self._tier)
+        return memory_of(self._domains, params, grads, self.options.rests, self._tier)
 
     def __repr__(self) -> str:
         options = f"stage={self.options.stage}"
-        for binding in (each for each in self._bindings if each.shards):
-            transport = binding.wires.shards.name if binding.wires is not None else "none"
-            options += f", ranks={binding.mesh.world.size}, buckets={len(binding.shards)}, transport={transport}"
+        for domain in (each for each in self._domains if each.shards):
+            transport = domain.wires.shards.name if domain.wires is not None else "none"
+            options += f", ranks={domain.mesh.world.size}, buckets={len(domain.shards)}, transport={transport}"
         return f"{super().__repr__()[:-1]}Sharded ({options})\n)"
