@@ -14,8 +14,8 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .agreement import View, agree
-from .binding import Binding
 from .closure import ClosureRun
+from .domain import Domain
 from .entry import Candidate, Entry
 from .errors import BindingError, CommunicationError, DisagreementError, ShardoptError
 from .gradient import GradientPart
@@ -38,10 +38,10 @@ _TAKEN: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 class Backward:
-    """Takes the gradients of a binding's params."""
+    """Takes the gradients of a domain's params."""
 
-    def __init__(self, binding: Binding):
-        self._binding = binding
+    def __init__(self, domain: Domain):
+        self._domain = domain
         self._entries: list[Entry] = []
         self._rows: dict[Shard, np.ndarray[Any, Any]] = {}  # 1D [pieces]: the number of each piece's entry
         self._tables: dict[Shard, Gradients] = {}  # of the sums that stay where they are
@@ -54,7 +54,7 @@ class Backward:
         # Where ranks may run out of batches, is told which params hold a gradient ahead of each round; by which number
         # its sum is to be divided, if not that of all ranks.
         self.before_round: Callable[[list[int]], int | None] | None = None
-        self._divisor = binding.mesh.world.size  # of this round
+        self._divisor = domain.mesh.world.size  # of this round
         self.closure = ClosureRun()
         self._failed = False  # this rank adds zeros to the rest of a round, and says so at its end
 
@@ -78,12 +78,12 @@ class Backward:
     def attach(self) -> None:
         """Takes the gradients of params that were bound since the last call."""
         me = weakref.ref(self)
-        for entry in list(self._binding.entries.values())[len(self._entries) :]:
+        for entry in list(self._domain.entries.values())[len(self._entries) :]:
             self._entries.append(entry)
             _TAKEN[entry.param] = me
             self._take_over(entry)
             self._hooks.append(entry.param.register_post_accumulate_grad_hook(_taker(me, entry)))
-        for shard in self._binding.shards:
+        for shard in self._domain.shards:
             if shard not in self._rows:
                 numbers = {entry.index: number for number, entry in enumerate(self._entries) if entry.shard is shard}
                 self._rows[shard] = np.array([numbers[piece.param] for piece in shard.pieces], dtype=np.int64)
@@ -102,7 +102,7 @@ class Backward:
         )
 
     def _take_over(self, entry: Entry) -> None:
-        binding, shard, me = self._binding, entry.shard, weakref.ref(self)
+        domain, shard, me = self._domain, entry.shard, weakref.ref(self)
         where, its = shard.slice_of(entry.index), weakref.ref(entry)  # which has the slot
 
         def receive(grad: torch.Tensor) -> None:
@@ -111,9 +111,9 @@ class Backward:
                 backward._receive(entry, grad)
 
         def gather(_: torch.Tensor) -> torch.Tensor:
-            return shard.as_param(binding.gather_slices(shard, shard.reduced.total, "gradients"), entry.index).clone()
+            return shard.as_param(domain.gather_slices(shard, shard.reduced.total, "gradients"), entry.index).clone()
 
-        shared = binding.mesh.shard.size > 1
+        shared = domain.mesh.shard.size > 1
         entry.slot = Slot(shard.reduced.total[where.local], where.start, receive, gather if shared else None)
 
     def detach(self) -> None:
@@ -124,7 +124,7 @@ class Backward:
             if isinstance(entry.param.grad, Part):
                 entry.param.grad = None
             _TAKEN.pop(entry.param, None)
-            entry.slot = None  # it refers to the binding, which would outlive its optimizer in a cycle
+            entry.slot = None  # it refers to the domain, which would outlive its optimizer in a cycle
         self._hooks, self._entries, self._rows, self._tables = [], [], {}, {}
         self._staged, self._noted = {}, {}
         self.is_syncing = False  # a graph of before may be run backward yet
@@ -133,7 +133,7 @@ class Backward:
 
     @property
     def is_open(self) -> bool:
-        return self._binding.reducer is not None and self._binding.reducer.is_open
+        return self._domain.reducer is not None and self._domain.reducer.is_open
 
     def check_whole(self) -> None:
         """Raises ShardoptError if gradients are half-reduced."""
@@ -153,8 +153,8 @@ class Backward:
 
     def abandon(self, reason: str) -> None:
         """Gives up the open round."""
-        assert self._binding.reducer is not None
-        self._binding.reducer.leave()
+        assert self._domain.reducer is not None
+        self._domain.reducer.leave()
         self._lost = reason
         self.on_end()
         for entry in self._entries:
@@ -169,13 +169,13 @@ class Backward:
         for entry in self._entries:
             if entry.slot is not None:
                 entry.slot.pending = None
-        if self._binding.reducer is not None:
-            self._binding.reducer.catch_up()
+        if self._domain.reducer is not None:
+            self._domain.reducer.catch_up()
 
     @property
     def rounds(self) -> int:
         """How many all ranks finished."""
-        return 0 if self._binding.reducer is None else self._binding.reducer.rounds
+        return 0 if self._domain.reducer is None else self._domain.reducer.rounds
 
     def fail(self, error: Exception, rounds: int) -> bool:
         """A closure raised on this rank: tells others who wait for it in a round. See :mod:`shardopt.closure`.
@@ -186,7 +186,7 @@ class Backward:
         Returns:
             Whether all ranks will meet at the beginning of the step.
         """
-        reducer = self._binding.reducer
+        reducer = self._domain.reducer
         if reducer is None:
             return True
         if reducer.tells:
@@ -206,24 +206,24 @@ class Backward:
 
     @property
     def _gathers_by_messages(self) -> bool:
-        sharded = self._binding.sharded
+        sharded = self._domain.sharded
         return sharded is not None and sharded.gatherer.waits_for_others
 
     def end_closure(self) -> None:
         """All ranks know that a closure failed: they begin the next round together."""
-        if self._binding.reducer is not None:
-            self._binding.reducer.catch_up()
+        if self._domain.reducer is not None:
+            self._domain.reducer.catch_up()
 
     def open(self) -> None:
         """Opens a round, in the outermost of the graphs that autograd is running."""
-        self._divisor, reducer, told = self._binding.mesh.world.size, self._binding.reducer, None
+        self._divisor, reducer, told = self._domain.mesh.world.size, self._domain.reducer, None
         assert reducer is not None
         if self.before_round is not None:
             told = self.before_round([number for number, entry in enumerate(self._entries) if _is_held(entry)])
             self._divisor = told or self._divisor
         if told is None and self.closure.is_on and reducer.can_meet and not reducer.tells:
             with self.closure.meeting():
-                agree(View("round", dict), self._binding.mesh.world, self._binding.device)
+                agree(View("round", dict), self._domain.mesh.world, self._domain.device)
         reducer.watch(self.closure.number if self.closure.is_on else 0)
         torch.autograd.Variable._execution_engine.queue_callback(self._finish)
         self._begin_round()
@@ -240,7 +240,7 @@ class Backward:
         self._finish()
 
     def _begin_round(self) -> None:
-        reducer = self._binding.reducer
+        reducer = self._domain.reducer
         assert reducer is not None
         held: list[set[int]] = [set() for _ in reducer.buckets]
         absent: list[set[int]] = [set() for _ in reducer.buckets]
@@ -283,14 +283,14 @@ class Backward:
             raise
 
     def _deliver(self, entry: Entry) -> None:
-        reducer, slot, param, gathered = self._binding.reducer, entry.slot, entry.param, entry.shard.gathered
+        reducer, slot, param, gathered = self._domain.reducer, entry.slot, entry.param, entry.shard.gathered
         assert reducer is not None
         if gathered is not None and not gathered.is_here and torch._C._current_graph_task_id() != -1:
             raise ShardoptError(
                 f"{entry.name} got a gradient while its values were released: backward may have read memory that was "
                 "given back. Its module hands a tensor on that is not in what its forward returns (an auxiliary loss "
                 "kept as an attribute, say). Return it, or construct the optimizer with "
-                f"{keep_pattern(self._binding.name_of(entry.param))} and it stays whole on every rank."
+                f"{keep_pattern(self._domain.name_of(entry.param))} and it stays whole on every rank."
             )
         grad = param.grad
         if slot is not None and slot.shows_in(grad):
@@ -319,9 +319,9 @@ class Backward:
         self.on_end()
 
     def _finish_round(self) -> None:
-        reducer = self._binding.reducer
+        reducer = self._domain.reducer
         assert reducer is not None
-        with self._binding.clock.phase("reduce"):
+        with self._domain.clock.phase("reduce"):
             held, late = self._reduce_rest()
             sums, facts = self._tell(held, late)
             if facts[:, LATE].any():
@@ -334,7 +334,7 @@ class Backward:
 
     def _reduce_rest(self) -> "tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]":
         """Which params were held before this round; of which gradients arrived behind their bucket on this rank."""
-        reducer = self._binding.reducer
+        reducer = self._domain.reducer
         assert reducer is not None
         held = self._deliver_rest()
         reducer.finish()
@@ -355,7 +355,7 @@ class Backward:
 
     def _tell(self, held: "np.ndarray[Any, Any]", late: "np.ndarray[Any, Any]") -> tuple[Any, Any]:
         """Collective: sums of squares and counts of every param; largest magnitudes and facts of every param."""
-        mesh, reducer = self._binding.mesh, self._binding.reducer
+        mesh, reducer = self._domain.mesh, self._domain.reducer
         assert reducer is not None
         sums = self._sums()
         facts = np.zeros((len(self._entries), _FACTS), dtype=np.int64)

@@ -7,7 +7,7 @@ import torch
 
 from .agreement import View, agree
 from .bindable import check_bindable, check_gradient_format, warn_of_master
-from .binding import Binding
+from .domain import Domain
 from .entry import Candidate, Group, named_params
 from .errors import BindingError
 from .partition.released import is_sharded
@@ -16,7 +16,7 @@ from .tiers import check_offload, tier_of
 
 
 def bind(
-    binding: Binding,
+    domain: Domain,
     groups: Sequence[Group],
     numbers: Sequence[dict[str, Any]],
     candidates: Sequence[Candidate],
@@ -35,40 +35,40 @@ def bind(
     problem: Exception | None = None
     plan, sums = [], []
     try:
-        device = binding.device if binding.shards else candidates[0][1].device
-        check_offload(binding.options.rests, device, binding.mesh.replicate.size)
-        if binding.options.release_gradients and binding.options.rests is not None and device.type != "cpu":
+        device = domain.device if domain.shards else candidates[0][1].device
+        check_offload(domain.options.rests, device, domain.mesh.replicate.size)
+        if domain.options.release_gradients and domain.options.rests is not None and device.type != "cpu":
             raise BindingError(
-                f"release_gradients=True was given with offload={binding.options.offload!r} and params on {device}: "
+                f"release_gradients=True was given with offload={domain.options.offload!r} and params on {device}: "
                 "states would come and go for one bucket after the other in mid-backward, which no test has seen to be "
                 "right. Leave one of the two away."
             )
         with torch._C.DisableTorchFunctionSubclass():  # released params are looked at, and not read
             check_bindable(candidates, groups, device)
-        check_gradient_format(binding.options, candidates)
-        if not binding.entries:
-            warn_of_master(binding.options, groups)
-        plan = binding.plan(candidates)
-        if binding.mesh.world.size > 1:
-            sums = [0 if param in binding.fresh or is_sharded(param) else checksum(param) for _, param, _ in candidates]
+        check_gradient_format(domain.options, candidates)
+        if not domain.entries:
+            warn_of_master(domain.options, groups)
+        plan = domain.plan(candidates)
+        if domain.mesh.world.size > 1:
+            sums = [0 if param in domain.fresh or is_sharded(param) else checksum(param) for _, param, _ in candidates]
     except Exception as error:
         problem = error
-    description = _description(binding, groups, numbers, candidates, closure)
+    description = _description(domain, groups, numbers, candidates, closure)
     description["values"] = {name: value for (name, _, _), value in zip(candidates, sums, strict=False)}
-    world, device = binding.mesh.world, candidates[0][1].device
+    world, device = domain.mesh.world, candidates[0][1].device
     agree(View(description, lambda: description, problem), world, device)
-    if binding.sharded is not None:  # they were frozen: whole values first
-        binding.sharded.let_go([param for _, param, _ in candidates])
+    if domain.sharded is not None:  # they were frozen: whole values first
+        domain.sharded.let_go([param for _, param, _ in candidates])
     # Memory can run out on one rank alone: what was made is given back, and all ranks hear of it.
     shards = []
     try:
         for planned in plan:
-            shards.append(binding.make_shard(planned))
+            shards.append(domain.make_shard(planned))
     except Exception as error:
         problem = error
     try:
         agree(View("bound", dict, problem), world, device)
-        binding.adopt(plan, shards)
+        domain.adopt(plan, shards)
         return_free_pages()  # what came and went while params moved and masters were made
     except BaseException:
         for shard in reversed(shards):
@@ -78,17 +78,17 @@ def bind(
 
 
 def _description(
-    binding: Binding,
+    domain: Domain,
     groups: Sequence[Group],
     numbers: Sequence[dict[str, Any]],
     candidates: Sequence[Candidate],
     closure: bool,
 ) -> dict[str, Any]:
-    options = binding.options
+    options = domain.options
     return {
         "params not yet bound": [name for name, _, _ in candidates],
         "options": {
-            "rule": binding.rule.name,
+            "rule": domain.rule.name,
             "stage": options.stage,
             "module": options.module is not None,
             "offload": tier_of(options.rests),
@@ -96,8 +96,8 @@ def _description(
             "offloaded gradients": None if options.rests is None else options.rests.gradients,
             "offloaded fraction": 1.0 if options.rests is None else options.rests.fraction,
             "reduce_dtype": str(options.reduce_dtype),
-            "shards": binding.mesh.shard.size,
-            "replicas": binding.mesh.replicate.size,
+            "shards": domain.mesh.shard.size,
+            "replicas": domain.mesh.replicate.size,
             "master": options.master,
             "state_format": options.state_format if isinstance(options.state_format, str) else {**options.state_format},
             "gradient_format": options.gradient_format,
@@ -124,8 +124,8 @@ def _description(
                 "strides": list(param.stride()),
                 "device": param.device.type,
                 "requires_grad": param.requires_grad,
-                "bound": param in binding.entries,
-                "loaded step": binding.loaded[param].step if param in binding.loaded else None,
+                "bound": param in domain.entries,
+                "loaded step": domain.loaded[param].step if param in domain.loaded else None,
             }
             for name, param, _ in named_params(groups)
         ],

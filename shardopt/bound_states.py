@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import torch
 
-from .binding import Binding
+from .domain import Domain
 from .entry import Entry, Group
 from .epoch import Moment
 from .loaded_state import begin_states, expect_weights, write_tensors
@@ -12,35 +12,35 @@ from .part import Part
 from .states import ParamState, check_part
 
 
-def read_state(binding: Binding, entry: Entry, group: Group) -> ParamState:
+def read_state(domain: Domain, entry: Entry, group: Group) -> ParamState:
     """Of one param: views of the shard where one rank holds everything, else parts."""
-    moment = binding.epoch.now("state")  # before the counters: beside a step they may be those of the next moment
-    tensors = {name: _read_tensor(binding, entry, name, moment) for name in names_of(binding, entry, group)}
+    moment = domain.epoch.now("state")  # before the counters: beside a step they may be those of the next moment
+    tensors = {name: _read_tensor(domain, entry, name, moment) for name in names_of(domain, entry, group)}
     return ParamState(entry.step, dict(entry.carried), tensors)
 
 
-def names_of(binding: Binding, entry: Entry, group: Group) -> list[str]:
+def names_of(domain: Domain, entry: Entry, group: Group) -> list[str]:
     """Of the tensors in the param's state, in torch's order."""
     shard = entry.shard
-    return [*(name for name in binding.rule.variant(group).states if name in shard.states), *shard.masters]
+    return [*(name for name in domain.rule.variant(group).states if name in shard.states), *shard.masters]
 
 
-def _read_tensor(binding: Binding, entry: Entry, name: str, moment: Moment) -> torch.Tensor:
+def _read_tensor(domain: Domain, entry: Entry, name: str, moment: Moment) -> torch.Tensor:
     shard, index = entry.shard, entry.index
-    if binding.mesh.shard.size == 1:
+    if domain.mesh.shard.size == 1:
         own = shard.read(name, index)  # of this param alone: what is decoded or read for it is as long as it
         return own.as_strided(entry.param.size(), shard.strides(index))
 
     def gather(_: torch.Tensor) -> torch.Tensor:
-        return shard.as_param(binding.gather(shard, name), index).clone()
+        return shard.as_param(domain.gather(shard, name), index).clone()
 
-    where, fetch = shard.slice_of(index), binding.fetcher(shard, index, name, moment)
+    where, fetch = shard.slice_of(index), domain.fetcher(shard, index, name, moment)
     return Part(shard.read(name, index), where.start, entry.param, gather, fetch=fetch)
 
 
-def check_parts(binding: Binding, param: torch.nn.Parameter, state: ParamState) -> None:
+def check_parts(domain: Domain, param: torch.nn.Parameter, state: ParamState) -> None:
     """Raises StateError if a part does not hold what this rank needs of a bound param. Changes nothing."""
-    entry = binding.entries.get(param)
+    entry = domain.entries.get(param)
     if entry is None:
         return  # where its slice will lie is known at binding; plan() checks then
     where = entry.shard.slice_of(entry.index)
@@ -49,13 +49,13 @@ def check_parts(binding: Binding, param: torch.nn.Parameter, state: ParamState) 
             check_part(tensor, where.start, where.local.stop - where.local.start, f"{name} of {entry.name}")
 
 
-def put_state(binding: Binding, param: torch.nn.Parameter, state: ParamState, has_state: bool) -> None:
+def put_state(domain: Domain, param: torch.nn.Parameter, state: ParamState, has_state: bool) -> None:
     """Takes this rank's slice of one param's checked state; without one it goes back to before its first step."""
-    entry = binding.entries[param]
+    entry = domain.entries[param]
     if has_state and _shows(entry, state):  # it was only looked at, by a loop that moves tensors to a device
         return
-    with binding.epoch.loading():
-        with binding.all_or_nothing():
+    with domain.epoch.loading():
+        with domain.all_or_nothing():
             entry.shard.home.renew(zeroed=())  # a state dict taken before keeps what it showed
             entry.shard.zero(entry.index)
             if has_state:
@@ -86,19 +86,19 @@ def _place(tensor: torch.Tensor) -> tuple[int, int]:
     return tensor.untyped_storage().data_ptr(), int(tensor.storage_offset())
 
 
-def load_states(binding: Binding, loaded: Mapping[torch.nn.Parameter, ParamState]) -> None:
+def load_states(domain: Domain, loaded: Mapping[torch.nn.Parameter, ParamState]) -> None:
     """Takes this rank's slices of checked states; params that have none go back to before their first step.
 
     Raises:
         OffloadError: they cannot be kept; nothing changed.
     """
-    if not binding.shards:
+    if not domain.shards:
         return
-    entries = binding.entries
+    entries = domain.entries
     keeps = {e.shard for param, e in entries.items() if "master" not in loaded.get(param, ParamState()).tensors}
-    with binding.epoch.loading():
-        with binding.all_or_nothing():
-            for shard in binding.shards:
+    with domain.epoch.loading():
+        with domain.all_or_nothing():
+            for shard in domain.shards:
                 shard.renew(keeps_masters=shard in keeps)
             for param, entry in entries.items():
                 if param in loaded:

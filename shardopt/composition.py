@@ -6,7 +6,7 @@
     data     | 0 2      rank 0 and 2 hold the same halves, and share their states (process_group=)
     pipeline | 0 4      rank 4 holds other layers; only the norm and the decision are common (norm_group=)
 
-Each set of ranks that shares states has a binding of its own, with buckets, agreement and gathering inside of it. What
+Each set of ranks that shares states has a domain of its own, with buckets, agreement and gathering inside of it. What
 is common to the whole model is decided in one more exchange: the norm, in which every element counts once, whether an
 Inf or NaN was met, and whether some rank cannot step.
 """
@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from .agreement import Agreed, View, agree
-from .binding import Binding
 from .config import Options
+from .domain import Domain
 from .entry import Group, named_params
 from .errors import BindingError, CheckpointError
 from .local_params import LocalParams, any_dtensor, is_counted_here, is_dtensor, mesh_of, slice_number
@@ -31,9 +31,9 @@ from .partition.mesh import everyone_of
 
 @dataclass(frozen=True)
 class Party:
-    """A binding, and all param groups with the params that it binds, as local tensors."""
+    """A domain, and all param groups with the params that it binds, as local tensors."""
 
-    binding: Binding
+    domain: Domain
     groups: Sequence[Group]
 
 
@@ -49,31 +49,31 @@ class Turn(NamedTuple):
 
 @dataclass
 class Composition:
-    """The bindings of one optimizer.
+    """The domains of one optimizer.
 
     Attributes:
         main: for groups without a ``process_group`` of their own.
     """
 
-    main: Binding
+    main: Domain
     options: Options
     locals: LocalParams
-    others: dict[Any, Binding] = field(default_factory=dict)  # by process group
+    others: dict[Any, Domain] = field(default_factory=dict)  # by process group
     whole: tuple[Ranks, ...] = ()  # those of the last :meth:`look`
     _norm_ranks: Ranks | None = None
-    _tensor_ranks: tuple[Ranks, ...] = ()  # of the main binding's tensor mesh, in each of its dimensions
+    _tensor_ranks: tuple[Ranks, ...] = ()  # of the main domain's tensor mesh, in each of its dimensions
     _turns: dict[Any, "Turn"] = field(default_factory=dict)  # by process group
 
     @property
-    def bindings(self) -> list[Binding]:
+    def domains(self) -> list[Domain]:
         return [self.main, *self.others.values()]
 
-    def binding_of(self, local: torch.nn.Parameter) -> Binding | None:
+    def domain_of(self, local: torch.nn.Parameter) -> Domain | None:
         """That has bound this local param."""
-        return next((binding for binding in self.bindings if local in binding.entries), None)
+        return next((domain for domain in self.domains if local in domain.entries), None)
 
-    def parties(self, groups: Sequence[Group], make: Callable[[Any], Binding]) -> list[Party]:
-        """In the same order on all ranks of each binding; ``make`` gives one for a process group."""
+    def parties(self, groups: Sequence[Group], make: Callable[[Any], Domain]) -> list[Party]:
+        """In the same order on all ranks of each domain; ``make`` gives one for a process group."""
         if not any(group.get("process_group") for group in groups):
             return [Party(self.main, [self.locals.of_group(group) for group in groups])]
         for group in groups:
@@ -81,7 +81,7 @@ class Composition:
             if own is not None and own not in self.others:
                 self.others[own] = make(own)
         found = []
-        for own, binding in ((None, self.main), *self.others.items()):
+        for own, domain in ((None, self.main), *self.others.items()):
             # All groups keep their numbers, for messages, and their hyper-parameters are compared. A DeviceMesh is
             # compared by value, as the table's keys are: ``mesh["dp"]`` is a new object at each call.
             mine = [
@@ -89,7 +89,7 @@ class Composition:
                 for group in groups
             ]
             if any(group["params"] for group in mine):
-                found.append(Party(binding, mine))
+                found.append(Party(domain, mine))
         return found or [Party(self.main, list(groups))]  # nothing to update, and a step all the same
 
     def take_turns(self) -> None:
@@ -97,14 +97,14 @@ class Composition:
         if len(self._turns) == len(self.others):
             return
         everyone = set(_ranks(self.main.mesh.world))
-        beyond = {rank for binding in self.others.values() for rank in _ranks(binding.mesh.world)} - everyone
+        beyond = {rank for domain in self.others.values() for rank in _ranks(domain.mesh.world)} - everyone
         if beyond:
             raise CheckpointError(
                 f"ranks {sorted(beyond)} share params of a group with this one and are not in the optimizer's "
                 f"process_group, {sorted(everyone)}, whose ranks make a checkpoint together: these params could not be "
                 "named apart. Give the experts an optimizer, and a checkpoint, of their own."
             )
-        own = [_ranks(binding.mesh.world) for binding in self.others.values()]
+        own = [_ranks(domain.mesh.world) for domain in self.others.values()]
         told = self.main.mesh.world.exchange_json(own, self.main.device, "numbering process groups")
         for index, group in enumerate(self.others):
             distinct = sorted({tuple(theirs[index]) for theirs in told})
@@ -186,7 +186,7 @@ class Composition:
             ranks.wait(Pending(phase, (dist.all_reduce(tensor, group=ranks.group, async_op=True),)))
 
     def _tensor_mesh(self, groups: Sequence[Group]) -> tuple[DeviceMesh | None, Exception | None]:
-        """That of DTensors whose other ranks are not in the main binding's world, and why it will not do."""
+        """That of DTensors whose other ranks are not in the main domain's world, and why it will not do."""
         found: DeviceMesh | None = None
         everyone = set(_ranks(self.main.mesh.world))
         for name, param, group in named_params(groups):
@@ -234,14 +234,14 @@ class Composition:
                     "ranks of their mesh hold copies of it or others cannot be told, so that the norm could count it "
                     "several times. Make it a DTensor (distribute_tensor), replicated or sharded."
                 )
-            binding = self.main if own is None else self.others[own]
+            domain = self.main if own is None else self.others[own]
             if not (is_counted_here(param) if is_dtensor(param) else first or own is not None):
-                binding.counted_elsewhere.add(self.locals.of(param))
+                domain.counted_elsewhere.add(self.locals.of(param))
             if is_dtensor(param):
-                binding.slice_numbers[self.locals.of(param)] = slice_number(param)
+                domain.slice_numbers[self.locals.of(param)] = slice_number(param)
 
     def _check_within(self, ranks: Ranks, what: str, mesh: DeviceMesh | None = None) -> None:
-        neighbours = [_ranks(binding.mesh.world) for binding in self.bindings]
+        neighbours = [_ranks(domain.mesh.world) for domain in self.domains]
         if mesh is not None:
             neighbours.append(mesh.mesh.flatten().tolist())
         for others in neighbours:

@@ -6,38 +6,38 @@ from collections.abc import Sequence
 import torch
 
 from .agreement import View, agree
-from .binding import Binding
 from .bound_states import names_of
+from .domain import Domain
 from .entry import Entry, Group, named_params
 from .shard import Shard
 from .states import ParamState
 
 
-def consolidate(binding: Binding, to: int, groups: Sequence[Group]) -> dict[torch.nn.Parameter, ParamState] | None:
+def consolidate(domain: Domain, to: int, groups: Sequence[Group]) -> dict[torch.nn.Parameter, ParamState] | None:
     """Collective: every bound param's state as whole tensors in host memory, on the rank ``to``; None elsewhere."""
     states: dict[torch.nn.Parameter, ParamState] = {}
     for _, param, group in named_params(groups):
-        entry = binding.entries.get(param)
+        entry = domain.entries.get(param)
         if entry is not None:
-            nothing = dict.fromkeys(names_of(binding, entry, group), torch.empty(0))  # which is replaced below
+            nothing = dict.fromkeys(names_of(domain, entry, group), torch.empty(0))  # which is replaced below
             states[param] = ParamState(entry.step, dict(entry.carried), nothing)
     members: dict[Shard, list[Entry]] = defaultdict(list)
     for param in states:
-        members[binding.entries[param].shard].append(binding.entries[param])
-    names = [list(dict.fromkeys((*shard.states, *shard.masters))) for shard in binding.shards]
+        members[domain.entries[param].shard].append(domain.entries[param])
+    names = [list(dict.fromkeys((*shard.states, *shard.masters))) for shard in domain.shards]
     key = {"rank to gather on": to, "states of buckets": names}
-    agree(View(key, lambda: key), binding.mesh.world, binding.device)
-    (coordinate,) = binding.mesh.world.exchange([binding.mesh.shard.rank], binding.device, "finding a rank")[to]
+    agree(View(key, lambda: key), domain.mesh.world, domain.device)
+    (coordinate,) = domain.mesh.world.exchange([domain.mesh.shard.rank], domain.device, "finding a rank")[to]
     # One state of one bucket at a time, so that the other ranks' slices never lie here all at once.
-    for shard, its_names in zip(binding.shards, names, strict=True):
+    for shard, its_names in zip(domain.shards, names, strict=True):
         for name in its_names:
-            own = binding.read_together(shard, name, binding.mesh.world).to(shard.device)
-            parts = binding.mesh.shard.collect(own, coordinate, f"consolidating {name}")
+            own = domain.read_together(shard, name, domain.mesh.world).to(shard.device)
+            parts = domain.mesh.shard.collect(own, coordinate, f"consolidating {name}")
             whole = None if parts is None else torch.cat([part.cpu() for part in parts])
             for entry in members[shard]:
                 if whole is not None and name in states[entry.param].tensors:
                     # Cloned: a view would bring the whole bucket along into a file.
                     states[entry.param].tensors[name] = shard.as_param(whole, entry.index).clone()
-    if binding.mesh.world.rank != to:
+    if domain.mesh.world.rank != to:
         return None
-    return {param: state for param, state in states.items() if binding.entries[param].has_state}
+    return {param: state for param, state in states.items() if domain.entries[param].has_state}

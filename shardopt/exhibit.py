@@ -19,7 +19,7 @@ from .partition.serve import Showing
 from .shard import Shard
 
 if TYPE_CHECKING:
-    from .binding import Binding
+    from .domain import Domain
 
 
 @dataclass(frozen=True)
@@ -37,18 +37,18 @@ class Fetch:
 
 
 class Exhibit:
-    """The shards of a binding, as other ranks see them."""
+    """The shards of a domain, as other ranks see them."""
 
-    def __init__(self, binding: "Binding"):
+    def __init__(self, domain: "Domain"):
         """Collective."""
-        self._binding = binding
+        self._domain = domain
         self._written: torch.cuda.Event | None = None  # behind the last step
         self._is_closed = False
-        self._showing = Showing.begin(binding.mesh.shard, self)
+        self._showing = Showing.begin(domain.mesh.shard, self)
 
     def settle(self) -> None:
         """This rank has come to the end of a step."""
-        if self._binding.device.type == "cuda":
+        if self._domain.device.type == "cuda":
             self._written = torch.cuda.Event()
             self._written.record()
 
@@ -77,7 +77,7 @@ class Exhibit:
         return whole
 
     def _check(self, shard: Shard, index: int, name: str, moment: Moment) -> None:
-        epoch, param = self._binding.epoch, shard.bucket.params[index]
+        epoch, param = self._domain.epoch, shard.bucket.params[index]
         if self._showing is None or not epoch.is_at(moment, name) or self._number(shard) is None:
             now = "a step or a load of states is under way" if epoch.is_moving(name) else f"after {epoch.now(name)}"
             raise StateError(
@@ -87,7 +87,7 @@ class Exhibit:
             )
 
     def _read(self, shard: Shard, index: int, name: str, moment: Moment) -> torch.Tensor:
-        mesh, param, number = self._binding.mesh, shard.bucket.params[index], self._number(shard)
+        mesh, param, number = self._domain.mesh, shard.bucket.params[index], self._number(shard)
         assert self._showing is not None and number is not None
         layout = shard.bucket.layout
         flat: torch.Tensor | None = None
@@ -111,27 +111,27 @@ class Exhibit:
 
         So one that is bound later takes no other one's number, whichever rank has bound it first.
         """
-        if shard in self._binding.shards:
-            return self._binding.shards.index(shard)
+        if shard in self._domain.shards:
+            return self._domain.shards.index(shard)
         return -1 - self._frozen.index(shard) if shard in self._frozen else None
 
     def _numbered(self, number: int) -> Shard | None:
-        shards, index = (self._binding.shards, number) if number >= 0 else (self._frozen, -1 - number)
+        shards, index = (self._domain.shards, number) if number >= 0 else (self._frozen, -1 - number)
         return shards[index] if index < len(shards) else None
 
     @property
     def _frozen(self) -> list[Shard]:
-        sharded = self._binding.sharded
+        sharded = self._domain.sharded
         return [] if sharded is None else sharded.frozen
 
     # -- being seen ------------------------------------------------------------------------------------------------
 
     def slice_at(self, moment: Moment, number: int, name: str, start: int, stop: int) -> torch.Tensor:
         """For another rank, in a thread of its own; see :class:`shardopt.partition.serve.Readable`."""
-        binding = self._binding
-        end = time.monotonic() + binding.mesh.world.seconds
-        while (shard := self._numbered(number)) is None or binding.epoch.now(name) < moment:
-            if binding.broken is not None or self._is_closed:
+        domain = self._domain
+        end = time.monotonic() + domain.mesh.world.seconds
+        while (shard := self._numbered(number)) is None or domain.epoch.now(name) < moment:
+            if domain.broken is not None or self._is_closed:
                 break
             if time.monotonic() > end:
                 raise StateError(f"this rank has not come to the end of {moment}.")
@@ -149,9 +149,9 @@ class Exhibit:
             return shard.read_chunk(name, start, stop).cpu()
 
     def check_at(self, moment: Moment, name: str) -> None:
-        binding, epoch = self._binding, self._binding.epoch
-        if binding.broken is not None:
-            raise StateError(f"a step of this rank failed half-way ({binding.broken}).")
+        domain, epoch = self._domain, self._domain.epoch
+        if domain.broken is not None:
+            raise StateError(f"a step of this rank failed half-way ({domain.broken}).")
         if not epoch.is_at(moment, name):
             under_way = ", and a step or a load of states is under way" if epoch.is_moving(name) else ""
             raise StateError(

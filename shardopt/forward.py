@@ -23,7 +23,7 @@ import torch
 from torch import nn
 from torch._compile import _disable_dynamo
 
-from .binding import Binding
+from .domain import Domain
 from .errors import ReleasedError
 from .partition.bucket import with_own_storage
 from .partition.gather import GatheredBucket, Gatherer
@@ -36,8 +36,8 @@ _READS_CHILDREN = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.Transfo
 class Forward:
     """The hooks on all modules that own sharded params."""
 
-    def __init__(self, binding: Binding, root: nn.Module):
-        self._binding = binding
+    def __init__(self, domain: Domain, root: nn.Module):
+        self._domain = domain
         self._root = root
         self._hooks: list[Any] = []
         self._buckets: dict[nn.Module, tuple[GatheredBucket, ...]] = {}
@@ -48,7 +48,7 @@ class Forward:
 
     @property
     def _gatherer(self) -> Gatherer:
-        return self._binding.gatherer
+        return self._domain.gatherer
 
     def attach(self) -> None:
         """Puts hooks on modules whose params were bound since the last call."""
@@ -65,8 +65,8 @@ class Forward:
             self._hooks.append(module.register_state_dict_post_hook(ModuleHook(self._part_storages)))
 
     def _owned(self, module: nn.Module) -> tuple[GatheredBucket, ...]:
-        assert self._binding.sharded is not None
-        where = self._binding.sharded.where
+        assert self._domain.sharded is not None
+        where = self._domain.sharded.where
         params = module.parameters(recurse=isinstance(module, _READS_CHILDREN))
         return tuple(dict.fromkeys(where[param] for param in params if param in where))
 
@@ -135,7 +135,7 @@ class Forward:
         Raises:
             ReleasedError: other ranks have slices of it. When they write theirs, and what, nobody knows here.
         """
-        sharded = self._binding.sharded
+        sharded = self._domain.sharded
         if sharded is None or sharded.shown:  # what is shown whole is written back when that ends
             return
         if not self._gatherer.is_alone:

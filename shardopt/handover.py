@@ -17,8 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from .backward import Backward
-from .binding import Binding
 from .closure import ClosureRun
+from .domain import Domain
 from .errors import BindingError
 from .forward import Forward, ModuleHook, tensors_within
 from .module_tree import ModuleTree
@@ -40,7 +40,7 @@ class Handover:
         self.ddp = module if isinstance(module, DistributedDataParallel) else None
         self.module: nn.Module = module.module if isinstance(module, DistributedDataParallel) else module
         self.pauses = 0  # how many no_sync() contexts of ours are open
-        self._binding: Binding | None = None
+        self._domain: Domain | None = None
         self.backward: Backward | None = None
         self.closure = ClosureRun()
         self.forward: Forward | None = None
@@ -56,7 +56,7 @@ class Handover:
 
     def check_covers(self, optimizer: torch.optim.Optimizer) -> None:
         """Raises BindingError if a param of the optimizer, which is not bound, is not the module's."""
-        own = {*self.module.parameters(), *(() if self._binding is None else self._binding.entries)}
+        own = {*self.module.parameters(), *(() if self._domain is None else self._domain.entries)}
         for number, group in enumerate(optimizer.param_groups):
             for index, param in enumerate(group["params"]):
                 if param not in own:
@@ -95,14 +95,14 @@ class Handover:
         _check_same_ranks(given, own)
         return given
 
-    def begin(self, binding: Binding, backward: Backward) -> None:
+    def begin(self, domain: Domain, backward: Backward) -> None:
         """Whatever is bound from now on is taken over."""
-        self._binding, self.backward = binding, backward
+        self._domain, self.backward = domain, backward
         backward.closure = self.closure
-        if Placements.of_stage(binding.options.stage).param is Placement.SHARD:
-            self.forward = Forward(binding, self.module)
+        if Placements.of_stage(domain.options.stage).param is Placement.SHARD:
+            self.forward = Forward(domain, self.module)
             self.backward.on_end = self.forward.backward_ended
-        binding.on_adopt = self._adopt
+        domain.on_adopt = self._adopt
 
     def _adopt(self) -> None:
         assert self.backward is not None
@@ -132,7 +132,7 @@ class Handover:
         if module is not self.module:  # a shallow copy shares hooks
             return
         self._prepare()
-        if self._binding is not None and self._binding.fresh:
+        if self._domain is not None and self._domain.fresh:
             raise BindingError(
                 "call optimizer.bind() again, on every rank: it failed before all params that were on the meta device "
                 "had values, and this forward would compute with zeros."
@@ -162,7 +162,7 @@ class Handover:
 
     @property
     def _has_reducer(self) -> bool:
-        return self._binding is not None and self._binding.reducer is not None
+        return self._domain is not None and self._domain.reducer is not None
 
     def _leave(self, module: nn.Module, arguments: Any, output: Any) -> None:
         """Lets the gradient of the output open the round: in the outermost graph, even where all is checkpointed."""
@@ -188,9 +188,9 @@ class Handover:
         """Makes DDP leave gradients alone, and frees its buckets."""
         if self.ddp is not None and not isinstance(self.ddp.reducer, RetiredReducer):
             check_honourable(self.ddp)
-            if self._binding is not None and self._binding.mesh.world.group is not None:
+            if self._domain is not None and self._domain.mesh.world.group is not None:
                 # DDP may have been wrapped around the module after bind().
-                _check_same_ranks(self._binding.mesh.world.group, self.ddp.process_group)
+                _check_same_ranks(self._domain.mesh.world.group, self.ddp.process_group)
             self.ddp.reducer = cast(Any, RetiredReducer())
             self.ddp.logger = RetiredLogger()  # it holds the old one
 
@@ -214,8 +214,8 @@ class Handover:
             self.backward.detach()
         if self.forward is not None:
             self.forward.close()
-        if self._binding is not None:
-            self._binding.on_adopt = lambda: None  # it refers to this, and would outlive its optimizer in a cycle
+        if self._domain is not None:
+            self._domain.on_adopt = lambda: None  # it refers to this, and would outlive its optimizer in a cycle
         others = any(True for _ in self.sharing)  # one that was dropped is no more in it, but still counted by len()
         if self.ddp is not None and isinstance(self.ddp.reducer, RetiredReducer) and not others:
             params, expect_sparse = self.ddp._build_params_for_reducer()

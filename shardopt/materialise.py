@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from .agreement import View, agree
-from .binding import Binding
+from .domain import Domain
 from .errors import BindingError
 from .partition.collectives import Ranks
 
@@ -93,7 +93,7 @@ def _device_to_train_on(world: Ranks) -> torch.device:
 
 @torch.no_grad()
 def give_values(
-    module: nn.Module, fresh: list[torch.Tensor], binding: Binding, state_dict: Mapping[str, torch.Tensor] | None
+    module: nn.Module, fresh: list[torch.Tensor], domain: Domain, state_dict: Mapping[str, torch.Tensor] | None
 ) -> None:
     """Collective: initialises the modules that own ``fresh`` tensors, one after the other, in the order in which
     constructors do: a module behind those that it holds.
@@ -102,31 +102,31 @@ def give_values(
     """
     problem: Exception | None = None
     without, waiting = set(fresh), set(fresh)
-    where = {} if binding.sharded is None else binding.sharded.where
+    where = {} if domain.sharded is None else domain.sharded.where
     for tensor in fresh:
-        if tensor not in binding.entries and tensor not in where:  # no bucket gave it memory: frozen, and small
+        if tensor not in domain.entries and tensor not in where:  # no bucket gave it memory: frozen, and small
             tensor.untyped_storage().resize_(tensor.numel() * tensor.element_size())
-    with _random_numbers_of_rank_0(binding.mesh.world, binding.device):
+    with _random_numbers_of_rank_0(domain.mesh.world, domain.device):
         for prefix, each in _inside_out(module, "", set()):
             own = [*each.parameters(recurse=False), *each.buffers(recurse=False)]
             if without.isdisjoint(own):
                 continue
             buckets = list(dict.fromkeys(where[param] for param in each.parameters(recurse=False) if param in where))
             if buckets:
-                binding.gatherer.need_all(buckets)
+                domain.gatherer.need_all(buckets)
             try:
                 if problem is None:
                     _initialise(each, prefix, own, waiting, state_dict)
             except Exception as error:  # the other ranks go on gathering, and must meet this one
                 problem = error
             for bucket in buckets:
-                binding.gatherer.write_back(bucket)
-                binding.gatherer.done(bucket, drop=True)
+                domain.gatherer.write_back(bucket)
+                domain.gatherer.done(bucket, drop=True)
             waiting -= set(own)
         if where:
-            binding.gatherer.settle()
-        agree(View("values", dict, problem), binding.mesh.world, binding.device)
-    for shard in binding.shards:
+            domain.gatherer.settle()
+        agree(View("values", dict, problem), domain.mesh.world, domain.device)
+    for shard in domain.shards:
         if any(param in without for param in shard.bucket.params):
             shard.restart_masters()
 

@@ -5,8 +5,8 @@ from collections.abc import Collection, Iterable, Sequence
 
 import torch
 
-from .binding import Binding
 from .config import Offload
+from .domain import Domain
 from .part import Part
 
 Memory = dict[str, dict[str, int]]
@@ -14,7 +14,7 @@ KINDS = ("param", "gradient", "buffer", "master", "state")
 
 
 def memory_of(
-    bindings: Sequence[Binding],
+    domains: Sequence[Domain],
     params: Collection[torch.nn.Parameter],
     grads: Iterable[torch.Tensor | None],
     rests: Offload | None,
@@ -31,25 +31,25 @@ def memory_of(
     found: dict[str, Counter[str]] = {kind: Counter() for kind in KINDS}
     own = (grad for grad in grads if grad is not None and not isinstance(grad, Part))
     found["gradient"]["device"] = sum(grad.nbytes for grad in own)
-    free = (param for param in params if not any(_is_bound(binding, param) for binding in bindings))
+    free = (param for param in params if not any(_is_bound(domain, param) for domain in domains))
     found["param"]["device"] = sum(param.nbytes for param in free)
     found["master"][tier] = found["state"][tier] = found["buffer"]["device"] = 0
-    for binding in bindings:
-        _add_shards(found, binding, "host" if rests is not None and rests.params == "cpu" else "device")
-        _add_reducer(found, binding, "host" if rests is not None and rests.gradients == "cpu" else "device")
-        if binding.shards:
-            found["buffer"].update(binding.store.buffer_bytes)
+    for domain in domains:
+        _add_shards(found, domain, "host" if rests is not None and rests.params == "cpu" else "device")
+        _add_reducer(found, domain, "host" if rests is not None and rests.gradients == "cpu" else "device")
+        if domain.shards:
+            found["buffer"].update(domain.store.buffer_bytes)
     return {kind: dict(tiers) for kind, tiers in found.items()}
 
 
-def _is_bound(binding: Binding, param: torch.nn.Parameter) -> bool:
-    return param in binding.entries or (binding.sharded is not None and param in binding.sharded.where)
+def _is_bound(domain: Domain, param: torch.nn.Parameter) -> bool:
+    return param in domain.entries or (domain.sharded is not None and param in domain.sharded.where)
 
 
-def _add_shards(found: dict[str, Counter[str]], binding: Binding, slices: str) -> None:
-    frozen = binding.sharded.frozen if binding.sharded is not None else []
-    found["buffer"]["device"] += sum(shard.row_of_block.nbytes for shard in binding.shards)
-    for shard in (*binding.shards, *frozen):
+def _add_shards(found: dict[str, Counter[str]], domain: Domain, slices: str) -> None:
+    frozen = domain.sharded.frozen if domain.sharded is not None else []
+    found["buffer"]["device"] += sum(shard.row_of_block.nbytes for shard in domain.shards)
+    for shard in (*domain.shards, *frozen):
         found["param"]["device"] += shard.bucket.resident_bytes
         if shard.param_bytes:
             found["param"][slices] += shard.param_bytes
@@ -57,10 +57,10 @@ def _add_shards(found: dict[str, Counter[str]], binding: Binding, slices: str) -
             found[name if name in ("master", "param") else "state"][shard.home.tier] += nbytes
 
 
-def _add_reducer(found: dict[str, Counter[str]], binding: Binding, sums: str) -> None:
-    reducer = binding.reducer
+def _add_reducer(found: dict[str, Counter[str]], domain: Domain, sums: str) -> None:
+    reducer = domain.reducer
     if reducer is not None:
         found["gradient"][sums] += sum(each.nbytes for bucket in reducer.buckets for each in bucket.sums)
         found["buffer"]["device"] += sum(each.nbytes for each in reducer.buffers)
-    if binding.landing is not None:
-        found["buffer"]["device"] += binding.landing.slot_bytes
+    if domain.landing is not None:
+        found["buffer"]["device"] += domain.landing.slot_bytes

@@ -20,11 +20,11 @@ from .agreement import View, agree
 from .averaged import averaged, has_average
 from .backward import Backward
 from .bind import bind
-from .binding import Binding
 from .closure import Settled, run_closure
 from .composition import Composition, Party
 from .config import Offload, OptionKeywords, Options, check_process_group
 from .consolidate import consolidate
+from .domain import Domain
 from .entry import Candidate, Group, named_params, without_process_group
 from .errors import ShardoptError, StateError
 from .handover import Handover
@@ -174,9 +174,9 @@ class ShardedOptimizer(torch.optim.Optimizer, Uneven):
                 "bind() takes a module over, but none was handed over: the params are bound at the first step. Pass "
                 "the module as first argument or as module=."
             )
-        binding = self._bound()
-        candidates = binding.unbound(self.param_groups)
-        if not candidates and not binding.fresh and (binding.entries or not binding.frozen(handover.module)):
+        domain = self._bound()
+        candidates = domain.unbound(self.param_groups)
+        if not candidates and not domain.fresh and (domain.entries or not domain.frozen(handover.module)):
             return
         with handover.closure.meeting():
             self._bind_together(handover, candidates, state_dict)
@@ -184,22 +184,22 @@ class ShardedOptimizer(torch.optim.Optimizer, Uneven):
     def _bind_together(
         self, handover: Handover, candidates: list[Candidate], state_dict: Mapping[str, torch.Tensor] | None
     ) -> None:
-        binding = self._bound()
+        domain = self._bound()
         self._announce("bind")
         numbers = self._check_together(handover, candidates, state_dict)
         if meta_params(handover.module):
-            binding.fresh = set(give_devices(handover.module, binding.mesh.world))
-            candidates = binding.unbound(self.param_groups)
-        elif not binding.entries and not binding.fresh:
-            handover.share_values(binding.mesh.world)
+            domain.fresh = set(give_devices(handover.module, domain.mesh.world))
+            candidates = domain.unbound(self.param_groups)
+        elif not domain.entries and not domain.fresh:
+            handover.share_values(domain.mesh.world)
         if candidates:
-            bind(binding, self.param_groups, numbers, candidates)
-        frozen = binding.frozen(handover.module)
+            bind(domain, self.param_groups, numbers, candidates)
+        frozen = domain.frozen(handover.module)
         if frozen:
-            binding.adopt_frozen(frozen)
-        if binding.fresh:
-            give_values(handover.module, list(binding.fresh), binding, state_dict)
-            binding.fresh = set()
+            domain.adopt_frozen(frozen)
+        if domain.fresh:
+            give_values(handover.module, list(domain.fresh), domain, state_dict)
+            domain.fresh = set()
         handover.expect_backward()
 
     def _check_together(
@@ -255,20 +255,20 @@ class ShardedOptimizer(torch.optim.Optimizer, Uneven):
             ema: show the moving average of the weights (``ema=0.999`` at construction) in their place; behind it they
                 are the weights again, and what was written inside is gone.
         """
-        binding = self._binding
+        domain = self._domain
         if ema:
             with ExitStack() as stack:
                 for each in self._averaging():
                     stack.enter_context(averaged(each))
                 yield
             return
-        if binding is None or binding.sharded is None:
+        if domain is None or domain.sharded is None:
             yield
             return
-        with binding.sharded.unsharded():
+        with domain.sharded.unsharded():
             yield
 
-    def _averaging(self) -> list[Binding]:
+    def _averaging(self) -> list[Domain]:
         """Those that have an average. Experts that no token came to have none yet, on some ranks of the model."""
         if self.rule.average is None:
             raise ShardoptError(
@@ -276,20 +276,20 @@ class ShardedOptimizer(torch.optim.Optimizer, Uneven):
                 "ema=0.999, say; it begins with the next step."
             )
         self._check_weights("unsharded(ema=True)")
-        found = [each for each in self._bindings if has_average(each)]
+        found = [each for each in self._domains if has_average(each)]
         if not found:
             raise ShardoptError("unsharded(ema=True) was called before the first step: there is no average yet.")
         return found
 
     def _check_weights(self, call: str) -> None:
-        if any(binding.is_averaged for binding in self._bindings):
+        if any(domain.is_averaged for domain in self._domains):
             raise ShardoptError(
                 f"{call} inside of `with optimizer.unsharded(ema=True):`, where the params are the average of the "
                 "weights: it would take them for the weights, which come back behind it. Leave the context first."
             )
 
     def _check_released(self) -> None:
-        if any(binding.sharded is not None and binding.sharded.shown for binding in self._bindings):
+        if any(domain.sharded is not None and domain.sharded.shown for domain in self._domains):
             raise ShardoptError(
                 "step() inside of `with optimizer.unsharded():` at stage 3: the whole params that are shown there "
                 "would be out of date, and be written over the update behind it. Leave the context first."
@@ -429,7 +429,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Uneven):
             self._locals.show()
 
     def _parties(self) -> list[Party]:
-        return self._compose().parties(self.param_groups, self._make_binding)
+        return self._compose().parties(self.param_groups, self._make_domain)
 
     def _local_groups(self) -> list[Group]:
         """Param groups with the plain tensors that they come down to."""
@@ -442,32 +442,32 @@ class ShardedOptimizer(torch.optim.Optimizer, Uneven):
         if self._closed:
             raise ShardoptError("this optimizer was closed and its states released: construct a new one.")
 
-    def _bound(self) -> Binding:
+    def _bound(self) -> Domain:
         return self._compose().main
 
     @property
-    def _binding(self) -> Binding | None:
+    def _domain(self) -> Domain | None:
         return None if self._composition is None else self._composition.main
 
     @property
-    def _bindings(self) -> list[Binding]:
-        return [] if self._composition is None else self._composition.bindings
+    def _domains(self) -> list[Domain]:
+        return [] if self._composition is None else self._composition.domains
 
     def _compose(self) -> Composition:
         if self._composition is None:
             group = self.options.process_group
             if self._handover is not None:
                 group = self._handover.process_group(group)
-            main = self._make_binding(group)
+            main = self._make_domain(group)
             backward = self._make_backward(main)
             self._composition = self._states.composition = Composition(main, self.options, self._locals)
             if self._handover is not None:
                 self._handover.begin(main, backward)
         return self._composition
 
-    def _make_backward(self, binding: Binding) -> Backward:
+    def _make_backward(self, domain: Domain) -> Backward:
         if not self.options.release_gradients:
-            return Backward(binding)
+            return Backward(domain)
         me = weakref.ref(self)
 
         def begin() -> tuple[Sequence[Group], Mapping[str, Any]]:
@@ -477,17 +477,17 @@ class ShardedOptimizer(torch.optim.Optimizer, Uneven):
             optimizer._states.consolidated = None
             return optimizer.param_groups, optimizer.defaults
 
-        self._release = Release(binding, begin)
+        self._release = Release(domain, begin)
         return self._release
 
-    def _make_binding(self, group: dist.ProcessGroup | DeviceMesh | None) -> Binding:
+    def _make_domain(self, group: dist.ProcessGroup | DeviceMesh | None) -> Domain:
         sharded = Placements.of_stage(self.options.stage).state is Placement.SHARD
         mesh = Mesh.of(group, sharded, self.options.tuning.deadline)
-        binding = Binding(self.rule, self.options, mesh, self._states.waiting)
-        retire = weakref.finalize(self, Binding.retire, binding)
+        domain = Domain(self.rule, self.options, mesh, self._states.waiting)
+        retire = weakref.finalize(self, Domain.retire, domain)
         retire.atexit = False  # at the interpreter's end all are asked
         self._retire.append(retire)
-        return binding
+        return domain
 
     def _scaling(self) -> Scaling:
         scale, found = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
@@ -503,8 +503,8 @@ class ShardedOptimizer(torch.optim.Optimizer, Uneven):
         self._check_weights("refresh_masters()")
         self._states.consolidated = None
         with torch.no_grad():
-            for binding in self._bindings:
-                refresh_masters(binding)
+            for domain in self._domains:
+                refresh_masters(domain)
 
     # -- states ----------------------------------------------------------------------------------------------------
 
@@ -561,20 +561,20 @@ class ShardedOptimizer(torch.optim.Optimizer, Uneven):
         It holds until the next step. A dict saved from it loads into the torch class, and here at any number of ranks.
         """
         self._check_open()
-        if len(self._bindings) > 1:
+        if len(self._domains) > 1:
             raise StateError(
                 "consolidate_state_dict() gathers on one rank, and param groups have their own process_group: their "
                 "params are others on other ranks. Call state_dict() on one rank of each process_group instead."
             )
-        binding = self._binding
-        if binding is None or binding.mesh.shard.size == 1:
+        domain = self._domain
+        if domain is None or domain.mesh.shard.size == 1:
             return
-        size = binding.mesh.world.size
+        size = domain.mesh.world.size
         if not 0 <= to < size:
             raise ValueError(f"consolidate_state_dict(to={to}): there are {size} ranks, 0 to {size - 1}.")
         with torch.no_grad():
             (party,) = self._parties()
-            states = consolidate(binding, to, party.groups)
+            states = consolidate(domain, to, party.groups)
         if states is not None:
             self._states.consolidated = {**self._states.waiting, **states}
 
@@ -676,22 +676,22 @@ class ShardedOptimizer(torch.optim.Optimizer, Uneven):
     @in_turn
     def _move(self, to: Offload | None) -> None:
         self._check_open()
-        binding = self._binding
-        if len(self._bindings) > 1:
+        domain = self._domain
+        if len(self._domains) > 1:
             raise ShardoptError(
                 "offload() and reload() move states on all ranks or on none, and this optimizer's params are shared by "
                 "several process groups, which could not undo what one of them did. Give each its own optimizer."
             )
-        if binding is None or not binding.shards:
+        if domain is None or not domain.shards:
             return
         rests, tuning = self.options.rests if to is None else to, self.options.tuning
 
         def open_store() -> Store:
-            check_offload(rests, binding.device)
-            return make_store(rests, tuning, binding.device)
+            check_offload(rests, domain.device)
+            return make_store(rests, tuning, domain.device)
 
         with torch.no_grad():
-            relocate(binding, tier_of(rests), open_store)
+            relocate(domain, tier_of(rests), open_store)
         self._away = to
 
     @property
@@ -748,8 +748,8 @@ class ShardedOptimizer(torch.optim.Optimizer, Uneven):
         for retire in self._retire:
             retire.detach()
         with torch.no_grad():
-            for binding in self._bindings:
-                binding.release()
+            for domain in self._domains:
+                domain.release()
         self._locals.show()
         self._composition, self._closed = None, True
         self._states = StateTable(self.rule, self._locals)
@@ -762,18 +762,18 @@ class ShardedOptimizer(torch.optim.Optimizer, Uneven):
 
         The phases are labels in ``torch.profiler`` as well.
         """
-        return Timings.of_all([binding.timings() for binding in self._bindings])
+        return Timings.of_all([domain.timings() for domain in self._domains])
 
     def memory(self) -> dict[str, dict[str, int]]:
         """Bytes on this rank by kind (param, gradient, master, state, buffer) and tier (device, host, disk)."""
         others = [] if self._handover is None else list(self._handover.module.parameters())
         params = dict.fromkeys([*map(self._locals.of, self._grouped()), *others])
         grads = [local_gradient(param) for param in dict.fromkeys([*self._grouped(), *others])]
-        return memory_of(self._bindings, params, grads, self.options.rests, self._tier)
+        return memory_of(self._domains, params, grads, self.options.rests, self._tier)
 
     def __repr__(self) -> str:
         options = f"stage={self.options.stage}"
-        for binding in (each for each in self._bindings if each.shards):
-            transport = binding.wires.shards.name if binding.wires is not None else "none"
-            options += f", ranks={binding.mesh.world.size}, buckets={len(binding.shards)}, transport={transport}"
+        for domain in (each for each in self._domains if each.shards):
+            transport = domain.wires.shards.name if domain.wires is not None else "none"
+            options += f", ranks={domain.mesh.world.size}, buckets={len(domain.shards)}, transport={transport}"
         return f"{super().__repr__()[:-1]}Sharded ({options})\n)"

@@ -9,7 +9,7 @@
 
 What a step decides with all gradients at hand cannot be decided here, and is refused: clipping, loss scaling, a second
 backward. When backward returns, the step was taken, on all ranks alike; ``step()`` says so and lets the next one begin.
-An error in the midst of a backward leaves some buckets updated and others not, on each rank others: the binding is
+An error in the midst of a backward leaves some buckets updated and others not, on each rank others: the domain is
 broken then.
 
 An update writes to params while backward goes on. Autograd accumulates the gradient of a param when all that used it
@@ -30,7 +30,7 @@ import torch
 
 from .backward import LATE, PRESENT, UPDATED, Backward
 from .bind import checksum
-from .binding import Binding
+from .domain import Domain
 from .entry import Entry, Group
 from .errors import BindingError, ShardoptError
 from .kernels.formats import format_of
@@ -78,21 +78,21 @@ Begin = Callable[[], tuple[Sequence[Group], Mapping[str, Any]]]
 
 
 class Release(Backward):
-    """Takes the gradients of a binding's params, and the steps."""
+    """Takes the gradients of a domain's params, and the steps."""
 
-    def __init__(self, binding: Binding, begin: Begin):
+    def __init__(self, domain: Domain, begin: Begin):
         """``begin`` is called when a backward begins to update, for the param groups and their defaults.
 
         Raises:
             BindingError: gradients are summed in two directions of a mesh.
         """
-        if binding.mesh.is_hybrid:
+        if domain.mesh.is_hybrid:
             raise BindingError(
                 "release_gradients=True was given with a 2D DeviceMesh: what the copies of a shard add up to is known "
                 "when all buckets are reduced, and none could be released before. Give a process group, or a mesh of "
                 "one dimension; or leave release_gradients away."
             )
-        super().__init__(binding)
+        super().__init__(domain)
         self._begin = begin
         self._round: _Round | None = None
         self._outcome: Outcome | None = None  # of the backward that no step() has followed yet
@@ -131,16 +131,16 @@ class Release(Backward):
     def check_whole(self) -> None:
         if self.is_open:
             self.abandon("backward ended before all gradients were reduced")
-        check_unbroken(self._binding)
+        check_unbroken(self._domain)
         super().check_whole()
 
     def abandon(self, reason: str) -> None:
         super().abandon(reason)
         self._round = None
-        assert self._binding.reducer is not None
+        assert self._domain.reducer is not None
         # On any rank a bucket was updated only if it had left all of them.
-        if self._binding.reducer.has_started:
-            self._binding.broken = f"a backward with release_gradients=True, of which some buckets were used: {reason}"
+        if self._domain.reducer.has_started:
+            self._domain.broken = f"a backward with release_gradients=True, of which some buckets were used: {reason}"
 
     def take(self, entry: Entry) -> None:
         if not self.is_syncing:
@@ -158,55 +158,55 @@ class Release(Backward):
         try:
             if self._outcome is not None:
                 raise second_backward()
-            check_unbroken(self._binding)
+            check_unbroken(self._domain)
             self._round = self._prepare()
         except BaseException:
-            assert self._binding.reducer is not None
-            self._binding.reducer.leave()  # the other ranks need not wait for this one
+            assert self._domain.reducer is not None
+            self._domain.reducer.leave()  # the other ranks need not wait for this one
             raise
         super().open()
 
     def _prepare(self) -> _Round:
-        binding, (groups, defaults) = self._binding, self._begin()
-        is_streaming = binding.device.type != "cpu" and binding.store.tier != "device"
-        if not binding.store.is_final or is_streaming:
+        domain, (groups, defaults) = self._domain, self._begin()
+        is_streaming = domain.device.type != "cpu" and domain.store.tier != "device"
+        if not domain.store.is_final or is_streaming:
             raise ShardoptError(
-                f"a backward began while masters and states are offloaded ({binding.store.tier}), with "
+                f"a backward began while masters and states are offloaded ({domain.store.tier}), with "
                 "release_gradients=True: buckets are updated one by one, and updates from there belong together. Call "
                 "reload() on every rank first."
             )
         numbers = [plain_numbers(group) for group in groups]
         check_numbers(numbers, defaults)
-        places = {place.entry: place for place in placed(binding, groups)}
+        places = {place.entry: place for place in placed(domain, groups)}
         for place in {place.group: place for place in places.values()}.values():  # before the first bucket is updated
             group, entry = numbers[place.group], place.entry
-            binding.rule.evaluate(binding.rule.variant(group), group, entry.step + 1, entry.carried)
+            domain.rule.evaluate(domain.rule.variant(group), group, entry.step + 1, entry.carried)
         written = [entry for entry in self._entries if entry.param._version != entry.version]
         with torch.no_grad():
-            follow_written_params(binding)
+            follow_written_params(domain)
         bits = {}
-        if binding.mesh.world.size > 1:
+        if domain.mesh.world.size > 1:
             bits = {f"weights (sum of bits) of {entry.name}": checksum(entry.param) for entry in written}
-        variants = [binding.rule.variant(group) for group in numbers]
-        states = states_of_shards(binding, groups, numbers)
+        variants = [domain.rule.variant(group) for group in numbers]
+        states = states_of_shards(domain, groups, numbers)
         sums = np.zeros((len(self._entries), COLUMNS), dtype=np.int64)
         return _Round(numbers, variants, places, states, written, bits, sums)
 
     def _use(self, shard: Shard, total: torch.Tensor, arrived: AbstractSet[int]) -> None:
         """The sum of a bucket is there: 1D, this rank's slice."""
         assert self._round is not None
-        with torch.no_grad(), self._binding.clock.phase("update"):
+        with torch.no_grad(), self._domain.clock.phase("update"):
             if not self._look_at(shard, total):
                 return
-            if self._binding.mesh.world.size > 1 and len(arrived) < shard.passing.num_params:
+            if self._domain.mesh.world.size > 1 and len(arrived) < shard.passing.num_params:
                 self._round.waiting[shard] = total
                 return
             launches = self._launches(shard, total, arrived)
             self._round.updated |= bool(launches)
-            update_early(self._binding, shard, self._round.states[shard], launches)
+            update_early(self._domain, shard, self._round.states[shard], launches)
             # Also of params of which other ranks hold all: whoever still needs one meets the same error on all ranks.
             params = [shard.bucket.params[index] for index in arrived]
-            places, entries = self._round.places, self._binding.entries
+            places, entries = self._round.places, self._domain.entries
             torch.autograd.graph.increment_version([param for param in params if entries[param] in places])
 
     def _look_at(self, shard: Shard, total: torch.Tensor) -> bool:
@@ -215,24 +215,24 @@ class Release(Backward):
         whole = {row: (total[piece.shard_start :], piece.start) for row, piece in enumerate(shard.pieces)}
         self._sum_up(self._round.sums, shard, format_of(total.dtype, "a gradient"), shard.gradients(whole))
         spoilt = self._round.sums[self._rows[shard], NONFINITE].any()
-        return not spoilt or self._binding.options.tuning.nonfinite == "propagate"
+        return not spoilt or self._domain.options.tuning.nonfinite == "propagate"
 
     def _launches(self, shard: Shard, total: torch.Tensor, present: AbstractSet[int]) -> list[Launch]:
         """What updates the present params of a shard with their sum over ranks."""
-        current, binding = self._round, self._binding
+        current, domain = self._round, self._domain
         assert current is not None
-        divisor = binding.mesh.world.size
+        divisor = domain.mesh.world.size
         if Factors(divisor).folded() is None:
             divide_(total, divisor)
             divisor = 1
         ready = {}
         for piece in shard.pieces:
-            place = current.places.get(binding.entries[shard.bucket.params[piece.param]])
+            place = current.places.get(domain.entries[shard.bucket.params[piece.param]])
             if piece.param in present and place is not None:
                 grad = total[piece.shard_start : piece.shard_end]
                 ready[piece.param] = Ready(place.entry, place.group, grad, place.number, piece.start)
-        scalars = scalars_of(binding, current.numbers, list(ready.values()))
-        launches = launches_of(shard, current.variants, ready, scalars, binding.options.tuning.seed)
+        scalars = scalars_of(domain, current.numbers, list(ready.values()))
+        launches = launches_of(shard, current.variants, ready, scalars, domain.options.tuning.seed)
         return [replace(launch, divisor=divisor) for launch in launches]
 
     # -- its end ---------------------------------------------------------------------------------------------------
@@ -245,9 +245,9 @@ class Release(Backward):
         return self._round is not None and self._round.updated
 
     def _finish_round(self) -> None:
-        reducer, current = self._binding.reducer, self._round
+        reducer, current = self._domain.reducer, self._round
         assert reducer is not None and current is not None
-        with self._binding.clock.phase("reduce"):
+        with self._domain.clock.phase("reduce"):
             held, late = self._reduce_rest()
             sums, facts = self._tell(held, late)
         self._check_in_time(facts[:, LATE])
@@ -258,7 +258,7 @@ class Release(Backward):
             return
         nonfinite = int(sums[:, NONFINITE].sum())
         norm = math.inf if nonfinite else _norm(sums)
-        is_skipped = bool(nonfinite) and self._binding.options.tuning.nonfinite != "propagate"
+        is_skipped = bool(nonfinite) and self._domain.options.tuning.nonfinite != "propagate"
         if is_skipped and facts[:, UPDATED].any():
             raise ShardoptError(
                 f"{nonfinite} elements of the gradients are Inf or NaN{self._where(sums)}, and buckets without any "
@@ -275,7 +275,7 @@ class Release(Backward):
             entry.param.grad = ReleasedGradient(entry.name, entry.param)
         if is_skipped:
             self._keep_versions(current)
-            skip(self._binding.options.tuning.nonfinite, nonfinite, self._where(sums))
+            skip(self._domain.options.tuning.nonfinite, nonfinite, self._where(sums))
         self._outcome = Outcome(updated=not is_skipped, grad_norm=norm)
 
     def _keep_versions(self, current: _Round) -> None:
@@ -298,17 +298,17 @@ class Release(Backward):
 
     def _close(self, current: _Round, present: Sequence[Entry], norm: float) -> None:
         """The rest of the step, together with all ranks."""
-        binding, launches = self._binding, []
+        domain, launches = self._domain, []
         indices = {shard: {entry.index for entry in present if entry.shard is shard} for shard in current.waiting}
         for shard, total in current.waiting.items():
             launches += self._launches(shard, total, indices[shard])
         places = [current.places[entry] for entry in present if entry in current.places]
         ready = [Ready(place.entry, place.group, torch.empty(0), place.number) for place in places]
-        scalars = scalars_of(binding, current.numbers, ready)
+        scalars = scalars_of(domain, current.numbers, ready)
         looked = Looked(norm=norm)
         seen = Survey(ready, launches, scalars, current.states, current.written, looked)
-        view = view_of(binding, Call({}, Scaling(), closure=False, problem=None), current.numbers, seen)
-        close_step(binding, seen, replace(view, consequence=_TOO_LATE), current.bits)
+        view = view_of(domain, Call({}, Scaling(), closure=False, problem=None), current.numbers, seen)
+        close_step(domain, seen, replace(view, consequence=_TOO_LATE), current.bits)
 
 
 _TOO_LATE = (

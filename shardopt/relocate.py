@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from .agreement import View, agree
-from .binding import Binding
+from .domain import Domain
 from .errors import OffloadError
 from .offload.host import HostHome
 from .offload.pipeline import SLOTS
@@ -13,7 +13,7 @@ from .partition.room import return_free_pages
 from .shard import Shard
 
 
-def relocate(binding: Binding, tier: str, open_store: Callable[[], Store]) -> None:
+def relocate(domain: Domain, tier: str, open_store: Callable[[], Store]) -> None:
     """Collective. What is read meanwhile by other ranks is read where it was.
 
     Raises:
@@ -22,21 +22,21 @@ def relocate(binding: Binding, tier: str, open_store: Callable[[], Store]) -> No
     store: Store | None = None
     homes: list[Home] = []
     problem: Exception | None = None
-    view = {"tier to move masters and states to": tier, "calls of step()": binding.rounds}
+    view = {"tier to move masters and states to": tier, "calls of step()": domain.rounds}
     try:
         try:
             store = open_store()
-            _copy(binding, store, homes)
+            _copy(domain, store, homes)
         except Exception as error:
             problem = error
-        agree(View(view, lambda: view, problem), binding.mesh.world, binding.device)
+        agree(View(view, lambda: view, problem), domain.mesh.world, domain.device)
     except BaseException:
         if store is not None:
             _close(store)
         raise
     assert store is not None
     store.commit()
-    before, left = binding.rest_in(store, homes)
+    before, left = domain.rest_in(store, homes)
     for home in left:
         home.release()
     _close(before)  # while its homes are there: what it keeps of them may still be on its way to the device
@@ -48,9 +48,9 @@ def _close(store: Store) -> None:
         store.close()
 
 
-def _copy(binding: Binding, store: Store, homes: list[Home]) -> None:
+def _copy(domain: Domain, store: Store, homes: list[Home]) -> None:
     store.begin()
-    for shard in binding.resting:
+    for shard in domain.resting:
         homes.append(store.home(shard.numel, shard.bucket.dtype, shard.device))
         _copy_streams(shard, homes[-1])
     store.flush()

@@ -5,9 +5,9 @@ from typing import Any
 
 import torch
 
-from .binding import Binding
 from .bound_states import check_parts, load_states, names_of, put_state, read_state
 from .composition import Composition
+from .domain import Domain
 from .entry import Group, named_params
 from .local_params import LocalParams
 from .places import Places
@@ -29,21 +29,21 @@ class StateTable:
         self._rule, self._locals = rule, locals_
 
     @property
-    def bindings(self) -> list[Binding]:
-        return [] if self.composition is None else self.composition.bindings
+    def domains(self) -> list[Domain]:
+        return [] if self.composition is None else self.composition.domains
 
-    def binding_of(self, local: torch.nn.Parameter) -> Binding | None:
-        return None if self.composition is None else self.composition.binding_of(local)
+    def domain_of(self, local: torch.nn.Parameter) -> Domain | None:
+        return None if self.composition is None else self.composition.domain_of(local)
 
     def find(self, param: torch.nn.Parameter, group: Group) -> ParamState | None:
         """None before the param's first step, but for a rule that fills states before."""
         local = self._locals.of(param)
         if self.consolidated is not None:
             return self.consolidated.get(local) or self._begun(local, group)
-        binding = self.binding_of(local)
-        if binding is not None:
-            entry = binding.entries[local]
-            return read_state(binding, entry, group) if entry.has_state else None
+        domain = self.domain_of(local)
+        if domain is not None:
+            entry = domain.entries[local]
+            return read_state(domain, entry, group) if entry.has_state else None
         return self.waiting.get(local) or self._begun(local, group)
 
     def _begun(self, local: torch.nn.Parameter, group: Group) -> ParamState | None:
@@ -60,10 +60,10 @@ class StateTable:
             counts_steps: whether a state shows its count of steps.
         """
         local = self._locals.of(param)
-        binding = self.binding_of(local) if self.consolidated is None else None
-        if binding is not None:
-            entry = binding.entries[local]
-            shown: Any = counts_steps or entry.carried or names_of(binding, entry, group)
+        domain = self.domain_of(local) if self.consolidated is None else None
+        if domain is not None:
+            entry = domain.entries[local]
+            shown: Any = counts_steps or entry.carried or names_of(domain, entry, group)
             return entry.has_state and bool(shown)
         state = (self.waiting if self.consolidated is None else self.consolidated).get(local)
         if state is None and self._rule.initial_values(group):
@@ -83,19 +83,19 @@ class StateTable:
         """
         local = self._locals.of(param)
         read = ParamState.from_torch(LocalParams.inside(param, state, name), self._rule, group, local, name)
-        binding = self.binding_of(local)
-        if binding is not None:
-            check_parts(binding, local, read)
+        domain = self.domain_of(local)
+        if domain is not None:
+            check_parts(domain, local, read)
         return read
 
     def put(self, param: torch.nn.Parameter, read: ParamState, has_state: bool) -> None:
         """Takes one checked state; without one the param goes back to before its first step."""
         local = self._locals.of(param)
         self.consolidated = None
-        binding = self.binding_of(local)
-        if binding is not None:
+        domain = self.domain_of(local)
+        if domain is not None:
             with torch.no_grad():
-                put_state(binding, local, read, has_state)
+                put_state(domain, local, read, has_state)
         elif has_state:
             self.waiting[local] = read.copy()
         else:
@@ -109,10 +109,10 @@ class StateTable:
         """
         states = {self._locals.of(param): state for param, state in loaded.items()}
         # Copied: the caller may go on training with the tensors that it saved.
-        waiting = {local: state.copy() for local, state in states.items() if self.binding_of(local) is None}
+        waiting = {local: state.copy() for local, state in states.items() if self.domain_of(local) is None}
         with torch.no_grad():
-            for binding in self.bindings:
-                load_states(binding, states)
+            for domain in self.domains:
+                load_states(domain, states)
         self.waiting.clear()
         self.waiting.update(waiting)
         self.consolidated = None

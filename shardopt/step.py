@@ -21,8 +21,8 @@ import torch
 
 from .agreement import Agreed, View, agree
 from .bind import bind, checksum
-from .binding import Binding
 from .composition import Party, agree_on_whole
+from .domain import Domain
 from .entry import Candidate, Group
 from .errors import CommunicationError, ShardoptError
 from .kernels.launch import backend_of
@@ -69,9 +69,9 @@ NOTHING_DONE = Outcome(updated=False, grad_norm=None)
 
 @dataclass
 class Lane:
-    """One binding's way through a step."""
+    """One domain's way through a step."""
 
-    binding: Binding
+    domain: Domain
     groups: Sequence[Group]
     seen: Survey = field(default_factory=Survey)
     agreed: Agreed | None = None
@@ -83,28 +83,28 @@ def run_step(parties: Sequence[Party], whole: Sequence[Ranks], call: Call) -> Ou
     Args:
         whole: over which ranks the parties decide together; empty where there is one party, which is all there is.
     """
-    lanes = [Lane(party.binding, party.groups) for party in parties]
+    lanes = [Lane(party.domain, party.groups) for party in parties]
     for lane in lanes:
-        check_unbroken(lane.binding)
+        check_unbroken(lane.domain)
     agreed = _agree(lanes, whole, call)
     # 3. decide
     main = lanes[0]
     norm = _norm(lanes, whole, agreed, call.scaling)
     launches = [launch for lane in lanes for launch in lane.seen.launches]
     is_idle = all(_changes_nothing(lane) for lane in lanes)
-    if agreed.overflow or is_idle or _is_skipped(main.binding, agreed, launches, call.scaling):
+    if agreed.overflow or is_idle or _is_skipped(main.domain, agreed, launches, call.scaling):
         for lane in lanes:
             _mark_used(lane.seen)
-            lane.binding.settle()
+            lane.domain.settle()
         return Outcome(updated=False, grad_norm=norm)
     clip = 1.0
-    if norm is not None and main.binding.options.max_grad_norm is not None:
-        clip = main.binding.options.max_grad_norm / (norm + _CLIP_EPS)
+    if norm is not None and main.domain.options.max_grad_norm is not None:
+        clip = main.domain.options.max_grad_norm / (norm + _CLIP_EPS)
         clip = clip if math.isnan(clip) else min(1.0, clip)  # as torch: a norm of NaN makes all gradients NaN
     # 4. update, 5. gather
     undone = _update_lanes(lanes, 1.0 / call.scaling.scale, clip)
     if undone is not None:
-        main.binding.settle()
+        main.domain.settle()
         raise undone
     # 6. commit
     for lane in lanes:
@@ -118,17 +118,17 @@ def _changes_nothing(lane: Lane) -> bool:
     torch's ``get_state_dict()`` takes such a step wherever it finds no state: what was looked at before stays valid.
     """
     seen = lane.seen
-    if not seen.ready or lane.binding.rule.counts_steps or any(seen.states.values()):
+    if not seen.ready or lane.domain.rule.counts_steps or any(seen.states.values()):
         return False
     is_assigned = all(each.slot is None and each.entry.slot is not None for each in seen.ready)
-    return is_assigned and lane.binding.mesh.world.size > 1 and not any(group.get("lr", 1) for group in lane.groups)
+    return is_assigned and lane.domain.mesh.world.size > 1 and not any(group.get("lr", 1) for group in lane.groups)
 
 
-def check_unbroken(binding: Binding) -> None:
+def check_unbroken(domain: Domain) -> None:
     """Raises ShardoptError if an earlier step failed half-way."""
-    if binding.broken is not None:
+    if domain.broken is not None:
         raise ShardoptError(
-            f"an earlier step failed half-way ({binding.broken}): params and states of the ranks may belong to "
+            f"an earlier step failed half-way ({domain.broken}): params and states of the ranks may belong to "
             "different steps. Construct model and optimizer anew and load a checkpoint."
         )
 
@@ -144,7 +144,7 @@ def _commit(lane: Lane) -> None:
     torch.autograd.graph.increment_version([each.entry.param for each in seen.ready])
     for entry in (*seen.written, *(each.entry for each in seen.ready)):
         entry.version = entry.param._version
-    lane.binding.settle()
+    lane.domain.settle()
 
 
 def _mark_used(seen: Survey) -> None:
@@ -157,38 +157,38 @@ def _mark_used(seen: Survey) -> None:
 # -- a step that was taken in backward ---------------------------------------------------------------------------------
 
 
-def update_early(binding: Binding, shard: Shard, states: Iterable[str], launches: list[Launch]) -> None:
+def update_early(domain: Domain, shard: Shard, states: Iterable[str], launches: list[Launch]) -> None:
     """Phase 4 of one shard, in memory, ahead of the rest of its step."""
     tasks = Work(shard, states, launches).tasks()
     if tasks:
-        binding.epoch.begin_step()
-    binding.store.prefetch([task.chunk for task in tasks])
-    _run(binding, tasks, (1.0, 1.0))
-    binding.store.flush()
+        domain.epoch.begin_step()
+    domain.store.prefetch([task.chunk for task in tasks])
+    _run(domain, tasks, (1.0, 1.0))
+    domain.store.flush()
 
 
-def close_step(binding: Binding, seen: Survey, view: View, sums: Mapping[str, int]) -> None:
+def close_step(domain: Domain, seen: Survey, view: View, sums: Mapping[str, int]) -> None:
     """Collective: all other phases of a step whose updates were made early, but for ``seen.launches``.
 
     Args:
         view: what the updates were made with.
         sums: of the bits of weights that others had written, from before the updates.
     """
-    world = binding.mesh.world
-    with binding.clock.phase("agree"):
-        agreed = agree(view, world, binding.device)
+    world = domain.mesh.world
+    with domain.clock.phase("agree"):
+        agreed = agree(view, world, domain.device)
         if agreed.written and world.size > 1:
-            agree(replace(view, key=sums, describe=lambda: dict(sums)), world, binding.device)
-    binding.rounds += 1
-    _update(binding, seen, 1.0, 1.0)
-    _commit(Lane(binding, (), seen))
+            agree(replace(view, key=sums, describe=lambda: dict(sums)), world, domain.device)
+    domain.rounds += 1
+    _update(domain, seen, 1.0, 1.0)
+    _commit(Lane(domain, (), seen))
 
 
 # -- 1. survey, 2. agree -----------------------------------------------------------------------------------------------
 
 
 def _agree(lanes: Sequence[Lane], whole: Sequence[Ranks], call: Call) -> Agreed:
-    """Collective: the ranks of each binding by themselves, then those of the whole model."""
+    """Collective: the ranks of each domain by themselves, then those of the whole model."""
     problem = call.problem
     for lane in lanes:
         try:
@@ -201,7 +201,7 @@ def _agree(lanes: Sequence[Lane], whole: Sequence[Ranks], call: Call) -> Agreed:
     if not whole:
         assert main.agreed is not None
         return main.agreed
-    options = main.binding.options
+    options = main.domain.options
     key = {
         "closure": call.closure,
         "loss scale (the GradScaler's update() must see the same overflow on all ranks)": call.scaling.scale,
@@ -213,60 +213,60 @@ def _agree(lanes: Sequence[Lane], whole: Sequence[Ranks], call: Call) -> Agreed:
     own = [_limbs_of_one_copy(lane) for lane in lanes]
     limbs = tuple(map(sum, zip(*own, strict=True)))
     view = View(key, lambda: key, problem, overflow, nonfinite, limbs=limbs)
-    with main.binding.clock.phase("agree"):
-        return agree_on_whole(view, whole, main.binding.device)
+    with main.domain.clock.phase("agree"):
+        return agree_on_whole(view, whole, main.domain.device)
 
 
 def _limbs_of_one_copy(lane: Lane) -> tuple[int, ...]:
-    mesh, limbs = lane.binding.mesh, lane.seen.looked.limbs
+    mesh, limbs = lane.domain.mesh, lane.seen.looked.limbs
     return limbs if mesh.world.rank in mesh.one_copy else (0,) * len(limbs)
 
 
 def _agree_in(lane: Lane, call: Call) -> Agreed:
-    binding, problem = lane.binding, call.problem
+    domain, problem = lane.domain, call.problem
     numbers: list[dict[str, Any]] = []
     candidates: list[Candidate] = []
     if problem is None:
         try:
             numbers = [plain_numbers(group) for group in lane.groups]
             check_numbers(numbers, call.defaults)
-            candidates = binding.unbound(lane.groups)
+            candidates = domain.unbound(lane.groups)
         except Exception as error:
             problem = error
     if candidates:
-        bind(binding, lane.groups, numbers, candidates, closure=call.closure)
+        bind(domain, lane.groups, numbers, candidates, closure=call.closure)
     # 1. survey
     if problem is None:
         try:
-            with binding.clock.phase("survey"):
-                lane.seen = survey(binding, lane.groups, numbers, call.scaling)
+            with domain.clock.phase("survey"):
+                lane.seen = survey(domain, lane.groups, numbers, call.scaling)
         except Exception as error:
             problem = error
     # 2. agree
-    view = view_of(binding, call, numbers, lane.seen, problem)
-    world = binding.mesh.world
-    with binding.clock.phase("agree"):
-        agreed = agree(view, world, binding.device, binding.mesh.one_copy)
+    view = view_of(domain, call, numbers, lane.seen, problem)
+    world = domain.mesh.world
+    with domain.clock.phase("agree"):
+        agreed = agree(view, world, domain.device, domain.mesh.one_copy)
         if agreed.written and world.size > 1:
-            _compare_written(binding, lane.seen)
-    binding.rounds += 1
+            _compare_written(domain, lane.seen)
+    domain.rounds += 1
     return agreed
 
 
 def view_of(
-    binding: Binding, call: Call, numbers: list[dict[str, Any]], seen: Survey, problem: Exception | None = None
+    domain: Domain, call: Call, numbers: list[dict[str, Any]], seen: Survey, problem: Exception | None = None
 ) -> View:
     """This rank's view of a step."""
     # Whether a gradient is no slot's: where the module was handed over it was assigned, by this rank for its slice.
     present = {each.entry: each.slot is None for each in seen.ready}
-    is_shown = binding.reducer is not None and not binding.options.release_gradients
+    is_shown = domain.reducer is not None and not domain.options.release_gradients
     words = {None: "absent", False: "present", True: "zeros, assigned by hand" if is_shown else "present"}
-    entries = list(binding.entries.values())
+    entries = list(domain.entries.values())
 
     def describe() -> dict[str, Any]:
         return {
             "params not yet bound": [],
-            "calls of step()": binding.rounds,
+            "calls of step()": domain.rounds,
             "call": {"closure": call.closure},
             "groups": numbers,
             "requires_grad": {entry.name: entry.param.requires_grad for entry in entries},
@@ -279,31 +279,31 @@ def view_of(
 
     looked = seen.looked
     facts = [(entry.step, present.get(entry), entry.param.requires_grad, *entry.carried.values()) for entry in entries]
-    key = [binding.rounds, call.closure, numbers, facts, call.scaling.scale, looked.norm]
+    key = [domain.rounds, call.closure, numbers, facts, call.scaling.scale, looked.norm]
     overflow, written = call.scaling.overflow, len(seen.written)
     return View(key, describe, problem, overflow, looked.nonfinite, looked.witness, written, looked.limbs)
 
 
-def _compare_written(binding: Binding, seen: Survey) -> None:
+def _compare_written(domain: Domain, seen: Survey) -> None:
     """Weights that were loaded, clamped or averaged on any rank must be the same on all: each reads its own copy.
 
     Of params that lie in slices there is one copy, which all ranks have written together.
     """
-    entries = list(binding.entries.values())
+    entries = list(domain.entries.values())
     written = {entry for entry in seen.written if entry.shard.gathered is None}
     mine = [index for index, entry in enumerate(entries) if entry in written]
-    everyones = binding.mesh.world.exchange_json(mine, binding.device, "comparing weights that were written")
+    everyones = domain.mesh.world.exchange_json(mine, domain.device, "comparing weights that were written")
     union = sorted({index for theirs in everyones for index in theirs})
     sums = {f"weights (sum of bits) of {entries[index].name}": checksum(entries[index].param) for index in union}
-    agree(View(sums, lambda: sums), binding.mesh.world, binding.device)
+    agree(View(sums, lambda: sums), domain.mesh.world, domain.device)
 
 
 # -- 3. decide ---------------------------------------------------------------------------------------------------------
 
 
 def _norm(lanes: Sequence[Lane], whole: Sequence[Ranks], agreed: Agreed, scaling: Scaling) -> float | None:
-    binding, looked = lanes[0].binding, lanes[0].seen.looked
-    if binding.options.max_grad_norm is None:
+    domain, looked = lanes[0].domain, lanes[0].seen.looked
+    if domain.options.max_grad_norm is None:
         return None
     if agreed.nonfinite:
         return math.nan if _holds_nan(lanes, whole) else math.inf
@@ -312,7 +312,7 @@ def _norm(lanes: Sequence[Lane], whole: Sequence[Ranks], agreed: Agreed, scaling
 
 def _holds_nan(lanes: Sequence[Lane], whole: Sequence[Ranks]) -> bool:
     """Collective, in a step whose gradients are not all finite: whether one is NaN, on any rank."""
-    main = lanes[0].binding
+    main = lanes[0].domain
     gradients = [each.grad for lane in lanes for launch in lane.seen.launches for each in launch.ready.values()]
     view = View("NaN", dict, nonfinite=sum(bool(grad.isnan().any()) for grad in gradients))
     with main.clock.phase("agree"):
@@ -321,10 +321,10 @@ def _holds_nan(lanes: Sequence[Lane], whole: Sequence[Ranks]) -> bool:
         return agree(view, main.mesh.world, main.device).nonfinite > 0
 
 
-def _is_skipped(binding: Binding, agreed: Agreed, launches: Sequence[Launch], scaling: Scaling) -> bool:
-    if not agreed.nonfinite or binding.options.tuning.nonfinite == "propagate":
+def _is_skipped(domain: Domain, agreed: Agreed, launches: Sequence[Launch], scaling: Scaling) -> bool:
+    if not agreed.nonfinite or domain.options.tuning.nonfinite == "propagate":
         return False
-    skip(binding.options.tuning.nonfinite, agreed.nonfinite, _where_nonfinite(launches, 1.0 / scaling.scale))
+    skip(domain.options.tuning.nonfinite, agreed.nonfinite, _where_nonfinite(launches, 1.0 / scaling.scale))
     return True
 
 
@@ -358,56 +358,56 @@ def _where_nonfinite(launches: Sequence[Launch], unscale: float) -> str:
 
 
 def _update_lanes(lanes: Sequence[Lane], unscale: float, clip: float) -> Exception | None:
-    """See :func:`_update`; after an error none of the bindings goes on."""
+    """See :func:`_update`; after an error none of the domains goes on."""
     try:
         for lane in lanes:
-            undone = _update(lane.binding, lane.seen, unscale, clip)
+            undone = _update(lane.domain, lane.seen, unscale, clip)
             if undone is not None:  # on a disk, where there is one lane
                 return undone
     except BaseException as error:
         for lane in lanes:
-            lane.binding.broken = f"{type(error).__name__}: {error}"
+            lane.domain.broken = f"{type(error).__name__}: {error}"
         raise
     return None
 
 
-def _update(binding: Binding, seen: Survey, unscale: float, clip: float) -> Exception | None:
+def _update(domain: Domain, seen: Survey, unscale: float, clip: float) -> Exception | None:
     """Launches every update of this rank and gathers the buckets that any rank updated.
 
     Returns:
         Why nothing was updated after all, on any rank. An error is raised where that is no longer certain.
     """
-    if binding.wires is None:  # nothing is bound: every param is frozen
+    if domain.wires is None:  # nothing is bound: every param is frozen
         return None
-    if binding.sharded is not None:
-        binding.gatherer.drop_all()  # they travel when they are needed; what is here will be out of date
-    works, factors = works_of(binding, seen), (unscale, clip)
-    binding.epoch.begin_step()
-    if not binding.store.is_final:
-        undone = _update_or_put_back(binding, works, factors)
+    if domain.sharded is not None:
+        domain.gatherer.drop_all()  # they travel when they are needed; what is here will be out of date
+    works, factors = works_of(domain, seen), (unscale, clip)
+    domain.epoch.begin_step()
+    if not domain.store.is_final:
+        undone = _update_or_put_back(domain, works, factors)
         if undone is not None:
             return undone
-    _update_and_gather(binding, works, {each.entry.shard for each in seen.ready}, factors)
+    _update_and_gather(domain, works, {each.entry.shard for each in seen.ready}, factors)
     return None
 
 
-def _update_or_put_back(binding: Binding, works: Sequence[Work], factors: tuple[float, float]) -> Exception | None:
+def _update_or_put_back(domain: Domain, works: Sequence[Work], factors: tuple[float, float]) -> Exception | None:
     """What every rank's store says that it can keep is updated; else all is put back, and this is why."""
-    store = binding.store
+    store = domain.store
     problem: Exception | None = None
     try:
         try:
             store.begin()
             tasks = [task for work in works for task in work.tasks() if not task.chunk.home.is_final]
             store.prefetch([task.chunk for task in tasks])
-            _run(binding, tasks, factors)
-            with binding.clock.phase("write back"):
+            _run(domain, tasks, factors)
+            with domain.clock.phase("write back"):
                 store.flush()
         except Exception as error:
             problem = error
         try:
-            with binding.clock.phase("agree"):
-                agree(View("stored", dict, problem), binding.mesh.world, binding.device)
+            with domain.clock.phase("agree"):
+                agree(View("stored", dict, problem), domain.mesh.world, domain.device)
         except CommunicationError:
             raise
         except Exception as error:
@@ -421,51 +421,51 @@ def _update_or_put_back(binding: Binding, works: Sequence[Work], factors: tuple[
 
 
 def _update_and_gather(
-    binding: Binding, works: Sequence[Work], updated: set[Shard], factors: tuple[float, float]
+    domain: Domain, works: Sequence[Work], updated: set[Shard], factors: tuple[float, float]
 ) -> None:
     """What lies in memory is updated, and every shard travels as soon as it is."""
-    assert binding.wires is not None
-    gather = binding.wires.shards.gather("gathering updated params")
+    assert domain.wires is not None
+    gather = domain.wires.shards.gather("gathering updated params")
     problem: Exception | None = None
     tasks: dict[Shard, list[Task]] = {}
     try:
         tasks = {work.shard: [task for task in work.tasks() if task.chunk.home.is_final] for work in works}
-        binding.store.prefetch([task.chunk for each in tasks.values() for task in each])
+        domain.store.prefetch([task.chunk for each in tasks.values() for task in each])
     except Exception as error:  # the other ranks wait for this one's shards: they are told when these have met
         problem = error
     for work in works:
         try:
             if problem is None:
-                _run(binding, tasks[work.shard], factors)
+                _run(domain, tasks[work.shard], factors)
         except Exception as error:
             problem = error
         if work.shard in updated and work.shard.gathered is None:
             gather.start(work.shard.window)
     try:
         if any(tasks.values()):
-            binding.store.flush()
+            domain.store.flush()
     except Exception as error:
         problem = problem or error
-    _finish(binding, gather, problem)
+    _finish(domain, gather, problem)
 
 
-def _finish(binding: Binding, gather: Gather, problem: Exception | None) -> None:
-    assert binding.wires is not None
+def _finish(domain: Domain, gather: Gather, problem: Exception | None) -> None:
+    assert domain.wires is not None
     try:
-        with binding.clock.phase("gather"):
+        with domain.clock.phase("gather"):
             gather.finish(failed=problem is not None)
     except CommunicationError as error:
         if problem is None:
             raise CommunicationError(f"{error} {_HALF_WAY}") from error
-    binding.wires.shards.traffic.params += gather.received
+    domain.wires.shards.traffic.params += gather.received
     if problem is not None:
         problem.add_note(_HALF_WAY)
         raise problem
 
 
-def _run(binding: Binding, tasks: Iterable[Task], factors: tuple[float, float]) -> None:
+def _run(domain: Domain, tasks: Iterable[Task], factors: tuple[float, float]) -> None:
     """Brings each chunk in, updates it, takes it back."""
-    store, clock = binding.store, binding.clock
+    store, clock = domain.store, domain.clock
     for task in tasks:
         with clock.phase("fetch"):
             fetched = store.fetch(task.chunk)

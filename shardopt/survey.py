@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from .binding import Binding
+from .domain import Domain
 from .entry import Entry, Group
 from .errors import BindingError, RuleError, ShardoptError
 from .gradient import GradientPart
@@ -104,15 +104,15 @@ class Survey:
     looked: Looked = field(default_factory=Looked)
 
 
-def survey(binding: Binding, groups: Sequence[Group], numbers: Sequence[dict[str, Any]], scaling: Scaling) -> Survey:
+def survey(domain: Domain, groups: Sequence[Group], numbers: Sequence[dict[str, Any]], scaling: Scaling) -> Survey:
     """Raises what is wrong on this rank."""
-    written = [entry for entry in binding.entries.values() if entry.param._version != entry.version]
-    follow_written_params(binding)
-    ready = _find_ready(binding, groups)
-    scalars = scalars_of(binding, numbers, ready)
-    launches = _plan_launches(binding, numbers, ready, scalars)
-    looked = _look_at_gradients(binding, launches, ready, scaling)
-    return Survey(ready, launches, scalars, states_of_shards(binding, groups, numbers), written, looked)
+    written = [entry for entry in domain.entries.values() if entry.param._version != entry.version]
+    follow_written_params(domain)
+    ready = _find_ready(domain, groups)
+    scalars = scalars_of(domain, numbers, ready)
+    launches = _plan_launches(domain, numbers, ready, scalars)
+    looked = _look_at_gradients(domain, launches, ready, scaling)
+    return Survey(ready, launches, scalars, states_of_shards(domain, groups, numbers), written, looked)
 
 
 def plain_numbers(group: Group) -> dict[str, Any]:
@@ -166,7 +166,7 @@ def check_group(rule: Rule, group: dict[str, Any], check: Callable[[Mapping[str,
         pass
 
 
-def placed(binding: Binding, groups: Sequence[Group]) -> Iterator[Place]:
+def placed(domain: Domain, groups: Sequence[Group]) -> Iterator[Place]:
     """Every bound param of the groups.
 
     Raises:
@@ -177,7 +177,7 @@ def placed(binding: Binding, groups: Sequence[Group]) -> Iterator[Place]:
     for group_number, group in enumerate(groups):
         for param in group["params"]:
             number = next(counted)
-            entry = binding.entries.get(param)
+            entry = domain.entries.get(param)
             if entry is None:
                 continue  # frozen
             if entry in seen:
@@ -187,24 +187,24 @@ def placed(binding: Binding, groups: Sequence[Group]) -> Iterator[Place]:
             seen.add(entry)
             entry.check()
             # Tensor-parallel ranks hold different elements under one number; ranks that hold copies must stay alike.
-            yield Place(entry, group_number, number + (binding.slice_numbers.get(param, 0) << 32))
+            yield Place(entry, group_number, number + (domain.slice_numbers.get(param, 0) << 32))
 
 
-def _find_ready(binding: Binding, groups: Sequence[Group]) -> list[Ready]:
+def _find_ready(domain: Domain, groups: Sequence[Group]) -> list[Ready]:
     return [
-        _ready(binding, entry, group, number, entry.param.grad)
-        for entry, group, number in placed(binding, groups)
+        _ready(domain, entry, group, number, entry.param.grad)
+        for entry, group, number in placed(domain, groups)
         if entry.param.grad is not None
     ]
 
 
-def _ready(binding: Binding, entry: Entry, group: int, number: int, grad: torch.Tensor) -> Ready:
+def _ready(domain: Domain, entry: Entry, group: int, number: int, grad: torch.Tensor) -> Ready:
     if isinstance(grad, GradientPart) and grad.slot is entry.slot:
         slot = grad.whole_slot()
         return Ready(entry, group, slot.total, number, slot.start, slot, entry.shard.reduced.at_rest)
     # Zeros are their own mean, if all ranks have them: one that has other values raises this on all of them. So torch's
     # get_state_dict() and set_state_dict() make states: they assign zeros and take a step.
-    if entry.slot is not None and binding.mesh.world.size > 1 and not _is_zero(grad):
+    if entry.slot is not None and domain.mesh.world.size > 1 and not _is_zero(grad):
         raise ShardoptError(
             f"the gradient of {entry.name} is this rank's own, not the mean over ranks: each rank would update its "
             "slice with another batch's. It was accumulated under no_sync() with no synchronised backward after it "
@@ -236,21 +236,21 @@ def _usable(entry: Entry, grad: torch.Tensor) -> torch.Tensor:
 
 
 def states_of_shards(
-    binding: Binding, groups: Sequence[Group], numbers: Sequence[dict[str, Any]]
+    domain: Domain, groups: Sequence[Group], numbers: Sequence[dict[str, Any]]
 ) -> dict[Shard, dict[str, None]]:
     """By the groups alone, not by what this rank holds of them: every rank's shards then hold the same states."""
-    states: dict[Shard, dict[str, None]] = {shard: {} for shard in binding.shards}
+    states: dict[Shard, dict[str, None]] = {shard: {} for shard in domain.shards}
     for group, plain in zip(groups, numbers, strict=True):
-        names = dict.fromkeys(binding.rule.variant(plain).states)
+        names = dict.fromkeys(domain.rule.variant(plain).states)
         for param in group["params"]:
-            if param in binding.entries:
-                states[binding.entries[param].shard].update(names)
+            if param in domain.entries:
+                states[domain.entries[param].shard].update(names)
     return states
 
 
-def scalars_of(binding: Binding, numbers: Sequence[dict[str, Any]], ready: Sequence[Ready]) -> Scalars:
+def scalars_of(domain: Domain, numbers: Sequence[dict[str, Any]], ready: Sequence[Ready]) -> Scalars:
     """Params of one group, step and carried values share one evaluation."""
-    rule = binding.rule
+    rule = domain.rule
     known: dict[tuple[Any, ...], tuple[tuple[float, ...], dict[str, float]]] = {}
     scalars = Scalars({}, {})
     for each in ready:
@@ -264,15 +264,15 @@ def scalars_of(binding: Binding, numbers: Sequence[dict[str, Any]], ready: Seque
 
 
 def _plan_launches(
-    binding: Binding, numbers: Sequence[dict[str, Any]], ready: Sequence[Ready], scalars: Scalars
+    domain: Domain, numbers: Sequence[dict[str, Any]], ready: Sequence[Ready], scalars: Scalars
 ) -> list[Launch]:
     by_shard: dict[Shard, dict[int, Ready]] = defaultdict(dict)
     for each in ready:
         by_shard[each.entry.shard][each.entry.index] = each
-    variants = [binding.rule.variant(group) for group in numbers]
-    seed = binding.options.tuning.seed
+    variants = [domain.rule.variant(group) for group in numbers]
+    seed = domain.options.tuning.seed
     return [
-        launch for shard in binding.shards for launch in launches_of(shard, variants, by_shard[shard], scalars, seed)
+        launch for shard in domain.shards for launch in launches_of(shard, variants, by_shard[shard], scalars, seed)
     ]
 
 
@@ -323,13 +323,11 @@ def _divisor(members: Iterable[Ready]) -> int:
     return 1
 
 
-def _look_at_gradients(
-    binding: Binding, launches: Sequence[Launch], ready: Sequence[Ready], scaling: Scaling
-) -> Looked:
-    options = binding.options
+def _look_at_gradients(domain: Domain, launches: Sequence[Launch], ready: Sequence[Ready], scaling: Scaling) -> Looked:
+    options = domain.options
     if ready and all(each.slot is not None and each.slot.norms is not None for each in ready):
-        return _known(binding, ready)
-    witness = 0 if binding.reducer is not None else _witness(binding, ready)
+        return _known(domain, ready)
+    witness = 0 if domain.reducer is not None else _witness(domain, ready)
     if options.max_grad_norm is None and (options.tuning.nonfinite == "propagate" or scaling.overflow):
         return Looked(witness=witness)
     nonfinite, limbs = 0, [0] * LIMBS
@@ -340,34 +338,34 @@ def _look_at_gradients(
             nonfinite += backend.count_nonfinite(launch.spec.grad, launch.gradients)
         else:
             sums = backend.block_sums(launch.spec.grad, launch.gradients, Factors(launch.divisor, unscale))
-            total = backend.totals(sums, launch.gradients).of_shard(_uncounted(binding, launch))
+            total = backend.totals(sums, launch.gradients).of_shard(_uncounted(domain, launch))
             nonfinite += total.nonfinite
             limbs = [mine + other for mine, other in zip(limbs, total.limbs, strict=True)]
     return Looked(nonfinite, tuple(limbs), witness)
 
 
-def _uncounted(binding: Binding, launch: Launch) -> list[int]:
-    return [row for row, each in launch.ready.items() if each.entry.param in binding.counted_elsewhere]
+def _uncounted(domain: Domain, launch: Launch) -> list[int]:
+    return [row for row, each in launch.ready.items() if each.entry.param in domain.counted_elsewhere]
 
 
-def _known(binding: Binding, ready: Sequence[Ready]) -> Looked:
+def _known(domain: Domain, ready: Sequence[Ready]) -> Looked:
     """From what the last backward told every rank; one of them reports the count, so that it is not added up."""
     norms = [each.slot.norms for each in ready if each.slot is not None and each.slot.norms is not None]
-    reports = binding.mesh.world.rank == binding.mesh.one_copy[0]
+    reports = domain.mesh.world.rank == domain.mesh.one_copy[0]
     # fsum rounds once, so that the order of params cannot show.
     norm = math.sqrt(math.fsum(each.two * each.two for each in norms))
     return Looked(nonfinite=sum(each.nonfinite for each in norms) if reports else 0, norm=norm)
 
 
-def _witness(binding: Binding, ready: Sequence[Ready]) -> int:
+def _witness(domain: Domain, ready: Sequence[Ready]) -> int:
     """Sum of magnitudes of one block of one gradient, another param every step, as the bits of a float64.
 
     Without the module shardopt does not reduce gradients. If nobody does (no DDP, or ``no_sync()`` around the last
     backward) every rank would update its slice with its own gradients; averaged ones are alike on all ranks.
     """
-    if binding.mesh.world.size == 1 or not ready:
+    if domain.mesh.world.size == 1 or not ready:
         return 0
-    sample = ready[binding.rounds % len(ready)].grad
+    sample = ready[domain.rounds % len(ready)].grad
     if sample.numel() == 0:
         return 0
     value = float(sample.as_strided((min(sample.numel(), BLOCK),), (1,), sample.storage_offset()).double().abs().sum())

@@ -84,7 +84,7 @@ class Timings(Mapping[str, float]):
 
     @staticmethod
     def of_all(several: "Sequence[Timings]") -> "Timings":
-        """Those of bindings that take a step one after the other."""
+        """Those of domains that take a step one after the other."""
         seconds = {name: sum(each.get(name, 0.0) for each in several) for each in several for name in each}
         return Timings(seconds, next((each.note for each in several if each.note), None))
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from .binding import Binding
+from .domain import Domain
 from .kernels.tables import BLOCK, Gradients
 from .offload.store import Chunk, Fetched
 from .shard import Shard
@@ -93,13 +93,13 @@ class Work(NamedTuple):
         return tuple(found)
 
 
-def works_of(binding: Binding, seen: Survey) -> list[Work]:
+def works_of(domain: Domain, seen: Survey) -> list[Work]:
     """In the order in which they are done."""
     launches: dict[Shard, list[Launch]] = defaultdict(list)
     for launch in seen.launches:
         launches[launch.shard].append(launch)
     # Backward order reversed: the first layers' params, which the next forward needs first, arrive first.
-    return [Work(shard, seen.states[shard], launches[shard]) for shard in reversed(binding.shards)]
+    return [Work(shard, seen.states[shard], launches[shard]) for shard in reversed(domain.shards)]
 
 
 def _runs(launch: Launch, start: int, stop: int) -> list[Run]:

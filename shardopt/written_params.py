@@ -3,19 +3,19 @@
 from collections import defaultdict
 from collections.abc import Iterable
 
-from .binding import Binding
+from .domain import Domain
 from .entry import Entry
 from .partition.room import return_free_pages
 from .shard import Shard
 
 
-def follow_written_params(binding: Binding) -> None:
+def follow_written_params(domain: Domain) -> None:
     """Masters follow params whose version moved: weights were loaded, clamped or averaged in place."""
-    begin_averages(binding)
-    written = [entry for entry in binding.entries.values() if entry.param._version != entry.version]
+    begin_averages(domain)
+    written = [entry for entry in domain.entries.values() if entry.param._version != entry.version]
     # Halves of masters that were just loaded and fitted their params are those of these params.
     _refresh(
-        binding,
+        domain,
         (
             entry
             for entry in written
@@ -24,22 +24,22 @@ def follow_written_params(binding: Binding) -> None:
     )
 
 
-def begin_averages(binding: Binding) -> None:
+def begin_averages(domain: Domain) -> None:
     """Averages that were not loaded with their states begin with the weights, which may be loaded after these."""
-    late = [e for e in binding.entries.values() if e.begins_average and e.param._version != e.version]
+    late = [e for e in domain.entries.values() if e.begins_average and e.param._version != e.version]
     if late:
-        with binding.all_or_nothing():
+        with domain.all_or_nothing():
             for entry in late:
                 entry.shard.begin_average(entry.index)
 
 
-def refresh_masters(binding: Binding) -> None:
+def refresh_masters(domain: Domain) -> None:
     """All of them, whether their params are known to have been written or not."""
-    with binding.epoch.loading():
-        _refresh(binding, binding.entries.values())
+    with domain.epoch.loading():
+        _refresh(domain, domain.entries.values())
 
 
-def _refresh(binding: Binding, entries: Iterable[Entry]) -> None:
+def _refresh(domain: Domain, entries: Iterable[Entry]) -> None:
     written: dict[Shard, list[int]] = defaultdict(list)
     awaiting: list[Entry] = []
     for entry in entries:
@@ -49,21 +49,21 @@ def _refresh(binding: Binding, entries: Iterable[Entry]) -> None:
             written[entry.shard].append(entry.index)
     if not written and not awaiting:
         return
-    with binding.all_or_nothing():
+    with domain.all_or_nothing():
         for shard, indices in written.items():
             shard.refresh_masters(indices)
         for entry in awaiting:
             entry.shard.settle_master(entry.index)
     for entry in awaiting:
         del entry.shard.awaiting[entry.index]
-    if not binding.store.is_final:
+    if not domain.store.is_final:
         return_free_pages()  # of the chunks that came to be compared
 
 
-def settle_masters(binding: Binding) -> None:
+def settle_masters(domain: Domain) -> None:
     """What is kept of masters that were loaded is that of the weights of now; others may still be loaded."""
-    if any(shard.awaiting for shard in binding.shards):
-        with binding.all_or_nothing():
-            for shard in binding.shards:
+    if any(shard.awaiting for shard in domain.shards):
+        with domain.all_or_nothing():
+            for shard in domain.shards:
                 for index in shard.awaiting:
                     shard.settle_master(index)

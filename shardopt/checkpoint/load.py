@@ -153,11 +153,11 @@ def ensure_bound(optimizer: ShardedOptimizer) -> None:
         return
     try:
         for party in optimizer._parties():
-            candidates = party.binding.unbound(party.groups)
+            candidates = party.domain.unbound(party.groups)
             if candidates:
                 numbers = [plain_numbers(group) for group in party.groups]
                 check_numbers(numbers, optimizer.defaults)
-                bind(party.binding, party.groups, numbers, candidates)
+                bind(party.domain, party.groups, numbers, candidates)
     finally:
         optimizer._locals.show()
 
@@ -220,10 +220,10 @@ class Loading:
             with ExitStack() as stores:
                 for optimizer in optimizers:
                     _before_writing(optimizer)
-                    for binding in optimizer._bindings:
-                        stores.enter_context(binding.epoch.loading())
-                        if binding.shards:
-                            stores.enter_context(binding.all_or_nothing())
+                    for domain in optimizer._domains:
+                        stores.enter_context(domain.epoch.loading())
+                        if domain.shards:
+                            stores.enter_context(domain.all_or_nothing())
                 for target in self._plan.targets:
                     target.fill(self._checkpoint)
                 self._commit(model, fitting, optimizers)
@@ -239,14 +239,14 @@ class Loading:
             self._meeting.share(problem, "loading a checkpoint")
         except ShardoptError as error:
             for optimizer in optimizers:
-                for binding in optimizer._bindings:
-                    binding.broken, binding.is_half_loaded = f"while loading a checkpoint: {error}", True
+                for domain in optimizer._domains:
+                    domain.broken, domain.is_half_loaded = f"while loading a checkpoint: {error}", True
             raise
         if not fitting.mismatches:  # everything was replaced
             for optimizer in optimizers:
-                for binding in optimizer._bindings:
-                    if binding.is_half_loaded:
-                        binding.broken, binding.is_half_loaded = None, False
+                for domain in optimizer._domains:
+                    if domain.is_half_loaded:
+                        domain.broken, domain.is_half_loaded = None, False
 
     def _commit(self, model: Model, fitting: Fit, optimizers: Sequence[ShardedOptimizer]) -> None:
         for name, home in model.homes.items():
@@ -303,9 +303,9 @@ def _forget(home: Home) -> None:
 
 def _before_writing(optimizer: ShardedOptimizer) -> None:
     """Collective: no rank still gathers what is about to be overwritten, and nothing gathered stays."""
-    binding = optimizer._bound()
-    if binding.sharded is not None:
-        binding.gatherer.write_slice(lambda: None)
+    domain = optimizer._bound()
+    if domain.sharded is not None:
+        domain.gatherer.write_slice(lambda: None)
 
 
 def _update_group(group: dict[str, Any], saved: dict[str, Any]) -> None:

@@ -30,8 +30,8 @@ def prepare_states(optimizer: ShardedOptimizer) -> None:
     for group in optimizer._local_groups():
         names = rule.variant(group).states
         for param in group["params"]:
-            binding = optimizer._states.binding_of(param)
-            entry = None if binding is None else binding.entries.get(param)
+            domain = optimizer._states.domain_of(param)
+            entry = None if domain is None else domain.entries.get(param)
             if entry is not None and not entry.has_state:
                 entry.shard.ensure_states(names)
                 entry.has_state = True

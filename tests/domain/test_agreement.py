@@ -204,7 +204,7 @@ EACH_WHERE = pytest.mark.parametrize(("world", "stage", "odd", "every"), WHERE)
 
 
 @EACH_WHERE
-def test_disagreement_at_binding(world: int, stage: int, odd: int, every: int, ranks: Pool) -> None:
+def test_disagreement_at_domain(world: int, stage: int, odd: int, every: int, ranks: Pool) -> None:
     rows = list(BEFORE)[::every]
     by_rank = ranks.run(disagree_before, stage, odd, rows, world=world)
     check_outcomes({name: BEFORE[name][1] for name in rows}, by_rank, odd)

@@ -58,10 +58,10 @@ def kept() -> None:
     for made, keep in ((Headed(), patterns), (wrapped, ("lm_head", "ba*")), (Headed(), ["*.weight"])):
         found, opt = trained(made, stage=3, tuning=small(keep=keep))
         assert found == expected, keep
-        binding = opt._binding
-        assert binding is not None and binding.sharded is not None
-        entries = {entry.param.shape: entry.shard for entry in binding.entries.values()}
-        head, frozen = entries[2 * W, W], [shard.bucket.params for shard in binding.sharded.frozen]
+        domain = opt._domain
+        assert domain is not None and domain.sharded is not None
+        entries = {entry.param.shape: entry.shard for entry in domain.entries.values()}
+        head, frozen = entries[2 * W, W], [shard.bucket.params for shard in domain.sharded.frozen]
         assert head.gathered is None and not any(param.shape == (W, W) for params in frozen for param in params)
         assert (entries[W, W].gathered is None) == (keep == ["*.weight"])
         state = opt.state[next(param for param in made.parameters() if param.shape == (2 * W, W))]

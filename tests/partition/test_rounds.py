@@ -196,7 +196,7 @@ def collective_in_backward(frozen: bool) -> None:
                 model.layers[11].requires_grad_(False)
             loss = model(x, -1 if frozen else (0, 11)[rank]).square().mean()
             if model is models[1]:
-                reducer = opt._binding.reducer
+                reducer = opt._domain.reducer
                 assert isinstance(reducer, Reducer)
                 watched = model.layers[3].weight.register_post_accumulate_grad_hook(
                     lambda _, reducer=reducer, started=started: started.append(reducer._started)

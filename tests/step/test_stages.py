@@ -638,7 +638,7 @@ def watch_params(model: nn.Module, optimizer: ShardedOptimizer) -> list[int]:
 
 
 def assert_nothing_gathered(optimizer: ShardedOptimizer, where: str) -> None:
-    for shard in optimizer._binding.shards:  # type: ignore[union-attr]
+    for shard in optimizer._domain.shards:  # type: ignore[union-attr]
         assert shard.bucket.resident_bytes == 0, where
         assert pages_there(shard.bucket.flat) == 0, where
         assert pages_there(shard.param) > 0, where  # it does see pages

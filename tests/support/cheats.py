@@ -73,10 +73,10 @@ def decay_dropped(group: Any) -> dict[str, Any]:
     return {**NUMBERS(group), "weight_decay": 0.0}
 
 
-def counts_one_too_many(binding: Any, numbers: Any, ready: Any) -> Any:
+def counts_one_too_many(domain: Any, numbers: Any, ready: Any) -> Any:
     for each in ready:
         each.entry.step += 1
-    result = SCALARS(binding, numbers, ready)
+    result = SCALARS(domain, numbers, ready)
     for each in ready:
         each.entry.step -= 1
     return result

@@ -1,4 +1,4 @@
-"""Binding: params become views of buckets, masters and states are allocated, and stay where they were put.
+"""Domain: params become views of buckets, masters and states are allocated, and stay where they were put.
 
 Frameworks move, cast, load and wrap a model after the optimizer was made, so nothing is taken over before the first
 step. Params that appear later (``add_param_group``, unfreezing) are bound then, into buckets of their own: what is
@@ -52,7 +52,7 @@ class Wires(NamedTuple):
     replicas: Transport
 
 
-class Binding:
+class Domain:
     """The table from params to entries, and the shards."""
 
     def __init__(self, rule: Rule, options: Options, mesh: Mesh, loaded: dict[torch.nn.Parameter, ParamState]):
