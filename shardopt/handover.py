@@ -6,9 +6,9 @@ DDP does besides (calling the module, broadcasting buffers, ``no_sync()``, ``sta
 
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -27,15 +27,34 @@ from .partition.placement import Placement, Placements
 from .partition.released import is_sharded
 
 
+class Sharer(Protocol):
+    """An optimizer's engine: a module may be handed to several optimizers, each with some of its params."""
+
+    @property
+    def groups(self) -> Sequence[Mapping[str, Any]]:
+        """Its param groups."""
+
+    @property
+    def takeover(self) -> "Handover | None":
+        """Of the module that was handed to it."""
+
+
 class Handover:
     """The hooks on one module."""
 
-    def __init__(self, module: nn.Module, always_syncs: bool, before_forward: Callable[[], None]):
+    def __init__(
+        self,
+        module: nn.Module,
+        always_syncs: bool,
+        before_forward: Callable[[], None],
+        engines: Callable[[], Sequence[Sharer]],
+    ):
         """
         Args:
             module: plain or DDP.
             always_syncs: gradients are sharded, so that every backward reduces them, ``no_sync()`` or not.
             before_forward: called when a forward begins that a backward can follow.
+            engines: gives those of all optimizers that are in use.
         """
         self.ddp = module if isinstance(module, DistributedDataParallel) else None
         self.module: nn.Module = module.module if isinstance(module, DistributedDataParallel) else module
@@ -44,20 +63,23 @@ class Handover:
         self.backward: Backward | None = None
         self.closure = ClosureRun()
         self.forward: Forward | None = None
-        # The optimizers that the module was handed to: each may have some of its params.
-        self.sharing: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._tree: ModuleTree | None = None  # of when params were last bound, or looked for
-        self._looked_in: frozenset[weakref.ref[torch.optim.Optimizer]] = frozenset()  # those of that time
-        self._always_syncs, self._before_forward = always_syncs, before_forward
+        self._looked_in: frozenset[weakref.ref[Sharer]] = frozenset()  # those of that time
+        self._always_syncs, self._before_forward, self._engines = always_syncs, before_forward, engines
         self._hooks = [
             self.module.register_forward_pre_hook(ModuleHook(self._enter), prepend=True, with_kwargs=True),
             self.module.register_forward_hook(ModuleHook(self._leave)),
         ]
 
-    def check_covers(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raises BindingError if a param of the optimizer, which is not bound, is not the module's."""
+    def _sharers(self) -> list[Sharer]:
+        """Those that the module was handed to, which is this takeover's own while its optimizer is in use."""
+        taken = ((each, each.takeover) for each in self._engines())
+        return [each for each, takeover in taken if takeover is not None and takeover.module is self.module]
+
+    def check_covers(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Raises BindingError if a param of these groups, which is not bound, is not the module's."""
         own = {*self.module.parameters(), *(() if self._domain is None else self._domain.entries)}
-        for number, group in enumerate(optimizer.param_groups):
+        for number, group in enumerate(groups):
             for index, param in enumerate(group["params"]):
                 if param not in own:
                     raise BindingError(
@@ -68,7 +90,7 @@ class Handover:
 
     def check_covered(self) -> None:
         """Raises BindingError if a trainable param of the module is in no optimizer that it was handed to."""
-        known = {param for each in self.sharing for group in each.param_groups for param in group["params"]}
+        known = {param for each in self._sharers() for group in each.groups for param in group["params"]}
         for name, param in self.module.named_parameters():
             if param.requires_grad and param not in known:
                 raise BindingError(
@@ -79,7 +101,7 @@ class Handover:
 
     def check_still_covered(self) -> None:
         """As ``check_covered``, where params came into the module after binding, or an optimizer of others is gone."""
-        sharing = frozenset(map(weakref.ref, self.sharing))
+        sharing = frozenset(map(weakref.ref, self._sharers()))
         if self._tree is not None and not (self._tree.is_current and sharing == self._looked_in):
             self.check_covered()
             self._tree, self._looked_in = ModuleTree(self.module), sharing
@@ -216,7 +238,7 @@ class Handover:
             self.forward.close()
         if self._domain is not None:
             self._domain.on_adopt = lambda: None  # it refers to this, and would outlive its optimizer in a cycle
-        others = any(True for _ in self.sharing)  # one that was dropped is no more in it, but still counted by len()
+        others = any(each.takeover is not self for each in self._sharers())
         if self.ddp is not None and isinstance(self.ddp.reducer, RetiredReducer) and not others:
             params, expect_sparse = self.ddp._build_params_for_reducer()
             names = self.ddp._build_debug_param_to_name_mapping(params)

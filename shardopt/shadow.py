@@ -11,25 +11,24 @@ too. Where the module was not handed over, DDP reduces the gradients and shadows
 that has run out goes nowhere, so one of the others sends its gradients ahead of the step.
 """
 
+import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
-from torch.distributed.algorithms.join import Join, JoinHook, _JoinConfig
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook, _JoinConfig
 from torch.nn.parallel import DistributedDataParallel
 
 from .backward import Backward
+from .engine import Engine
 from .errors import DisagreementError, ShardoptError
 from .partition.collectives import Ranks
 from .step import Call
 from .survey import Scaling, plain_numbers
-from .uneven import OFF
 
-if TYPE_CHECKING:
-    from .optimizer import ShardedOptimizer
-
+_OFF = _JoinConfig.construct_disabled_join_config()
 _PHASE = "telling ranks that have run out of batches"
 # What one rank adds to the sum by which another joinable (DDP) counts the ranks that go on: no count is as large.
 _STEP = 1 << 16
@@ -82,21 +81,32 @@ class Told:
                 raise DisagreementError(f"rank {rank} cannot go on beside ranks that have run out: {problem}")
 
 
+class Joined(Protocol):
+    """What a shadow reads and writes of the optimizer that it is of."""
+
+    engine: Engine
+    _join_config: _JoinConfig  # torch's own name for it
+
+    @property
+    def join_device(self) -> torch.device:
+        """Of the messages of ``Join``."""
+
+
 class Shadow(JoinHook):
     """Of one optimizer, for one context."""
 
-    def __init__(self, optimizer: "ShardedOptimizer", by_all: bool):
+    def __init__(self, optimizer: Joined, by_all: bool):
         """
         Args:
             by_all: the mean is over all ranks; else over those that had a batch.
         """
         self._optimizer, self._by_all = weakref.ref(optimizer), by_all
         self.shadows = False  # at this moment, what another rank announced
-        self._ranks: Ranks = optimizer._bound().mesh.world
+        self._ranks: Ranks = optimizer.engine.compose().main.mesh.world
         self._backward: Backward | None = None
         self._ddp: DistributedDataParallel | None = None
         self._ddp_hook: Any = None
-        handover, me = optimizer._handover, weakref.ref(self)
+        handover, me = optimizer.engine.takeover, weakref.ref(self)
         if handover is None:
             return
         self._backward = backward = cast(Backward, handover.backward)
@@ -125,15 +135,19 @@ class Shadow(JoinHook):
     def leave(self) -> None:
         """The context is left."""
         optimizer = self._optimizer()
-        if optimizer is not None and optimizer._hook is self:
-            optimizer._hook, optimizer._join_config = None, OFF
+        if optimizer is not None and optimizer.engine.joining is self:
+            optimizer.engine.joining, optimizer._join_config = None, _OFF
         if self._backward is not None:
             self._backward.before_round = None
         if self._ddp is not None:
             self._ddp_hook.remove()
-            self._ddp._join_config = OFF
+            self._ddp._join_config = _OFF
 
     # -- on a rank that has a batch --------------------------------------------------------------------------------
+
+    def tell(self, kind: str, call: Call | None) -> None:
+        """Collective: announces a binding or a step."""
+        self.announce(kind, dict if call is None else functools.partial(self.step_facts, call))
 
     def announce(self, kind: str, facts: Callable[[], dict[str, Any]] = dict) -> Told | None:
         """Collective: says what this rank is about to do with all others; None where there is no context.
@@ -146,7 +160,7 @@ class Shadow(JoinHook):
         if optimizer is None or self.shadows or not optimizer._join_config.enable:
             return None
         self._check_place(optimizer)
-        work = Join.notify_join_context(optimizer)
+        work = Join.notify_join_context(cast(Joinable, optimizer))
         if work is not None:
             work.wait()
         if not optimizer._join_config.is_first_joinable:
@@ -161,7 +175,7 @@ class Shadow(JoinHook):
             self._send_gradients(optimizer, told)
         return told
 
-    def _check_place(self, optimizer: "ShardedOptimizer") -> None:
+    def _check_place(self, optimizer: Joined) -> None:
         if self._backward is not None and not optimizer._join_config.is_first_joinable:
             raise ShardoptError(
                 "Join was given others ahead of this optimizer, which took the module over: a rank that has run out of "
@@ -169,16 +183,16 @@ class Shadow(JoinHook):
                 "optimizer for the module."
             )
 
-    def _count(self, optimizer: "ShardedOptimizer", number: int) -> float:
+    def _count(self, optimizer: Joined, number: int) -> float:
         total = torch.full((1,), float(number), device=optimizer.join_device)
         dist.all_reduce(total, group=self._ranks.group)
         return total.item()
 
-    def _exchange(self, optimizer: "ShardedOptimizer", kind: str | None, facts: Mapping[str, Any]) -> Told:
+    def _exchange(self, optimizer: Joined, kind: str | None, facts: Mapping[str, Any]) -> Told:
         setup = {
             "divide_by_initial_world_size": self._by_all,
             "DistributedDataParallel": self._ddp is not None,
-            "params": [len(group["params"]) for group in optimizer.param_groups],
+            "params": [len(group["params"]) for group in optimizer.engine.groups],
         }
         row = {"kind": kind, "setup": setup, **facts}
         return Told(self._ranks.exchange_json(row, optimizer.join_device, _PHASE))
@@ -194,8 +208,8 @@ class Shadow(JoinHook):
             "closure": call.closure,
             "failed": None if call.problem is None else f"{type(call.problem).__name__}: {call.problem}",
             "scaling": list(call.scaling),
-            "numbers": [plain_numbers(group) for group in optimizer.param_groups],
-            "gradients": [_dtype_of(param.grad) for param in optimizer._grouped()],
+            "numbers": [plain_numbers(group) for group in optimizer.engine.groups],
+            "gradients": [_dtype_of(param.grad) for param in optimizer.engine.params],
             **(edits_of(self._backward) if self._backward is not None else {}),
         }
 
@@ -226,36 +240,36 @@ class Shadow(JoinHook):
             self._ddp._sync_module_buffers(rank)
         self.leave()
 
-    def _bind(self, optimizer: "ShardedOptimizer", told: Told) -> None:
-        optimizer.bind()
+    def _bind(self, optimizer: Joined, told: Told) -> None:
+        optimizer.engine.bind()
 
-    def _forward(self, optimizer: "ShardedOptimizer", told: Told) -> None:
+    def _forward(self, optimizer: Joined, told: Told) -> None:
         ddp = self._ddp
         assert ddp is not None
         ddp._check_and_sync_module_buffers()
         ddp.require_forward_param_sync = ddp._check_global_requires_backward_grad_sync(is_joined_rank=True)
 
-    def _round(self, optimizer: "ShardedOptimizer", told: Told) -> None:
+    def _round(self, optimizer: Joined, told: Told) -> None:
         assert self._backward is not None
         _follow_edits(self._backward, told.facts["edits"])
         self._backward.shadow(told.facts["held"], self._divisor(told))
 
-    def _step(self, optimizer: "ShardedOptimizer", told: Told) -> None:
+    def _step(self, optimizer: Joined, told: Told) -> None:
         facts = told.facts
-        follow_numbers(optimizer.param_groups, facts["numbers"])
+        follow_numbers(optimizer.engine.groups, facts["numbers"])
         if self._backward is not None:
             _follow_edits(self._backward, facts["edits"])
-            for param, dtype in zip(optimizer._grouped(), facts["gradients"], strict=True):
+            for param, dtype in zip(optimizer.engine.params, facts["gradients"], strict=True):
                 if dtype is None:
                     param.grad = None
         else:
             self._send_gradients(optimizer, told)
         scale, overflow = facts["scaling"]
-        optimizer._take(Call(optimizer.defaults, Scaling(scale, overflow), facts["closure"], None))
+        optimizer.engine.take(Call(optimizer.engine.defaults, Scaling(scale, overflow), facts["closure"], None))
 
-    def _send_gradients(self, optimizer: "ShardedOptimizer", told: Told) -> None:
+    def _send_gradients(self, optimizer: Joined, told: Told) -> None:
         """Collective: from the first rank that has a batch to those that have none. They are alike on all that have."""
-        for param, dtype in zip(optimizer._grouped(), told.facts["gradients"], strict=True):
+        for param, dtype in zip(optimizer.engine.params, told.facts["gradients"], strict=True):
             if dtype is None or dtype == _SPARSE:  # which a step refuses
                 grad = None
             elif self._ranks.rank == told.first:

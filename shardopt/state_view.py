@@ -1,19 +1,35 @@
 """What ``optimizer.state`` shows: a mapping as torch's, made when it is looked at."""
 
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NoReturn, TypeGuard
+from typing import Any, NoReturn, Protocol, TypeGuard
 
 import torch
 
+from .config import Options
 from .entry import Group, named_params
 from .errors import StateError
 from .kept import counts_steps
 from .local_params import LocalParams
+from .rules import Rule
+from .state_table import StateTable
 
-if TYPE_CHECKING:
-    from .optimizer import ShardedOptimizer
-    from .state_table import StateTable
+
+class Viewed(Protocol):
+    """What is seen of an optimizer's engine."""
+
+    lock: threading.RLock
+    states: StateTable
+    rule: Rule
+    options: Options
+
+    @property
+    def groups(self) -> Sequence[Group]:
+        """The param groups."""
+
+    def check_weights(self, call: str) -> None:
+        """Raises ShardoptError where params show the average of the weights."""
 
 
 def _is_param(key: object) -> TypeGuard[torch.nn.Parameter]:
@@ -26,16 +42,16 @@ class StateView(Mapping[Any, Any]):
     Keys that are no tensors are the user's own: what is kept under them goes with ``state_dict()``, as torch's does.
     """
 
-    def __init__(self, optimizer: "ShardedOptimizer"):
-        self._optimizer = optimizer
-        self._counts_steps = counts_steps(optimizer.rule, optimizer.options)
+    def __init__(self, engine: Viewed):
+        self._engine = engine
+        self._counts_steps = counts_steps(engine.rule, engine.options)
 
     @property
-    def _states(self) -> "StateTable":
-        return self._optimizer._states
+    def _states(self) -> StateTable:
+        return self._engine.states
 
     def _group_of(self, param: torch.nn.Parameter) -> Group:
-        group = self._states.places.group_of(self._optimizer.param_groups, param)
+        group = self._states.places.group_of(self._engine.groups, param)
         if group is None:
             raise KeyError(f"a tensor of shape {tuple(param.shape)} that is in none of the optimizer's param groups")
         return group
@@ -54,16 +70,16 @@ class StateView(Mapping[Any, Any]):
             self._states.own[param] = state
             return
         group = self._group_of(param)
-        name = next(name for name, each, _ in named_params(self._optimizer.param_groups) if each is param)
+        name = next(name for name, each, _ in named_params(self._engine.groups) if each is param)
         read = self._states.read(state, group, param, name)
-        self._optimizer._check_weights("loading a state")
-        with self._optimizer._turn:
+        self._engine.check_weights("loading a state")
+        with self._engine.lock:
             self._states.put(param, read, bool(state))
 
     # Frameworks count and look up without reading: a state may lie on a disk, or have to be decoded.
 
     def __iter__(self) -> Iterator[Any]:
-        grouped = {param: group for group in self._optimizer.param_groups for param in group["params"]}
+        grouped = {param: group for group in self._engine.groups for param in group["params"]}
         has = self._states.has
         found = [param for param, group in grouped.items() if has(param, group, self._counts_steps)]
         return iter([*found, *self._states.own])
@@ -74,7 +90,7 @@ class StateView(Mapping[Any, Any]):
     def __contains__(self, param: object) -> bool:
         if not _is_param(param):
             return param in self._states.own
-        group = self._states.places.group_of(self._optimizer.param_groups, param)
+        group = self._states.places.group_of(self._engine.groups, param)
         return group is not None and self._states.has(param, group, self._counts_steps)
 
     def __repr__(self) -> str:

@@ -10,7 +10,7 @@ Result = TypeVar("Result")
 
 
 class _TakesTurns(Protocol):
-    _turn: "threading.RLock"  # of which a thread may hold several: a closure may load states
+    lock: "threading.RLock"  # a thread may take it several times: a closure may load states
 
 
 Self = TypeVar("Self", bound=_TakesTurns)
@@ -23,7 +23,7 @@ def in_turn(
 
     @wraps(method)
     def waiting(self: Self, /, *arguments: Arguments.args, **keywords: Arguments.kwargs) -> Result:
-        with self._turn:
+        with self.lock:
             return method(self, *arguments, **keywords)
 
     return waiting

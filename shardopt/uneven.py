@@ -4,7 +4,6 @@ Outside of a context nothing is announced, and nothing costs anything. :mod:`sha
 """
 
 import functools
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
@@ -16,25 +15,22 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .agreement import agree_on_call
 from .arguments import flag
-from .errors import BindingError, DisagreementError, ShardoptError
+from .engine import Engine, live_engines
+from .errors import BindingError, ShardoptError
 from .local_params import any_dtensor
-from .step import Call
 
 if TYPE_CHECKING:
-    from .optimizer import ShardedOptimizer
     from .shadow import Shadow
 
 OFF = _JoinConfig.construct_disabled_join_config()
-
-# All optimizers, from the oldest: DDP's join() takes those along whose params it wraps.
-_ENROLLED: "list[weakref.ref[ShardedOptimizer]]" = []
 
 
 class Uneven(Joinable):
     """A joinable optimizer."""
 
+    engine: Engine
     _join_config = OFF  # torch's Join writes it
-    _hook: "Shadow | None" = None  # of the context that is open
+    _shadow: "Shadow | None" = None  # of the context that is open
 
     def __init__(self) -> None:  # Joinable's is abstract
         super().__init__()
@@ -81,63 +77,49 @@ class Uneven(Joinable):
             ):
                 yield
         finally:
-            if self._hook is not None:  # behind an exception
-                self._hook.leave()
+            if self._shadow is not None:  # behind an exception
+                self._shadow.leave()
 
     def join_hook(self, divide_by_initial_world_size: bool = True, **keywords: Any) -> JoinHook:
         """What torch's ``Join`` runs on a rank that has run out; see :meth:`join`."""
         from .shadow import Shadow  # which few trainings need
 
-        optimizer = cast("ShardedOptimizer", self)
         name = "divide_by_initial_world_size"
 
         def read() -> dict[str, Any]:
-            _check_can_join(optimizer)
+            _check_can_join(self.engine)
             return {name: flag(divide_by_initial_world_size, f"join({name}=)")}
 
         by_all = self._meet("join()", read)[name]
-        if self._hook is not None:
-            self._hook.leave()
-        self._hook = Shadow(optimizer, by_all)
-        return self._hook
+        if self._shadow is not None:
+            self._shadow.leave()
+        self._shadow = self.engine.joining = Shadow(self, by_all)
+        return self._shadow
 
     def _meet(self, call: str, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Collective: what all ranks give to a call, or the same error on all."""
-        return agree_on_call(call, read, cast("ShardedOptimizer", self)._ranks(), self.join_device)
+        return agree_on_call(call, read, self.engine.ranks(), self.join_device)
 
     @property
     def join_device(self) -> torch.device:
         """Of the messages of ``Join``: that of the params."""
-        return next((param.device for param in cast("ShardedOptimizer", self)._grouped()), torch.device("cpu"))
+        return next((param.device for param in self.engine.params), torch.device("cpu"))
 
     @property
     def join_process_group(self) -> Any:
         """The ranks that share the states."""
-        return cast("ShardedOptimizer", self)._bound().mesh.world.group
-
-    def _announce(self, kind: str, call: Call | None = None) -> None:
-        """Collective in a context: ranks that have run out do the same."""
-        hook = self._hook
-        if hook is None:
-            return
-        try:
-            hook.announce(kind, dict if call is None else functools.partial(hook.step_facts, call))
-        except DisagreementError as error:  # the others are in a backward, say
-            if call is not None and call.problem is not None:
-                raise call.problem from error
-            raise
-
-    def _enroll(self) -> None:
-        """``ddp.join()`` finds this optimizer from now on."""
-        _ENROLLED[:] = [each for each in _ENROLLED if each() is not None]
-        _ENROLLED.append(weakref.ref(cast("ShardedOptimizer", self)))
-        if not hasattr(DistributedDataParallel.join, "__wrapped__"):
-            DistributedDataParallel.join = _along(DistributedDataParallel.join)  # type: ignore[method-assign]
+        return self.engine.compose().main.mesh.world.group
 
 
-def _check_can_join(optimizer: "ShardedOptimizer") -> None:
+def take_along() -> None:
+    """``ddp.join()`` finds optimizers from now on: torch offers no other way to be taken along."""
+    if not hasattr(DistributedDataParallel.join, "__wrapped__"):
+        DistributedDataParallel.join = _along(DistributedDataParallel.join)  # type: ignore[method-assign]
+
+
+def _check_can_join(engine: Engine) -> None:
     """Raises ShardoptError where a rank that has run out could not follow."""
-    options, why = optimizer.options, None
+    options, why = engine.options, None
     if options.stage == 3:
         why = (
             "at stage 3 every forward gathers params from all ranks, and a rank that has run out runs none. That comes "
@@ -150,8 +132,8 @@ def _check_can_join(optimizer: "ShardedOptimizer") -> None:
         )
     elif (
         options.norm_group is not None
-        or any(group.get("process_group") is not None for group in optimizer.param_groups)
-        or any_dtensor(optimizer._grouped())
+        or any(group.get("process_group") is not None for group in engine.groups)
+        or any_dtensor(engine.params)
     ):
         why = (
             "the model is composed with tensor, pipeline or expert parallelism, whose ranks need each other's batches. "
@@ -178,17 +160,15 @@ def _along(join: Callable[..., Any]) -> Callable[..., Any]:
             return join(self, divide_by_initial_world_size, enable, throw_on_early_termination)
         own = set(self.module.parameters())
         beside = []
-        for optimizer in (each() for each in _ENROLLED):
-            if optimizer is None or optimizer._closed:
-                continue
-            if optimizer._handover is not None and optimizer._handover.module is self.module:
+        for engine in live_engines():
+            if engine.takeover is not None and engine.takeover.module is self.module:
                 raise BindingError(
                     "DistributedDataParallel.join() was called, and an optimizer took the module over: DDP has no "
                     "reductions left that a rank without a batch could follow. Use `with optimizer.join():`, or pass "
                     "model.parameters() without the module at stage 0 or 1."
                 )
-            if optimizer._handover is None and any(param in own for param in optimizer._grouped()):
-                beside.append(optimizer)
+            if engine.takeover is None and any(param in own for param in engine.params):
+                beside.append(cast(Joinable, engine.owner))
         by_all = divide_by_initial_world_size
         return Join([self, *beside], enable, throw_on_early_termination, divide_by_initial_world_size=by_all)
 

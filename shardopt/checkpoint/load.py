@@ -9,12 +9,10 @@ import torch
 from torch import nn
 
 from ..arguments import flag
-from ..bind import bind
 from ..errors import CheckpointError, ShardoptError
 from ..loaded_state import begin_states
 from ..optimizer import ShardedOptimizer
 from ..rules.rule import EMA
-from ..survey import check_numbers, plain_numbers
 from . import gradients, rng, values
 from .call import as_list, check_module, directory_of
 from .fit import Fit, fit
@@ -133,7 +131,7 @@ def _load(
     meeting.share(problem, "comparing the checkpoint with the model")
     try:
         for each in optimizers:
-            ensure_bound(each)
+            each.engine.ensure_bound()
     except Exception as error:
         problem = error
     meeting.share(problem, "binding params")
@@ -145,22 +143,6 @@ def _load(
     meeting.share(problem, "checking the checkpoint")
     loading.change(model, fitting, optimizers)
     return Loaded(loading.extra, path, int(manifest.info["step"]), fitting.mismatches, loading.losses)
-
-
-def ensure_bound(optimizer: ShardedOptimizer) -> None:
-    """Collective: params become views of buckets, as at the first step, if they are not yet."""
-    if optimizer._handover is not None:
-        optimizer.bind()
-        return
-    try:
-        for party in optimizer._parties():
-            candidates = party.domain.unbound(party.groups)
-            if candidates:
-                numbers = [plain_numbers(group) for group in party.groups]
-                check_numbers(numbers, optimizer.defaults)
-                bind(party.domain, party.groups, numbers, candidates)
-    finally:
-        optimizer._locals.show()
 
 
 class Loading:
@@ -221,7 +203,7 @@ class Loading:
             with ExitStack() as stores:
                 for optimizer in optimizers:
                     _before_writing(optimizer)
-                    for domain in optimizer._domains:
+                    for domain in optimizer.engine.domains:
                         stores.enter_context(domain.epoch.loading())
                         if domain.shards:
                             stores.enter_context(domain.all_or_nothing())
@@ -240,12 +222,12 @@ class Loading:
             self._meeting.share(problem, "loading a checkpoint")
         except ShardoptError as error:
             for optimizer in optimizers:
-                for domain in optimizer._domains:
+                for domain in optimizer.engine.domains:
                     domain.broken, domain.is_half_loaded = f"while loading a checkpoint: {error}", True
             raise
         if not fitting.mismatches:  # everything was replaced
             for optimizer in optimizers:
-                for domain in optimizer._domains:
+                for domain in optimizer.engine.domains:
                     if domain.is_half_loaded:
                         domain.broken, domain.is_half_loaded = None, False
 
@@ -274,10 +256,10 @@ class Loading:
                 own = self._plan.gradients.get(home.param)
                 gradients.restore(home.param, home.entry.slot, about, own, self._meeting.world.size)
         for number, optimizer in enumerate(optimizers):
-            optimizer._states.consolidated = None
-            optimizer._states.waiting.clear()
-            owned = {param for group in optimizer._local_groups() for param in group["params"]}
-            optimizer._states.waiting.update({p: state for p, state in self._plan.waiting.items() if p in owned})
+            optimizer.engine.states.consolidated = None
+            optimizer.engine.states.waiting.clear()
+            owned = {param for group in optimizer.engine.local_groups() for param in group["params"]}
+            optimizer.engine.states.waiting.update({p: state for p, state in self._plan.waiting.items() if p in owned})
             for index, group in enumerate(optimizer.param_groups):
                 if (number, index) in fitting.groups:
                     _update_group(group, values.decode(fitting.groups[number, index], self._find))
@@ -304,7 +286,7 @@ def _forget(home: Home) -> None:
 
 def _before_writing(optimizer: ShardedOptimizer) -> None:
     """Collective: no rank still gathers what is about to be overwritten, and nothing gathered stays."""
-    domain = optimizer._bound()
+    domain = optimizer.engine.compose().main
     if domain.sharded is not None:
         domain.gatherer.write_slice(lambda: None)
 

@@ -77,7 +77,7 @@ class Model:
                 continue
             number, group = owner[param]
             optimizer = self.optimizers[number]
-            composition, local = optimizer._compose(), optimizer._locals.of(param)
+            composition, local = optimizer.engine.compose(), optimizer.engine.local_params.of(param)
             turn = composition.turn_of(group)
             domain = composition.domain_of(local)
             entry = None if domain is None else domain.entries[local]
@@ -118,7 +118,7 @@ class Model:
     def _shards(self) -> Iterator[tuple[Domain, Shard]]:
         """Those of frozen params that are sharded."""
         for optimizer in self.optimizers:
-            domain = optimizer._domain
+            domain = optimizer.engine.domain
             if domain is not None and domain.sharded is not None:
                 for shard in domain.sharded.frozen:
                     yield domain, shard
@@ -126,7 +126,7 @@ class Model:
     def names_in(self, optimizer: ShardedOptimizer) -> list[list[str]]:
         """Names of the params of each group."""
         name_of = {home.param: name for name, home in self.homes.items()}
-        return [[name_of[param] for param in group["params"]] for group in optimizer._local_groups()]
+        return [[name_of[param] for param in group["params"]] for group in optimizer.engine.local_groups()]
 
     @property
     def world(self) -> Ranks:
@@ -138,12 +138,12 @@ class Model:
 
     def check_savable(self) -> None:
         """Raises CheckpointError while params and states may not belong together."""
-        self._check_unbroken([each for optimizer in self.optimizers for each in optimizer._domains])
+        self._check_unbroken([each for optimizer in self.optimizers for each in optimizer.engine.domains])
         self._check_own()
 
     def check_loadable(self) -> None:
         """Raises CheckpointError while a load cannot replace all there is; what an earlier load left, it can."""
-        domains = [each for optimizer in self.optimizers for each in optimizer._domains]
+        domains = [each for optimizer in self.optimizers for each in optimizer.engine.domains]
         self._check_unbroken([each for each in domains if not each.is_half_loaded])
         self._check_own()
 
@@ -158,8 +158,8 @@ class Model:
     def _check_own(self) -> None:
         """That params are the weights, and in their shards."""
         for optimizer in self.optimizers:
-            domain = optimizer._domain
-            if any(each.is_averaged for each in optimizer._domains):
+            domain = optimizer.engine.domain
+            if any(each.is_averaged for each in optimizer.engine.domains):
                 raise CheckpointError(
                     "params show the average of the weights at this moment: a checkpoint would hold it in their place, "
                     "beside masters and states of others. Call this outside of `with optimizer.unsharded(ema=True):`; "
@@ -175,7 +175,7 @@ class Model:
 
 def world_of(optimizers: Sequence[ShardedOptimizer]) -> Ranks:
     """All ranks that make a checkpoint together."""
-    worlds = [optimizer._bound().mesh.world for optimizer in optimizers]
+    worlds = [optimizer.engine.compose().main.mesh.world for optimizer in optimizers]
     if not worlds:
         return Ranks(None, None)
     if any((world.size, world.rank) != (worlds[0].size, worlds[0].rank) for world in worlds):
@@ -190,8 +190,8 @@ def meeting_of(optimizers: Sequence[ShardedOptimizer], module: nn.Module) -> Mee
     """Collective, where an optimizer's process groups are not numbered yet."""
     world, beyond = world_of(optimizers), []
     for optimizer in optimizers:
-        optimizer._parties()
-        composition = optimizer._compose()
+        optimizer.engine.parties()
+        composition = optimizer.engine.compose()
         own = composition.main.mesh.world
         composition.look(optimizer.param_groups)
         whole = composition.whole

@@ -122,7 +122,7 @@ def plan_save(model: Model, extra: Mapping[str, Any], step: int | None, widens: 
     """
     model.check_savable()
     for optimizer in model.optimizers:
-        for domain in optimizer._domains:
+        for domain in optimizer.engine.domains:
             if not widens:
                 _check_halves(domain)
             settle_masters(domain)  # their halves are saved as they are kept
@@ -153,7 +153,7 @@ class _Planner:
         group_of = {
             param: group
             for optimizer in model.optimizers
-            for group in optimizer._local_groups()
+            for group in optimizer.engine.local_groups()
             for param in group["params"]
         }
         params = {name: self._param(home, group_of.get(home.param, {})) for name, home in model.homes.items()}
@@ -201,7 +201,7 @@ class _Planner:
             state = ParamState(home.entry.step, home.entry.carried)
             has_state = home.entry.has_state
         elif home.optimizer is not None:
-            loaded = self.model.optimizers[home.optimizer]._states.waiting.get(home.param)
+            loaded = self.model.optimizers[home.optimizer].engine.states.waiting.get(home.param)
             if loaded is not None:
                 state, has_state = loaded, True
         if home.shard is None:

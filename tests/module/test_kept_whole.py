@@ -58,7 +58,7 @@ def kept() -> None:
     for made, keep in ((Headed(), patterns), (wrapped, ("lm_head", "ba*")), (Headed(), ["*.weight"])):
         found, opt = trained(made, stage=3, tuning=small(keep=keep))
         assert found == expected, keep
-        domain = opt._domain
+        domain = opt.engine.domain
         assert domain is not None and domain.sharded is not None
         entries = {entry.param.shape: entry.shard for entry in domain.entries.values()}
         head, frozen = entries[2 * W, W], [shard.bucket.params for shard in domain.sharded.frozen]

@@ -391,7 +391,7 @@ def test_each_sum_goes_down_once_a_backward_and_the_cpu_reads_it_there() -> None
             memory = optimizer.memory()
             assert memory["gradient"] == {"device": 0, "host": 4 * numel}
             # Two params a bucket: two slots of sums for six buckets; and a row for each block.
-            landing = optimizer._domain.landing if optimizer._domain is not None else None
+            landing = optimizer.engine.domain.landing if optimizer.engine.domain is not None else None
             assert landing is not None and landing.slot_bytes == SLOTS * 4 * 2 * width * width
             still, away = (
                 plan(model, optimizer, 1, Way(2, True, torch.bfloat16, tier="host", sums_rest=rest), optimizer.options)

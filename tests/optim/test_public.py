@@ -100,6 +100,7 @@ def test_methods_are_added_on_purpose() -> None:
         "bind",
         "close",
         "consolidate_state_dict",
+        "grad_norm",
         "join",
         "join_device",
         "join_hook",
@@ -107,11 +108,14 @@ def test_methods_are_added_on_purpose() -> None:
         "memory",
         "no_sync",
         "offload",
+        "options",
         "refresh_masters",
         "reload",
+        "rule",
         "state",
         "timings",
         "unsharded",
+        "updates",
     ]
     joins = shardopt.ShardedOptimizer.join, torch.nn.parallel.DistributedDataParallel.join
     own_join, theirs = (inspect.signature(each).parameters.values() for each in joins)

@@ -170,7 +170,7 @@ def a_step_in_these_orders(orders: tuple[tuple[int, ...], ...]) -> Told:
 
 
 def slices(optimizer: Any) -> list[bytes]:
-    return [raw(shard.param) for shard in optimizer._domain.shards]
+    return [raw(shard.param) for shard in optimizer.engine.domain.shards]
 
 
 def test_one_order_is_no_error(ranks: Pool) -> None:

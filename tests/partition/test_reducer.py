@@ -309,12 +309,14 @@ def nothing_travels_twice(stage: int, neighbours: bool) -> None:
         model = Chain()
         opt = ShardedSGD(model, lr=0.5, stage=stage, tuning=Tuning(neighbours=neighbours, **SMALL))
         for step, case in enumerate([CASES[name], CASES[name], plain, plain, plain]):
-            before = 0 if opt._domain is None else opt._domain.wires.shards.traffic.gradients
+            before = 0 if opt.engine.domain is None else opt.engine.domain.wires.shards.traffic.gradients
             opt.zero_grad()
             run_case(case, model, dist.get_rank(), step)
             opt.step()
-        slices = [bucket.total.numel() for bucket in opt._domain.reducer.buckets]
-        assert opt._domain.wires.shards.traffic.gradients - before == (dist.get_world_size() - 1) * 4 * sum(slices)
+        slices = [bucket.total.numel() for bucket in opt.engine.domain.reducer.buckets]
+        assert opt.engine.domain.wires.shards.traffic.gradients - before == (dist.get_world_size() - 1) * 4 * sum(
+            slices
+        )
 
 
 def test_sums_are_exact(ranks: Pool) -> None:
@@ -488,8 +490,8 @@ class Outcome:
 
 def held(opt: ShardedOptimizer) -> list[bytes]:
     """This rank's bits of params and states; at stage 3 its slices, whatever else is gathered."""
-    assert opt._domain is not None
-    shards = opt._domain.shards
+    assert opt.engine.domain is not None
+    shards = opt.engine.domain.shards
     whole = [param for shard in shards if shard.gathered is None for param in shard.bucket.params]
     return [
         raw(each)
@@ -607,7 +609,7 @@ def live_or_die(neighbours: bool, which: signal.Signals, folder: Path) -> Outcom
     """The doomed rank ends in mid-backward, when the others have nothing left to do but to wait for it."""
     training = Training(2, neighbours, **SMALL)
     training.opt.bind()
-    assert training.opt._domain is not None
+    assert training.opt.engine.domain is not None
     before, roll = held(training.opt), Roll(Moments(folder), "backward", training.rank, dist.get_world_size())
 
     def ends(_: Tensor) -> None:

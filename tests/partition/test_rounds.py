@@ -69,7 +69,7 @@ def no_round(stage: int, neighbours: bool) -> None:
                 x = torch.ones(4, 6, requires_grad=True)
                 model.eval()
                 (grad,) = torch.autograd.grad(model.module(x).sum(), x)
-                assert grad.shape == x.shape and not opt._handover.backward.is_open
+                assert grad.shape == x.shape and not opt.engine.takeover.backward.is_open
                 model.train()
             backward(model, step)
             each.step()
@@ -196,7 +196,7 @@ def collective_in_backward(frozen: bool) -> None:
                 model.layers[11].requires_grad_(False)
             loss = model(x, -1 if frozen else (0, 11)[rank]).square().mean()
             if model is models[1]:
-                reducer = opt._domain.reducer
+                reducer = opt.engine.domain.reducer
                 assert isinstance(reducer, Reducer)
                 watched = model.layers[3].weight.register_post_accumulate_grad_hook(
                     lambda _, reducer=reducer, started=started: started.append(reducer._started)

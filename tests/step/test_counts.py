@@ -177,8 +177,8 @@ def one_launch_a_shard(stage: int, handed_over: bool, **options: Any) -> None:
         with launches() as found:
             model(present).backward()
             optimizer.step()
-        assert optimizer._domain is not None
-        shards, entries = optimizer._domain.shards, optimizer._domain.entries
+        assert optimizer.engine.domain is not None
+        shards, entries = optimizer.engine.domain.shards, optimizer.engine.domain.entries
         assert len(shards) >= 5
         where = {
             (entries[cells.cells[which].weight].shard, entries[cells.cells[which].weight].index) for which in present

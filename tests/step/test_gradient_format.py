@@ -264,15 +264,15 @@ def takes_two_bytes(setting: Setting) -> None:
                     loss.backward()
                 assert widest.numel == (300 if dist.get_world_size() > 1 else 1), setting
             optimizer.step()
-        assert optimizer._domain is not None and optimizer._domain.wires is not None
-        own = sum(shard.numel for shard in optimizer._domain.shards)
+        assert optimizer.engine.domain is not None and optimizer.engine.domain.wires is not None
+        own = sum(shard.numel for shard in optimizer.engine.domain.shards)
         tier = "device" if setting.offload is None else "host"
         held = optimizer.memory()["gradient"]
         assert held.pop(tier) == pytest.approx(2 * own, abs=2 * BLOCK * len(model.cells)) and not any(held.values())
         # Gradients travel as they are, and at stage 0 sums come back as they are kept.
-        buckets, others = optimizer._domain.reducer.buckets, dist.get_world_size() - 1
+        buckets, others = optimizer.engine.domain.reducer.buckets, dist.get_world_size() - 1
         nbytes = sum(4 * each.part_numel if setting.stage == 0 else 2 * each.total.numel() for each in buckets)
-        assert sum(wire.traffic.gradients for wire in optimizer._domain.wires) == 4 * others * nbytes, setting
+        assert sum(wire.traffic.gradients for wire in optimizer.engine.domain.wires) == 4 * others * nbytes, setting
 
 
 def all_take_two_bytes(settings: Sequence[Setting]) -> None:

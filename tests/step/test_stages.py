@@ -638,7 +638,7 @@ def watch_params(model: nn.Module, optimizer: ShardedOptimizer) -> list[int]:
 
 
 def assert_nothing_gathered(optimizer: ShardedOptimizer, where: str) -> None:
-    for shard in optimizer._domain.shards:  # type: ignore[union-attr]
+    for shard in optimizer.engine.domain.shards:  # type: ignore[union-attr]
         assert shard.bucket.resident_bytes == 0, where
         assert pages_there(shard.bucket.flat) == 0, where
         assert pages_there(shard.param) > 0, where  # it does see pages
@@ -673,8 +673,8 @@ def buckets_of_ddp_are_freed() -> None:
     optimizer.zero_grad()
     reducer = weakref.ref(model.reducer)
     before = resident()
-    assert optimizer._handover is not None
-    optimizer._handover.retire_reducer()
+    assert optimizer.engine.takeover is not None
+    optimizer.engine.takeover.retire_reducer()
     assert reducer() is None
     assert before - resident() == pytest.approx(nbytes, rel=0.1)
     model(x).sum().backward()
