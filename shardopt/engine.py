@@ -5,6 +5,7 @@ dicts and reports see the engine too, each through a protocol of its own that na
 """
 
 import dataclasses
+import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -78,6 +79,7 @@ class Engine:
     Attributes:
         rule: the arithmetic.
         options: what the user said.
+        check_arguments: of a class with torch's arguments: checks those that a param group gives, and returns them.
         states: of all params, wherever they are.
         local_params: the plain tensors behind DTensor params.
         takeover: of the module that was handed over.
@@ -87,9 +89,15 @@ class Engine:
         is_closed: nothing can be done any more.
     """
 
-    def __init__(self, owner: Owner, rule: Rule, options: Options):
+    def __init__(
+        self,
+        owner: Owner,
+        rule: Rule,
+        options: Options,
+        check_arguments: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None,
+    ):
         self._owner = weakref.ref(owner)  # it has this engine, and must go as soon as nobody has it
-        self.rule, self.options = rule, options
+        self.rule, self.options, self.check_arguments = rule, options, check_arguments
         self.local_params = LocalParams()
         self.states = StateTable(rule, self.local_params)
         self.takeover: Handover | None = None
@@ -468,9 +476,14 @@ class Engine:
 
     # -- where states rest -----------------------------------------------------------------------------------------
 
-    def offload(self, to: Offload) -> None:
+    def offload(self, to: str | os.PathLike[str]) -> None:
         """Collective: see :meth:`ShardedOptimizer.offload`."""
-        self._move(to)
+        if not isinstance(to, str | os.PathLike):
+            raise TypeError(
+                f"optimizer.offload() takes 'cpu' or a directory, where all masters and states go, found {to!r}. "
+                "Other ways to offload are for the constructor: offload=Offload(...)."
+            )
+        self._move(Offload(to))
 
     def reload(self) -> None:
         """Collective: see :meth:`ShardedOptimizer.reload`."""

@@ -3,7 +3,7 @@
 import copy
 import dataclasses
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar, Unpack
 
@@ -12,27 +12,19 @@ import torch
 # torch.compiler.disable would import all of Dynamo here; this, which torch.optim uses too, waits for the first call.
 from torch._compile import _disable_dynamo
 
-from .config import Offload, OptionKeywords, Options, check_process_group
+from .config import OptionKeywords, Options
 from .engine import Engine
-from .entry import named_params, without_process_group
-from .errors import ShardoptError, StateError
-from .kept import check_formats
+from .errors import StateError
+from .param_groups import check_added, check_given, matched, read_arguments
 from .rules import Rule
 from .state_view import StateView
-from .survey import Scaling, check_group
+from .survey import Scaling
 from .timings import Timings
+from .torch_state_dict import copied, read_state_dict, to_state_dict
 from .uneven import Uneven, take_along
 
 Optimizer = TypeVar("Optimizer", bound="ShardedOptimizer")
 Closure = Callable[[], Any]
-
-# Accepted by torch, wrong here: what would go wrong, what to do.
-_REFUSED_FLAGS = {
-    "capturable": "the step's scalars are computed on the host, so a captured graph would replay those of one step for "
-    "ever; pass capturable=False and run the step outside of the graph",
-    "differentiable": "params are updated in place by one fused kernel, which autograd cannot see; pass "
-    "differentiable=False, or use the torch class where gradients must flow through the step",
-}
 
 
 class ShardedOptimizer(torch.optim.Optimizer, Uneven):
@@ -57,31 +49,8 @@ class ShardedOptimizer(torch.optim.Optimizer, Uneven):
     """Of a class with torch's arguments: checks those that a param group gives, and returns them."""
 
     def __init__(self, params: Any, defaults: dict[str, Any], *, rule: Rule, **options: Unpack[OptionKeywords]):
-        if not isinstance(rule, Rule):
-            raise TypeError(f"rule takes what shardopt.rule makes of a function, found {type(rule).__name__}.")
-        if not isinstance(defaults, dict):
-            raise TypeError(f"defaults takes a dict of hyper-parameters, found {type(defaults).__name__}.")
-        unknown = [name for name in options if name not in Options.__dataclass_fields__]
-        if unknown:
-            raise TypeError(
-                f"{type(self).__name__}.__init__() got an unexpected keyword argument {unknown[0]!r}; beyond "
-                f"the rule's own hyper-parameters it takes {', '.join(Options.__dataclass_fields__)}."
-            )
-        if isinstance(params, torch.nn.Module):
-            if options.get("module", params) is not params:
-                raise TypeError(
-                    "a module was given as the first argument and another one as module=: only one can be taken over."
-                )
-            options["module"] = params
-            params = list(params.parameters())
-        elif not isinstance(params, Iterable):
-            raise TypeError(f"params takes a module, tensors or param groups, found {type(params).__name__}.")
-        given = Options(**options)
-        if given.ema is not None:
-            rule = rule.averaging(given.ema)
-        check_formats(rule, given)
-        self.engine = Engine(self, rule, given)
-        """What holds it together: for those who know how shardopt is made, checkpoints among them."""
+        params, rule, given = read_arguments(type(self).__name__, params, defaults, rule, options)
+        self.engine = Engine(self, rule, given, self._check_group)
         super().__init__(params, defaults)
         self._begin()
 
@@ -179,31 +148,13 @@ class ShardedOptimizer(torch.optim.Optimizer, Uneven):
             TypeError: a param is complex, or a hyper-parameter is no number.
             ValueError: a hyper-parameter is out of its range, or makes a scalar of the update Inf or NaN.
         """
-        if not isinstance(param_group, dict) or "params" not in param_group:
-            raise TypeError(f"param_group must be a dict with 'params', found {type(param_group).__name__}.")
-        for name, reason in _REFUSED_FLAGS.items():
-            if param_group.get(name, self.defaults.get(name)):
-                raise ShardoptError(f"{type(self).__name__} was given {name}=True: {reason}.")
-        own = param_group.get("process_group")
-        check_process_group(own, "process_group of a param group")
-        if own is not None and self.options.module is not None:
-            raise ShardoptError(
-                "a param group has its own process_group, and the module was handed over, whose gradients are reduced "
-                "over one group: those of this group would be averaged with other params. Give the params without the "
-                "module (stage 1), and average each group's gradients over its process_group."
-            )
+        check_given(param_group, self.defaults, self.options, type(self).__name__)
         super().add_param_group(param_group)
         try:
-            check_group(self.rule, self.param_groups[-1], self._check_group)
+            check_added(self.param_groups[-1], self.rule, self.engine.check_arguments)
         except Exception:
             self.param_groups.pop()
             raise
-        if any(param.is_complex() for param in self.param_groups[-1]["params"]):
-            self.param_groups.pop()
-            raise TypeError(
-                "complex params are not supported: the fused update would drop their imaginary part. Use "
-                "torch.view_as_real on the param, or give it to a torch.optim optimizer of its own."
-            )
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -270,23 +221,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Uneven):
         self.engine.check_open()
         for hook in self._optimizer_state_dict_pre_hooks.values():
             hook(self)
-        index: dict[int, int] = {}
-        for number, param in enumerate(self.engine.params):
-            index.setdefault(id(param), number)  # of a param that is listed twice torch takes the first
-        groups = [
-            {key: [index[id(param)] for param in value] if key == "params" else value for key, value in group.items()}
-            for group in (without_process_group(group) for group in self.param_groups)
-        ]
-        states = {
-            index.get(id(key), key): dict(state) if isinstance(key, torch.Tensor) else state
-            for key, state in self.state.items()
-        }
-        state_dict: dict[str, Any] = {"state": states, "param_groups": groups}
-        for post_hook in self._optimizer_state_dict_post_hooks.values():
-            replaced = post_hook(self, state_dict)
-            if replaced is not None:
-                state_dict = replaced
-        return state_dict
+        return self._hooked(self._optimizer_state_dict_post_hooks, to_state_dict(self.param_groups, self.state))
 
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Collective: gathers every state on rank ``to``, in host memory; ``state_dict()`` there is then plain tensors.
@@ -308,51 +243,22 @@ class ShardedOptimizer(torch.optim.Optimizer, Uneven):
             StateError: tensors are missing, unknown or of other shapes. Nothing was changed.
         """
         self.engine.check_open()
-        if not isinstance(state_dict, dict) or not {"state", "param_groups"} <= state_dict.keys():
-            raise TypeError(
-                f"state_dict takes what state_dict() returned, with 'state' and 'param_groups', found a "
-                f"{type(state_dict).__name__}. Nothing was changed."
-            )
-        state_dict = state_dict.copy()
-        for hook in self._optimizer_load_state_dict_pre_hooks.values():
-            replaced = hook(self, state_dict)
-            if replaced is not None:
-                state_dict = replaced
-        groups = self._loaded_groups(copy.deepcopy(state_dict["param_groups"]))
-        keys = [key for group in state_dict["param_groups"] for key in group["params"]]
-        owners = dict(zip(keys, named_params(groups), strict=True))
-        loaded, own, of_params = {}, {}, {int, *map(type, keys)}
-        for key, state in state_dict["state"].items():
-            if type(key) not in of_params:
-                own[key] = state
-                continue
-            if key not in owners:
-                raise StateError(
-                    f"the state dict has a state for {key!r}, which none of its param groups lists: it was edited or "
-                    "belongs to another optimizer. Load the dict as it was saved."
-                )
-            name, param, group = owners[key]
-            loaded[param] = self.engine.states.read(state, group, param, name)
-        self.engine.replace_states(loaded, own)
-        self.param_groups = groups
+        state_dict = copied(state_dict)
+        state_dict = self._hooked(self._optimizer_load_state_dict_pre_hooks, state_dict)
+        with self.engine.lock:
+            groups = matched(copy.deepcopy(state_dict["param_groups"]), self.param_groups, self.defaults)
+            loaded, own = read_state_dict(state_dict, groups, self.engine.states)
+            self.engine.replace_states(loaded, own)
+            self.param_groups = groups
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
-    def _loaded_groups(self, saved: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        if len(saved) != len(self.param_groups):
-            raise ValueError("loaded state dict has a different number of parameter groups")
-        if any(len(new["params"]) != len(own["params"]) for new, own in zip(saved, self.param_groups, strict=True)):
-            raise ValueError(
-                "loaded state dict contains a parameter group that doesn't match the size of optimizer's group"
-            )
-        for new, own in zip(saved, self.param_groups, strict=True):
-            new["params"] = own["params"]
-            for key in ("param_names", "process_group"):
-                if key in own:
-                    new.setdefault(key, own[key])
-            for key, value in self.defaults.items():  # a dict saved before torch knew the flag
-                new.setdefault(key, value)
-        return saved
+    def _hooked(self, hooks: Mapping[int, Any], state_dict: dict[str, Any]) -> dict[str, Any]:
+        """The dict, or what hooks put in its place."""
+        for hook in hooks.values():
+            replaced = hook(self, state_dict)
+            state_dict = state_dict if replaced is None else replaced
+        return state_dict
 
     # -- where states rest -----------------------------------------------------------------------------------------
 
@@ -371,12 +277,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Uneven):
             OffloadError: they cannot be kept there. They are where they were, on every rank.
             TypeError: it is neither.
         """
-        if not isinstance(to, str | os.PathLike):
-            raise TypeError(
-                f"optimizer.offload() takes 'cpu' or a directory, where all masters and states go, found {to!r}. "
-                "Other ways to offload are for the constructor: offload=Offload(...)."
-            )
-        self.engine.offload(Offload(to))
+        self.engine.offload(to)
 
     def reload(self) -> None:
         """Collective: brings masters and states back to where the constructor's ``offload`` says: to the device.
@@ -395,7 +296,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Uneven):
         other = type(self).__new__(type(self))
         memo[id(self)] = other
         module = copy.deepcopy(self.options.module, memo)
-        other.engine = Engine(other, self.rule, dataclasses.replace(self.options, module=module))
+        other.engine = Engine(other, self.rule, dataclasses.replace(self.options, module=module), self._check_group)
         for group in self.param_groups:
             memo[id(group.get("process_group"))] = group.get("process_group")  # the same ranks
         self.engine.copy_states(other.engine, lambda value: copy.deepcopy(value, memo))

@@ -43,8 +43,8 @@ def check_groups(manifest: Manifest, fitting: Fit, optimizers: Sequence[ShardedO
 
 def _check_arguments(given: Mapping[str, Any], optimizer: ShardedOptimizer) -> None:
     """As the optimizer's class checks those of a param group."""
-    if optimizer._check_group is not None:
-        optimizer._check_group(given)
+    if optimizer.engine.check_arguments is not None:
+        optimizer.engine.check_arguments(given)
     refused = [key for key in ("capturable", "differentiable") if given.get(key)]
     if refused:
         raise ValueError(f"{refused[0]} is refused here")
