@@ -10,9 +10,10 @@ from .bindable import check_bindable, check_gradient_format, warn_of_master
 from .domain import Domain
 from .entry import Candidate, Group, named_params
 from .errors import BindingError
+from .option import compared
 from .partition.released import is_sharded
 from .partition.room import return_free_pages
-from .tiers import check_offload, tier_of
+from .tiers import check_offload
 
 
 def bind(
@@ -84,33 +85,13 @@ def _description(
     candidates: Sequence[Candidate],
     closure: bool,
 ) -> dict[str, Any]:
-    options = domain.options
     return {
         "params not yet bound": [name for name, _, _ in candidates],
         "options": {
             "rule": domain.rule.name,
-            "stage": options.stage,
-            "module": options.module is not None,
-            "offload": tier_of(options.rests),
-            "offloaded params": None if options.rests is None else options.rests.params_tier,
-            "offloaded gradients": None if options.rests is None else options.rests.gradients,
-            "reduce_dtype": str(options.reduce_dtype),
+            **compared(domain.options),
             "shards": domain.mesh.shard.size,
             "replicas": domain.mesh.replicate.size,
-            "master": options.master,
-            "state_format": options.state_format if isinstance(options.state_format, str) else {**options.state_format},
-            "gradient_format": options.gradient_format,
-            "ema": options.ema,
-            "compress_from": options.tuning.compress_from,
-            "seed": options.tuning.seed,
-            "max_grad_norm": options.max_grad_norm,
-            "release_gradients": options.release_gradients,
-            "bucket_bytes": options.tuning.bucket_bytes,
-            "nonfinite": options.tuning.nonfinite,
-            "neighbours": options.tuning.neighbours,
-            "keep_below": options.tuning.keep_below,
-            "keep": list(options.tuning.keep),
-            "live_bytes": options.tuning.live_bytes,
         },
         "call": {"closure": closure},
         "params of groups": [len(group["params"]) for group in groups],

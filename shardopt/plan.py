@@ -21,6 +21,7 @@ from .kernels.formats import BlockFormat, Format
 from .offload import landing
 from .offload.file_io import PAGE, padded
 from .offload.pipeline import SLOTS
+from .option import planned
 from .param_names import matching
 from .partition.layout import BLOCK, BucketLayout
 from .partition.placement import Placement, Placements
@@ -31,8 +32,7 @@ _FP32 = 4
 KINDS = ("param", "gradient", "master", "state", "buffer", "window", "ddp")
 Tier = Literal["device", "host", "disk"]
 TIERS: tuple[Tier, ...] = get_args(Tier)
-# Of the average: which one changes no byte.
-_SOME_DECAY = 0.999
+PLANNED = tuple(planned(Options))  # options that a way has, by their names
 
 
 @dataclass(frozen=True)
@@ -43,10 +43,8 @@ class Way:
         stage: what is sharded.
         has_module: whether the module is handed over; without it DDP reduces gradients, and keeps its buckets.
         dtype: of params.
-        master, state_format, gradient_format: as the options of these names.
+        master, state_format, gradient_format, ema, release_gradients: as the options of these names.
         tier: where masters and states rest: "device", "host" (``offload="cpu"``) or "disk".
-        has_average: whether a moving average of the weights is kept (``ema=``).
-        releases: whether gradients are released as they are used (``release_gradients=``).
         sums_rest: whether their sums rest in host memory (``Offload(gradients="cpu")``).
     """
 
@@ -56,10 +54,16 @@ class Way:
     master: Master = "fp32"
     state_format: StateFormat = "fp32"
     tier: Tier = "device"
-    has_average: bool = False
     gradient_format: GradientFormat = "fp32"
-    releases: bool = False
+    ema: float | None = None
+    release_gradients: bool = False
     sums_rest: bool = False
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Those of :class:`shardopt.config.Options` that differ from their defaults, but for stage and offload."""
+        found = {each.name: getattr(self, each.name) for each in PLANNED}
+        return {each.name: found[each.name] for each in PLANNED if found[each.name] != each.default}
 
     @property
     def is_exact(self) -> bool:
@@ -71,11 +75,12 @@ class Way:
     def __str__(self) -> str:
         name = f"stage {self.stage}" + ("" if self.has_module else ", params only")
         parts = [f"{name}, {str(self.dtype).removeprefix('torch.')}"]
-        parts += [f"master {self.master}"] * (self.master != "fp32" and self.dtype is not torch.float32)
-        parts += [f"states {self.state_format}"] * (self.state_format != "fp32")
-        parts += [f"gradients {self.gradient_format}"] * (self.gradient_format != "fp32")
-        parts += ["ema"] * self.has_average
-        parts += ["released gradients"] * self.releases
+        given = self.options
+        parts += [
+            f"{each.flag.label} {given[each.name]}" if each.choices else each.flag.label
+            for each in PLANNED
+            if each.name in given
+        ]
         parts += [f"on {self.tier}"] * (self.tier != "device")
         parts += ["gradients on host"] * self.sums_rest
         return ", ".join(parts)
@@ -117,26 +122,28 @@ WAYS = tuple(
 
 
 def possible(way: Way) -> Way:
-    """The same where it can be. Gradients are released at stage 0 and 1, with the module, and states on the device
-    (host memory is another place for params on a GPU only, where binding refuses both); of those that are, no sum is
-    kept in any format. Sums rest elsewhere at stage 2 and 3, beside states that do."""
-    releases = way.releases and way.has_module and way.stage < 2 and way.tier == "device"
-    sums_rest = way.sums_rest and way.has_module and way.stage >= 2 and way.tier != "device"
-    gradient_format: GradientFormat = "fp32" if releases else way.gradient_format
-    return replace(way, releases=releases, gradient_format=gradient_format, sums_rest=sums_rest)
+    """The same where it can be. Only bf16 params have other masters than fp32, and sums of gradients in bf16. Gradients
+    are released at stage 0 and 1, with the module, and states on the device (host memory is another place for params on
+    a GPU only, where binding refuses both); of those that are, no sum is kept in any format. Sums rest elsewhere at
+    stage 2 and 3, beside states that do."""
+    is_low = way.dtype is torch.bfloat16
+    releases = way.release_gradients and way.has_module and way.stage < 2 and way.tier == "device"
+    return replace(
+        way,
+        master=way.master if is_low else "fp32",
+        gradient_format=way.gradient_format if is_low and way.has_module and not releases else "fp32",
+        release_gradients=releases,
+        sums_rest=way.sums_rest and way.has_module and way.stage >= 2 and way.tier != "device",
+    )
 
 
 def every_way(ways: Sequence[Way] = WAYS) -> list[Way]:
     """These in every combination of master, formats of states and gradients, and tiers."""
-    choices = (get_args(Master), get_args(StateFormat), get_args(GradientFormat), TIERS, (False, True))
-    combined = (
-        possible(replace(way, master=master, state_format=state, gradient_format=gradient, tier=tier, sums_rest=rest))
-        for way in ways
-        for master, state, gradient, tier, rest in product(*choices)
-        if master == "fp32" or way.dtype is torch.bfloat16  # of others there is no upper half
-        if gradient == "fp32" or (way.dtype is torch.bfloat16 and way.has_module)
-    )
-    return list(dict.fromkeys(combined))
+    searched = [each for each in PLANNED if each.choices]
+    names = [*(each.name for each in searched), "tier", "sums_rest"]
+    choices = product(*(each.choices for each in searched), TIERS, (False, True))
+    changes: list[dict[str, Any]] = [dict(zip(names, each, strict=True)) for each in choices]
+    return list(dict.fromkeys(possible(replace(way, **each)) for way, each in product(ways, changes)))
 
 
 class Updates(Protocol):
@@ -209,7 +216,7 @@ class Planner:
         add("state", way.tier, laid.state)
         add("buffer", "device", laid.rows)
         if way.has_module:
-            add("gradient", _sums_tier(way), 0 if way.releases else laid.gradient)
+            add("gradient", _sums_tier(way), 0 if way.release_gradients else laid.gradient)
             add("buffer", "device", laid.under_way + (laid.slots if way.sums_rest else 0))
         else:
             add("gradient", "device", numel * way.dtype.itemsize)
@@ -227,7 +234,7 @@ class Planner:
         return Need(way, kinds, _formula(way, laid.kept, laid.states), moved)
 
     def _lay(self, way: Way) -> _Laid:
-        common = replace(way, tier="device", sums_rest=False, releases=False)
+        common = replace(way, tier="device", sums_rest=False, release_gradients=False)
         if common not in self._laid:
             self._laid[common] = self._lay_out(common)
         return self._laid[common]
@@ -238,15 +245,13 @@ class Planner:
         asked = Options(
             module=self._module if way.has_module else None,
             stage=way.stage,
-            master=way.master,
-            state_format=way.state_format,
-            gradient_format=way.gradient_format,
+            **way.options,
             reduce_dtype=given.reduce_dtype if way.has_module else None,
             tuning=tuning,
         )
         rule = self._optimizer.rule
-        if way.has_average and rule.average is None:
-            rule = rule.averaging(_SOME_DECAY)
+        if way.ema is not None and rule.average is None:
+            rule = rule.averaging(way.ema)
         shards = ranks if Placements.of_stage(way.stage).state is Placement.SHARD else 1
 
         def bucket_bytes(_: torch.device) -> int:
@@ -362,7 +367,10 @@ def _plane_bytes(format: Format, elements: int) -> list[int]:
 def _formula(way: Way, kept: Kept, states: Sequence[str]) -> str:
     """ "2 + 4/N, host 12/N": that of the device, then those of other tiers which keep something."""
     placed = Placements.of_stage(way.stage)
-    gradient = (0 if way.releases else kept.gradient.itemsize, Placement.SHARD if way.stage else Placement.REPLICATE)
+    gradient = (
+        0 if way.release_gradients else kept.gradient.itemsize,
+        Placement.SHARD if way.stage else Placement.REPLICATE,
+    )
     if not way.has_module:
         gradient = (2 * way.dtype.itemsize, Placement.REPLICATE)  # and DDP's buckets
     sizes: list[tuple[str, float, Placement]] = [("device", way.dtype.itemsize, placed.param)]
@@ -389,7 +397,7 @@ def _on_the_wire(numel: int, gathered: int, ranks: int, way: Way, kept: Kept, op
     again = gathered * way.dtype.itemsize
     if not way.has_module:
         gradients, params = 2 * way.dtype.itemsize, way.stage and way.dtype.itemsize
-    elif way.stage == 0 and way.releases:
+    elif way.stage == 0 and way.release_gradients:
         gradients, params = travels * ranks, 0  # every rank receives all that the others have
     elif way.stage == 0:
         gradients, params = travels + kept.gradient.itemsize, 0  # sums come back as they are kept

@@ -3,9 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-
-from .plan import KINDS, TIERS, Need, Way, cheapest, cost, fits
+from .plan import KINDS, TIERS, Need, Way, cheapest, cost, fits, possible
 
 _HATCHES = {"device": None, "host": "//", "disk": "xx"}
 
@@ -33,11 +31,7 @@ def table(needs: Sequence[Need], numel: int, device_bytes: int | None, host_byte
 def call(optimizer: str, way: Way) -> str:
     """The line that makes an optimizer of this way."""
     keywords = [f"stage={way.stage}"]
-    keywords += [f"master={way.master!r}"] * (way.master != "fp32" and way.dtype is not torch.float32)
-    keywords += [f"state_format={way.state_format!r}"] * (way.state_format != "fp32")
-    keywords += [f"gradient_format={way.gradient_format!r}"] * (way.gradient_format != "fp32")
-    keywords += ["ema=0.999"] * way.has_average
-    keywords += ["release_gradients=True"] * way.releases
+    keywords += [f"{name}={value!r}" for name, value in possible(way).options.items()]
     rests = repr("cpu" if way.tier == "host" else "/a/directory")
     rests = f"Offload({rests}, gradients='cpu')" if way.sums_rest else rests
     keywords += [f"offload={rests}"] * (way.tier != "device")

@@ -291,7 +291,7 @@ def keeps_no_gradient(stage: int) -> None:
     assert kept == numel * 2 + numel * (3 + 2 * 4 / 256) / shards
     if world == 1:
         assert kept / numel == 5.03125
-    way = Way(stage, True, torch.bfloat16, "split24", "int8", releases=True)
+    way = Way(stage, True, torch.bfloat16, "split24", "int8", release_gradients=True)
     need = plan(model, opt, world, way, Options(tuning=opt.options.tuning))
     for kind in ("param", "gradient", "master", "state"):
         assert need.bytes[kind]["device"] == memory[kind]["device"]
