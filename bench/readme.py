@@ -186,7 +186,7 @@ def bytes_of_formats() -> str:
         {"stage": 3},
         {"stage": 2, "gradient_format": "bf16"},
         {"stage": 3, "gradient_format": "bf16"},
-        {"stage": 1, "releases": True},
+        {"stage": 1, "release_gradients": True},
     )
     lines = [
         "| `master` | `state_format` | stage 0 | stages 1 and 2 | stage 3 "
