@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from .agreement import View, agree
 from .averaged import averaged, has_average
 from .backward import Backward
-from .bind import bind
+from .bind import bind, frozen_of
 from .closure import Settled, run_closure
 from .composition import Composition, Party
 from .config import Offload, OptionKeywords, Options, check_process_group
@@ -30,7 +30,7 @@ from .errors import ShardoptError, StateError
 from .handover import Handover
 from .kept import check_formats
 from .local_params import LocalParams, local_gradient
-from .materialise import check_materialisable, give_devices, give_values, meta_params
+from .materialise import check_materialisable, meta_params
 from .memory import memory_of
 from .offload.store import Store
 from .partition.mesh import Mesh
@@ -176,7 +176,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Uneven):
             )
         domain = self._bound()
         candidates = domain.unbound(self.param_groups)
-        if not candidates and not domain.fresh and (domain.entries or not domain.frozen(handover.module)):
+        if not candidates and not handover.fresh and (domain.entries or not frozen_of(domain, handover.module)):
             return
         with handover.closure.meeting():
             self._bind_together(handover, candidates, state_dict)
@@ -188,19 +188,33 @@ class ShardedOptimizer(torch.optim.Optimizer, Uneven):
         self._announce("bind")
         numbers = self._check_together(handover, candidates, state_dict)
         if meta_params(handover.module):
-            domain.fresh = set(give_devices(handover.module, domain.mesh.world))
+            handover.give_devices(domain.mesh.world)
             candidates = domain.unbound(self.param_groups)
-        elif not domain.entries and not domain.fresh:
+        elif not domain.entries and not handover.fresh:
             handover.share_values(domain.mesh.world)
-        if candidates:
-            bind(domain, self.param_groups, numbers, candidates)
-        frozen = domain.frozen(handover.module)
-        if frozen:
-            domain.adopt_frozen(frozen)
-        if domain.fresh:
-            give_values(handover.module, list(domain.fresh), domain, state_dict)
-            domain.fresh = set()
+        frozen = frozen_of(domain, handover.module, candidates)
+        if candidates or frozen:
+            self._bind_params(domain, self.param_groups, numbers, candidates, frozen=frozen)
+        if handover.fresh:
+            handover.give_values(state_dict)
         handover.expect_backward()
+
+    def _bind_params(
+        self,
+        domain: Domain,
+        groups: Sequence[Group],
+        numbers: Sequence[dict[str, Any]],
+        candidates: Sequence[Candidate],
+        closure: bool = False,
+        frozen: Sequence[torch.nn.Parameter] = (),
+    ) -> None:
+        """Collective: see :func:`shardopt.bind.bind`. What waited for the params is theirs, and gradients are taken."""
+        handover, waiting = self._handover, self._states.waiting
+        fresh = frozenset[torch.Tensor]() if handover is None else handover.fresh
+        bound = bind(domain, groups, numbers, candidates, waiting, frozen=frozen, fresh=fresh, closure=closure)
+        self._states.forget_waiting(entry.param for entry in bound.entries)
+        if handover is not None:
+            handover.attach(bound)
 
     def _check_together(
         self, handover: Handover, candidates: Sequence[Candidate], state_dict: Mapping[str, torch.Tensor] | None
@@ -216,7 +230,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Uneven):
             self._compose().look(self.param_groups)
             numbers = [plain_numbers(group) for group in self.param_groups]
             check_numbers(numbers, self.defaults)
-            fresh = self._bound().fresh
+            fresh = handover.fresh
             if fresh or meta_params(handover.module):
                 check_materialisable(handover.module, state_dict, fresh)
         except Exception as error:
@@ -423,7 +437,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Uneven):
         except Exception as error:
             call = dataclasses.replace(call, problem=error)
         try:
-            return run_step(parties, composition.whole, call)
+            return run_step(parties, composition.whole, call, self._bind_params)
         finally:
             self._locals.drop_gradients()
             self._locals.show()
@@ -483,7 +497,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Uneven):
     def _make_domain(self, group: dist.ProcessGroup | DeviceMesh | None) -> Domain:
         sharded = Placements.of_stage(self.options.stage).state is Placement.SHARD
         mesh = Mesh.of(group, sharded, self.options.tuning.deadline)
-        domain = Domain(self.rule, self.options, mesh, self._states.waiting)
+        domain = Domain(self.rule, self.options, mesh)
         retire = weakref.finalize(self, Domain.retire, domain)
         retire.atexit = False  # at the interpreter's end all are asked
         self._retire.append(retire)
@@ -714,10 +728,12 @@ class ShardedOptimizer(torch.optim.Optimizer, Uneven):
         other._states = StateTable(self.rule, other._locals)
         for group in self.param_groups:
             memo[id(group.get("process_group"))] = group.get("process_group")  # the same ranks
-        other._states.waiting = {
-            other._locals.of(copy.deepcopy(param, memo)): state.copy()
-            for param, state in self._states.all(self.param_groups).items()
-        }
+        other._states.wait(
+            {
+                other._locals.of(copy.deepcopy(param, memo)): state.copy()
+                for param, state in self._states.all(self.param_groups).items()
+            }
+        )
         other._states.own = copy.deepcopy(self._states.own, memo)
         # As torch's copies: hooks, and what schedulers patched onto this instance, are left behind.
         other.__setstate__(copy.deepcopy({"defaults": self.defaults, "param_groups": self.param_groups}, memo))
@@ -774,6 +790,6 @@ class ShardedOptimizer(torch.optim.Optimizer, Uneven):
     def __repr__(self) -> str:
         options = f"stage={self.options.stage}"
         for domain in (each for each in self._domains if each.shards):
-            transport = domain.wires.shards.name if domain.wires is not None else "none"
+            transport = domain.transport.name
             options += f", ranks={domain.mesh.world.size}, buckets={len(domain.shards)}, transport={transport}"
         return f"{super().__repr__()[:-1]}Sharded ({options})\n)"

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from ..arguments import flag
-from ..bind import bind
 from ..errors import CheckpointError, ShardoptError
 from ..loaded_state import begin_states
 from ..optimizer import ShardedOptimizer
@@ -157,7 +156,7 @@ def ensure_bound(optimizer: ShardedOptimizer) -> None:
             if candidates:
                 numbers = [plain_numbers(group) for group in party.groups]
                 check_numbers(numbers, optimizer.defaults)
-                bind(party.domain, party.groups, numbers, candidates)
+                optimizer._bind_params(party.domain, party.groups, numbers, candidates)
     finally:
         optimizer._locals.show()
 
@@ -240,13 +239,12 @@ class Loading:
         except ShardoptError as error:
             for optimizer in optimizers:
                 for domain in optimizer._domains:
-                    domain.broken, domain.is_half_loaded = f"while loading a checkpoint: {error}", True
+                    domain.break_off(f"while loading a checkpoint: {error}", by_load=True)
             raise
         if not fitting.mismatches:  # everything was replaced
             for optimizer in optimizers:
                 for domain in optimizer._domains:
-                    if domain.is_half_loaded:
-                        domain.broken, domain.is_half_loaded = None, False
+                    domain.make_good()
 
     def _commit(self, model: Model, fitting: Fit, optimizers: Sequence[ShardedOptimizer]) -> None:
         for name, home in model.homes.items():
@@ -274,9 +272,8 @@ class Loading:
                 gradients.restore(home.param, home.entry.slot, about, own, self._meeting.world.size)
         for number, optimizer in enumerate(optimizers):
             optimizer._states.consolidated = None
-            optimizer._states.waiting.clear()
             owned = {param for group in optimizer._local_groups() for param in group["params"]}
-            optimizer._states.waiting.update({p: state for p, state in self._plan.waiting.items() if p in owned})
+            optimizer._states.wait({p: state for p, state in self._plan.waiting.items() if p in owned})
             for index, group in enumerate(optimizer.param_groups):
                 if (number, index) in fitting.groups:
                     _update_group(group, values.decode(fitting.groups[number, index], self._find))
