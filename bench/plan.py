@@ -14,6 +14,7 @@ from common import device_name, parser_of, show, write_result
 from torch import nn
 
 import shardopt
+from shardopt.bind import plan_of
 from shardopt.config import Options
 from shardopt.domain import Domain
 from shardopt.partition.collectives import Ranks
@@ -56,8 +57,8 @@ def main() -> None:
     ranks = Ranks.alone()
     ranks.size, ranks.rank = args.ranks, args.rank
     mesh = Mesh(ranks, ranks, Ranks.alone(), tuple(range(args.ranks)))
-    domain = Domain(adam, Options(module=model, stage=3), mesh, {})
-    plan = domain.plan(domain.unbound(optimizer.param_groups))
+    domain = Domain(adam, Options(module=model, stage=3), mesh)
+    plan = plan_of(domain, domain.unbound(optimizer.param_groups), {})
     own = sum(piece.numel for planned in plan for piece in planned.layout.pieces(args.rank))
     held = sum(planned.layout.shard_numel for planned in plan)
     seconds, nbytes = time.perf_counter() - start, resident_peak() - before

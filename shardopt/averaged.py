@@ -48,7 +48,7 @@ def averaged(domain: Domain) -> Iterator[None]:
         try:
             _put(domain, weights)
         except BaseException as error:
-            domain.broken = f"while putting weights back in the place of their average: {error}"
+            domain.break_off(f"while putting weights back in the place of their average: {error}")
             raise
         finally:
             for shard in shards:
@@ -87,13 +87,12 @@ def _put(domain: Domain, values: Slices) -> None:
     _on_all(domain, write)
     if domain.sharded is not None:
         domain.gatherer.settle()  # until all ranks have written theirs
-    assert domain.wires is not None
-    gather = domain.wires.shards.gather("gathering averaged params")
+    gather = domain.transport.gather("gathering averaged params")
     for shard in values:
         if shard.gathered is None:
             gather.start(shard.window)
     gather.finish()
-    domain.wires.shards.traffic.params += gather.received
+    domain.transport.traffic.params += gather.received
 
 
 def _on_all(domain: Domain, act: Callable[[], None]) -> None:

@@ -73,19 +73,18 @@ class Backward:
                     "Give a param to one optimizer, or close() the other one first."
                 )
 
-    def attach(self) -> None:
-        """Takes the gradients of params that were bound since the last call."""
+    def attach(self, entries: Sequence[Entry], shards: Sequence[Shard]) -> None:
+        """Takes the gradients of params that were just bound, into these shards."""
         me = weakref.ref(self)
-        for entry in list(self._domain.entries.values())[len(self._entries) :]:
+        for entry in entries:
             self._entries.append(entry)
             _TAKEN[entry.param] = me
             self._take_over(entry)
             self._hooks.append(entry.param.register_post_accumulate_grad_hook(_taker(me, entry)))
-        for shard in self._domain.shards:
-            if shard not in self._rows:
-                numbers = {entry.index: number for number, entry in enumerate(self._entries) if entry.shard is shard}
-                self._rows[shard] = np.array([numbers[piece.param] for piece in shard.pieces], dtype=np.int64)
-                self._track(shard)
+        for shard in shards:
+            numbers = {entry.index: number for number, entry in enumerate(self._entries) if entry.shard is shard}
+            self._rows[shard] = np.array([numbers[piece.param] for piece in shard.pieces], dtype=np.int64)
+            self._track(shard)
         mesh = self._domain.mesh
         where = [(entry.shard.bucket.layout, entry.index) for entry in self._entries]
         self._layout = ReportLayout(where, mesh.shard.rank, mesh.world.size)
@@ -94,13 +93,7 @@ class Backward:
         if isinstance(shard.reduced, RestingBucket):
             shard.reduced.on_sum = _noter(weakref.ref(self), weakref.ref(shard))
             return
-        self._tables[shard] = self._table(shard, shard.reduced.total)
-
-    def _table(self, shard: Shard, total: torch.Tensor) -> Gradients:
-        """Of a sum that is all of the shard's."""
-        return shard.gradients(
-            {row: (total[piece.shard_start :], piece.start) for row, piece in enumerate(shard.pieces)}
-        )
+        self._tables[shard] = shard.sums
 
     def _take_over(self, entry: Entry) -> None:
         domain, shard, me = self._domain, entry.shard, weakref.ref(self)
@@ -411,7 +404,7 @@ class Backward:
             return
         where = shard, total.data_ptr()
         if where not in self._staged:  # to make a table, the host would wait for the device in mid-backward
-            self._staged[where] = self._table(shard, total)
+            self._staged[where] = shard.gradients_in(total)
         self._noted[shard] = self._added_up(shard, shard.kept.gradient, self._staged[where])
 
     def _sum_up(self, sums: "np.ndarray[Any, Any]", shard: Shard, grad: Format, gradients: Gradients) -> None:

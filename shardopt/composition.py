@@ -235,10 +235,9 @@ class Composition:
                     "several times. Make it a DTensor (distribute_tensor), replicated or sharded."
                 )
             domain = self.main if own is None else self.others[own]
-            if not (is_counted_here(param) if is_dtensor(param) else first or own is not None):
-                domain.counted_elsewhere.add(self.locals.of(param))
-            if is_dtensor(param):
-                domain.slice_numbers[self.locals.of(param)] = slice_number(param)
+            is_slice = is_dtensor(param)
+            is_counted = is_counted_here(param) if is_slice else first or own is not None
+            domain.note_slice(self.locals.of(param), is_counted, slice_number(param) if is_slice else None)
 
     def _check_within(self, ranks: Ranks, what: str, mesh: DeviceMesh | None = None) -> None:
         neighbours = [_ranks(domain.mesh.world) for domain in self.domains]

@@ -1,88 +1,138 @@
-"""Domain: params become views of buckets, masters and states are allocated, and stay where they were put.
+"""Domain: what lies on the ranks that share one set of shards.
 
-Frameworks move, cast, load and wrap a model after the optimizer was made, so nothing is taken over before the first
-step. Params that appear later (``add_param_group``, unfreezing) are bound then, into buckets of their own: what is
-bound never changes its place.
+It is the table of a data-parallel group: from params to entries, the shards that hold their masters and states, what
+carries these between the ranks, and the store that they rest in. :mod:`shardopt.bind` fills it: what is bound never
+changes its place. What does change later changes through one method each, named in :class:`Domain`.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
-from itertools import groupby
-from typing import NamedTuple
 
 import torch
 
 from .agreement import View, agree
-from .bucket_plan import PlannedBucket, plan_buckets
 from .config import Options
 from .entry import Candidate, Entry, Group, named_params
 from .epoch import Epoch, Moment
 from .errors import OffloadError
 from .exhibit import Exhibit
-from .kept import NOTHING
-from .loaded_state import begin_states, expect_weights, write_tensors
 from .offload.landing import HostLanding
 from .offload.store import Home, Store
-from .param_names import matching, name_of
-from .part import Part
-from .partition.bucket import Bucket
+from .param_names import name_of
 from .partition.collectives import Ranks
 from .partition.gather import Gatherer
-from .partition.layout import BucketLayout, split_into_buckets
 from .partition.mesh import Mesh
-from .partition.placement import Placement, Placements
-from .partition.reduced import KeptBucket, PassingBucket, ReducedBucket
 from .partition.reducer import Reducer
-from .partition.released import is_sharded
-from .partition.resting import RestingBucket
 from .partition.transport import Transport
 from .rules import Rule
 from .shard import Shard
 from .sharded_params import ShardedParams
-from .states import ParamState, check_part
-from .tiers import make_landing, make_store, params_rest
+from .tiers import make_store, params_rest
 from .timings import Clock, Timings
 
 
-class Wires(NamedTuple):
-    """The two directions of the mesh."""
+@dataclass(frozen=True)
+class Links:
+    """What joins the ranks of a domain: made once, by all of them together, when its first params are bound.
+
+    Attributes:
+        shards: between ranks that share one copy of the states.
+        replicas: between ranks that hold the same slice, of a copy each.
+        reducer: where the module was handed over.
+        landing: where sums of gradients rest, if not where they are reduced.
+        sharded: at stage 3.
+        exhibit: for ranks that read states alone.
+    """
 
     shards: Transport
     replicas: Transport
+    reducer: Reducer | None
+    landing: HostLanding | None
+    sharded: ShardedParams | None
+    exhibit: Exhibit | None
 
 
 class Domain:
-    """The table from params to entries, and the shards."""
+    """The table from params to entries, and the shards.
 
-    def __init__(self, rule: Rule, options: Options, mesh: Mesh, loaded: dict[torch.nn.Parameter, ParamState]):
+    ============================================  ==========================================
+    what changes                                  through
+    ============================================  ==========================================
+    ``entries``, ``shards``, ``links``            :meth:`adopt`, by bind; :meth:`release`
+    ``store``, and the homes of the shards        :meth:`rest_in`
+    ``rounds``                                    :meth:`count_round`
+    ``epoch``, ``clock``                          their own methods; :meth:`end_step`
+    ``broken``, ``is_half_loaded``                :meth:`break_off`, :meth:`make_good`
+    ``counted_elsewhere``, ``slice_numbers``      :meth:`note_slice`
+    ``exhibit``                                   :meth:`retire`, :meth:`release`
+    ============================================  ==========================================
+    """
+
+    def __init__(self, rule: Rule, options: Options, mesh: Mesh):
         self.rule = rule
         self.options = options
         self.mesh = mesh
-        self._store: Store | None = None  # opened at the first binding: until then nothing rests anywhere
-        self.shards: list[Shard] = []
-        self.entries: dict[torch.nn.Parameter, Entry] = {}  # by identity: that is how tensors hash
-        self.fresh: set[torch.Tensor] = set()  # params and buffers that were on the meta device and have no values yet
-        self.loaded = loaded  # states of params that are not bound yet
-        self.on_adopt: Callable[[], None] = lambda: None  # what else takes hold of params that were just bound
-        self.wires: Wires | None = None  # chosen at the first binding, by all ranks together
-        self.reducer: Reducer | None = None  # where the module was handed over
-        self.landing: HostLanding | None = None  # where sums of gradients rest, if not where they are reduced
-        self.sharded: ShardedParams | None = None  # at stage 3
-        self.exhibit: Exhibit | None = None  # for ranks that read states alone
         self.epoch = Epoch()  # which states these are
         self.clock = Clock()
-        self.rounds = 0  # steps that all ranks agreed on
-        self.counted_elsewhere: set[torch.nn.Parameter] = set()  # copies whose elements another rank's norm counts
-        self.slice_numbers: dict[torch.nn.Parameter, int] = {}  # of the slice of a DTensor in a local param
-        self.broken: str | None = None  # why params and states of the ranks may belong to different steps
-        self.is_half_loaded = False  # that is because of a load, which another one can make good
+        self._links: Links | None = None
+        self._shards: list[Shard] = []
+        self._entries: dict[torch.nn.Parameter, Entry] = {}  # by identity: that is how tensors hash
+        self._store: Store | None = None  # opened at the first binding: until then nothing rests anywhere
+        self._rounds = 0
+        self._broken: str | None = None
+        self._is_half_loaded = False
+        self._counted_elsewhere: set[torch.nn.Parameter] = set()
+        self._slice_numbers: dict[torch.nn.Parameter, int] = {}
 
-    # -- binding ---------------------------------------------------------------------------------------------------
+    # -- what is bound ---------------------------------------------------------------------------------------------
+
+    @property
+    def entries(self) -> Mapping[torch.nn.Parameter, Entry]:
+        """In the order of binding."""
+        return self._entries
+
+    @property
+    def shards(self) -> Sequence[Shard]:
+        """Of params that train, in the order of binding; those of frozen ones are in ``sharded``."""
+        return self._shards
+
+    @property
+    def links(self) -> Links | None:
+        """None before anything is bound."""
+        return self._links
+
+    @property
+    def transport(self) -> Transport:
+        """Between the ranks that share one copy of the states, once anything is bound."""
+        assert self._links is not None
+        return self._links.shards
+
+    @property
+    def reducer(self) -> Reducer | None:
+        """Where the module was handed over, once anything is bound."""
+        return None if self._links is None else self._links.reducer
+
+    @property
+    def landing(self) -> HostLanding | None:
+        """Where sums of gradients rest, if not where they are reduced."""
+        return None if self._links is None else self._links.landing
+
+    @property
+    def sharded(self) -> ShardedParams | None:
+        """At stage 3, once anything is bound."""
+        return None if self._links is None else self._links.sharded
+
+    @property
+    def exhibit(self) -> Exhibit | None:
+        """For ranks that read states alone, once anything is bound."""
+        return None if self._links is None else self._links.exhibit
 
     def unbound(self, groups: Sequence[Group]) -> list[Candidate]:
         """Params that a step needs and that are not bound: trainable, or with a gradient all the same."""
-        entries = self.entries
+        entries = self._entries
         if all(param in entries or not _is_needed(param) for group in groups for param in group["params"]):
             return []  # as in nearly every step: no names are made for it
         return [
@@ -91,186 +141,74 @@ class Domain:
             if param not in entries and _is_needed(param)
         ]
 
-    def plan(self, candidates: Sequence[Candidate]) -> list[PlannedBucket]:
-        """Layouts for these params, in backward order: integers only. Checks what was loaded for them.
-
-        Raises:
-            StateError: a loaded part does not hold what this rank will need.
-        """
-        size, whole = self.mesh.shard.size, self._kept_whole()
-        plan = plan_buckets(candidates, self.rule, self.options, size, self._bucket_bytes, whole)
-        for planned in plan:
-            self._check_loaded(planned)
-        return plan
-
-    def _bucket_bytes(self, device: torch.device) -> int:
-        return self.options.tuning.bucket_bytes_of(device, self.options.module is not None)
-
-    def _kept_whole(self) -> frozenset[torch.Tensor]:
-        """Params that would be sharded at stage 3, but for ``Tuning.keep``."""
-        if Placements.of_stage(self.options.stage).param is Placement.REPLICATE:
-            return frozenset()
-        return matching(self.options.module, self.options.tuning.keep)
+    def adopt(self, links: Links, shards: Sequence[Shard], entries: Sequence[Entry]) -> None:
+        """What all ranks have made becomes part of the table. Allocates nothing."""
+        self._links = links
+        self._shards.extend(shards)
+        self._entries.update((entry.param, entry) for entry in entries)
 
     def name_of(self, param: torch.Tensor) -> str | None:
         """What the user calls a param, where the module was handed over."""
         return name_of(self.options.module, param)
 
-    def _check_loaded(self, planned: PlannedBucket) -> None:
-        pieces = {piece.param: piece for piece in planned.layout.pieces(self.mesh.shard.rank)}
-        for index, (name, param, _) in enumerate(planned.members):
-            piece = pieces.get(index)
-            for state, tensor in self.loaded.get(param, ParamState()).tensors.items():
-                if piece is not None and isinstance(tensor, Part):
-                    check_part(tensor, piece.start, piece.numel, f"{state} of {name}")
+    # -- facts of a training ---------------------------------------------------------------------------------------
 
-    def make_shard(self, planned: PlannedBucket) -> Shard:
-        """Moves the params into a bucket, allocates masters and states, takes what was loaded. On this rank alone."""
-        params = [param for _, param, _ in planned.members]
-        bucket = Bucket(params, planned.layout, self.fresh, planned.is_released)
-        shard: Shard | None = None
-        try:
-            rests = planned.is_released and self._params_rest(bucket.device)
-            store = self._store_for(bucket.device)
-            shard = Shard(bucket, self.mesh.shard.rank, planned.states, store, planned.kept, rests)
-            for index, (_, param, group) in enumerate(planned.members):
-                if param in self.loaded:
-                    write_tensors(shard, index, self.loaded[param])
-                else:
-                    begin_states(shard, index, self.rule.initial_values(group))
-        except BaseException:
-            if shard is not None:
-                shard.home.release()
-            bucket.release()
-            raise
-        return shard
+    @property
+    def rounds(self) -> int:
+        """Steps that all ranks agreed on."""
+        return self._rounds
 
-    def adopt(self, plan: Sequence[PlannedBucket], shards: Sequence[Shard]) -> None:
-        """Collective: what was planned and made on every rank becomes part of the table."""
-        wires = self._choose_wires(shards[0].bucket.device)
-        for planned, shard in zip(plan, shards, strict=True):
-            if not planned.is_released:
-                shard.window = wires.shards.open(shard.bucket.flat, planned.layout.shard_numel)
-            if self.reducer is not None:
-                if self.options.release_gradients:
-                    numels, dtype = planned.layout.numels, self.options.reduce_dtype or shard.bucket.dtype
-                    passing = PassingBucket(numels, shard.numel, dtype, shard.device, self.mesh)
-                    shard.pass_on(passing, self.reducer.add(passing))
-                else:
-                    reduced = self._make_reduced(planned, shard)
-                    shard.reduce_into(reduced, self.reducer.add(reduced))
-        for planned, shard in zip(plan, shards, strict=True):
-            self.shards.append(shard)
-            for index, (name, param, group) in enumerate(planned.members):
-                initial = self.rule.initial_values(group)
-                entry = Entry(param, name, shard, index, None, has_state=bool(initial), initial=initial)
-                self.entries[param] = entry
-                if param in self.loaded:
-                    state = self.loaded.pop(param)
-                    entry.take_counters(state)
-                    expect_weights(entry, state)
-        for planned, shard in zip(plan, shards, strict=True):
-            if planned.is_released and self.sharded is not None:
-                self.sharded.take(shard)
-        self.on_adopt()
+    def count_round(self) -> None:
+        """All ranks agreed on a step."""
+        self._rounds += 1
 
-    def _make_reduced(self, planned: PlannedBucket, shard: Shard) -> KeptBucket:
-        dtype, kept = self.options.reduce_dtype or shard.bucket.dtype, planned.kept.gradient.dtype
-        numels = planned.layout.numels
-        if self.landing is None:
-            return ReducedBucket(numels, shard.numel, dtype, kept, shard.device, self.mesh)
-        return RestingBucket(numels, shard.numel, dtype, kept, shard.device, self.mesh, self.landing)
+    @property
+    def broken(self) -> str | None:
+        """Why params and states of the ranks may belong to different steps."""
+        return self._broken
 
-    def frozen(self, module: torch.nn.Module) -> list[torch.nn.Parameter]:
-        """Params of the module that are sharded though nothing trains them, and are not yet."""
-        if Placements.of_stage(self.options.stage).param is Placement.REPLICATE:
-            return []
-        kept_whole = self._kept_whole()
-        return [
-            param
-            for param in module.parameters()
-            if not param.requires_grad
-            and param.is_floating_point()
-            and param.numel() >= self.options.tuning.keep_below
-            and not is_sharded(param)
-            and param not in self.entries
-            and param not in kept_whole
-        ]
+    @property
+    def is_half_loaded(self) -> bool:
+        """Whether that is because of a load, which another one can make good."""
+        return self._is_half_loaded
 
-    def adopt_frozen(self, params: Sequence[torch.nn.Parameter]) -> None:
-        """Collective: shards them."""
-        shapes = [[list(param.shape), str(param.dtype)] for param in params]
-        view = View({"frozen": shapes}, lambda: {"frozen params of the module": shapes})
-        agree(view, self.mesh.world, params[0].device)
-        self._choose_wires(params[0].device)
-        assert self.sharded is not None
-        layouts = []
-        for _, same_dtype in groupby(sorted(params, key=lambda param: str(param.dtype)), key=lambda param: param.dtype):
-            kind = list(same_dtype)
-            sizes = [param.numel() * param.element_size() for param in kind]
-            for indices in split_into_buckets(sizes, self._bucket_bytes(kind[0].device)):
-                members = [kind[index] for index in indices]
-                layouts.append((members, BucketLayout(tuple(param.numel() for param in members), self.mesh.shard.size)))
-        for shard in self._make_frozen(layouts):
-            self.sharded.frozen.append(shard)
-            self.sharded.take(shard)
-        self.on_adopt()
+    def break_off(self, why: str, by_load: bool = False) -> None:
+        """Params and states of the ranks may belong to different steps from now on."""
+        self._broken, self._is_half_loaded = why, by_load
 
-    def _make_frozen(self, layouts: Sequence[tuple[list[torch.nn.Parameter], BucketLayout]]) -> list[Shard]:
-        """Collective: on all ranks or on none."""
-        shards: list[Shard] = []
-        problem: Exception | None = None
-        try:
-            device = layouts[0][0][0].device
-            rests = self._params_rest(device)
-            store = self._store_for(device) if rests else make_store(None, self.options.tuning, device)
-            for members, layout in layouts:
-                bucket = Bucket(members, layout, self.fresh, is_released=True)
-                try:
-                    shards.append(Shard(bucket, self.mesh.shard.rank, (), store, NOTHING, rests))
-                except BaseException:
-                    bucket.release()
-                    raise
-        except Exception as error:
-            problem = error
-        try:
-            agree(View("frozen", dict, problem), self.mesh.world, layouts[0][0][0].device)
-        except BaseException:
-            for shard in reversed(shards):
-                shard.home.release()
-                shard.bucket.release()
-            raise
-        return shards
+    def make_good(self) -> None:
+        """All that a load left half-way was replaced."""
+        if self._is_half_loaded:
+            self._broken, self._is_half_loaded = None, False
 
-    def _choose_wires(self, device: torch.device) -> "Wires":
-        if self.wires is None:
-            tuning = self.options.tuning
-            shards, replicas = (
-                Transport.of(ranks, device, tuning.neighbours) for ranks in (self.mesh.shard, self.mesh.replicate)
-            )
-            self.wires = Wires(shards, replicas)
-            if self.options.module is not None:
-                self.reducer = Reducer(self.mesh, shards, replicas)
-                self.landing = make_landing(self.options.rests, device)
-            if Placements.of_stage(self.options.stage).param is Placement.SHARD:
-                # What rests elsewhere is in no memory that others could read.
-                rest = self._params_rest(device)
-                wires = Transport(self.mesh.shard, device) if rest else shards
-                gatherer = Gatherer(wires, tuning.live_bytes)
-                self.sharded = ShardedParams(gatherer, self.gather, self.fetcher, self.name_of)
-            if self.mesh.shard.size > 1:
-                self.exhibit = Exhibit.begin(self)
-        return self.wires
+    @property
+    def counted_elsewhere(self) -> AbstractSet[torch.nn.Parameter]:
+        """Copies whose elements another rank's norm counts."""
+        return self._counted_elsewhere
 
-    def _params_rest(self, device: torch.device) -> bool:
-        """Whether slices of sharded params rest where masters and states do."""
-        return params_rest(self.options.rests, device)
+    @property
+    def slice_numbers(self) -> Mapping[torch.nn.Parameter, int]:
+        """Of the slice of a DTensor in a local param."""
+        return self._slice_numbers
+
+    def note_slice(self, local: torch.nn.Parameter, is_counted_here: bool, number: int | None) -> None:
+        """Which slice of a DTensor a local param is (None: of none), and whether this rank's norm counts it."""
+        if not is_counted_here:
+            self._counted_elsewhere.add(local)
+        if number is not None:
+            self._slice_numbers[local] = number
+
+    # -- where states rest -----------------------------------------------------------------------------------------
 
     @property
     def resting(self) -> list[Shard]:
         """The shards whose homes are the store's."""
-        frozen = self.sharded.frozen if self.sharded is not None and self._params_rest(self.device) else ()
-        return [*self.shards, *frozen]
+        frozen = self.sharded.frozen if self.sharded is not None and self.params_rest(self.device) else ()
+        return [*self._shards, *frozen]
+
+    def params_rest(self, device: torch.device) -> bool:
+        """Whether slices of sharded params rest where masters and states do."""
+        return params_rest(self.options.rests, device)
 
     @property
     def gatherer(self) -> Gatherer:
@@ -280,12 +218,12 @@ class Domain:
     @property
     def is_averaged(self) -> bool:
         """Whether params show the average of the weights at this moment."""
-        return any(shard.aside is not None for shard in self.shards)
+        return any(shard.aside is not None for shard in self._shards)
 
     @property
     def device(self) -> torch.device:
         """Of all bound params; the CPU before there are any."""
-        return self.shards[0].device if self.shards else torch.device("cpu")
+        return self._shards[0].device if self._shards else torch.device("cpu")
 
     @property
     def store(self) -> Store:
@@ -294,9 +232,10 @@ class Domain:
         Raises:
             OffloadError: it was not opened yet, and cannot be.
         """
-        return self._store_for(self.device)
+        return self.store_for(self.device)
 
-    def _store_for(self, device: torch.device) -> Store:
+    def store_for(self, device: torch.device) -> Store:
+        """As ``store``, for params of this device, which may be the first to be bound."""
         if self._store is None:
             self._store = make_store(self.options.rests, self.options.tuning, device)
         return self._store
@@ -311,19 +250,20 @@ class Domain:
 
     def release(self) -> None:
         """Gives every param storage of its own and forgets the states."""
-        if self.exhibit is not None:
-            self.exhibit.close()
-            self.exhibit = None
-        if self.sharded is not None:
-            self.sharded.give_back()
-        for shard in self.shards:
+        links = self._links
+        if links is not None and links.exhibit is not None:
+            links.exhibit.close()
+        if links is not None and links.sharded is not None:
+            links.sharded.give_back()
+        for shard in self._shards:
             shard.bucket.release()
         if self._store is not None:
             self._store.close()
-        if self.landing is not None:
-            self.landing.close()
-        self._store = self.landing = None
-        self.shards, self.entries, self.reducer, self.sharded = [], {}, None, None
+        if links is not None and links.landing is not None:
+            links.landing.close()
+        if links is not None:  # by its transports what was shown of states may be read yet
+            self._links = replace(links, reducer=None, landing=None, sharded=None, exhibit=None)
+        self._store, self._shards, self._entries = None, [], {}
 
     @contextmanager
     def all_or_nothing(self) -> Iterator[None]:
@@ -340,7 +280,7 @@ class Domain:
     def timings(self) -> Timings:
         return self.clock.read(None if self._store is None else self._store.note)
 
-    def settle(self) -> None:
+    def end_step(self) -> None:
         """This rank has come to the end of a step."""
         self.clock.end_step()
         if self.exhibit is not None:
@@ -349,9 +289,9 @@ class Domain:
 
     def retire(self) -> None:
         """The optimizer is gone; other ranks may still read."""
-        if self.exhibit is not None:
-            self.exhibit.retire()
-            self.exhibit = None  # which refers to this
+        if self._links is not None and self._links.exhibit is not None:
+            self._links.exhibit.retire()
+            self._links = replace(self._links, exhibit=None)  # which refers to this
 
     # -- what other ranks hold -------------------------------------------------------------------------------------
 
@@ -389,7 +329,7 @@ class Domain:
         layout, device = shard.bucket.layout, shard.device
         flat = torch.empty(layout.numel, dtype=own.dtype, device=device)
         flat[layout.shard_slice(self.mesh.shard.rank)] = own
-        transport = self._choose_wires(device).shards
+        transport = self.transport
         gather = transport.gather(f"gathering {name}")
         gather.start(transport.open(flat, layout.shard_numel))
         gather.finish()

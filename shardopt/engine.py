@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .agreement import View, agree
 from .backward import Backward
-from .bind import bind
+from .bind import bind, frozen_of
 from .closure import Settled, run_closure
 from .composition import Composition, Party
 from .config import Offload, Options
@@ -28,7 +28,7 @@ from .entry import Candidate, Group
 from .errors import DisagreementError, ShardoptError, StateError
 from .handover import Handover
 from .local_params import LocalParams, local_gradient
-from .materialise import check_materialisable, check_unused, give_devices, give_values, meta_params
+from .materialise import check_materialisable, check_unused, meta_params
 from .memory import Memory, memory_of
 from .offload.store import Store
 from .partition.collectives import Ranks
@@ -193,7 +193,7 @@ class Engine:
     def _make_domain(self, group: dist.ProcessGroup | DeviceMesh | None) -> Domain:
         sharded = Placements.of_stage(self.options.stage).state is Placement.SHARD
         mesh = Mesh.of(group, sharded, self.options.tuning.deadline)
-        domain = Domain(self.rule, self.options, mesh, self.states.waiting)
+        domain = Domain(self.rule, self.options, mesh)
         self._at_the_end(Domain.retire, domain)
         return domain
 
@@ -246,7 +246,8 @@ class Engine:
             )
         domain = self.compose().main
         candidates = domain.unbound(self.groups)
-        if not candidates and not domain.fresh and (domain.entries or not domain.frozen(self.takeover.module)):
+        takeover = self.takeover
+        if not candidates and not takeover.fresh and (domain.entries or not frozen_of(domain, takeover.module)):
             check_unused(state_dict)
             return
         with self.takeover.closure.meeting():
@@ -259,19 +260,33 @@ class Engine:
         self._announce("bind")
         numbers = self._check_together(takeover, candidates, state_dict)
         if meta_params(takeover.module):
-            domain.fresh = set(give_devices(takeover.module, domain.mesh.world))
+            takeover.give_devices(domain.mesh.world)
             candidates = domain.unbound(self.groups)
-        elif not domain.entries and not domain.fresh:
+        elif not domain.entries and not takeover.fresh:
             takeover.share_values(domain.mesh.world)
-        if candidates:
-            bind(domain, self.groups, numbers, candidates)
-        frozen = domain.frozen(takeover.module)
-        if frozen:
-            domain.adopt_frozen(frozen)
-        if domain.fresh:
-            give_values(takeover.module, list(domain.fresh), domain, state_dict)
-            domain.fresh = set()
+        frozen = frozen_of(domain, takeover.module, candidates)
+        if candidates or frozen:
+            self._bind_params(domain, self.groups, numbers, candidates, frozen=frozen)
+        if takeover.fresh:
+            takeover.give_values(state_dict)
         takeover.expect_backward()
+
+    def _bind_params(
+        self,
+        domain: Domain,
+        groups: Sequence[Group],
+        numbers: Sequence[dict[str, Any]],
+        candidates: Sequence[Candidate],
+        closure: bool = False,
+        frozen: Sequence[torch.nn.Parameter] = (),
+    ) -> None:
+        """Collective: see :func:`shardopt.bind.bind`. What waited for the params is theirs, and gradients are taken."""
+        takeover, waiting = self.takeover, self.states.waiting
+        fresh = frozenset[torch.Tensor]() if takeover is None else takeover.fresh
+        bound = bind(domain, groups, numbers, candidates, waiting, frozen=frozen, fresh=fresh, closure=closure)
+        self.states.forget_waiting(entry.param for entry in bound.entries)
+        if takeover is not None:
+            takeover.attach(bound)
 
     def _check_together(
         self, takeover: Handover, candidates: Sequence[Candidate], state_dict: Mapping[str, torch.Tensor] | None
@@ -288,8 +303,8 @@ class Engine:
             self.compose().look(self.groups)
             numbers = [plain_numbers(group) for group in self.groups]
             check_numbers(numbers, self.defaults)
-            if domain.fresh or meta_params(takeover.module):
-                check_materialisable(takeover.module, state_dict, domain.fresh)
+            if takeover.fresh or meta_params(takeover.module):
+                check_materialisable(takeover.module, state_dict, takeover.fresh)
             else:
                 check_unused(state_dict)
         except Exception as error:
@@ -310,7 +325,7 @@ class Engine:
                 if candidates:
                     numbers = [plain_numbers(group) for group in party.groups]
                     check_numbers(numbers, self.defaults)
-                    bind(party.domain, party.groups, numbers, candidates)
+                    self._bind_params(party.domain, party.groups, numbers, candidates)
         finally:
             self.local_params.show()
 
@@ -422,7 +437,7 @@ class Engine:
         except Exception as error:
             call = dataclasses.replace(call, problem=error)
         try:
-            return run_step(parties, composition.whole, call)
+            return run_step(parties, composition.whole, call, self._bind_params)
         finally:
             self.local_params.drop_gradients()
             self.local_params.show()
@@ -468,9 +483,9 @@ class Engine:
         Args:
             copied: this optimizer's param, or anything, -> the other one's copy of it.
         """
-        to.states.waiting = {
-            to.local_params.of(copied(param)): state.copy() for param, state in self.states.all(self.groups).items()
-        }
+        to.states.wait(
+            {to.local_params.of(copied(param)): state.copy() for param, state in self.states.all(self.groups).items()}
+        )
         to.states.own = copied(self.states.own)
         to.is_closed, to.grad_norm, to.updates = self.is_closed, self.grad_norm, self.updates
 
@@ -530,8 +545,9 @@ class Engine:
         """For ``repr``."""
         words = f"stage={self.options.stage}"
         for domain in (each for each in self.domains if each.shards):
-            transport = domain.wires.shards.name if domain.wires is not None else "none"
-            words += f", ranks={domain.mesh.world.size}, buckets={len(domain.shards)}, transport={transport}"
+            words += (
+                f", ranks={domain.mesh.world.size}, buckets={len(domain.shards)}, transport={domain.transport.name}"
+            )
         return words
 
     @torch.no_grad()

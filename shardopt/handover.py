@@ -17,10 +17,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from .backward import Backward
+from .bind import Bound
 from .closure import ClosureRun
 from .domain import Domain
 from .errors import BindingError
 from .forward import Forward, ModuleHook, tensors_within
+from .materialise import give_devices, give_values
 from .module_tree import ModuleTree
 from .partition.collectives import Ranks
 from .partition.placement import Placement, Placements
@@ -61,6 +63,7 @@ class Handover:
         self.pauses = 0  # how many no_sync() contexts of ours are open
         self._domain: Domain | None = None
         self.backward: Backward | None = None
+        self._fresh: frozenset[torch.Tensor] = frozenset()
         self.closure = ClosureRun()
         self.forward: Forward | None = None
         self._tree: ModuleTree | None = None  # of when params were last bound, or looked for
@@ -118,20 +121,37 @@ class Handover:
         return given
 
     def begin(self, domain: Domain, backward: Backward) -> None:
-        """Whatever is bound from now on is taken over."""
+        """What is bound from now on is handed to :meth:`attach`."""
         self._domain, self.backward = domain, backward
         backward.closure = self.closure
         if Placements.of_stage(domain.options.stage).param is Placement.SHARD:
             self.forward = Forward(domain, self.module)
             self.backward.on_end = self.forward.backward_ended
-        domain.on_adopt = self._adopt
 
-    def _adopt(self) -> None:
+    def attach(self, bound: Bound) -> None:
+        """Takes hold of params that were just bound."""
         assert self.backward is not None
         self._tree = ModuleTree(self.module)
-        self.backward.attach()
+        self.backward.attach(bound.entries, bound.shards)
         if self.forward is not None:
             self.forward.attach()
+
+    # -- values of what is on the meta device ----------------------------------------------------------------------
+
+    @property
+    def fresh(self) -> frozenset[torch.Tensor]:
+        """Params and buffers that were on the meta device and have no values yet."""
+        return self._fresh
+
+    def give_devices(self, ranks: Ranks) -> None:
+        """What is on the meta device is on the device to train on from now on, and fresh."""
+        self._fresh |= frozenset(give_devices(self.module, ranks))
+
+    def give_values(self, state_dict: Mapping[str, torch.Tensor] | None) -> None:
+        """Collective: what is fresh gets its values; on all ranks or on none. See :func:`materialise.give_values`."""
+        assert self._domain is not None
+        give_values(self.module, list(self._fresh), self._domain, state_dict)
+        self._fresh = frozenset()
 
     def describe(self) -> dict[str, Any]:
         """What ranks must have in common before values are shared; JSON-able."""
@@ -154,7 +174,7 @@ class Handover:
         if module is not self.module:  # a shallow copy shares hooks
             return
         self._prepare()
-        if self._domain is not None and self._domain.fresh:
+        if self.fresh:
             raise BindingError(
                 "call optimizer.bind() again, on every rank: it failed before all params that were on the meta device "
                 "had values, and this forward would compute with zeros."
@@ -236,8 +256,6 @@ class Handover:
             self.backward.detach()
         if self.forward is not None:
             self.forward.close()
-        if self._domain is not None:
-            self._domain.on_adopt = lambda: None  # it refers to this, and would outlive its optimizer in a cycle
         others = any(each.takeover is not self for each in self._sharers())
         if self.ddp is not None and isinstance(self.ddp.reducer, RetiredReducer) and not others:
             params, expect_sparse = self.ddp._build_params_for_reducer()

@@ -141,7 +141,8 @@ class Release(Backward):
         assert self._domain.reducer is not None
         # On any rank a bucket was updated only if it had left all of them.
         if self._domain.reducer.has_started:
-            self._domain.broken = f"a backward with release_gradients=True, of which some buckets were used: {reason}"
+            why = f"a backward with release_gradients=True, of which some buckets were used: {reason}"
+            self._domain.break_off(why)
 
     def take(self, entry: Entry) -> None:
         if not self.is_syncing:
@@ -213,8 +214,7 @@ class Release(Backward):
     def _look_at(self, shard: Shard, total: torch.Tensor) -> bool:
         """Whether the sum may be used."""
         assert self._round is not None
-        whole = {row: (total[piece.shard_start :], piece.start) for row, piece in enumerate(shard.pieces)}
-        self._sum_up(self._round.sums, shard, format_of(total.dtype, "a gradient"), shard.gradients(whole))
+        self._sum_up(self._round.sums, shard, format_of(total.dtype, "a gradient"), shard.gradients_in(total))
         spoilt = self._round.sums[self._rows[shard], NONFINITE].any()
         return not spoilt or self._domain.options.tuning.nonfinite == "propagate"
 

@@ -6,7 +6,7 @@ rank is about to do together with all others it announces first, and a rank that
     rank 0 (trains)          | round  |  step  | round  |  step  |
     rank 1 (has run out)     | zeros  | update | zeros  | update |      its own shard, with the others' gradients
 
-A round is one reduction of gradients; domain, and a forward of a DDP module (which shares its buffers), are announced
+A round is one reduction of gradients; binding, and a forward of a DDP module (which shares its buffers), are announced
 too. Where the module was not handed over, DDP reduces the gradients and shadows that by itself; what it sums on a rank
 that has run out goes nowhere, so one of the others sends its gradients ahead of the step.
 """

@@ -15,6 +15,7 @@ from .kernels.tables import BLOCK, Gradients, Noise
 from .offload.store import Chunk, Home, Plane, Store
 from .partition.bucket import Bucket
 from .partition.gather import GatheredBucket, Gatherer, MemorySlice
+from .partition.gather import Slice as GatheredSlice
 from .partition.layout import Piece
 from .partition.reduced import KeptBucket, PassingBucket
 from .partition.room import zeros
@@ -45,7 +46,8 @@ class Shard:
     window: Window  # on bucket.flat; opened by all ranks together
     reduced: KeptBucket  # where the module was handed over
     passing: PassingBucket  # in its place, where gradients are released
-    number: int  # of the bucket, in the reducer
+    number: int  # of that bucket, in the reducer
+    sums: Gradients  # the table of what stays in ``reduced``
     gathered: GatheredBucket | None = None  # where params are sharded
     aside: torch.Tensor | None = None  # 1D [shard_numel]: the weights, while params show their average
 
@@ -70,6 +72,14 @@ class Shard:
         self.format: Format = dtype_format(bucket.dtype, "a param")
         self.kept = kept
         self.masters = ("master",) if kept.master is not None else ()
+        # Index of a param -> 1D fp32, its slice of a master that was loaded and is not that of the param: which may be
+        # loaded after it.
+        self.awaiting: dict[int, torch.Tensor] = {}
+        self._piece_of_param = {piece.param: piece for piece in self.pieces}
+        self._strides = [dense_strides(param) for param in bucket.params]
+        self._no_row = len(self.pieces)  # the row of blocks that hold no param; its end stays 0
+        self.host_row_of_block = self._make_row_of_block()  # in host memory
+        self.row_of_block = self.host_row_of_block.to(self.device)
         self.home = store.home(self.numel, bucket.dtype, bucket.device)  # of masters and states
         try:
             self.home.ensure(self._planes((*self.masters, *states)))
@@ -81,14 +91,6 @@ class Shard:
         except BaseException:
             self.home.release()
             raise
-        # Index of a param -> 1D fp32, its slice of a master that was loaded and is not that of the param: which may be
-        # loaded after it.
-        self.awaiting: dict[int, torch.Tensor] = {}
-        self._piece_of_param = {piece.param: piece for piece in self.pieces}
-        self._strides = [dense_strides(param) for param in bucket.params]
-        self._no_row = len(self.pieces)  # the row of blocks that hold no param; its end stays 0
-        self.host_row_of_block = self._make_row_of_block()  # in host memory
-        self.row_of_block = self.host_row_of_block.to(self.device)
 
     def _make_row_of_block(self) -> torch.Tensor:
         rows = np.full(self.numel // BLOCK, self._no_row, dtype=np.int32)
@@ -157,21 +159,28 @@ class Shard:
             Chunk(self.home, start, stop, names, self.param[start:stop], reads_param=reads) for start, stop in bounds
         ]
 
-    def reduce_into(self, reduced: KeptBucket, number: int) -> None:
-        """Gradients of this shard will be found in ``reduced.total``, where bucket ``number`` is summed."""
-        self.reduced, self.number = reduced, number
+    def reduce_into(self, reduced: KeptBucket) -> None:
+        """Gradients of this shard will be found in ``reduced.total``."""
+        self.reduced = reduced
+        if not reduced.at_rest:
+            self.sums = self.gradients_in(reduced.total)
 
-    def pass_on(self, passing: PassingBucket, number: int) -> None:
-        """Sums of gradients of this shard come and go as ``passing`` says, under bucket ``number``."""
-        self.passing, self.number = passing, number
+    def pass_on(self, passing: PassingBucket) -> None:
+        """Sums of gradients of this shard come and go as ``passing`` says."""
+        self.passing = passing
 
-    def part_with_params(self, gatherer: Gatherer) -> GatheredBucket:
-        """Collective: keeps this rank's slice of the params, and gives the rest to the gatherer."""
+    def own_slice(self) -> GatheredSlice:
+        """A copy of this rank's slice of the params, apart from the bucket."""
         if self.param is None:
-            self.gathered = gatherer.add(self.bucket, RestingSlice(self))
-        else:
-            self.param = self._zeros().copy_(self.param)
-            self.gathered = gatherer.add(self.bucket, MemorySlice(self.param))
+            return RestingSlice(self)
+        is_apart = self.bucket.resident_bytes < self.bucket.nbytes  # the bucket of params without values is not there
+        # Now, and not once it is adopted: from the last agreement on other ranks may read it.
+        return MemorySlice(self.param if is_apart else self._zeros().copy_(self.param))
+
+    def part_with_params(self, gatherer: Gatherer, own: GatheredSlice, window: Window) -> GatheredBucket:
+        """Keeps this rank's slice of the params in ``own``, and gives the rest to the gatherer. Allocates nothing."""
+        self.param = own.memory
+        self.gathered = gatherer.add(self.bucket, own, window)
         return self.gathered
 
     def spec(self, variant: Variant, grad: Format) -> StepSpec:
@@ -196,6 +205,10 @@ class Shard:
         if at_rest:
             return Gradients(self.host_row_of_block, torch.from_numpy(rows), aligned)
         return Gradients(self.row_of_block, torch.from_numpy(rows).to(self.device), aligned)
+
+    def gradients_in(self, total: torch.Tensor) -> Gradients:
+        """The table for a sum that is all of the shard's, 1D [shard_numel]."""
+        return self.gradients({row: (total[piece.shard_start :], piece.start) for row, piece in enumerate(self.pieces)})
 
     def noise(self, counters: Mapping[int, tuple[int, int, int]]) -> Noise:
         """The table for these rows: (key, key, phase), what their noise depends on beside the element."""

@@ -11,8 +11,9 @@ import torch
 
 from .errors import OffloadError
 from .part import ParamPart, Part
-from .partition.gather import GatheredBucket, Gatherer
+from .partition.gather import GatheredBucket, Gatherer, Slice
 from .partition.released import Read, Write, forget, stand_in
+from .partition.wire import Window
 from .shard import Shard
 from .strides import flattened
 
@@ -36,22 +37,30 @@ class ShardedParams:
     def buckets(self) -> list[GatheredBucket]:
         return list(dict.fromkeys(self.where.values()))
 
-    def take(self, shard: Shard) -> None:
-        """Collective: keeps this rank's slice of the shard's params, and lets go of the rest."""
-        gathered = shard.part_with_params(self.gatherer)
+    def take(self, shard: Shard, own: Slice, window: Window, is_frozen: bool) -> None:
+        """Keeps this rank's slice of the shard's params in ``own``, and lets go of the rest. Allocates nothing."""
+        gathered = shard.part_with_params(self.gatherer, own, window)
+        if is_frozen:
+            self.frozen.append(shard)
         for index, param in enumerate(shard.bucket.params):
             self.where[param] = gathered
             stand_in(param, *self._stand_in(shard, index, param), partial(self.name_of, param))
 
     def let_go(self, params: Sequence[torch.nn.Parameter]) -> None:
-        """Collective: frozen params that will be trained have whole values of their own again."""
+        """Collective: frozen params that will be trained have whole values of their own again.
+
+        After an error each of them either has, or is sharded as before.
+        """
         for param in params:
-            gathered = self.where.pop(param, None)
+            gathered = self.where.get(param)
             if gathered is not None:
                 self.gatherer.need(gathered)
-                gathered.bucket.let_go(param)
-                forget(param)
-                self.gatherer.done(gathered)
+                try:
+                    gathered.bucket.let_go(param)
+                    del self.where[param]
+                    forget(param)
+                finally:
+                    self.gatherer.done(gathered)
 
     @contextmanager
     def unsharded(self) -> Iterator[None]:

@@ -1,6 +1,6 @@
 """The states of an optimizer's params, wherever they are: waiting to be bound, in shards, or consolidated."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -113,6 +113,14 @@ class StateTable:
         with torch.no_grad():
             for domain in self.domains:
                 load_states(domain, states)
-        self.waiting.clear()
-        self.waiting.update(waiting)
+        self.wait(waiting)
         self.consolidated = None
+
+    def wait(self, states: States) -> None:
+        """These, and no others, wait until their params are bound."""
+        self.waiting = states
+
+    def forget_waiting(self, locals_: Iterable[torch.nn.Parameter]) -> None:
+        """These params were bound, with the states that waited for them."""
+        for local in locals_:
+            self.waiting.pop(local, None)

@@ -13,14 +13,14 @@ Nothing is changed before phase 4: whatever is wrong on any rank is raised on al
 
 import math
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from .agreement import Agreed, View, agree
-from .bind import bind, checksum
+from .bind import checksum
 from .composition import Party, agree_on_whole
 from .domain import Domain
 from .entry import Candidate, Group
@@ -38,6 +38,9 @@ from .work import Task, Work, works_of
 # Keeps a norm of zero from dividing, as in torch.nn.utils.clip_grad_norm_.
 _CLIP_EPS = 1e-6
 _HALF_WAY = "Some shards are updated, others are not: do not go on training from here; restart from a checkpoint."
+
+# Takes a domain, param groups, these as plain numbers, params to bind, and whether a closure was given.
+Bind = Callable[[Domain, Sequence[Group], Sequence[dict[str, Any]], Sequence[Candidate], bool], object]
 
 
 @dataclass(frozen=True)
@@ -77,16 +80,17 @@ class Lane:
     agreed: Agreed | None = None
 
 
-def run_step(parties: Sequence[Party], whole: Sequence[Ranks], call: Call) -> Outcome:
+def run_step(parties: Sequence[Party], whole: Sequence[Ranks], call: Call, bind: Bind) -> Outcome:
     """Takes one step with the gradients that the params hold.
 
     Args:
+        bind: collective; binds params of a party's domain.
         whole: over which ranks the parties decide together; empty where there is one party, which is all there is.
     """
     lanes = [Lane(party.domain, party.groups) for party in parties]
     for lane in lanes:
         check_unbroken(lane.domain)
-    agreed = _agree(lanes, whole, call)
+    agreed = _agree(lanes, whole, call, bind)
     # 3. decide
     main = lanes[0]
     norm = _norm(lanes, whole, agreed, call.scaling)
@@ -95,7 +99,7 @@ def run_step(parties: Sequence[Party], whole: Sequence[Ranks], call: Call) -> Ou
     if agreed.overflow or is_idle or _is_skipped(main.domain, agreed, launches, call.scaling):
         for lane in lanes:
             _mark_used(lane.seen)
-            lane.domain.settle()
+            lane.domain.end_step()
         return Outcome(updated=False, grad_norm=norm)
     clip = 1.0
     if norm is not None and main.domain.options.max_grad_norm is not None:
@@ -104,7 +108,7 @@ def run_step(parties: Sequence[Party], whole: Sequence[Ranks], call: Call) -> Ou
     # 4. update, 5. gather
     undone = _update_lanes(lanes, 1.0 / call.scaling.scale, clip)
     if undone is not None:
-        main.domain.settle()
+        main.domain.end_step()
         raise undone
     # 6. commit
     for lane in lanes:
@@ -144,7 +148,7 @@ def _commit(lane: Lane) -> None:
     torch.autograd.graph.increment_version([each.entry.param for each in seen.ready])
     for entry in (*seen.written, *(each.entry for each in seen.ready)):
         entry.version = entry.param._version
-    lane.domain.settle()
+    lane.domain.end_step()
 
 
 def _mark_used(seen: Survey) -> None:
@@ -179,7 +183,7 @@ def close_step(domain: Domain, seen: Survey, view: View, sums: Mapping[str, int]
         agreed = agree(view, world, domain.device)
         if agreed.written and world.size > 1:
             agree(replace(view, key=sums, describe=lambda: dict(sums)), world, domain.device)
-    domain.rounds += 1
+    domain.count_round()
     _update(domain, seen, 1.0, 1.0)
     _commit(Lane(domain, (), seen))
 
@@ -187,12 +191,12 @@ def close_step(domain: Domain, seen: Survey, view: View, sums: Mapping[str, int]
 # -- 1. survey, 2. agree -----------------------------------------------------------------------------------------------
 
 
-def _agree(lanes: Sequence[Lane], whole: Sequence[Ranks], call: Call) -> Agreed:
+def _agree(lanes: Sequence[Lane], whole: Sequence[Ranks], call: Call, bind: Bind) -> Agreed:
     """Collective: the ranks of each domain by themselves, then those of the whole model."""
     problem = call.problem
     for lane in lanes:
         try:
-            lane.agreed = _agree_in(lane, call)
+            lane.agreed = _agree_in(lane, call, bind)
         except Exception as error:
             if not whole:
                 raise
@@ -222,7 +226,7 @@ def _limbs_of_one_copy(lane: Lane) -> tuple[int, ...]:
     return limbs if mesh.world.rank in mesh.one_copy else (0,) * len(limbs)
 
 
-def _agree_in(lane: Lane, call: Call) -> Agreed:
+def _agree_in(lane: Lane, call: Call, bind: Bind) -> Agreed:
     domain, problem = lane.domain, call.problem
     numbers: list[dict[str, Any]] = []
     candidates: list[Candidate] = []
@@ -234,7 +238,7 @@ def _agree_in(lane: Lane, call: Call) -> Agreed:
         except Exception as error:
             problem = error
     if candidates:
-        bind(domain, lane.groups, numbers, candidates, closure=call.closure)
+        bind(domain, lane.groups, numbers, candidates, call.closure)
     # 1. survey
     if problem is None:
         try:
@@ -249,7 +253,7 @@ def _agree_in(lane: Lane, call: Call) -> Agreed:
         agreed = agree(view, world, domain.device, domain.mesh.one_copy)
         if agreed.written and world.size > 1:
             _compare_written(domain, lane.seen)
-    domain.rounds += 1
+    domain.count_round()
     return agreed
 
 
@@ -366,7 +370,7 @@ def _update_lanes(lanes: Sequence[Lane], unscale: float, clip: float) -> Excepti
                 return undone
     except BaseException as error:
         for lane in lanes:
-            lane.domain.broken = f"{type(error).__name__}: {error}"
+            lane.domain.break_off(f"{type(error).__name__}: {error}")
         raise
     return None
 
@@ -377,7 +381,7 @@ def _update(domain: Domain, seen: Survey, unscale: float, clip: float) -> Except
     Returns:
         Why nothing was updated after all, on any rank. An error is raised where that is no longer certain.
     """
-    if domain.wires is None:  # nothing is bound: every param is frozen
+    if domain.links is None:  # nothing is bound: every param is frozen
         return None
     if domain.sharded is not None:
         domain.gatherer.drop_all()  # they travel when they are needed; what is here will be out of date
@@ -423,9 +427,8 @@ def _update_or_put_back(domain: Domain, works: Sequence[Work], factors: tuple[fl
 def _update_and_gather(
     domain: Domain, works: Sequence[Work], updated: set[Shard], factors: tuple[float, float]
 ) -> None:
-    """What lies in memory is updated (on a disk it was), and every shard travels as soon as it is."""
-    assert domain.wires is not None
-    gather = domain.wires.shards.gather("gathering updated params")
+    """What lies in memory is updated, and every shard travels as soon as it is."""
+    gather = domain.transport.gather("gathering updated params")
     problem: Exception | None = None
     tasks: dict[Shard, list[Task]] = {}
     try:
@@ -451,14 +454,13 @@ def _update_and_gather(
 
 
 def _finish(domain: Domain, gather: Gather, problem: Exception | None) -> None:
-    assert domain.wires is not None
     try:
         with domain.clock.phase("gather"):
             gather.finish(failed=problem is not None)
     except CommunicationError as error:
         if problem is None:
             raise CommunicationError(f"{error} {_HALF_WAY}") from error
-    domain.wires.shards.traffic.params += gather.received
+    domain.transport.traffic.params += gather.received
     if problem is not None:
         problem.add_note(_HALF_WAY)
         raise problem

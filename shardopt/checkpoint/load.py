@@ -223,13 +223,12 @@ class Loading:
         except ShardoptError as error:
             for optimizer in optimizers:
                 for domain in optimizer.engine.domains:
-                    domain.broken, domain.is_half_loaded = f"while loading a checkpoint: {error}", True
+                    domain.break_off(f"while loading a checkpoint: {error}", by_load=True)
             raise
         if not fitting.mismatches:  # everything was replaced
             for optimizer in optimizers:
                 for domain in optimizer.engine.domains:
-                    if domain.is_half_loaded:
-                        domain.broken, domain.is_half_loaded = None, False
+                    domain.make_good()
 
     def _commit(self, model: Model, fitting: Fit, optimizers: Sequence[ShardedOptimizer]) -> None:
         for name, home in model.homes.items():
@@ -257,9 +256,8 @@ class Loading:
                 gradients.restore(home.param, home.entry.slot, about, own, self._meeting.world.size)
         for number, optimizer in enumerate(optimizers):
             optimizer.engine.states.consolidated = None
-            optimizer.engine.states.waiting.clear()
             owned = {param for group in optimizer.engine.local_groups() for param in group["params"]}
-            optimizer.engine.states.waiting.update({p: state for p, state in self._plan.waiting.items() if p in owned})
+            optimizer.engine.states.wait({p: state for p, state in self._plan.waiting.items() if p in owned})
             for index, group in enumerate(optimizer.param_groups):
                 if (number, index) in fitting.groups:
                     _update_group(group, values.decode(fitting.groups[number, index], self._find))

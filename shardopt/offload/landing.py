@@ -43,6 +43,11 @@ class HostLanding:
             self._slot_bytes, self._free, self._made = resting.nbytes, [], 0
         return resting
 
+    def give_back(self, resting: torch.Tensor) -> None:
+        """A sum that will not be made after all."""
+        self._resting = [each for each in self._resting if each is not resting]
+        self._pages.give_back([resting])
+
     def _enter(self, resting: torch.Tensor) -> _Slot:
         if self._free and self._made >= SLOTS:
             slot = self._free.pop(0)  # whose copy has been under way for longest

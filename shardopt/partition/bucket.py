@@ -36,17 +36,24 @@ class Bucket:
         first = params[0]
         self._room = Room(layout.numel, first.dtype, first.device)
         self.flat = self._room.tensor  # 1D, padding stays zero
-        with torch.no_grad():
-            for index, param in enumerate(self.params):
-                view = self.view(self.flat, index, param)
-                if not is_released:  # memory that is given back must have one owner
-                    view = with_own_storage(view)
-                if param not in fresh:
-                    view.copy_(param)
-                param.data = view  # only now may the old storage go: one bucket at a time is there twice
-        self._shapes = tuple((param.size(), param.stride()) for param in self.params)
+        self._shapes = tuple((param.size(), dense_strides(param)) for param in self.params)
+        try:
+            self._take_in(fresh, is_released)
+        except BaseException:
+            self.release()
+            raise
         if is_released and all(param in fresh for param in self.params):
             self.drop()
+
+    @torch.no_grad()
+    def _take_in(self, fresh: Collection[torch.Tensor], is_released: bool) -> None:
+        for index, param in enumerate(self.params):
+            view = self.view(self.flat, index, param)
+            if not is_released:  # memory that is given back must have one owner
+                view = with_own_storage(view)
+            if param not in fresh:
+                view.copy_(param)
+            param.data = view  # only now may the old storage go: one bucket at a time is there twice
 
     @property
     def nbytes(self) -> int:
@@ -133,7 +140,9 @@ class Bucket:
         )
 
     def release(self) -> None:
-        """Gives every param storage of its own again."""
+        """Gives every param storage of its own again; in a bucket that is not there, none has values to take along."""
+        if not self._room.is_there:
+            self.show()
         with torch.no_grad():
             for index, param in enumerate(self.params):
                 if index in self._present and self.holds(index) and self._room.is_there:

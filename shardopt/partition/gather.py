@@ -85,12 +85,14 @@ class Gatherer:
         self._trace = Trace()
         self._was_written = False  # slices, since ranks last met
 
-    def add(self, bucket: Bucket, own: Slice) -> GatheredBucket:
-        """Collective: takes a whole bucket over and drops it; ``own`` holds this rank's slice."""
+    def window(self, bucket: Bucket, own: Slice) -> Window:
+        """Collective: on a bucket of which ``own`` holds this rank's slice."""
         if own.memory is None:
-            window = self._transport.open(bucket.flat, bucket.layout.shard_numel)
-        else:
-            window = self._transport.open_apart(bucket.flat, own.memory)
+            return self._transport.open(bucket.flat, bucket.layout.shard_numel)
+        return self._transport.open_apart(bucket.flat, own.memory)
+
+    def add(self, bucket: Bucket, own: Slice, window: Window) -> GatheredBucket:
+        """Takes a whole bucket over and drops it; ``own`` holds this rank's slice."""
         bucket.drop()
         return GatheredBucket(bucket, own, window, self._transport.ranks.rank)
 

@@ -91,9 +91,13 @@ class Reducer:
         self._patience, self._was_patient = self._most_patience, True
         _REDUCERS.add(self)
 
-    def add(self, bucket: KeptBucket | PassingBucket) -> int:
-        """Collective, between rounds: one more bucket. Returns its number."""
-        self._windows.append(bucket.window(self._replicas))
+    def window(self, bucket: KeptBucket | PassingBucket) -> Window | None:
+        """Collective: on the sum of a bucket that is about to be added; None: nobody else looks at it."""
+        return bucket.window(self._replicas)
+
+    def add(self, bucket: KeptBucket | PassingBucket, window: Window | None) -> int:
+        """One more bucket, between rounds. Returns its number."""
+        self._windows.append(window)
         self.buckets.append(bucket)
         self._order.append(len(self.buckets) - 1)
         self._seen.append(set(range(bucket.num_params)))

@@ -309,14 +309,12 @@ def nothing_travels_twice(stage: int, neighbours: bool) -> None:
         model = Chain()
         opt = ShardedSGD(model, lr=0.5, stage=stage, tuning=Tuning(neighbours=neighbours, **SMALL))
         for step, case in enumerate([CASES[name], CASES[name], plain, plain, plain]):
-            before = 0 if opt.engine.domain is None else opt.engine.domain.wires.shards.traffic.gradients
+            before = 0 if opt.engine.domain is None else opt.engine.domain.transport.traffic.gradients
             opt.zero_grad()
             run_case(case, model, dist.get_rank(), step)
             opt.step()
         slices = [bucket.total.numel() for bucket in opt.engine.domain.reducer.buckets]
-        assert opt.engine.domain.wires.shards.traffic.gradients - before == (dist.get_world_size() - 1) * 4 * sum(
-            slices
-        )
+        assert opt.engine.domain.transport.traffic.gradients - before == (dist.get_world_size() - 1) * 4 * sum(slices)
 
 
 def test_sums_are_exact(ranks: Pool) -> None:

@@ -264,7 +264,8 @@ def takes_two_bytes(setting: Setting) -> None:
                     loss.backward()
                 assert widest.numel == (300 if dist.get_world_size() > 1 else 1), setting
             optimizer.step()
-        assert optimizer.engine.domain is not None and optimizer.engine.domain.wires is not None
+        assert optimizer.engine.domain is not None and optimizer.engine.domain.links is not None
+        links = optimizer.engine.domain.links
         own = sum(shard.numel for shard in optimizer.engine.domain.shards)
         tier = "device" if setting.offload is None else "host"
         held = optimizer.memory()["gradient"]
@@ -272,7 +273,7 @@ def takes_two_bytes(setting: Setting) -> None:
         # Gradients travel as they are, and at stage 0 sums come back as they are kept.
         buckets, others = optimizer.engine.domain.reducer.buckets, dist.get_world_size() - 1
         nbytes = sum(4 * each.part_numel if setting.stage == 0 else 2 * each.total.numel() for each in buckets)
-        assert sum(wire.traffic.gradients for wire in optimizer.engine.domain.wires) == 4 * others * nbytes, setting
+        assert sum(wire.traffic.gradients for wire in (links.shards, links.replicas)) == 4 * others * nbytes, setting
 
 
 def all_take_two_bytes(settings: Sequence[Setting]) -> None:

@@ -155,7 +155,7 @@ def as_on_a_gpu(lanes: type[Lanes]) -> Iterator[None]:
 
     with ExitStack() as stack:
         stack.enter_context(patch("shardopt.tiers._beside_cpu", beside))
-        stack.enter_context(patch("shardopt.domain.make_landing", landing))
+        stack.enter_context(patch("shardopt.bind.make_landing", landing))
         stack.enter_context(patch("shardopt.tiers.register_with_cuda", None))
         for module in ("bind", "optimizer"):
             stack.enter_context(patch(f"shardopt.{module}.check_offload", lambda rests, *_: None))
