@@ -14,12 +14,20 @@ backward, or in the middle of it, three ways tell the others at once:
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
-if TYPE_CHECKING:
-    from .handover import Handover
+
+class Failing(Protocol):
+    """The backwards of a module that was handed over, as a closure sees them."""
+
+    @property
+    def rounds(self) -> int:
+        """How many backwards were reduced."""
+
+    def fail(self, error: Exception, rounds: int) -> bool:
+        """Tells ranks that wait in a backward; whether all know of the error, or will."""
 
 
 class Settled(Exception):
@@ -54,18 +62,22 @@ class ClosureRun:
             raise
 
 
-def run_closure(closure: Callable[[], Any], handover: "Handover | None") -> Any:
+def run_closure(closure: Callable[[], Any], run: ClosureRun | None, backward: Callable[[], Failing | None]) -> Any:
     """What the closure returns.
+
+    Args:
+        run: of the module that was handed over.
+        backward: gives that of the module, or None as long as it is not bound, which the closure itself may do.
 
     Raises:
         Settled: the ranks need not, or must not, be told at the beginning of the step.
         Exception: what the closure raised. The ranks will meet at the beginning of the step.
     """
-    if handover is None:
+    if run is None:
         with torch.enable_grad():
             return closure()
-    run, backward = handover.closure, handover.backward
-    rounds = 0 if backward is None else backward.rounds
+    begun = backward()
+    rounds = 0 if begun is None else begun.rounds
     run.is_on, run.number, run.heard = True, run.number + 1, None
     try:
         with torch.enable_grad():
@@ -73,7 +85,8 @@ def run_closure(closure: Callable[[], Any], handover: "Handover | None") -> Any:
     except Exception as error:
         if run.heard is not None:
             raise Settled(run.heard) from error
-        if handover.backward is not None and not handover.backward.fail(error, rounds):
+        bound = backward()
+        if bound is not None and not bound.fail(error, rounds):
             raise Settled(error) from error
         raise
     finally:

@@ -349,8 +349,13 @@ class Engine:
 
     def forget_backward(self) -> None:
         """Gradients were set to None or zero: a backward that failed before leaves nothing."""
-        if self.takeover is not None and self.takeover.backward is not None:
-            self.takeover.backward.forget()
+        backward = self._backward()
+        if backward is not None:
+            backward.forget()
+
+    def _backward(self) -> Backward | None:
+        """Of the module that was taken over, once it is bound."""
+        return None if self.takeover is None else self.takeover.backward
 
     # -- the step --------------------------------------------------------------------------------------------------
 
@@ -382,13 +387,14 @@ class Engine:
                 raise TypeError(f"closure takes a function or None, found {type(closure).__name__}.")
             return None if closure is None else closure()
 
-        backward = None
+        run = None if self.takeover is None else self.takeover.closure
         try:
-            loss = evaluate() if closure is None else run_closure(evaluate, self.takeover)
+            loss = evaluate() if closure is None else run_closure(evaluate, run, self._backward)
             scale = scaling()
-            if self.takeover is not None and self.takeover.backward is not None:
+            backward = self._backward()
+            if self.takeover is not None and backward is not None:
                 self.takeover.check_still_covered()
-                self.takeover.backward.check_whole()
+                backward.check_whole()
         except Settled as error:
             settled = error.error
         except Exception as error:  # raised on every rank by run_step, so that no rank waits for this one
@@ -401,7 +407,7 @@ class Engine:
             self.take(call)
             return loss
         except BaseException:
-            backward = None if self.takeover is None else self.takeover.backward
+            backward = self._backward()
             if closure is not None and backward is not None:
                 backward.end_closure()
             raise

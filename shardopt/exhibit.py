@@ -7,18 +7,35 @@ still the same after the reading.
 """
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 
-from .epoch import Moment
+from .epoch import Epoch, Moment
 from .errors import StateError
+from .partition.mesh import Mesh
 from .partition.serve import Showing
 from .shard import Shard
+from .sharded_params import ShardedParams
 
-if TYPE_CHECKING:
-    from .domain import Domain
+
+class Shown(Protocol):
+    """What is shown of a domain."""
+
+    @property
+    def mesh(self) -> Mesh: ...
+    @property
+    def epoch(self) -> Epoch: ...
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def shards(self) -> Sequence[Shard]: ...
+    @property
+    def sharded(self) -> ShardedParams | None: ...
+    @property
+    def broken(self) -> str | None: ...
 
 
 @dataclass(frozen=True)
@@ -40,13 +57,13 @@ class Exhibit:
 
     _showing: Showing
 
-    def __init__(self, domain: "Domain"):
+    def __init__(self, domain: Shown):
         self._domain = domain
         self._written: torch.cuda.Event | None = None  # behind the last step
         self._is_closed = False
 
     @staticmethod
-    def begin(domain: "Domain") -> "Exhibit | None":
+    def begin(domain: Shown) -> "Exhibit | None":
         """Collective. None where some rank can open no socket: nothing can then be read by one rank alone."""
         exhibit = Exhibit(domain)
         showing = Showing.begin(domain.mesh.shard, exhibit)

@@ -4,14 +4,10 @@ import ctypes
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from .gradient import GradientPart
-
 
 Rounding = Callable[[float], float]
 
@@ -95,7 +91,7 @@ class Slot:
         self.divisor = 1
         self.kept: Tensor | None = None
         self._kept_of = 1  # what that was divided by
-        self.part: GradientPart | None = None
+        self.part: Tensor | None = None
         self.is_used = False
         self.edits: list[list[Any]] = []
         self.pending: Tensor | None = None
@@ -158,7 +154,7 @@ class Slot:
 
     def shows_in(self, grad: Tensor | None) -> bool:
         """Whether this is a part that shows the slot's gradient, or an alias of it (``.detach()``)."""
-        return getattr(grad, "slot", None) is self and not cast("GradientPart", grad).is_stale
+        return getattr(grad, "slot", None) is self and not cast(Any, grad).is_stale
 
     def lend(self) -> Tensor:
         """The mean, for others to read. A write to it is noticed: the norms are then no longer known."""
