@@ -24,7 +24,7 @@ from tqdm import tqdm
 
 import shardopt
 from shardopt.config import Options
-from shardopt.kept import kept_for
+from shardopt.domain.formats import kept_for
 from shardopt.kernels import codecs
 from shardopt.kernels.formats import BF16, BF16_RANDOM, FP32, BlockFormat
 from shardopt.kernels.launch import backend_of

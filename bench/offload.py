@@ -46,8 +46,8 @@ from torch.nn import Parameter
 from tqdm import tqdm
 
 from shardopt import ShardedAdamW, Tuning
-from shardopt.offload.disk import DiskStore
-from shardopt.offload.pipeline import SLOTS
+from shardopt.offload.disk.pipeline import SLOTS
+from shardopt.offload.disk.store import DiskStore
 
 MI = 1 << 20
 BYTES_AN_ELEMENT = 12  # master and two states, read and written once each

@@ -14,10 +14,10 @@ from common import device_name, parser_of, show, write_result
 from torch import nn
 
 import shardopt
-from shardopt.bind import plan_of
 from shardopt.config import Options
-from shardopt.domain import Domain
-from shardopt.partition.collectives import Ranks
+from shardopt.domain.bind import plan_of
+from shardopt.domain.domain import Domain
+from shardopt.partition.comm.group import Ranks
 from shardopt.partition.mesh import Mesh
 from shardopt.rules.adam import adam
 

@@ -16,7 +16,7 @@ import torch
 
 import shardopt
 from shardopt.config import Master, StateFormat
-from shardopt.plan import Way, plan, transformer
+from shardopt.tools.plan import Way, plan, transformer
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 
 import shardopt
-from shardopt.checkpoint.commands import EXIT_CODES, add_commands, run
-from shardopt.command_values import chart_file, memory, params, positive, seed
 from shardopt.config import Options
 from shardopt.errors import UnsupportedVersionError
 from shardopt.option import planned
+from shardopt.tools.checkpoint_commands import EXIT_CODES, add_commands, run
+from shardopt.tools.values import chart_file, memory, params, positive, seed
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -94,7 +94,7 @@ def _add_plan(commands: Any) -> None:
 
 
 def _doctor(options: argparse.Namespace) -> int:
-    from .doctor import report
+    from .tools.doctor import report
 
     print(report(options.path))
     if options.path.is_dir():
@@ -104,9 +104,9 @@ def _doctor(options: argparse.Namespace) -> int:
 
 
 def _plan(options: argparse.Namespace) -> int:
-    from .optim import recipe
-    from .plan import WAYS, Planner, Tier, every_way, possible, transformer
-    from .plan_report import advice, chart, table
+    from .optim.classes import recipe
+    from .tools.plan import WAYS, Planner, Tier, every_way, possible, transformer
+    from .tools.plan_report import advice, chart, table
 
     if options.plot is not None and importlib.util.find_spec("matplotlib") is None:
         raise UnsupportedVersionError("--plot draws with Matplotlib, which is missing: pip install matplotlib.")
@@ -147,8 +147,8 @@ def _optimizers() -> dict[str, type[shardopt.ShardedOptimizer]]:
 
 
 def _twins(optimizer: str, dtype: str, steps: int, seed: int) -> int:
-    from .optim import recipe
-    from .twins import compare, triton_device
+    from .optim.classes import recipe
+    from .tools.twins import compare, triton_device
 
     where = "compiled for this GPU" if triton_device().type == "cuda" else "in Triton's interpreter"
     used = recipe(_optimizers()[optimizer])

@@ -16,36 +16,36 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from .agreement import View, agree
-from .backward import Backward
-from .bind import bind, frozen_of
-from .closure import Settled, run_closure
-from .composition import Composition, Party
 from .config import Offload, Options
-from .consolidate import consolidate, rank_to_gather_on
-from .domain import Domain
-from .entry import Candidate, Group
+from .domain.agreement import View, agree
+from .domain.bind import bind, frozen_of
+from .domain.domain import Domain
+from .domain.domains import Composition, Party
+from .domain.dtensors import LocalParams, local_gradient
+from .domain.exclusive import in_turn
+from .domain.masters import refresh_masters
+from .domain.memory import Memory, memory_of
+from .domain.param import Candidate, Group
+from .domain.param_state import ParamState
+from .domain.relocate import relocate
+from .domain.tiers import check_offload, make_store, tier_of
+from .domain.timings import Timings
+from .domain.unsharded import check_gathered_by_nobody, check_weights, unsharded
 from .errors import DisagreementError, ShardoptError, StateError
-from .handover import Handover
-from .local_params import LocalParams, local_gradient
-from .materialise import check_materialisable, check_unused, meta_params
-from .memory import Memory, memory_of
+from .module.backward import Backward
+from .module.closure import Settled, run_closure
+from .module.materialize import check_materialisable, check_unused, meta_params
+from .module.takeover import Handover
 from .offload.store import Store
-from .partition.collectives import Ranks
+from .partition.comm.group import Ranks
 from .partition.mesh import Mesh, everyone_of
 from .partition.placement import Placement, Placements
-from .release import Release, drop_gradients
-from .relocate import relocate
 from .rules import Rule
-from .state_table import StateTable
-from .states import ParamState
-from .step import NOTHING_DONE, Call, Outcome, run_step
-from .survey import Scaling, check_numbers, plain_numbers
-from .tiers import check_offload, make_store, tier_of
-from .timings import Timings
-from .turns import in_turn
-from .unsharded import check_gathered_by_nobody, check_weights, unsharded
-from .written_params import refresh_masters
+from .states.consolidate import consolidate, rank_to_gather_on
+from .states.table import StateTable
+from .step.step import NOTHING_DONE, Call, Outcome, run_step
+from .step.survey import Scaling, check_numbers, plain_numbers
+from .step.update_in_backward import Release, drop_gradients
 
 
 class Owner(Protocol):
@@ -280,7 +280,7 @@ class Engine:
         closure: bool = False,
         frozen: Sequence[torch.nn.Parameter] = (),
     ) -> None:
-        """Collective: see :func:`shardopt.bind.bind`. What waited for the params is theirs, and gradients are taken."""
+        """Collective: binds params. The states that waited for them are theirs, and their gradients are taken over."""
         takeover, waiting = self.takeover, self.states.waiting
         fresh = frozenset[torch.Tensor]() if takeover is None else takeover.fresh
         bound = bind(domain, groups, numbers, candidates, waiting, frozen=frozen, fresh=fresh, closure=closure)

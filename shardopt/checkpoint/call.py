@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ..arguments import flag, path, whole
-from ..optimizer import ShardedOptimizer
+from ..optim.optimizer import ShardedOptimizer
 
 
 class Request(NamedTuple):

@@ -6,8 +6,8 @@ from typing import Protocol
 
 import torch
 
-from ..shard import Shard
-from ..strides import dense_strides, flattened, in_storage_order
+from ..domain.shard import Shard
+from ..tensors.strides import dense_strides, flattened, in_storage_order
 from .records import CHUNK_BYTES
 
 # Read at a time, for elements that rest on a disk: its own chunks begin elsewhere, and one is read again wherever a

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
+from ..domain.param_state import count_as_torch
 from ..errors import CheckpointError
-from ..states import count_as_torch
 from . import files, values
 from .elements import same_order
 from .manifest import Manifest

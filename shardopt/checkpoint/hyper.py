@@ -6,8 +6,8 @@ from typing import Any
 import torch
 
 from ..errors import CheckpointError
-from ..optimizer import ShardedOptimizer
-from ..survey import check_numbers, plain_numbers
+from ..optim.optimizer import ShardedOptimizer
+from ..step.survey import check_numbers, plain_numbers
 from . import values
 from .fit import Fit
 from .manifest import Manifest

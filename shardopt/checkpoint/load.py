@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from ..arguments import flag
+from ..domain.loaded import begin_states
 from ..errors import CheckpointError, ShardoptError
-from ..loaded_state import begin_states
-from ..optimizer import ShardedOptimizer
+from ..optim.optimizer import ShardedOptimizer
 from ..rules.rule import EMA
 from . import gradients, rng, values
 from .call import as_list, check_module, directory_of

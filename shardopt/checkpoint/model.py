@@ -8,15 +8,15 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..composition import Turn
-from ..domain import Domain
-from ..entry import Entry
+from ..domain.domain import Domain
+from ..domain.domains import Turn
+from ..domain.dtensors import Place, is_dtensor, place_of
+from ..domain.param import Entry
+from ..domain.shard import Shard
 from ..errors import CheckpointError
-from ..local_params import Place, is_dtensor, place_of
-from ..optimizer import ShardedOptimizer
-from ..partition.collectives import Ranks
-from ..partition.released import is_sharded
-from ..shard import Shard
+from ..optim.optimizer import ShardedOptimizer
+from ..partition.comm.group import Ranks
+from ..tensors.unsharded_guard import is_sharded
 from .meeting import Meeting
 
 # What torch puts between a module and its name when it compiles or wraps it: not a part of the model.

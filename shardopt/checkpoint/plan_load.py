@@ -7,12 +7,20 @@ from typing import Any
 
 import torch
 
+from ..domain.param_state import ParamState
 from ..errors import CheckpointError
 from ..kernels.formats import FP32, format_of
 from ..rules.rule import EMA
-from ..states import ParamState
-from ..strides import flattened
-from .elements import Elements, Flat, InShard, flat_of, is_dense, same_order, strides_of
+from ..tensors.strides import flattened
+from .elements import (
+    Elements,
+    Flat,
+    InShard,
+    flat_of,
+    is_dense,
+    same_order,
+    strides_of,
+)
 from .fit import Fit
 from .manifest import Manifest
 from .model import Home, Model

@@ -7,22 +7,37 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..composition import Turn
-from ..domain import Domain
-from ..entry import without_process_group
+from ..domain.domain import Domain
+from ..domain.domains import Turn
+from ..domain.masters import settle_masters
+from ..domain.param import without_process_group
+from ..domain.param_state import ParamState
+from ..domain.shard import Shard, scales_name
 from ..errors import CheckpointError
 from ..kernels.formats import FP32, BlockFormat
-from ..part import Part
-from ..partition.collectives import Ranks
+from ..partition.comm.group import Ranks
 from ..partition.layout import BLOCK
 from ..partition.mesh import Mesh
-from ..shard import Shard, scales_name
-from ..states import ParamState
-from ..written_params import settle_masters
+from ..tensors.part import Part
 from . import gradients, rng, values
-from .elements import Elements, Flat, InShard, Kept, chunks_of, flat_of, strides_of
+from .elements import (
+    Elements,
+    Flat,
+    InShard,
+    Kept,
+    chunks_of,
+    flat_of,
+    strides_of,
+)
 from .model import Home, Model, plain_name
-from .records import NAME_OF_DTYPE, Key, Tensor, Tensors, tensors_from_json, tensors_to_json
+from .records import (
+    NAME_OF_DTYPE,
+    Key,
+    Tensor,
+    Tensors,
+    tensors_from_json,
+    tensors_to_json,
+)
 
 
 @dataclass(frozen=True)

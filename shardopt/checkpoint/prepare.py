@@ -3,7 +3,7 @@
 import torch
 
 from ..errors import StateError
-from ..optimizer import ShardedOptimizer
+from ..optim.optimizer import ShardedOptimizer
 
 
 @torch.no_grad()

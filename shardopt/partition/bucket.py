@@ -4,10 +4,10 @@ from collections.abc import Collection, Sequence
 
 import torch
 
-from ..strides import dense_strides, with_own_storage
+from ..tensors.strides import dense_strides, with_own_storage
+from ..tensors.unsharded_guard import released_class
 from .layout import BucketLayout
-from .released import released_class
-from .room import Room
+from .memory import Room
 
 
 class Bucket:

@@ -21,14 +21,14 @@ from typing import NamedTuple
 
 import torch
 
-from ..strides import flattened
+from ..tensors.strides import flattened
+from .comm.all_gather import Window
+from .comm.reduce_scatter import Job, Scatter
+from .comm.transport import Transport
+from .memory import return_free_pages, zeros
 from .mesh import Mesh
-from .order import Buffer, last_used
-from .reduced import FilledBucket, KeptBucket, PassingBucket, ReducedBucket
-from .room import return_free_pages, zeros
-from .scatter import Job, Scatter
-from .transport import Transport
-from .wire import Window
+from .reduce_buckets import FilledBucket, KeptBucket, PassingBucket, ReducedBucket
+from .streams import Buffer, last_used
 
 # What may be under way at once: enough that a rank need not wait for another one's every bucket, little beside a model.
 # Two buckets in any case: one is reduced while the next is filled.

@@ -16,7 +16,13 @@ import torch
 import torch.distributed as dist
 from torch.nn import Parameter
 
-from shardopt import ShardedAdam, ShardedAdamW, ShardedLion, ShardedOptimizer, Tuning
+from shardopt import (
+    ShardedAdam,
+    ShardedAdamW,
+    ShardedLion,
+    ShardedOptimizer,
+    Tuning,
+)
 from tests.support.absence import Roll, given_up
 from tests.support.cases import fill_gradients
 from tests.support.moments import Moments

@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import shardopt
 from shardopt import Offload, ShardoptError, from_deepspeed_config
-from shardopt.loss_scaler import LossScale, LossScaler
+from shardopt.integrations.deepspeed.loss_scaler import LossScale, LossScaler
 from tests.support.training import Net, raises
 
 # As in DeepSpeed's documentation of ZeRO-3 with offload.

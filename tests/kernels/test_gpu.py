@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 import shardopt
-from shardopt.twins import compare
+from shardopt.tools.twins import compare
 from tests.support.ranks import Pool
 from tests.support.through_host import through_host
 from tests.support.training import raw

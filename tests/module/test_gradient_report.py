@@ -13,9 +13,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import Parameter
 
 from shardopt import CommunicationError, ShardedSGD, Tuning
-from shardopt.gradient_report import Arrivals, Report, ReportLayout
 from shardopt.kernels.launch import Native
 from shardopt.kernels.reductions import COLUMNS, LARGEST, LIMBS, NONFINITE
+from shardopt.module.gradient_report import Arrivals, Report, ReportLayout
 from shardopt.partition.layout import BLOCK, BucketLayout
 from tests.support.ranks import Pool
 from tests.support.training import raises

@@ -9,8 +9,15 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from shardopt import BindingError, ReleasedError, ShardedAdamW, ShardedOptimizer, ShardoptError, Tuning
-from shardopt.param_names import matching, name_of
+from shardopt import (
+    BindingError,
+    ReleasedError,
+    ShardedAdamW,
+    ShardedOptimizer,
+    ShardoptError,
+    Tuning,
+)
+from shardopt.domain.param_names import matching, name_of
 from tests.support.comparing import raw, snapshot
 from tests.support.modules import W, data, small
 from tests.support.ranks import Pool

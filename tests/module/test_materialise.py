@@ -12,7 +12,7 @@ from torch.nn import Parameter
 
 from shardopt import BindingError, DisagreementError, ShardedSGD
 from shardopt.partition.bucket import Bucket
-from shardopt.partition.gather import GatheredBucket
+from shardopt.partition.gatherer import GatheredBucket
 from tests.support.modules import KEPT, RATES, Block, W, plain, poisoned, small, train_step
 from tests.support.ranks import Pool
 from tests.support.training import raises, raw

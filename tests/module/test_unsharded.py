@@ -13,7 +13,15 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.nn import functional as F
 
-from shardopt import Part, ReleasedError, ShardedAdamW, ShardedOptimizer, ShardoptError, StateError, Tuning
+from shardopt import (
+    Part,
+    ReleasedError,
+    ShardedAdamW,
+    ShardedOptimizer,
+    ShardoptError,
+    StateError,
+    Tuning,
+)
 from tests.support.comparing import momenta, raw, snapshot
 from tests.support.modules import (
     KEPT,

@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from shardopt import BindingError, Offload, ShardedAdamW, Tuning
+from shardopt.domain.tiers import check_offload
 from shardopt.offload.pinned import Pages
-from shardopt.tiers import check_offload
 from tests.offload.test_offload_faults import FAULTS, disturbed, undisturbed
 from tests.offload.test_params_on_disk import goes_through_everything
 from tests.step.test_stages import STAGES
@@ -229,8 +229,10 @@ def test_no_page_stays_registered_that_is_gone(step: Any, ends: str, tmp_path: P
     try:
         with ExitStack() as stack:
             stack.enter_context(on_a_gpu())
-            stack.enter_context(patch("shardopt.tiers.Pages", Watched))
-            stack.enter_context(patch("shardopt.tiers.register_with_cuda", lambda at, _: not there.setdefault(at, [])))
+            stack.enter_context(patch("shardopt.domain.tiers.Pages", Watched))
+            stack.enter_context(
+                patch("shardopt.domain.tiers.register_with_cuda", lambda at, _: not there.setdefault(at, []))
+            )
             stack.enter_context(patch("shardopt.offload.pinned._unregister", unregister))
             param = Parameter(torch.zeros(1 << 17))
             optimizer = ShardedAdamW([param], offload=Offload(step=step))

@@ -12,8 +12,15 @@ import torch.distributed as dist
 from torch.nn import Parameter
 
 import shardopt
-from shardopt import BindingError, Offload, ShardedAdamW, ShardedOptimizer, ShardedSGD, Tuning
-from shardopt.tiers import check_offload
+from shardopt import (
+    BindingError,
+    Offload,
+    ShardedAdamW,
+    ShardedOptimizer,
+    ShardedSGD,
+    Tuning,
+)
+from shardopt.domain.tiers import check_offload
 from tests.step.test_stages import STAGES
 from tests.support.cases import CASES, Case, Keywords
 from tests.support.offloaded import CHUNK, Resting, advance, bits, check_trainings, make

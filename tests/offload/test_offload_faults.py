@@ -23,8 +23,8 @@ from torch.nn import Parameter
 
 from shardopt import OffloadError, ShardedAdamW, Tuning
 from shardopt.kernels.launch import Native
-from shardopt.offload import file_io
-from shardopt.offload.file_io import System
+from shardopt.offload.disk import file_io
+from shardopt.offload.disk.file_io import System
 from tests.support.ranks import Pool
 from tests.support.training import raw
 

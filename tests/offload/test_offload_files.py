@@ -17,8 +17,8 @@ import torch
 from torch.nn import Parameter
 
 from shardopt import OffloadError, ShardedAdam, ShardedAdamW, Tuning
-from shardopt.offload.checksum import checksum
-from shardopt.offload.file_io import PAGE
+from shardopt.offload.disk.checksum import checksum
+from shardopt.offload.disk.file_io import PAGE
 from tests.support.memory import resident
 from tests.support.scripts import Program
 from tests.support.training import raises, raw

@@ -16,7 +16,15 @@ from torch.nn import Parameter
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import shardopt
-from shardopt import DisagreementError, Offload, OffloadError, ShardedAdamW, ShardedOptimizer, ShardedSGD, Tuning
+from shardopt import (
+    DisagreementError,
+    Offload,
+    OffloadError,
+    ShardedAdamW,
+    ShardedOptimizer,
+    ShardedSGD,
+    Tuning,
+)
 from tests.offload.test_offload_faults import Faulty, system
 from tests.support.memory import resident
 from tests.support.offloaded import Resting, advance, bits, check_trainings, make

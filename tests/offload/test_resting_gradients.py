@@ -20,13 +20,20 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import shardopt
-from shardopt import BindingError, CommunicationError, Offload, ShardedAdamW, ShardedSGD, Tuning
-from shardopt.gradient import GradientPart
-from shardopt.offload.landing import SLOTS, HostLanding
+from shardopt import (
+    BindingError,
+    CommunicationError,
+    Offload,
+    ShardedAdamW,
+    ShardedSGD,
+    Tuning,
+)
+from shardopt.domain.tiers import check_offload
+from shardopt.offload.gradients import SLOTS, HostLanding
+from shardopt.partition.reduce_buckets_host import RestingBucket
 from shardopt.partition.reducer import Reducer
-from shardopt.partition.resting import RestingBucket
-from shardopt.plan import Way, plan
-from shardopt.tiers import check_offload
+from shardopt.tensors.gradient import GradientPart
+from shardopt.tools.plan import Way, plan
 from tests.step.test_gradient_format import Setting as Summing
 from tests.step.test_gradient_format import is_exact
 from tests.support.late_copies import AsLateAsAllowed, AtOnce, Later, as_on_a_gpu
@@ -448,7 +455,7 @@ def test_no_page_of_sums_stays_registered(ends: str) -> None:
     try:
         with (
             on_a_gpu(),
-            patch("shardopt.tiers.register_with_cuda", lambda address, _: not there.add(address)),
+            patch("shardopt.domain.tiers.register_with_cuda", lambda address, _: not there.add(address)),
             patch("shardopt.offload.pinned._unregister", unregister),
         ):
             model = nn.Linear(400, 400, bias=False)

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from shardopt import BindingError, ShardedSGD, ShardoptError, Tuning
-from shardopt.partition import transport
-from shardopt.partition.collectives import Ranks
-from shardopt.partition.transport import Transport
+from shardopt.partition.comm import transport
+from shardopt.partition.comm.group import Ranks
+from shardopt.partition.comm.transport import Transport
 from tests.partition.test_gather import CASES, trained
 from tests.support.modules import poisoned
 from tests.support.ranks import Pool

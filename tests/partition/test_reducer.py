@@ -20,9 +20,15 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.utils.checkpoint import checkpoint
 
-from shardopt import ShardedAdamW, ShardedOptimizer, ShardedSGD, ShardoptError, Tuning
-from shardopt.partition.message_scatter import MessageScatter
-from shardopt.partition.neighbour_scatter import NeighbourScatter
+from shardopt import (
+    ShardedAdamW,
+    ShardedOptimizer,
+    ShardedSGD,
+    ShardoptError,
+    Tuning,
+)
+from shardopt.partition.comm.reduce_scatter_p2p import MessageScatter
+from shardopt.partition.comm.reduce_scatter_peer import NeighbourScatter
 from tests.support.absence import LATER, Roll, given_up
 from tests.support.moments import Moments
 from tests.support.ranks import Pool

@@ -11,7 +11,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
-from shardopt import BindingError, DisagreementError, ReleasedError, ShardedSGD, ShardoptError, StateError
+from shardopt import (
+    BindingError,
+    DisagreementError,
+    ReleasedError,
+    ShardedSGD,
+    ShardoptError,
+    StateError,
+)
 from shardopt.partition.reducer import Reducer
 from tests.module.test_handover import SGD, Net, average, backward, check_close, loss_of, pair, train_step, tuning
 from tests.support.ranks import Pool

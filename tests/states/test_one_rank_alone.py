@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardopt import ShardedAdamW, ShardedSGD, ShardoptError, StateError, Tuning
-from shardopt.partition import serve
+from shardopt.domain import serve
 from tests.support.ranks import Pool
 from tests.support.scripts import Done, Program
 from tests.support.training import raises, raw

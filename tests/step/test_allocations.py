@@ -16,7 +16,7 @@ from torch import nn
 
 import shardopt
 from shardopt import ShardedAdamW, ShardoptError, Tuning
-from shardopt.partition.released import is_sharded
+from shardopt.tensors.unsharded_guard import is_sharded
 from tests.support.allocations import failing
 from tests.support.ranks import Pool
 from tests.support.training import digest, raw

@@ -25,8 +25,8 @@ from torch.utils._pytree import tree_leaves
 import shardopt
 from shardopt import BindingError, DisagreementError, Offload, ShardedSGD, Tuning
 from shardopt.kernels.tables import BLOCK
-from shardopt.partition import scatter
-from shardopt.partition.collectives import Ranks
+from shardopt.partition.comm import reduce_scatter as scatter
+from shardopt.partition.comm.group import Ranks
 from tests.support.ranks import Pool
 from tests.support.training import raises, raw
 

@@ -34,10 +34,10 @@ from shardopt import (
 )
 from shardopt.config import Options
 from shardopt.partition import reducer as reducer_module
-from shardopt.partition.collectives import Ranks
-from shardopt.partition.reduced import PassingBucket
-from shardopt.plan import Way, plan
-from shardopt.released_gradient import ReleasedGradient
+from shardopt.partition.comm.group import Ranks
+from shardopt.partition.reduce_buckets import PassingBucket
+from shardopt.tensors.released_gradient import ReleasedGradient
+from shardopt.tools.plan import Way, plan
 from tests.support import modules, training
 from tests.support.modules import Odd, Repeated, Stack, Tied, W
 from tests.support.ranks import Pool

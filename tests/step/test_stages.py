@@ -31,9 +31,9 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 
 import shardopt
 from shardopt import ShardedAdamW, ShardedOptimizer, ShardedSGD, Tuning
-from shardopt.gradient import GradientPart
 from shardopt.partition import reducer as reducer_module
-from shardopt.partition.room import return_free_pages
+from shardopt.partition.memory import return_free_pages
+from shardopt.tensors.gradient import GradientPart
 from tests.support.cases import BLOCK, Zoo
 from tests.support.cheats import CHEATS, REDUCING_CHEATS, cheating
 from tests.support.comparing import digest, raw, states_of

@@ -13,9 +13,10 @@ from unittest.mock import patch
 
 import torch
 
-from shardopt import Offload, tiers
-from shardopt.offload.landing import HostLanding
-from shardopt.offload.lanes import Copy, Lanes, Mark
+from shardopt import Offload
+from shardopt.domain import tiers
+from shardopt.offload.gradients import HostLanding
+from shardopt.offload.streams import Copy, Lanes, Mark
 
 CPU = torch.device("cpu")
 
@@ -154,13 +155,13 @@ def as_on_a_gpu(lanes: type[Lanes]) -> Iterator[None]:
         return HostLanding(CPU, lanes(), tiers._pages(rests))
 
     with ExitStack() as stack:
-        stack.enter_context(patch("shardopt.tiers._beside_cpu", beside))
-        stack.enter_context(patch("shardopt.bind.make_landing", landing))
-        stack.enter_context(patch("shardopt.tiers.register_with_cuda", None))
+        stack.enter_context(patch("shardopt.domain.tiers._beside_cpu", beside))
+        stack.enter_context(patch("shardopt.domain.bind.make_landing", landing))
+        stack.enter_context(patch("shardopt.domain.tiers.register_with_cuda", None))
         for module in ("bind", "optimizer"):
             stack.enter_context(patch(f"shardopt.{module}.check_offload", lambda rests, *_: None))
         away = patch(
-            "shardopt.domain.params_rest", lambda rests, device: rests is not None and rests.params is not None
+            "shardopt.domain.domain.params_rest", lambda rests, device: rests is not None and rests.params is not None
         )
         stack.enter_context(away)
         yield

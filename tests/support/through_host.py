@@ -7,12 +7,12 @@ from unittest.mock import patch
 
 import torch
 
-from shardopt.partition.collectives import Ranks
-from shardopt.partition.message_scatter import MessageScatter
-from shardopt.partition.scatter import Job, Scatter
-from shardopt.partition.traffic import Traffic
-from shardopt.partition.transport import Transport
-from shardopt.partition.wire import MessageWire, Window, Wire
+from shardopt.partition.comm.all_gather import MessageWire, Window, Wire
+from shardopt.partition.comm.group import Ranks
+from shardopt.partition.comm.reduce_scatter import Job, Scatter
+from shardopt.partition.comm.reduce_scatter_p2p import MessageScatter
+from shardopt.partition.comm.traffic import Traffic
+from shardopt.partition.comm.transport import Transport
 
 
 @contextmanager

@@ -15,11 +15,20 @@ from torch.nn.parallel import DistributedDataParallel
 import shardopt
 from shardopt import Offload, ShardedAdagrad, ShardedAdamW, ShardedSGD, Tuning
 from shardopt.__main__ import main
-from shardopt.command_values import parse_count, parse_size
 from shardopt.config import Options
-from shardopt.doctor import report
-from shardopt.plan import TIERS, WAYS, Need, Way, cheapest, every_way, plan, transformer
-from shardopt.plan_report import advice, table
+from shardopt.tools.doctor import report
+from shardopt.tools.plan import (
+    TIERS,
+    WAYS,
+    Need,
+    Way,
+    cheapest,
+    every_way,
+    plan,
+    transformer,
+)
+from shardopt.tools.plan_report import advice, table
+from shardopt.tools.values import parse_count, parse_size
 from tests.support.ranks import Pool
 from tests.support.scripts import run_module
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from shardopt import ShardedAdamW
-from shardopt.plan import WAYS, Way, plan
+from shardopt.tools.plan import WAYS, Way, plan
 from tests.support.llama import Llama, loss_of
 from tests.support.ranks import Pool
 from tests.support.wire import counting
