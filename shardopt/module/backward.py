@@ -1,12 +1,15 @@
-"""Backward, where the module was handed over: gradients go into the reducer, and come back as parts.
+"""Backward of a module that was handed over: the reducer sums gradients over ranks, and ``param.grad`` becomes a part.
 
-A round is one synchronised backward. Its first gradient (or the gradient of the module's output) opens it; every
-gradient is handed to the reducer as autograd accumulates it; when autograd is done, what is left is reduced, one small
-all-reduce tells every rank each param's norm, and ``param.grad`` becomes a part.
+A round is one synchronised backward. The gradient of the module's output, or else the first gradient of a param, opens
+it. Autograd accumulates gradients, and each one goes to the reducer at once. When autograd is done, the reducer sends
+the rest; then one small all-reduce (:mod:`shardopt.gradient_report`) tells all ranks each param's norms, and
+``param.grad`` becomes a part. Where a gradient arrived after its bucket was sent (reentrant activation checkpointing),
+that bucket is reduced once more, and a second all-reduce tells the norms of the new sums.
 """
 
 import weakref
 from collections.abc import Callable, Collection, Sequence
+from enum import Enum
 from typing import Any
 
 import numpy as np
@@ -35,41 +38,83 @@ from ..tensors.unsharded_guard import keep_pattern
 from .closure import ClosureRun
 from .gradient_report import Arrivals, Report, ReportLayout
 
-# Params whose gradients are taken by an optimizer: a second one would take half of them.
+# Params whose gradients an optimizer takes: a second optimizer would take half of them.
 _TAKEN: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
+class Round(Enum):
+    """State of the round of a module that was handed over.
+
+    A gradient under ``no_sync()``, or before any forward, changes no state. An error of the user's own in backward (of
+    a hook, say) ends autograd without a call to shardopt: the round stays open until the next call notices.
+
+    ======  =======================================  ======
+    from    event                                    to
+    ======  =======================================  ======
+    CLOSED  first gradient of a round                OPEN
+    OPEN    autograd is done                         CLOSED
+    OPEN    shardopt raises in backward              LOST
+    OPEN    an error of the user's own in backward   OPEN
+    OPEN    zero_grad()                              CLOSED
+    OPEN    forward                                  LOST
+    OPEN    step()                                   LOST
+    LOST    step()                                   LOST
+    LOST    forward                                  LOST
+    LOST    zero_grad()                              CLOSED
+    LOST    first gradient of a round                OPEN
+    CLOSED  zero_grad()                              CLOSED
+    CLOSED  step()                                   CLOSED
+    CLOSED  forward                                  CLOSED
+    ======  =======================================  ======
+    """
+
+    CLOSED = "closed"
+    """No round is open. Every ``param.grad`` that shows a sum shows a whole one."""
+
+    OPEN = "open"
+    """Gradients arrive and buckets travel. Sums are not readable yet, and all ranks must end the round together."""
+
+    LOST = "lost"
+    """A round was given up. Its sums lack gradients, so that no ``param.grad`` shows them and steps are refused."""
+
+
 class Backward:
-    """Takes the gradients of a domain's params."""
+    """Takes the gradients of a domain's params.
+
+    Attributes:
+        is_syncing: whether the backward of the last forward is a round; that forward sets it.
+        on_end: is called when a round ends or is lost.
+        before_round: where ranks may run out of batches, is called ahead of each round with the numbers of the params
+            that hold a gradient. Returns the divisor of the round's sums, or None for the number of all ranks.
+        closure: the closure of a step, if one runs.
+    """
 
     def __init__(self, domain: Domain):
         self._domain = domain
         self._entries: list[Entry] = []
         self._rows: dict[Shard, np.ndarray[Any, Any]] = {}  # 1D [pieces]: the number of each piece's entry
-        self._tables: dict[Shard, Gradients] = {}  # of the sums that stay where they are
-        self._staged: dict[tuple[Shard, int], Gradients] = {}  # of the others, by the address of the slot they are in
-        self._noted: dict[Shard, torch.Tensor] = {}  # what the others added up to when they last left the device
-        self._layout = ReportLayout([], 0, 1)  # of the report that ends a round
+        self._tables: dict[Shard, Gradients] = {}  # the kernels' tables, for sums that stay on the device
+        self._staged: dict[tuple[Shard, int], Gradients] = {}  # the same for sums that leave it, by their address there
+        self._noted: dict[Shard, torch.Tensor] = {}  # totals of the sums that left, taken before they did
+        self._layout = ReportLayout([], 0, 1)  # where each number lies in the report that ends a round
         self._hooks: list[Any] = []
-        self.is_syncing = False  # whether this forward's backward is a round; said by the forward
-        self._lost: str | None = None  # why gradients of an unfinished round are gone
+        self.is_syncing = False
+        self._lost: str | None = None  # why the gradients are lost; None unless the round is LOST
         self.on_end: Callable[[], None] = lambda: None
-        # Where ranks may run out of batches, is told which params hold a gradient ahead of each round; by which number
-        # its sum is to be divided, if not that of all ranks.
         self.before_round: Callable[[list[int]], int | None] | None = None
-        self._divisor = domain.mesh.world.size  # of this round
+        self._divisor = domain.mesh.world.size  # of this round's sums
         self.closure = ClosureRun()
-        self._failed = False  # this rank adds zeros to the rest of a round, and says so at its end
+        self._failed = False  # this rank's closure raised: it sends zeros for the rest of the round, and reports it
 
     @property
     def entries(self) -> Sequence[Entry]:
-        """In the order of binding."""
+        """All bound params, in the order of binding."""
         return self._entries
 
     # -- params ----------------------------------------------------------------------------------------------------
 
     def check_free(self, candidates: Sequence[Candidate]) -> None:
-        """Raises BindingError if another optimizer takes the gradient of one of them."""
+        """Raise BindingError if another optimizer takes the gradient of a candidate."""
         for name, param, _ in candidates:
             owner = _TAKEN.get(param)
             if owner is not None and owner() not in (None, self):
@@ -79,7 +124,7 @@ class Backward:
                 )
 
     def attach(self, entries: Sequence[Entry], shards: Sequence[Shard]) -> None:
-        """Takes the gradients of params that were just bound, into these shards."""
+        """Take the gradients of params that were just bound, into these shards."""
         me = weakref.ref(self)
         for entry in entries:
             self._entries.append(entry)
@@ -102,7 +147,7 @@ class Backward:
 
     def _take_over(self, entry: Entry) -> None:
         domain, shard, me = self._domain, entry.shard, weakref.ref(self)
-        where, its = shard.slice_of(entry.index), weakref.ref(entry)  # which has the slot
+        where, its = shard.slice_of(entry.index), weakref.ref(entry)  # weak: the entry holds the slot
 
         def receive(grad: torch.Tensor) -> None:
             backward, entry = me(), its()
@@ -116,26 +161,34 @@ class Backward:
         entry.slot = Slot(shard.reduced.total[where.local], where.start, receive, gather if shared else None)
 
     def detach(self) -> None:
-        """Leaves the params to autograd again."""
+        """Leave the params to autograd again."""
         for hook in self._hooks:
             hook.remove()
         for entry in self._entries:
             if isinstance(entry.param.grad, Part):
                 entry.param.grad = None
             _TAKEN.pop(entry.param, None)
-            entry.slot = None  # it refers to the domain, which would outlive its optimizer in a cycle
+            entry.slot = None  # a slot refers to the domain, which would outlive its optimizer in a cycle
         self._hooks, self._entries, self._rows, self._tables = [], [], {}, {}
         self._staged, self._noted = {}, {}
-        self.is_syncing = False  # a graph of before may be run backward yet
+        self.is_syncing = False  # the user may still run backward through an older graph
 
     # -- a round ---------------------------------------------------------------------------------------------------
 
     @property
+    def state(self) -> Round:
+        """The state of the round: the reducer knows whether one is open, and ``abandon()`` notes why one is lost."""
+        if self._domain.reducer is not None and self._domain.reducer.is_open:
+            return Round.OPEN
+        return Round.CLOSED if self._lost is None else Round.LOST
+
+    @property
     def is_open(self) -> bool:
-        return self._domain.reducer is not None and self._domain.reducer.is_open
+        """Whether a round is open."""
+        return self.state is Round.OPEN
 
     def check_whole(self) -> None:
-        """Raises ShardoptError if gradients are half-reduced."""
+        """Raise ShardoptError if gradients are reduced in part only."""
         if self.is_open:
             self.abandon("backward ended before all gradients were reduced")
         if self._lost is not None:
@@ -151,17 +204,17 @@ class Backward:
             )
 
     def abandon(self, reason: str) -> None:
-        """Gives up the open round."""
+        """Give up the open round, which is lost then; the other ranks hear of it where the transport can tell them."""
         assert self._domain.reducer is not None
         self._domain.reducer.leave()
         self._lost = reason
         self.on_end()
         for entry in self._entries:
-            if entry.slot is not None:  # what it holds may be added to already
+            if entry.slot is not None:  # its sum may hold a part of the lost round
                 entry.slot.part = None
 
     def forget(self) -> None:
-        """All gradients were set to None or zero."""
+        """Forget all gradients: the user set them to None or zero."""
         if self.is_open:
             self.abandon("zero_grad() was called in the middle of it")
         self._lost = None
@@ -173,14 +226,14 @@ class Backward:
 
     @property
     def rounds(self) -> int:
-        """How many all ranks finished."""
+        """How many rounds all ranks finished."""
         return 0 if self._domain.reducer is None else self._domain.reducer.rounds
 
     def fail(self, error: Exception, rounds: int) -> bool:
-        """A closure raised on this rank: tells others who wait for it in a round. See :mod:`shardopt.module.closure`.
+        """Tell ranks that wait in a round that this rank's closure raised. See :mod:`shardopt.module.closure`.
 
         Args:
-            rounds: how many were finished when the closure began.
+            rounds: how many rounds were finished when the closure began.
 
         Returns:
             Whether all ranks will meet at the beginning of the step.
@@ -197,7 +250,7 @@ class Backward:
             self._failed = True
             try:
                 self._finish()
-            except CommunicationError:  # of which the others heard, and this rank has another one
+            except CommunicationError:  # the others get it; this rank raises the closure's own error
                 pass
             finally:
                 self._failed = False
@@ -209,12 +262,12 @@ class Backward:
         return sharded is not None and sharded.gatherer.waits_for_others
 
     def end_closure(self) -> None:
-        """All ranks know that a closure failed: they begin the next round together."""
+        """Begin the next round with all ranks, who know now that a closure failed."""
         if self._domain.reducer is not None:
             self._domain.reducer.catch_up()
 
     def open(self) -> None:
-        """Opens a round, in the outermost of the graphs that autograd is running."""
+        """Open a round, which ends with the outermost of the graphs that autograd is running."""
         self._divisor, reducer, told = self._domain.mesh.world.size, self._domain.reducer, None
         assert reducer is not None
         if self.before_round is not None:
@@ -228,7 +281,12 @@ class Backward:
         self._begin_round()
 
     def shadow(self, held: Collection[int], divisor: int) -> None:
-        """A round in which this rank has no gradients. ``held``: which params have one from before, on the others."""
+        """Run a round to which this rank adds zeros.
+
+        Args:
+            held: numbers of the params that hold a gradient of an earlier round on the other ranks.
+            divisor: of the round's sums.
+        """
         for number, entry in enumerate(self._entries):
             if entry.slot is not None:
                 entry.slot.pending = None
@@ -254,22 +312,22 @@ class Backward:
                 slot.pending = slot.kept = None
                 continue
             held[entry.shard.number].add(entry.index)
-            slot.add_up(self._divisor)  # if a user read or scaled the mean
+            slot.add_up(self._divisor)  # the user may have read or scaled the mean
         reducer.begin(held, absent)
         self._lost = None
 
     def _receive(self, entry: Entry, grad: torch.Tensor) -> None:
-        """Autograd adds a gradient to a part."""
+        """Take a gradient that autograd adds to a part."""
         slot = entry.slot
         assert slot is not None
         if slot.pending is not None:
             slot.pending.add_(grad.detach())
         else:
-            # Autograd may hand the same tensor to another param. In a round it is read at once, else it must last.
+            # Autograd may hand the same tensor to another param. A round reads it at once; no_sync() has to keep it.
             slot.pending = grad.detach() if self.is_syncing else grad.detach().clone()
 
     def take(self, entry: Entry) -> None:
-        """Autograd has accumulated the gradient of a param."""
+        """Take the gradient of a param, which autograd has just accumulated."""
         if not self.is_syncing:
             return
         try:
@@ -305,10 +363,10 @@ class Backward:
         reducer.deliver(entry.shard.number, entry.index, grad.detach(), entry.shard.strides(entry.index))
 
     def _finish(self) -> None:
-        if not self.is_open:  # given up in between
+        if not self.is_open:  # abandoned since autograd was asked for this call
             return
         try:
-            # Params may be released by now, and would ask for each attribute whether it may be read.
+            # Params may be released by now; without this, reading any of their attributes would run their checks.
             with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
                 self._finish_round()
         except BaseException as error:
@@ -341,7 +399,11 @@ class Backward:
         return Arrivals(present, held, late=np.array([reducer.is_late(*each) for each in where], dtype=bool))
 
     def _deliver_rest(self) -> "np.ndarray[Any, Any]":
-        """Hand over the gradients of no_sync() that this backward did not touch. Returns which params were held."""
+        """Hand over the gradients of no_sync() that this backward did not touch.
+
+        Returns:
+            1D [entries] bool: which params showed a sum of earlier rounds.
+        """
         held = np.zeros(len(self._entries), dtype=bool)
         for number, entry in enumerate(self._entries):
             grad, slot = entry.param.grad, entry.slot
@@ -404,21 +466,21 @@ class Backward:
         return sums
 
     def note(self, shard: Shard, total: torch.Tensor) -> None:
-        """Looks at a sum, 1D on the device, before it leaves."""
+        """Take the totals of a sum, 1D on the device, before it leaves for host memory."""
         if not len(self._rows[shard]):
             return
         where = shard, total.data_ptr()
-        if where not in self._staged:  # to make a table, the host would wait for the device in mid-backward
+        if where not in self._staged:  # a new table makes the host wait for the device in mid-backward
             self._staged[where] = shard.gradients_in(total)
         self._noted[shard] = self._added_up(shard, shard.kept.gradient, self._staged[where])
 
     def _sum_up(self, sums: "np.ndarray[Any, Any]", shard: Shard, grad: Format, gradients: Gradients) -> None:
-        """Fills in the rows of the params in one shard."""
+        """Fill in the rows of the params in one shard."""
         if len(self._rows[shard]):
             self._fill_in(sums, shard, self._added_up(shard, grad, gradients))
 
     def _added_up(self, shard: Shard, grad: Format, gradients: Gradients) -> torch.Tensor:
-        """2D [rows, COLUMNS] int64, where the gradients are."""
+        """Total the blocks of a shard's gradients: 2D [rows, COLUMNS] int64, on their device."""
         backend = backend_of(shard.device)
         blocks = backend.block_sums(grad, gradients, Factors(self._divisor))
         return backend.totals(blocks, gradients).table
@@ -428,7 +490,7 @@ class Backward:
         sums[rows] = table[: len(rows)].cpu().numpy()
 
     def _updated(self) -> bool:
-        """Whether this rank's params or states are not those of before the round."""
+        """Whether the round has changed this rank's params or states."""
         return False
 
     def _show(self, report: Report) -> None:
@@ -446,7 +508,7 @@ class Backward:
 
 
 def _noter(backward: "weakref.ref[Backward]", shard: "weakref.ref[Shard]") -> Callable[[torch.Tensor], None]:
-    # The shard has the bucket that calls this: a cycle would keep masters and states.
+    # The shard holds the bucket that calls this: a cycle would keep masters and states alive.
     def note(total: torch.Tensor) -> None:
         owner, where = backward(), shard()
         if owner is not None and where is not None:
@@ -464,7 +526,7 @@ def _is_waiting(entry: Entry, slot: Slot) -> bool:
 
 
 def _taker(backward: "weakref.ref[Backward]", entry: Entry) -> Callable[[torch.Tensor], None]:
-    # A weak reference: a module keeps its hooks, and must not keep an optimizer that was dropped.
+    # Weak: a module keeps its hooks, and must not keep an optimizer that the user dropped.
     def take(_: torch.Tensor) -> None:
         owner = backward()
         if owner is not None:

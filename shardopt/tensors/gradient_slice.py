@@ -1,4 +1,4 @@
-"""A slot: this rank's slice of one param's reduced gradient, and the few numbers that every rank knows of the whole."""
+"""A slot: this rank's slice of one param's reduced gradient, and the norms of the whole, which every rank knows."""
 
 import ctypes
 import math
@@ -13,12 +13,12 @@ Rounding = Callable[[float], float]
 
 
 def fp32(number: float) -> float:
-    """Rounded to the nearest fp32 value, as the kernels that scale do with a factor."""
+    """Round to the nearest fp32 value, as kernels that scale do with a factor."""
     return ctypes.c_float(number).value
 
 
 def bf16(number: float) -> float:
-    """Rounded to the nearest fp32 value and that to the nearest bf16 one, ties to even; not of a NaN."""
+    """Round to the nearest fp32 value and that to the nearest bf16 value, ties to even. The number must not be NaN."""
     bits = ctypes.c_uint32.from_buffer(ctypes.c_float(number)).value
     upper = bits + 0x7FFF + (bits >> 16 & 1) & 0xFFFF0000
     return ctypes.c_float.from_buffer(ctypes.c_uint32(upper)).value
@@ -29,9 +29,9 @@ _ROUNDINGS: dict[torch.dtype, Rounding] = {torch.float32: fp32, torch.bfloat16: 
 
 @dataclass(frozen=True, slots=True)
 class Norms:
-    """What all ranks know of the whole mean gradient of one param.
+    """Norms of the whole mean gradient of one param, the same on all ranks.
 
-    Scaling keeps ``largest`` to the bit and ``two`` to the rounding of the scaled elements.
+    After scaling, ``largest`` is exact to the bit, and ``two`` up to the rounding of the scaled elements.
     """
 
     two: float  # 2-norm of the finite elements
@@ -39,14 +39,14 @@ class Norms:
     nonfinite: int  # how many elements are Inf or NaN
 
     def times(self, factor: float, numel: int, rounded: Rounding) -> "Norms | None":
-        """After all ``numel`` elements were multiplied; None where that took finite ones out of range."""
+        """The norms after all ``numel`` elements were multiplied; None if finite elements overflowed."""
         factor = abs(fp32(factor))
         if not factor < math.inf:
             return Norms(0.0, 0.0, numel)
         return self._scaled(self.two * factor, rounded(self.largest * factor))
 
     def over(self, divisor: float, numel: int, rounded: Rounding) -> "Norms | None":
-        """After all ``numel`` elements were divided; None where that took finite ones out of range."""
+        """The norms after all ``numel`` elements were divided; None if finite elements overflowed."""
         divisor = abs(fp32(divisor))
         if not divisor > 0:
             return Norms(0.0, 0.0, numel)
@@ -55,7 +55,7 @@ class Norms:
     def _scaled(self, two: float, largest: float) -> "Norms | None":
         # Products and quotients of fp32 values, rounded twice by way of float64, are those rounded once.
         if largest == math.inf:
-            return None  # how many there are now is not known
+            return None  # nobody knows how many elements are infinite now
         return Norms(two if largest else 0.0, largest, self.nonfinite)
 
 
@@ -63,20 +63,20 @@ class Slot:
     """This rank's slice of one param's reduced gradient. The reducer fills it; it outlives the parts that show it.
 
     Attributes:
-        total: 1D, sum over ranks and backwards, fp32 or bf16; the same memory for life. Whatever scales it computes in
-            fp32 and rounds once to its dtype.
-        start: index of its first element in the param's storage order.
+        total: 1D, sum over ranks and backwards, fp32 or bf16; the same memory for life. Scaling computes in fp32 and
+            rounds once to this dtype.
+        start: index of the slice's first element in the param's storage order.
         receive: takes a full local gradient that autograd adds to the part.
-        gather: collective, makes the whole mean gradient (the param's shape) out of every rank's settled slice; None:
-            this slice is the whole, on every rank that has one.
-        rounded: a number as ``total`` would hold it.
-        divisor: what ``total`` is still to be divided by; 1 once settled.
-        kept: the sum that ``total`` was, where it was divided only to be looked at.
-        part: the one that shows this gradient. Any other of this slot is stale.
-        is_used: by a step, since the last backward.
-        edits: what was done to the mean in place since the last round: the name of a method of the part, its arguments.
-        pending: this rank's own gradient (the param's shape), which autograd added to the part in a backward that was
-            not reduced; the next one that is takes it along.
+        gather: collective; makes the whole mean gradient (the param's shape) from every rank's settled slice. None
+            where this rank holds the whole gradient.
+        rounded: rounds a number to the dtype of ``total``.
+        divisor: number by which ``total`` still has to be divided; 1 once it is the mean.
+        kept: the sum that ``total`` held before ``look()`` divided it.
+        part: the part that shows this gradient. Any other part of this slot is stale.
+        is_used: whether a step used this gradient since the last backward.
+        edits: in-place edits of the mean since the last round: each the name of a method of the part and its arguments.
+        pending: this rank's own gradient (the param's shape), which autograd added to the part under ``no_sync()``; the
+            next synchronised backward reduces it.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class Slot:
         self.rounded = _ROUNDINGS[total.dtype]
         self.divisor = 1
         self.kept: Tensor | None = None
-        self._kept_of = 1  # what that was divided by
+        self._kept_of = 1  # the divisor that made the mean of it
         self.part: Tensor | None = None
         self.is_used = False
         self.edits: list[list[Any]] = []
@@ -102,12 +102,12 @@ class Slot:
 
     @property
     def was_written(self) -> bool:
-        """Whether elements may have been written one by one, unknown to anybody."""
+        """Whether the user may have written single elements, which would change the norms."""
         return self._is_aliased or (self._lent is not None and self._lent._version != self._lent_version)
 
     @property
     def norms(self) -> Norms | None:
-        """Of the mean. None: nobody knows, after clamping, an overflow or a write to what was lent."""
+        """Norms of the mean. None if they are not known: after clamping, an overflow, or a write to a lent tensor."""
         return None if self.was_written else self._norms
 
     @norms.setter
@@ -117,23 +117,23 @@ class Slot:
             self._lent_version = self._lent._version
 
     def settle(self) -> None:
-        """Makes ``total`` the mean: divided once, rounded once, as a kernel that divides on reading does."""
+        """Make ``total`` the mean: divide once and round once, as a kernel that divides on reading does."""
         self.kept = None
         if self.divisor != 1:
             divide_(self.total, self.divisor)
             self.divisor = 1
 
     def look(self) -> None:
-        """As ``settle``, for whoever only reads: nothing that follows has other bits for it."""
+        """Make ``total`` the mean for a reader, and keep the sum: rounds and steps have the same bits as without."""
         if self.divisor != 1:
             kept, self._kept_of = self.total.clone(), self.divisor
             self.settle()
             self.kept = kept
 
     def summed(self) -> tuple[Tensor, int]:
-        """(the sum, what it is to be divided by), where the mean was only looked at; else ``total`` as it is.
+        """The sum and its divisor: the kept sum after ``look()``, else ``total``.
 
-        What was written to the mean meanwhile is multiplied.
+        Elements of the mean that the user wrote since ``look()`` are multiplied by the divisor.
         """
         if self.kept is None:
             return self.total, self.divisor
@@ -142,7 +142,7 @@ class Slot:
         return torch.where(self.total == mean, self.kept, self.total * self._kept_of), self._kept_of
 
     def add_up(self, count: int) -> None:
-        """Makes ``total`` the sum of so many means, to which others are added."""
+        """Make ``total`` the sum of ``count`` ranks again, so that a round can add to it."""
         if self.divisor == count:
             return
         if self.kept is not None and self._kept_of == count:
@@ -153,26 +153,29 @@ class Slot:
             self.total.mul_(count)
 
     def shows_in(self, grad: Tensor | None) -> bool:
-        """Whether this is a part that shows the slot's gradient, or an alias of it (``.detach()``)."""
+        """Whether ``grad`` is the part that shows this slot's gradient, or an alias of that part (``.detach()``)."""
         return getattr(grad, "slot", None) is self and not cast(Any, grad).is_stale
 
     def lend(self) -> Tensor:
-        """The mean, for others to read. A write to it is noticed: the norms are then no longer known."""
+        """The mean, to be read. Once somebody writes to it, the norms are unknown."""
         self.look()
         if self._lent is None:
-            # ``total`` shares its count of writes with the whole buffer; ``.data`` has a count of its own.
+            # ``total`` shares its version counter with the whole buffer; ``.data`` has a counter of its own.
             self._lent = self.total.data
             self._lent_version = self._lent._version
         return self._lent
 
     def alias(self) -> Tensor:
-        """The mean, for views that may be written unnoticed: norms of this slot are never known again."""
+        """The mean, for views whose writes cannot be seen: the norms of this slot are never known again."""
         self.look()
         self._is_aliased = True
         return self.total
 
 
 def divide_(tensor: Tensor, divisor: float) -> None:
-    """IEEE, in fp32. torch's CUDA kernel multiplies by the reciprocal where the divisor lies in host memory."""
-    # 1D: beside a bf16 tensor one of no dimension would be rounded to bf16 before it divides.
+    """Divide in place by IEEE division in fp32, and round once.
+
+    torch's CUDA kernel multiplies by the reciprocal where the divisor lies in host memory.
+    """
+    # 1D: torch would round a 0-d divisor to bf16 before it divides a bf16 tensor.
     tensor.div_(divisor if tensor.device.type == "cpu" else torch.full((1,), divisor, device=tensor.device))
