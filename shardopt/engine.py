@@ -23,6 +23,7 @@ from .domain.domain import Domain
 from .domain.domains import Composition, Party
 from .domain.dtensors import LocalParams, local_gradient
 from .domain.exclusive import in_turn
+from .domain.hyperparameters import check_numbers, plain_numbers
 from .domain.masters import refresh_masters
 from .domain.memory import Memory, memory_of
 from .domain.param import Candidate, Group
@@ -44,7 +45,7 @@ from .rules import Rule
 from .states.consolidate import consolidate, rank_to_gather_on
 from .states.table import StateTable
 from .step.step import NOTHING_DONE, Call, Outcome, run_step
-from .step.survey import Scaling, check_numbers, plain_numbers
+from .step.survey import Scaling
 from .step.update_in_backward import Release, drop_gradients
 
 

@@ -5,9 +5,9 @@ from typing import Any
 
 import torch
 
+from ..domain.hyperparameters import check_numbers, plain_numbers
 from ..errors import CheckpointError
 from ..optim.optimizer import ShardedOptimizer
-from ..step.survey import check_numbers, plain_numbers
 from . import values
 from .fit import Fit
 from .manifest import Manifest

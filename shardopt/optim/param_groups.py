@@ -7,9 +7,9 @@ import torch
 
 from ..config import OptionKeywords, Options, check_process_group
 from ..domain.formats import check_formats
+from ..domain.hyperparameters import check_group
 from ..errors import ShardoptError
 from ..rules import Rule
-from ..step.survey import check_group
 
 Group = dict[str, Any]
 

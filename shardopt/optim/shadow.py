@@ -21,12 +21,13 @@ import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook, _JoinConfig
 from torch.nn.parallel import DistributedDataParallel
 
+from ..domain.hyperparameters import plain_numbers
 from ..engine import Engine
 from ..errors import DisagreementError, ShardoptError
 from ..module.backward import Backward
 from ..partition.comm.group import Ranks
 from ..step.step import Call
-from ..step.survey import Scaling, plain_numbers
+from ..step.survey import Scaling
 
 _OFF = _JoinConfig.construct_disabled_join_config()
 _PHASE = "telling ranks that have run out of batches"

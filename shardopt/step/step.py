@@ -23,6 +23,7 @@ from ..domain.agreement import Agreed, View, agree
 from ..domain.bind import checksum
 from ..domain.domain import Domain
 from ..domain.domains import Party, agree_on_whole
+from ..domain.hyperparameters import check_numbers, plain_numbers
 from ..domain.param import Candidate, Group
 from ..domain.shard import Shard, scales_name
 from ..errors import CommunicationError, ShardoptError
@@ -36,8 +37,6 @@ from .survey import (
     Launch,
     Scaling,
     Survey,
-    check_numbers,
-    plain_numbers,
     survey,
 )
 from .update import Task, Work, works_of

@@ -30,6 +30,7 @@ import torch
 
 from ..domain.bind import checksum
 from ..domain.domain import Domain
+from ..domain.hyperparameters import check_numbers, plain_numbers
 from ..domain.masters import follow_written_params
 from ..domain.param import Entry, Group
 from ..domain.shard import Shard
@@ -59,10 +60,8 @@ from .survey import (
     Ready,
     Scaling,
     Survey,
-    check_numbers,
     launches_of,
     placed,
-    plain_numbers,
     scalars_of,
     states_of_shards,
 )

@@ -1,0 +1,62 @@
+"""The hyper-parameters of a param group, as plain numbers."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..errors import RuleError, ShardoptError
+from ..rules.rule import Rule
+from .param import Group
+
+
+def plain_numbers(group: Group) -> dict[str, Any]:
+    """A param group's hyper-parameters as plain numbers. What is not one (a user's own notes) is left out."""
+    plain = {key: _plain(value) for key, value in group.items() if key not in ("params", "param_names")}
+    return {key: value for key, value in plain.items() if value is not _NOT_PLAIN}
+
+
+_NOT_PLAIN = object()
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.item() if value.numel() == 1 else _NOT_PLAIN
+    if isinstance(value, np.generic):  # a numpy bool would be compared by its text, a numpy float compute in fp32
+        return value.item()
+    if isinstance(value, tuple | list):
+        items = [_plain(item) for item in value]
+        return _NOT_PLAIN if any(item is _NOT_PLAIN for item in items) else items
+    return value if isinstance(value, bool | int | float | str | None) else _NOT_PLAIN
+
+
+def check_numbers(numbers: Sequence[Mapping[str, Any]], defaults: Mapping[str, Any]) -> None:
+    """Raises TypeError where a hyper-parameter of a group is no number."""
+    for index, group in enumerate(numbers):
+        missing = [key for key in defaults if key not in group]
+        if missing:
+            raise TypeError(
+                f"{missing} of param group {index} is missing or no plain number (a tensor must hold one element): the "
+                "update cannot be computed. Assign a number."
+            )
+
+
+def check_group(rule: Rule, group: dict[str, Any], check: Callable[[Mapping[str, Any]], dict[str, Any]] | None) -> None:
+    """Checks a new param group by the arguments of its class, if that has any, and by the scalars of a first step.
+
+    Raises:
+        ValueError, TypeError: what the group would update with is no finite number.
+    """
+    if check is not None:
+        group.update(check(group))
+    numbers = plain_numbers(group)
+    try:
+        rule.evaluate(rule.variant(numbers), numbers, 1, {})
+    except RuleError:
+        pass  # a key that the user's own rule gets later
+    except ShardoptError as error:
+        if not isinstance(error.__cause__, TypeError):  # so is a number that is None now
+            raise ValueError(str(error)) from error.__cause__
+    except KeyError:
+        pass
