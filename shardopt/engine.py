@@ -17,11 +17,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from .config import Offload, Options
-from .domain.agreement import View, agree
+from .domain.agreement import StepDigest, agree
 from .domain.bind import bind, frozen_of
 from .domain.domain import Domain
-from .domain.domains import Composition, Party
-from .domain.dtensors import LocalParams, local_gradient
+from .domain.domains import Domains, Party
+from .domain.dtensors import DTensorLocals, local_gradient
 from .domain.exclusive import in_turn
 from .domain.hyperparameters import check_numbers, plain_numbers
 from .domain.masters import refresh_masters
@@ -36,7 +36,7 @@ from .errors import DisagreementError, ShardoptError, StateError
 from .module.backward import Backward
 from .module.closure import Settled, run_closure
 from .module.materialize import check_materialisable, check_unused, meta_params
-from .module.takeover import Handover
+from .module.takeover import ModuleTakeover
 from .offload.store import Store
 from .partition.comm.group import Ranks
 from .partition.mesh import Mesh, everyone_of
@@ -46,7 +46,7 @@ from .states.consolidate import consolidate, rank_to_gather_on
 from .states.table import StateTable
 from .step.step import NOTHING_DONE, Call, Outcome, run_step
 from .step.survey import Scaling
-from .step.update_in_backward import Release, drop_gradients
+from .step.update_in_backward import UpdateInBackward, drop_gradients
 
 
 class Owner(Protocol):
@@ -99,16 +99,16 @@ class Engine:
     ):
         self._owner = weakref.ref(owner)  # it has this engine, and must go as soon as nobody has it
         self.rule, self.options, self.check_arguments = rule, options, check_arguments
-        self.local_params = LocalParams()
+        self.local_params = DTensorLocals()
         self.states = StateTable(rule, self.local_params)
-        self.takeover: Handover | None = None
+        self.takeover: ModuleTakeover | None = None
         self.joining: Announcer | None = None
         self.grad_norm: float | None = None
         self.updates = 0
         self.lock = threading.RLock()
         self.is_closed = False
-        self._composition: Composition | None = None  # from the first forward or step on
-        self._release: Release | None = None  # in place of the steps, where gradients are released
+        self._composition: Domains | None = None  # from the first forward or step on
+        self._release: UpdateInBackward | None = None  # in place of the steps, where gradients are released
         self._away: Offload | None = None  # where offload() moved masters and states
         self._retire: list[weakref.finalize[Any, Engine]] = []
 
@@ -166,12 +166,12 @@ class Engine:
         """All; none before the first forward or step."""
         return [] if self._composition is None else self._composition.domains
 
-    def compose(self) -> Composition:
+    def compose(self) -> Domains:
         """The domains, the main one made if this is the first time."""
         if self._composition is None:
             main = self._make_domain(self._process_group())
             backward = self._make_backward(main)
-            self._composition = self.states.composition = Composition(main, self.options, self.local_params)
+            self._composition = self.states.composition = Domains(main, self.options, self.local_params)
             if self.takeover is not None:
                 self.takeover.begin(main, backward)
         return self._composition
@@ -210,7 +210,7 @@ class Engine:
             engine.states.consolidated = None
             return engine.groups, engine.defaults
 
-        self._release = Release(domain, begin)
+        self._release = UpdateInBackward(domain, begin)
         return self._release
 
     def _at_the_end(self, call: Callable[..., None], *arguments: Any) -> None:
@@ -231,10 +231,10 @@ class Engine:
                 engine.bind()
 
         has_parts = Placements.of_stage(self.options.stage).grad is Placement.SHARD
-        takeover = Handover(module, has_parts, before_forward, live_engines)
+        takeover = ModuleTakeover(module, has_parts, before_forward, live_engines)
         takeover.check_covers(self.groups)
         self.takeover = takeover
-        self._at_the_end(Handover.dropped, takeover)
+        self._at_the_end(ModuleTakeover.dropped, takeover)
 
     @torch.no_grad()
     def bind(self, state_dict: Mapping[str, torch.Tensor] | None = None) -> None:
@@ -255,7 +255,7 @@ class Engine:
             self._bind_together(self.takeover, candidates, state_dict)
 
     def _bind_together(
-        self, takeover: Handover, candidates: list[Candidate], state_dict: Mapping[str, torch.Tensor] | None
+        self, takeover: ModuleTakeover, candidates: list[Candidate], state_dict: Mapping[str, torch.Tensor] | None
     ) -> None:
         domain = self.compose().main
         self._announce("bind")
@@ -290,7 +290,7 @@ class Engine:
             takeover.attach(bound)
 
     def _check_together(
-        self, takeover: Handover, candidates: Sequence[Candidate], state_dict: Mapping[str, torch.Tensor] | None
+        self, takeover: ModuleTakeover, candidates: Sequence[Candidate], state_dict: Mapping[str, torch.Tensor] | None
     ) -> list[dict[str, Any]]:
         """Collective: what can be wrong on one rank alone is raised on all, before any of them waits for values."""
         problem: Exception | None = None
@@ -312,7 +312,7 @@ class Engine:
             problem = error
         view = {"module": takeover.describe(), "state_dict is given": state_dict is not None}
         device = next((param.device for _, param, _ in candidates if not param.is_meta), torch.device("cpu"))
-        agree(View(view, lambda: view, problem), domain.mesh.world, device)
+        agree(StepDigest(view, lambda: view, problem), domain.mesh.world, device)
         return numbers
 
     def ensure_bound(self) -> None:

@@ -52,7 +52,7 @@ class InShard:
 
 
 @dataclass(frozen=True)
-class Kept:
+class KeptElements:
     """What a shard keeps in one of its streams, as it lies, from element ``offset`` of the shard on; only read.
 
     Elements are counted in items of the stream: one for each ``grain`` of the shard's.

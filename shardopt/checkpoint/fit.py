@@ -10,7 +10,7 @@ from torch import nn
 from ..rules.rule import EMA
 from . import values
 from .manifest import Manifest
-from .model import Home, Model, plain_name
+from .model import Model, ModelParam, plain_name
 from .records import Tensor
 
 _LISTED = 8  # mismatches that an error names
@@ -94,7 +94,7 @@ class _Fitting:
     def _note(self, mismatch: str) -> None:
         self.found.mismatches.append(mismatch)
 
-    def _renamed(self, home: Home) -> str:
+    def _renamed(self, home: ModelParam) -> str:
         alike = [
             name
             for name, kinds in self.kinds.items()
@@ -110,7 +110,7 @@ class _Fitting:
 
     # -- params and their states -----------------------------------------------------------------------------------
 
-    def _param(self, home: Home, saved: str) -> None:
+    def _param(self, home: ModelParam, saved: str) -> None:
         tensor = self.kinds[saved]["param"]
         if self.manifest.params[saved].get("place") != (None if home.place is None else str(home.place)):
             theirs = self.manifest.params[saved].get("place", "a plain tensor")
@@ -124,7 +124,7 @@ class _Fitting:
             if self.model.optimizers and self._states_fit(home, saved):
                 self.found.states[home.name] = saved
 
-    def _states_fit(self, home: Home, saved: str) -> bool:
+    def _states_fit(self, home: ModelParam, saved: str) -> bool:
         about, name = self.manifest.params[saved], home.name
         if about["optimizer"] is None or home.optimizer is None:
             if about["optimizer"] != home.optimizer:

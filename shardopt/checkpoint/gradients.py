@@ -6,10 +6,10 @@ from typing import Any
 import torch
 
 from ..tensors.gradient import GradientPart
-from ..tensors.gradient_slice import Norms, Slot
+from ..tensors.gradient_slice import GradientSlice, Norms
 
 
-def describe(slot: Slot) -> dict[str, Any]:
+def describe(slot: GradientSlice) -> dict[str, Any]:
     """What every rank knows of a reduced gradient, to the bit; JSON-able."""
     norms = slot.norms
     known = None if norms is None else [norms.two.hex(), norms.largest.hex(), norms.nonfinite]
@@ -18,7 +18,7 @@ def describe(slot: Slot) -> dict[str, Any]:
 
 def restore(
     param: torch.nn.Parameter,
-    slot: Slot,
+    slot: GradientSlice,
     about: Mapping[str, Any] | None,
     own: torch.Tensor | None,
     world_size: int,

@@ -19,7 +19,7 @@ from .fit import Fit, fit
 from .hyper import check_groups
 from .manifest import Manifest
 from .meeting import Meeting, Problem
-from .model import Home, Model, meeting_of
+from .model import Model, ModelParam, meeting_of
 from .plan_load import LoadPlan, carried_of, plan_load
 from .publish import find
 from .reader import Checkpoint
@@ -266,7 +266,7 @@ class Loading:
         rng.restore(self._saved_rng(), model.device)
 
 
-def _renew_master(home: Home) -> None:
+def _renew_master(home: ModelParam) -> None:
     """From the param: the checkpoint has none, and the low bits of the one that is here belong to other weights."""
     shard = home.shard
     if shard is not None and shard.masters:
@@ -274,7 +274,7 @@ def _renew_master(home: Home) -> None:
         shard.write_chunk("master", where.start, shard.read_chunk("param", where.start, where.stop).float())
 
 
-def _forget(home: Home) -> None:
+def _forget(home: ModelParam) -> None:
     """Back to before the param's first step."""
     assert home.entry is not None and home.shard is not None
     home.entry.forget()

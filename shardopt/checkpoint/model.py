@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..domain.domain import Domain
 from ..domain.domains import Turn
 from ..domain.dtensors import Place, is_dtensor, place_of
-from ..domain.param import Entry
+from ..domain.param import ParamRecord
 from ..domain.shard import Shard
 from ..errors import CheckpointError
 from ..optim.optimizer import ShardedOptimizer
@@ -24,7 +24,7 @@ _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
 
 @dataclass(frozen=True)
-class Home:
+class ModelParam:
     """Where one param lives."""
 
     name: str
@@ -34,7 +34,7 @@ class Home:
     domain: Domain | None  # that keeps it in a shard
     shard: Shard | None
     index: int = 0  # in the shard's bucket
-    entry: Entry | None = None  # where it is trained
+    entry: ParamRecord | None = None  # where it is trained
     place: Place | None = None  # of a DTensor
     turn: Turn | None = None  # of a group with a process_group of its own: ranks outside of it hold others
     world: Ranks | None = None  # that hold the same; None: all that make the checkpoint
@@ -46,7 +46,7 @@ class Model:
 
     module: nn.Module
     optimizers: Sequence[ShardedOptimizer]
-    homes: dict[str, Home] = field(init=False)
+    homes: dict[str, ModelParam] = field(init=False)
     buffers: dict[str, torch.Tensor] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -54,7 +54,7 @@ class Model:
         self.homes = {home.name: home for home in self._find_homes()}
         self.buffers = dict(_persistent_buffers(self.module))
 
-    def _find_homes(self) -> Iterator[Home]:
+    def _find_homes(self) -> Iterator[ModelParam]:
         names: dict[nn.Parameter, list[str]] = {}
         for name, param in self.module.named_parameters(remove_duplicate=False):
             names.setdefault(param, []).append(plain_name(name))
@@ -81,7 +81,7 @@ class Model:
             turn = composition.turn_of(group)
             domain = composition.domain_of(local)
             entry = None if domain is None else domain.entries[local]
-            home = Home(name, tuple(aliases), local, number, None, None, place=place_of(param))
+            home = ModelParam(name, tuple(aliases), local, number, None, None, place=place_of(param))
             if entry is not None:
                 home = replace(home, domain=domain, shard=entry.shard, index=entry.index, entry=entry)
             elif id(param) in sharded:
@@ -99,12 +99,12 @@ class Model:
         param: nn.Parameter,
         sharded: Mapping[int, tuple[Domain, Shard]],
         number: int | None = None,
-    ) -> Home:
+    ) -> ModelParam:
         """Of a param that is not trained."""
         if id(param) in sharded:
             domain, shard = sharded[id(param)]
             at = next(index for index, each in enumerate(shard.bucket.params) if each is param)
-            return Home(name, aliases, param, number, domain, shard, at)
+            return ModelParam(name, aliases, param, number, domain, shard, at)
         if is_sharded(param):
             raise CheckpointError(
                 f"{name!r} lies in slices, by an optimizer that was not given: its values are not here. Give all "
@@ -113,7 +113,7 @@ class Model:
         values: Any = param
         if is_dtensor(param):
             param = nn.Parameter(values._local_tensor.detach(), requires_grad=False)
-        return Home(name, aliases, param, number, None, None, place=place_of(values))
+        return ModelParam(name, aliases, param, number, None, None, place=place_of(values))
 
     def _shards(self) -> Iterator[tuple[Domain, Shard]]:
         """Those of frozen params that are sharded."""

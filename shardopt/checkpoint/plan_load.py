@@ -23,7 +23,7 @@ from .elements import (
 )
 from .fit import Fit
 from .manifest import Manifest
-from .model import Home, Model
+from .model import Model, ModelParam
 from .reader import Checkpoint, Chunk, chunks_of, needed_chunks
 from .records import Key, Tensor
 
@@ -127,14 +127,14 @@ class _Planner:
             self._plain(Key("buffers", name, "value"), self.model.buffers[name])
         return self.made
 
-    def _param(self, home: Home, key: Key) -> None:
+    def _param(self, home: ModelParam, key: Key) -> None:
         shard = home.shard
         if shard is None or shard.gathered is None:
             self._plain(key, home.param)
         else:
             self._slice(home, key)
 
-    def _states(self, home: Home, saved: str) -> None:
+    def _states(self, home: ModelParam, saved: str) -> None:
         keeps_average = home.optimizer is not None and self.model.optimizers[home.optimizer].rule.average is not None
         kinds = [kind for kind in self.kinds[saved] if kind != "param" and (kind != EMA or keeps_average)]
         if home.entry is not None and home.shard is not None:
@@ -162,7 +162,7 @@ class _Planner:
 
         self.made.targets.append(Detour(key, self.manifest.tensors[key], deliver))
 
-    def _slice(self, home: Home, key: Key) -> None:
+    def _slice(self, home: ModelParam, key: Key) -> None:
         """What of the tensor lies in this rank's shard."""
         shard, tensor = home.shard, self.manifest.tensors[key]
         assert shard is not None
@@ -182,7 +182,7 @@ class _Planner:
 
         self.made.targets.append(Detour(key, tensor, deliver))
 
-    def _gradients(self, home: Home, saved: str) -> None:
+    def _gradients(self, home: ModelParam, saved: str) -> None:
         """What was accumulated since the last step."""
         kinds = self.accumulated.get(saved)
         if not kinds:

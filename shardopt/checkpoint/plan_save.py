@@ -24,12 +24,12 @@ from .elements import (
     Elements,
     Flat,
     InShard,
-    Kept,
+    KeptElements,
     chunks_of,
     flat_of,
     strides_of,
 )
-from .model import Home, Model, plain_name
+from .model import Model, ModelParam, plain_name
 from .records import (
     NAME_OF_DTYPE,
     Key,
@@ -205,7 +205,7 @@ class _Planner:
 
     # -- params ----------------------------------------------------------------------------------------------------
 
-    def _param(self, home: Home, group: Mapping[str, Any]) -> dict[str, Any]:
+    def _param(self, home: ModelParam, group: Mapping[str, Any]) -> dict[str, Any]:
         if home.param.is_meta:
             raise CheckpointError(
                 f"{home.name!r} is on the meta device and has no values: there is nothing to save. Call bind() first."
@@ -244,7 +244,7 @@ class _Planner:
             "has_state": has_state,
         }
 
-    def _gradient(self, home: Home) -> dict[str, Any] | None:
+    def _gradient(self, home: ModelParam) -> dict[str, Any] | None:
         """What was accumulated since the last step, where shardopt reduces; what all ranks know of it."""
         slot, grad, about = home.entry.slot if home.entry is not None else None, home.param.grad, None
         if slot is None or grad is None or home.shard is None:
@@ -264,7 +264,7 @@ class _Planner:
             self._add(key, _described(key, own), 0, own.numel(), Flat(flat_of(own)), 0)
         return about
 
-    def _sharded(self, home: Home, kind: str, dtype: torch.dtype) -> None:
+    def _sharded(self, home: ModelParam, kind: str, dtype: torch.dtype) -> None:
         shard, domain = home.shard, home.domain
         assert shard is not None and domain is not None
         key = Key("params", home.name, kind)
@@ -274,7 +274,7 @@ class _Planner:
         first, last = _own_cut(numel, domain.mesh)
         self._add(key, tensor, where.start + first, where.start + last, InShard(shard, kind, where.local.start), first)
 
-    def _kept(self, home: Home, shard: Shard, kind: str) -> None:
+    def _kept(self, home: ModelParam, shard: Shard, kind: str) -> None:
         """A master or state as it is kept, with the scales of its blocks, or in fp32."""
         format = shard.format_of(kind)
         if format is FP32 or self.widens:
@@ -284,13 +284,13 @@ class _Planner:
         key, where = Key("params", home.name, kind), shard.slice_of(home.index)
         first, last = _own_cut(where.local.stop - where.local.start, home.domain.mesh)
         tensor = Tensor(tuple(home.param.shape), shard.strides(home.index), format.dtype, (), format.name)
-        elements = Kept(shard, kind, where.local.start)
+        elements = KeptElements(shard, kind, where.local.start)
         self._add(key, tensor, where.start + first, where.start + last, elements, first)
         if isinstance(format, BlockFormat):
             blocks = Tensor((-(-home.param.numel() // BLOCK),), (1,), torch.float32, ())
             start, begin = where.start // BLOCK, first // BLOCK
             end = -(-last // BLOCK) if first < last else begin  # a copy that writes nothing: its cut is in mid-block
-            scales = Kept(shard, scales_name(kind), where.local.start, BLOCK)
+            scales = KeptElements(shard, scales_name(kind), where.local.start, BLOCK)
             self._add(key.scales, blocks, start + begin, start + end, scales, begin)
 
     def _whole(self, key: Key, tensor: torch.Tensor, ranks: Ranks | None = None, on_rank_0: bool = False) -> None:

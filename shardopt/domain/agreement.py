@@ -30,7 +30,7 @@ _ALIKE, _TINY = 1e-2, 1e-12
 
 
 @dataclass(frozen=True)
-class View:
+class StepDigest:
     """One rank's view of the step it is about to take."""
 
     key: Any  # JSON-able and short; must be equal on all ranks
@@ -58,7 +58,7 @@ class View:
 
 
 @dataclass(frozen=True)
-class Agreed:
+class Consensus:
     """What all ranks know now."""
 
     overflow: bool
@@ -67,7 +67,7 @@ class Agreed:
     written: bool  # on any rank
 
 
-def agree(view: View, ranks: Ranks, device: torch.device, one_copy: Sequence[int] = ()) -> Agreed:
+def agree(view: StepDigest, ranks: Ranks, device: torch.device, one_copy: Sequence[int] = ()) -> Consensus:
     """Exchanges the views.
 
     Args:
@@ -85,7 +85,7 @@ def agree(view: View, ranks: Ranks, device: torch.device, one_copy: Sequence[int
         _raise_difference(view, ranks, device)
     _compare_witnesses([row[5] for row in rows])
     counted = [rows[rank] for rank in one_copy] or rows[:1]
-    return Agreed(
+    return Consensus(
         overflow=any(row[3] for row in rows),
         nonfinite=sum(row[4] for row in rows),
         written=any(row[6] for row in rows),
@@ -108,7 +108,7 @@ def agree_on_call(call: str, read: Callable[[], dict[str, Any]], ranks: Ranks, d
     except Exception as error:
         problem = error
     key = {call: given}
-    agree(View(key, lambda: key, problem, consequence=f"so {call} did nothing"), ranks, device)
+    agree(StepDigest(key, lambda: key, problem, consequence=f"so {call} did nothing"), ranks, device)
     return given
 
 
@@ -129,7 +129,7 @@ def _compare_witnesses(bits: Sequence[int]) -> None:
             )
 
 
-def _raise_problem(view: View, ranks: Ranks, device: torch.device) -> None:
+def _raise_problem(view: StepDigest, ranks: Ranks, device: torch.device) -> None:
     own = None if view.problem is None else [type(view.problem).__name__, str(view.problem)]
     problems = ranks.exchange_json(own, device, "reporting a problem")
     # Of a rank that left a backward the others hear there already: its own error says more.
@@ -145,7 +145,7 @@ def _raise_problem(view: View, ranks: Ranks, device: torch.device) -> None:
     ) from view.problem
 
 
-def _raise_difference(view: View, ranks: Ranks, device: torch.device) -> None:
+def _raise_difference(view: StepDigest, ranks: Ranks, device: torch.device) -> None:
     descriptions = ranks.exchange_json(view.describe(), device, "finding where ranks differ")
     for rank, other in enumerate(descriptions):
         difference = first_difference(descriptions[0], other)

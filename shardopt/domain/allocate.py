@@ -20,7 +20,7 @@ from .bucket_plan import PlannedBucket
 from .domain import Domain
 from .formats import NOTHING
 from .loaded import begin_states, expect_weights, write_tensors
-from .param import Entry
+from .param import ParamRecord
 from .param_state import ParamState
 from .shard import Shard
 from .tiers import make_store
@@ -40,7 +40,7 @@ class Made:
     """
 
     shard: Shard
-    entries: tuple[Entry, ...] = ()
+    entries: tuple[ParamRecord, ...] = ()
     sums: KeptBucket | PassingBucket | None = None
     own: Slice | None = None
 
@@ -67,7 +67,7 @@ def allocate(
     entries = []
     for index, (name, param, group) in enumerate(planned.members):
         initial, state = domain.rule.initial_values(group), waiting.get(param)
-        entries.append(Entry(param, name, shard, index, None, has_state=bool(initial), initial=initial))
+        entries.append(ParamRecord(param, name, shard, index, None, has_state=bool(initial), initial=initial))
         if state is None:
             begin_states(shard, index, initial)
         else:

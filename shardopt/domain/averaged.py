@@ -7,10 +7,10 @@ import torch
 
 from ..errors import OffloadError
 from ..rules.rule import EMA
-from .agreement import View, agree
+from .agreement import StepDigest, agree
 from .domain import Domain
 from .masters import begin_averages
-from .param import Entry
+from .param import ParamRecord
 from .shard import Shard
 
 Slices = dict[Shard, torch.Tensor]  # 1D, as long as the shard and of its params' dtype
@@ -70,7 +70,7 @@ def _average(domain: Domain, shard: Shard, weights: torch.Tensor) -> torch.Tenso
     return shown
 
 
-def _updated(domain: Domain, shard: Shard) -> list[Entry]:
+def _updated(domain: Domain, shard: Shard) -> list[ParamRecord]:
     return [entry for entry in domain.entries.values() if entry.shard is shard and entry.step]
 
 
@@ -103,4 +103,4 @@ def _on_all(domain: Domain, act: Callable[[], None]) -> None:
     except OffloadError as error:
         problem = error
     if not domain.store.is_final:
-        agree(View("average", dict, problem), domain.mesh.world, domain.device)
+        agree(StepDigest("average", dict, problem), domain.mesh.world, domain.device)

@@ -28,13 +28,13 @@ from ..partition.memory import return_free_pages
 from ..partition.placement import Placement, Placements
 from ..tensors.part import Part
 from ..tensors.unsharded_guard import is_sharded
-from .agreement import View, agree
+from .agreement import StepDigest, agree
 from .allocate import Fresh, Made, Waiting, allocate, allocate_frozen
 from .bindable import check_bindable, check_gradient_format, warn_of_master
 from .bucket_plan import PlannedBucket, plan_buckets
 from .connect import Windows, connect, open_windows
 from .domain import Domain, Links
-from .param import Candidate, Entry, Group, named_params
+from .param import Candidate, Group, ParamRecord, named_params
 from .param_names import matching
 from .param_state import ParamState, check_part
 from .shard import Shard
@@ -50,7 +50,7 @@ class Bound:
         shards: theirs.
     """
 
-    entries: tuple[Entry, ...]
+    entries: tuple[ParamRecord, ...]
     shards: tuple[Shard, ...]
 
 
@@ -95,7 +95,7 @@ def bind(
     description = _description(domain, groups, numbers, candidates, closure, waiting)
     description["values"] = {name: value for (name, _, _), value in zip(candidates, sums, strict=False)}
     description["frozen params of the module"] = [[list(param.shape), str(param.dtype)] for param in frozen]
-    agree(View(description, lambda: description, problem), world, device)
+    agree(StepDigest(description, lambda: description, problem), world, device)
     with ExitStack() as undo:
         made: list[Made] = []
         landing = domain.landing
@@ -112,7 +112,7 @@ def bind(
                 made.append(allocate_frozen(domain, members, layout, fresh, undo))
         except Exception as error:
             problem = error
-        agree(View("bound", dict, problem), world, device)
+        agree(StepDigest("bound", dict, problem), world, device)
         links, windows = domain.links, Windows()
         try:
             if links is None:
@@ -122,7 +122,7 @@ def bind(
             raise
         except Exception as error:
             problem = error
-        agree(View("connected", dict, problem), world, device)
+        agree(StepDigest("connected", dict, problem), world, device)
         undo.pop_all()
     assert links is not None
     bound = _adopt(domain, links, made, windows)

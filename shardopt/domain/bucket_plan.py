@@ -10,7 +10,7 @@ from ..config import Options
 from ..partition.layout import BucketLayout, split_into_buckets
 from ..partition.placement import Placement, Placements
 from ..rules import Rule
-from .formats import Kept, kept_for
+from .formats import StreamFormats, kept_for
 from .param import Candidate
 
 
@@ -21,7 +21,7 @@ class PlannedBucket:
     members: tuple[Candidate, ...]
     layout: BucketLayout
     states: tuple[str, ...]
-    kept: Kept
+    kept: StreamFormats
     is_released: bool  # between uses: its params are gathered when they are needed
 
 
@@ -35,9 +35,9 @@ def plan_buckets(
 ) -> list[PlannedBucket]:
     """Layouts for these params, in backward order. ``kept_whole``: params that ``Tuning.keep`` names."""
     parts_with_params = Placements.of_stage(options.stage).param is Placement.SHARD
-    formats: dict[tuple[torch.dtype, bool], Kept] = {}  # a model has thousands of params, and two kinds of formats
+    formats: dict[tuple[torch.dtype, bool], StreamFormats] = {}  # of thousands of params
 
-    def kept_of(param: torch.nn.Parameter) -> Kept:
+    def kept_of(param: torch.nn.Parameter) -> StreamFormats:
         kind = param.dtype, param.numel() < options.tuning.compress_from
         if kind not in formats:
             formats[kind] = kept_for(rule, options, param.dtype, param.numel())

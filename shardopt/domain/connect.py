@@ -14,7 +14,7 @@ from ..partition.placement import Placement, Placements
 from ..partition.reducer import Reducer
 from .allocate import Made
 from .domain import Domain, Links
-from .remote_states import Exhibit
+from .remote_states import RemoteStates
 from .sharded_params import ShardedParams
 
 
@@ -44,7 +44,7 @@ def connect(domain: Domain, device: torch.device, landing: HostLanding | None, u
         sharded = ShardedParams(gatherer, domain.gather, domain.fetcher, domain.name_of)
     exhibit = None
     if mesh.shard.size > 1:
-        exhibit = Exhibit.begin(domain)
+        exhibit = RemoteStates.begin(domain)
         if exhibit is not None:
             undo.callback(exhibit.close)
     return Links(shards, replicas, reducer, landing, sharded, exhibit)

@@ -16,18 +16,18 @@ import torch
 from ..config import Options
 from ..errors import OffloadError
 from ..offload.gradients import HostLanding
-from ..offload.store import Home, Store
+from ..offload.store import ShardStorage, Store
 from ..partition.comm.group import Ranks
 from ..partition.comm.transport import Transport
 from ..partition.gatherer import Gatherer
 from ..partition.mesh import Mesh
 from ..partition.reducer import Reducer
 from ..rules import Rule
-from .agreement import View, agree
+from .agreement import StepDigest, agree
 from .epoch import Epoch, Moment
-from .param import Candidate, Entry, Group, named_params
+from .param import Candidate, Group, ParamRecord, named_params
 from .param_names import name_of
-from .remote_states import Exhibit
+from .remote_states import RemoteStates
 from .shard import Shard
 from .sharded_params import ShardedParams
 from .tiers import make_store, params_rest
@@ -52,7 +52,7 @@ class Links:
     reducer: Reducer | None
     landing: HostLanding | None
     sharded: ShardedParams | None
-    exhibit: Exhibit | None
+    exhibit: RemoteStates | None
 
 
 class Domain:
@@ -79,7 +79,7 @@ class Domain:
         self.clock = Clock()
         self._links: Links | None = None
         self._shards: list[Shard] = []
-        self._entries: dict[torch.nn.Parameter, Entry] = {}  # by identity: that is how tensors hash
+        self._entries: dict[torch.nn.Parameter, ParamRecord] = {}  # by identity: that is how tensors hash
         self._store: Store | None = None  # opened at the first binding: until then nothing rests anywhere
         self._rounds = 0
         self._broken: str | None = None
@@ -90,7 +90,7 @@ class Domain:
     # -- what is bound ---------------------------------------------------------------------------------------------
 
     @property
-    def entries(self) -> Mapping[torch.nn.Parameter, Entry]:
+    def entries(self) -> Mapping[torch.nn.Parameter, ParamRecord]:
         """In the order of binding."""
         return self._entries
 
@@ -126,7 +126,7 @@ class Domain:
         return None if self._links is None else self._links.sharded
 
     @property
-    def exhibit(self) -> Exhibit | None:
+    def exhibit(self) -> RemoteStates | None:
         """For ranks that read states alone, once anything is bound."""
         return None if self._links is None else self._links.exhibit
 
@@ -141,7 +141,7 @@ class Domain:
             if param not in entries and _is_needed(param)
         ]
 
-    def adopt(self, links: Links, shards: Sequence[Shard], entries: Sequence[Entry]) -> None:
+    def adopt(self, links: Links, shards: Sequence[Shard], entries: Sequence[ParamRecord]) -> None:
         """What all ranks have made becomes part of the table. Allocates nothing."""
         self._links = links
         self._shards.extend(shards)
@@ -240,7 +240,7 @@ class Domain:
             self._store = make_store(self.options.rests, self.options.tuning, device)
         return self._store
 
-    def rest_in(self, store: Store, homes: Sequence[Home]) -> tuple[Store, list[Home]]:
+    def rest_in(self, store: Store, homes: Sequence[ShardStorage]) -> tuple[Store, list[ShardStorage]]:
         """From now on masters and states of the shards lie in these homes. Returns what they lay in before."""
         before, self._store = self.store, store
         left = [shard.home for shard in self.resting]
@@ -298,7 +298,7 @@ class Domain:
     def fetcher(
         self, shard: Shard, index: int, name: str, moment: Moment | None = None
     ) -> Callable[[], torch.Tensor] | None:
-        """See :meth:`Exhibit.fetcher`; by default as it is now. None where nothing can be asked for."""
+        """See :meth:`RemoteStates.fetcher`; by default as it is now. None where nothing can be asked for."""
         if self.mesh.shard.size == 1:
             return partial(_own, shard, index, name)
         if self.exhibit is None:
@@ -321,7 +321,7 @@ class Domain:
         except OffloadError as error:
             problem = error
         if not self.store.is_final:
-            agree(View("read", dict, problem), ranks, self.device)
+            agree(StepDigest("read", dict, problem), ranks, self.device)
         return own
 
     def gather_slices(self, shard: Shard, own: torch.Tensor, name: str) -> torch.Tensor:

@@ -23,10 +23,10 @@ from ..config import Options
 from ..errors import BindingError, CheckpointError
 from ..partition.comm.group import Pending, Ranks
 from ..partition.mesh import everyone_of
-from .agreement import Agreed, View, agree
+from .agreement import Consensus, StepDigest, agree
 from .domain import Domain
 from .dtensors import (
-    LocalParams,
+    DTensorLocals,
     any_dtensor,
     is_counted_here,
     is_dtensor,
@@ -55,7 +55,7 @@ class Turn(NamedTuple):
 
 
 @dataclass
-class Composition:
+class Domains:
     """The domains of one optimizer.
 
     Attributes:
@@ -64,7 +64,7 @@ class Composition:
 
     main: Domain
     options: Options
-    locals: LocalParams
+    locals: DTensorLocals
     others: dict[Any, Domain] = field(default_factory=dict)  # by process group
     whole: tuple[Ranks, ...] = ()  # those of the last :meth:`look`
     _norm_ranks: Ranks | None = None
@@ -182,7 +182,7 @@ class Composition:
                 raise problem
             return
         placed = {name: _placement(param.grad) for name, param, _ in named_params(groups) if is_dtensor(param)}
-        own = View("problem" if problem else placed, lambda: {"placements of gradients": placed}, problem)
+        own = StepDigest("problem" if problem else placed, lambda: {"placements of gradients": placed}, problem)
         agree_on_whole(own, self._tensor_ranks, self.main.device)
 
     def sum_over(self, mesh: DeviceMesh, dim: int, tensor: torch.Tensor) -> None:
@@ -264,17 +264,17 @@ def _placement(grad: Any) -> str:
     return "absent" if grad is None else f"{getattr(grad, 'placements', 'plain')} {grad.dtype}"
 
 
-def agree_on_whole(view: View, whole: Sequence[Ranks], device: torch.device) -> Agreed:
+def agree_on_whole(view: StepDigest, whole: Sequence[Ranks], device: torch.device) -> Consensus:
     """Collective over each in turn: sums, and problems of any rank, on all ranks.
 
     Raises:
         Exception: this rank's own problem.
         DisagreementError: another rank's.
     """
-    agreed = Agreed(view.overflow, view.nonfinite, view.limbs, bool(view.written))
+    agreed = Consensus(view.overflow, view.nonfinite, view.limbs, bool(view.written))
     problem = view.problem
     for ranks in whole:
-        joined = View(view.key, view.describe, problem, agreed.overflow, agreed.nonfinite, limbs=agreed.limbs)
+        joined = StepDigest(view.key, view.describe, problem, agreed.overflow, agreed.nonfinite, limbs=agreed.limbs)
         try:
             agreed = agree(joined, ranks, device, one_copy=range(ranks.size))
         except Exception as error:  # the ranks of the next exchange wait for this one, and must hear of it

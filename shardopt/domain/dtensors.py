@@ -62,7 +62,7 @@ class _Local:
         self.versions = self.param._version, self.local._version
 
 
-class LocalParams:
+class DTensorLocals:
     """Of one optimizer, made when they are first asked for. A plain param is its own."""
 
     def __init__(self) -> None:

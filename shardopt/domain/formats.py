@@ -27,7 +27,7 @@ _MASTERS = {"fp32": FP32, "split": SPLIT, "split24": SPLIT24, "none": None}
 
 
 @dataclass(frozen=True)
-class Kept:
+class StreamFormats:
     """The formats of one bucket's masters, states and sums of gradients.
 
     Attributes:
@@ -46,10 +46,10 @@ class Kept:
         return ("" if self.master is None else self.master.name, *(each.name for each in self.states.values()))
 
 
-NOTHING = Kept(None, {})
+NOTHING = StreamFormats(None, {})
 
 
-def kept_for(rule: Rule, options: Options, dtype: torch.dtype, numel: int) -> Kept:
+def kept_for(rule: Rule, options: Options, dtype: torch.dtype, numel: int) -> StreamFormats:
     """For a param of ``numel`` elements in all, whatever of it this rank owns.
 
     Raises:
@@ -57,7 +57,7 @@ def kept_for(rule: Rule, options: Options, dtype: torch.dtype, numel: int) -> Ke
         ValueError: a state that the rule does not keep, or in less than it tolerates.
     """
     states = {name: _state(rule, options, name, numel) for name in rule.states}
-    return Kept(_master(options.master, dtype), states, _gradient(options.gradient_format, dtype))
+    return StreamFormats(_master(options.master, dtype), states, _gradient(options.gradient_format, dtype))
 
 
 def check_formats(rule: Rule, options: Options) -> None:

@@ -7,7 +7,7 @@ import torch
 from .param import Group
 
 
-class Places:
+class GroupIndex:
     """Of the params of one optimizer, whose groups may change at any time."""
 
     def __init__(self) -> None:

@@ -6,7 +6,7 @@ import torch
 
 from ..rules.rule import EMA
 from ..tensors.part import Part
-from .param import Entry
+from .param import ParamRecord
 from .param_state import ParamState
 from .shard import Shard
 
@@ -33,7 +33,7 @@ def begin_states(shard: Shard, index: int, initial: Mapping[str, float]) -> None
             shard.write(name, index, where.start, torch.full((where.local.stop - where.local.start,), value))
 
 
-def expect_weights(entry: Entry, state: ParamState) -> None:
+def expect_weights(entry: ParamRecord, state: ParamState) -> None:
     """The model's weights, which the master must round to, may be loaded after its states: the next step looks."""
     shard, master = entry.shard, state.tensors.get("master")
     entry.version = None

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 
 from ..partition.memory import return_free_pages
 from .domain import Domain
-from .param import Entry
+from .param import ParamRecord
 from .shard import Shard
 
 
@@ -39,9 +39,9 @@ def refresh_masters(domain: Domain) -> None:
         _refresh(domain, domain.entries.values())
 
 
-def _refresh(domain: Domain, entries: Iterable[Entry]) -> None:
+def _refresh(domain: Domain, entries: Iterable[ParamRecord]) -> None:
     written: dict[Shard, list[int]] = defaultdict(list)
-    awaiting: list[Entry] = []
+    awaiting: list[ParamRecord] = []
     for entry in entries:
         if entry.index in entry.shard.awaiting:
             awaiting.append(entry)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ..errors import BindingError
-from ..tensors.gradient_slice import Slot
+from ..tensors.gradient_slice import GradientSlice
 from .param_state import ParamState
 from .shard import Shard
 
@@ -16,7 +16,7 @@ Candidate = tuple[str, torch.nn.Parameter, Group]  # name for messages, param, i
 
 
 @dataclass(eq=False)
-class Entry:
+class ParamRecord:
     """What is known of one bound param. Kept in a table: nothing is hung on the user's tensor."""
 
     param: torch.nn.Parameter
@@ -27,7 +27,7 @@ class Entry:
     step: int = 0  # updates so far; an int: a float counter stops counting (bf16 at 256, fp32 at 2**24)
     carried: dict[str, float] = field(default_factory=dict)
     has_state: bool = False
-    slot: Slot | None = None  # of its reduced gradient, where the module was handed over
+    slot: GradientSlice | None = None  # of its reduced gradient, where the module was handed over
     begins_average: bool = False  # with the weights as its next step finds them
     initial: Mapping[str, float] = field(default_factory=dict)  # what states hold before the first step, if it has any
 

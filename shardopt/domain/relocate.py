@@ -5,10 +5,10 @@ from contextlib import suppress
 
 from ..errors import OffloadError
 from ..offload.disk.pipeline import SLOTS
-from ..offload.host import HostHome
-from ..offload.store import Home, ResidentHome, Store
+from ..offload.host import HostStorage
+from ..offload.store import ResidentStorage, ShardStorage, Store
 from ..partition.memory import return_free_pages
-from .agreement import View, agree
+from .agreement import StepDigest, agree
 from .domain import Domain
 from .shard import Shard
 
@@ -20,7 +20,7 @@ def relocate(domain: Domain, tier: str, open_store: Callable[[], Store]) -> None
         OffloadError: they cannot be kept there; nothing changed, on any rank.
     """
     store: Store | None = None
-    homes: list[Home] = []
+    homes: list[ShardStorage] = []
     problem: Exception | None = None
     view = {"tier to move masters and states to": tier, "calls of step()": domain.rounds}
     try:
@@ -29,7 +29,7 @@ def relocate(domain: Domain, tier: str, open_store: Callable[[], Store]) -> None
             _copy(domain, store, homes)
         except Exception as error:
             problem = error
-        agree(View(view, lambda: view, problem), domain.mesh.world, domain.device)
+        agree(StepDigest(view, lambda: view, problem), domain.mesh.world, domain.device)
     except BaseException:
         if store is not None:
             _close(store)
@@ -48,7 +48,7 @@ def _close(store: Store) -> None:
         store.close()
 
 
-def _copy(domain: Domain, store: Store, homes: list[Home]) -> None:
+def _copy(domain: Domain, store: Store, homes: list[ShardStorage]) -> None:
     store.begin()
     for shard in domain.resting:
         homes.append(store.home(shard.numel, shard.bucket.dtype, shard.device))
@@ -56,20 +56,20 @@ def _copy(domain: Domain, store: Store, homes: list[Home]) -> None:
     store.flush()
 
 
-def _copy_streams(shard: Shard, new: Home) -> None:
+def _copy_streams(shard: Shard, new: ShardStorage) -> None:
     old = shard.home
     bounds = [(0, shard.numel)]
-    if isinstance(old, ResidentHome) and isinstance(new, ResidentHome):
-        if not (isinstance(old, HostHome) or isinstance(new, HostHome)):
+    if isinstance(old, ResidentStorage) and isinstance(new, ResidentStorage):
+        if not (isinstance(old, HostStorage) or isinstance(new, HostStorage)):
             new.streams.update(old.streams)  # it stays where it is
             new.planes.update(old.planes)
             return
-    elif not (isinstance(old, ResidentHome) or isinstance(new, ResidentHome)):
+    elif not (isinstance(old, ResidentStorage) or isinstance(new, ResidentStorage)):
         bounds = _few_at_a_time(new.chunks())  # they pass through memory
     new.ensure(old.planes)
     for name in old.names:
         for start, stop in bounds:
-            if isinstance(new, ResidentHome):
+            if isinstance(new, ResidentStorage):
                 old.read_into(name, start, new.read(name, start, stop))
             else:
                 new.write(name, start, old.read(name, start, stop))

@@ -42,7 +42,7 @@ class Shown(Protocol):
 class Fetch:
     """Makes one whole state (or "param") of one param, as it is at ``moment``. Equal ones make the same tensor."""
 
-    exhibit: "Exhibit"
+    exhibit: "RemoteStates"
     shard: Shard
     index: int
     name: str
@@ -52,7 +52,7 @@ class Fetch:
         return self.exhibit.fetch(self.shard, self.index, self.name, self.moment)
 
 
-class Exhibit:
+class RemoteStates:
     """The shards of a domain, as other ranks see them."""
 
     _showing: Showing
@@ -63,9 +63,9 @@ class Exhibit:
         self._is_closed = False
 
     @staticmethod
-    def begin(domain: Shown) -> "Exhibit | None":
+    def begin(domain: Shown) -> "RemoteStates | None":
         """Collective. None where some rank can open no socket: nothing can then be read by one rank alone."""
-        exhibit = Exhibit(domain)
+        exhibit = RemoteStates(domain)
         showing = Showing.begin(domain.mesh.shard, exhibit)
         if showing is None:
             return None

@@ -11,7 +11,7 @@ from ..kernels.formats import BF16, BF16_RANDOM, FP32, BlockFormat, Format
 from ..kernels.formats import format_of as dtype_format
 from ..kernels.spec import StepSpec
 from ..kernels.tables import BLOCK, Gradients, Noise
-from ..offload.store import Chunk, Home, Plane, Store
+from ..offload.store import Chunk, Plane, ShardStorage, Store
 from ..partition.bucket import Bucket
 from ..partition.comm.all_gather import Window
 from ..partition.gatherer import GatheredBucket, Gatherer, MemorySlice
@@ -22,7 +22,7 @@ from ..partition.reduce_buckets import KeptBucket, PassingBucket
 from ..rules import Variant
 from ..rules.rule import EMA
 from ..tensors.strides import dense_strides, flattened, in_storage_order
-from .formats import Kept
+from .formats import StreamFormats
 
 
 class Slice(NamedTuple):
@@ -52,7 +52,13 @@ class Shard:
     aside: torch.Tensor | None = None  # 1D [shard_numel]: the weights, while params show their average
 
     def __init__(
-        self, bucket: Bucket, rank: int, states: Iterable[str], store: Store, kept: Kept, params_rest: bool = False
+        self,
+        bucket: Bucket,
+        rank: int,
+        states: Iterable[str],
+        store: Store,
+        kept: StreamFormats,
+        params_rest: bool = False,
     ):
         """
         Args:
@@ -379,7 +385,7 @@ class RestingSlice:
         self._shard = shard
 
     @property
-    def _home(self) -> Home:
+    def _home(self) -> ShardStorage:
         return self._shard.home  # of this moment
 
     def read(self, into: torch.Tensor) -> None:

@@ -14,7 +14,7 @@ from ..offload.measured import MeasuredStore
 from ..offload.pinned import Pages, register_with_cuda
 from ..offload.ring import RingStore
 from ..offload.store import ResidentStore, Store
-from ..offload.streams import CudaLanes, Lanes
+from ..offload.streams import CopyStreams, CudaCopyStreams
 from ..partition.memory import zeros
 
 # Seconds that a disk may take for one transfer before it is given up, where Tuning.timeout says nothing.
@@ -35,14 +35,16 @@ def make_store(rests: Offload | None, tuning: Tuning, device: torch.device) -> S
     """
     if rests is None:
         return ResidentStore("device", zeros)
-    return _beside_cpu(rests, tuning) if device.type == "cpu" else _beside(device, CudaLanes(device), rests, tuning)
+    return (
+        _beside_cpu(rests, tuning) if device.type == "cpu" else _beside(device, CudaCopyStreams(device), rests, tuning)
+    )
 
 
 def make_landing(rests: Offload | None, device: torch.device) -> HostLanding | None:
     """For sums of gradients on this device that rest in host memory; None: they stay."""
     if rests is None or rests.gradients is None or device.type == "cpu":
         return None
-    return HostLanding(device, CudaLanes(device), _pages(rests))
+    return HostLanding(device, CudaCopyStreams(device), _pages(rests))
 
 
 def _beside_cpu(rests: Offload, tuning: Tuning) -> Store:
@@ -53,7 +55,7 @@ def _disk(directory: Path, tuning: Tuning) -> DiskStore:
     return DiskStore(directory, tuning.chunk_bytes, tuning.timeout or _PATIENCE)
 
 
-def _beside(device: torch.device, lanes: Lanes, rests: Offload, tuning: Tuning) -> Store:
+def _beside(device: torch.device, lanes: CopyStreams, rests: Offload, tuning: Tuning) -> Store:
     """For params that are not in the host's memory."""
     pages = _pages(rests)
     if rests.directory is not None:

@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ..domain.agreement import View, agree
+from ..domain.agreement import StepDigest, agree
 from ..domain.domain import Domain
-from ..domain.param import Candidate, Entry
+from ..domain.param import Candidate, ParamRecord
 from ..domain.shard import Shard
 from ..errors import (
     BindingError,
@@ -32,7 +32,7 @@ from ..kernels.reductions import COLUMNS, norms_of_limbs
 from ..kernels.tables import Factors, Gradients
 from ..partition.reduce_buckets_host import RestingBucket
 from ..tensors.gradient import GradientPart
-from ..tensors.gradient_slice import Norms, Slot
+from ..tensors.gradient_slice import GradientSlice, Norms
 from ..tensors.part import Part
 from ..tensors.unsharded_guard import keep_pattern
 from .closure import ClosureRun
@@ -91,7 +91,7 @@ class Backward:
 
     def __init__(self, domain: Domain):
         self._domain = domain
-        self._entries: list[Entry] = []
+        self._entries: list[ParamRecord] = []
         self._rows: dict[Shard, np.ndarray[Any, Any]] = {}  # 1D [pieces]: the number of each piece's entry
         self._tables: dict[Shard, Gradients] = {}  # the kernels' tables, for sums that stay on the device
         self._staged: dict[tuple[Shard, int], Gradients] = {}  # the same for sums that leave it, by their address there
@@ -107,7 +107,7 @@ class Backward:
         self._failed = False  # this rank's closure raised: it sends zeros for the rest of the round, and reports it
 
     @property
-    def entries(self) -> Sequence[Entry]:
+    def entries(self) -> Sequence[ParamRecord]:
         """All bound params, in the order of binding."""
         return self._entries
 
@@ -123,7 +123,7 @@ class Backward:
                     "Give a param to one optimizer, or close() the other one first."
                 )
 
-    def attach(self, entries: Sequence[Entry], shards: Sequence[Shard]) -> None:
+    def attach(self, entries: Sequence[ParamRecord], shards: Sequence[Shard]) -> None:
         """Take the gradients of params that were just bound, into these shards."""
         me = weakref.ref(self)
         for entry in entries:
@@ -145,7 +145,7 @@ class Backward:
             return
         self._tables[shard] = shard.sums
 
-    def _take_over(self, entry: Entry) -> None:
+    def _take_over(self, entry: ParamRecord) -> None:
         domain, shard, me = self._domain, entry.shard, weakref.ref(self)
         where, its = shard.slice_of(entry.index), weakref.ref(entry)  # weak: the entry holds the slot
 
@@ -158,7 +158,7 @@ class Backward:
             return shard.as_param(domain.gather_slices(shard, shard.reduced.total, "gradients"), entry.index).clone()
 
         shared = domain.mesh.shard.size > 1
-        entry.slot = Slot(shard.reduced.total[where.local], where.start, receive, gather if shared else None)
+        entry.slot = GradientSlice(shard.reduced.total[where.local], where.start, receive, gather if shared else None)
 
     def detach(self) -> None:
         """Leave the params to autograd again."""
@@ -275,7 +275,7 @@ class Backward:
             self._divisor = told or self._divisor
         if told is None and self.closure.is_on and reducer.can_meet and not reducer.tells:
             with self.closure.meeting():
-                agree(View("round", dict), self._domain.mesh.world, self._domain.device)
+                agree(StepDigest("round", dict), self._domain.mesh.world, self._domain.device)
         reducer.watch(self.closure.number if self.closure.is_on else 0)
         torch.autograd.Variable._execution_engine.queue_callback(self._finish)
         self._begin_round()
@@ -316,7 +316,7 @@ class Backward:
         reducer.begin(held, absent)
         self._lost = None
 
-    def _receive(self, entry: Entry, grad: torch.Tensor) -> None:
+    def _receive(self, entry: ParamRecord, grad: torch.Tensor) -> None:
         """Take a gradient that autograd adds to a part."""
         slot = entry.slot
         assert slot is not None
@@ -326,7 +326,7 @@ class Backward:
             # Autograd may hand the same tensor to another param. A round reads it at once; no_sync() has to keep it.
             slot.pending = grad.detach() if self.is_syncing else grad.detach().clone()
 
-    def take(self, entry: Entry) -> None:
+    def take(self, entry: ParamRecord) -> None:
         """Take the gradient of a param, which autograd has just accumulated."""
         if not self.is_syncing:
             return
@@ -339,7 +339,7 @@ class Backward:
                 self.abandon(f"{type(error).__name__}: {error}")
             raise
 
-    def _deliver(self, entry: Entry) -> None:
+    def _deliver(self, entry: ParamRecord) -> None:
         reducer, slot, param, gathered = self._domain.reducer, entry.slot, entry.param, entry.shard.gathered
         assert reducer is not None
         if gathered is not None and not gathered.is_here and torch._C._current_graph_task_id() != -1:
@@ -517,15 +517,15 @@ def _noter(backward: "weakref.ref[Backward]", shard: "weakref.ref[Shard]") -> Ca
     return note
 
 
-def _is_held(entry: Entry) -> bool:
+def _is_held(entry: ParamRecord) -> bool:
     return entry.slot is not None and entry.slot.shows_in(entry.param.grad)
 
 
-def _is_waiting(entry: Entry, slot: Slot) -> bool:
+def _is_waiting(entry: ParamRecord, slot: GradientSlice) -> bool:
     return slot.pending is not None and slot.shows_in(entry.param.grad)
 
 
-def _taker(backward: "weakref.ref[Backward]", entry: Entry) -> Callable[[torch.Tensor], None]:
+def _taker(backward: "weakref.ref[Backward]", entry: ParamRecord) -> Callable[[torch.Tensor], None]:
     # Weak: a module keeps its hooks, and must not keep an optimizer that the user dropped.
     def take(_: torch.Tensor) -> None:
         owner = backward()

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from ..arguments import by_name
-from ..domain.agreement import View, agree
+from ..domain.agreement import StepDigest, agree
 from ..domain.domain import Domain
 from ..errors import BindingError
 from ..partition.comm.group import Ranks
@@ -173,7 +173,7 @@ def give_values(
             waiting -= set(own)
         if where:
             domain.gatherer.settle()
-        agree(View("values", dict, problem), domain.mesh.world, domain.device)
+        agree(StepDigest("values", dict, problem), domain.mesh.world, domain.device)
     for shard in domain.shards:
         if any(param in without for param in shard.bucket.params):
             shard.restart_masters()

@@ -37,11 +37,11 @@ class Sharer(Protocol):
         """Its param groups."""
 
     @property
-    def takeover(self) -> "Handover | None":
+    def takeover(self) -> "ModuleTakeover | None":
         """Of the module that was handed to it."""
 
 
-class Handover:
+class ModuleTakeover:
     """The hooks on one module."""
 
     def __init__(

@@ -24,8 +24,8 @@ from typing import NamedTuple
 import torch
 
 from .pinned import Pages
-from .store import Chunk, Fetched, Home, Store
-from .streams import Copy, Lanes, Mark
+from .store import Chunk, Fetched, ShardStorage, Store
+from .streams import Copy, CopyStreams, Mark
 
 SLOTS = 3  # one updated from, two on their way
 _ALIGNMENT = 64  # bytes, of each gradient in a slot: a line of cache
@@ -45,12 +45,12 @@ class CpuStepStore:
 
     note: str | None = None
 
-    def __init__(self, lanes: Lanes, pages: Pages, rests: Store):
+    def __init__(self, lanes: CopyStreams, pages: Pages, rests: Store):
         """``rests`` fetches chunks into host memory."""
         self.tier, self.is_final = rests.tier, rests.is_final
         self._lanes, self._pages, self._rests = lanes, pages, rests
         # Where updates write this rank's params, 1D in host memory.
-        self._params: weakref.WeakKeyDictionary[Home, torch.Tensor] = weakref.WeakKeyDictionary()
+        self._params: weakref.WeakKeyDictionary[ShardStorage, torch.Tensor] = weakref.WeakKeyDictionary()
         self._slots: list[torch.Tensor] = []
         self._waiting: deque[tuple[Chunk, Chunk]] = deque()
         self._behind: Mark = None  # what makes the gradients
@@ -58,12 +58,12 @@ class CpuStepStore:
         self._unsent: list[tuple[Chunk, Chunk]] = []  # whose params wait for the vote
         self._sent: Mark = None  # behind the last copy of params to the device
 
-    def home(self, numel: int, dtype: torch.dtype, device: torch.device) -> Home:
+    def home(self, numel: int, dtype: torch.dtype, device: torch.device) -> ShardStorage:
         home = self._rests.home(numel, dtype, torch.device("cpu"))
         self.step_here(home)
         return home
 
-    def step_here(self, home: Home) -> None:
+    def step_here(self, home: ShardStorage) -> None:
         """Its updates run on the CPU from now on."""
         home.device, home.is_apart = torch.device("cpu"), True
 

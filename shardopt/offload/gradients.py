@@ -7,7 +7,7 @@ ever lent at a time: what the reducer has under way, and one on its way up. Not 
 import torch
 
 from .pinned import Pages
-from .streams import Copy, Lanes, Mark
+from .streams import Copy, CopyStreams, Mark
 
 SLOTS = 2  # at least: a sum is made in one while the last one leaves the other
 
@@ -25,7 +25,7 @@ class _Slot:
 class HostLanding:
     """Keeps the sums of one optimizer on this rank."""
 
-    def __init__(self, device: torch.device, lanes: Lanes, pages: Pages):
+    def __init__(self, device: torch.device, lanes: CopyStreams, pages: Pages):
         self._device, self._lanes, self._pages = device, lanes, pages
         self._resting: list[torch.Tensor] = []
         self._slot_bytes = 0  # the longest sum's

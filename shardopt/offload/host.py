@@ -10,12 +10,12 @@ from collections.abc import Callable, Collection, Sequence
 import torch
 
 from .pinned import Pages
-from .store import Chunk, Fetched, FinalStore, ResidentHome
+from .store import Chunk, Fetched, FinalStore, ResidentStorage
 
 _FP32 = 4  # bytes
 
 
-class HostHome(ResidentHome):
+class HostStorage(ResidentStorage):
     """Streams in host memory. Whoever reads or writes them waits for what is still on its way there."""
 
     def __init__(self, store: "HostStore", numel: int):
@@ -60,10 +60,10 @@ class HostStore(FinalStore):
         self.pages = pages
         self.chunk_numel = max(chunk_bytes // _FP32 // 256, 1) * 256
         self.settle: Callable[[], None] = lambda: None  # waits until host memory holds all that was sent there
-        self._homes: weakref.WeakSet[HostHome] = weakref.WeakSet()
+        self._homes: weakref.WeakSet[HostStorage] = weakref.WeakSet()
 
-    def home(self, numel: int, dtype: torch.dtype, device: torch.device) -> HostHome:
-        home = HostHome(self, numel)
+    def home(self, numel: int, dtype: torch.dtype, device: torch.device) -> HostStorage:
+        home = HostStorage(self, numel)
         self._homes.add(home)
         return home
 
@@ -78,5 +78,5 @@ class HostStore(FinalStore):
 def parts_of(chunk: Chunk) -> list[torch.Tensor]:
     """The chunk's part of each stream, where it rests."""
     home = chunk.home
-    assert isinstance(home, HostHome)
+    assert isinstance(home, HostStorage)
     return [home.part(name, chunk.start, chunk.stop) for name in chunk.names]

@@ -13,8 +13,8 @@ import torch
 from .cpu_step import CpuStepStore
 from .host import HostStore
 from .ring import RingStore
-from .store import Chunk, Fetched, FinalStore, Home
-from .streams import Lanes
+from .store import Chunk, Fetched, FinalStore, ShardStorage
+from .streams import CopyStreams
 
 TRIALS = 3  # steps in each way; the first of them compiles kernels and makes slots, so the least time counts
 
@@ -28,10 +28,10 @@ class MeasuredStore(FinalStore):
 
     tier = "host"
 
-    def __init__(self, lanes: Lanes, host: HostStore, ways: Mapping[str, _Way]):
+    def __init__(self, lanes: CopyStreams, host: HostStore, ways: Mapping[str, _Way]):
         """``ways``: by the names that ``Offload.step`` gives them."""
         self._lanes, self._host, self._ways = lanes, host, dict(ways)
-        self._homes: weakref.WeakSet[Home] = weakref.WeakSet()
+        self._homes: weakref.WeakSet[ShardStorage] = weakref.WeakSet()
         self._seconds: dict[str, list[float]] = {name: [] for name in ways}
         self._now = next(iter(ways))
         self._began: float | None = None  # the step that is measured
@@ -41,7 +41,7 @@ class MeasuredStore(FinalStore):
     def _way(self) -> _Way:
         return self._ways[self._now]
 
-    def home(self, numel: int, dtype: torch.dtype, device: torch.device) -> Home:
+    def home(self, numel: int, dtype: torch.dtype, device: torch.device) -> ShardStorage:
         home = self._host.home(numel, dtype, device)
         self._homes.add(home)
         self._way.step_here(home)

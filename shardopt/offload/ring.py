@@ -16,9 +16,9 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from .host import HostHome, HostStore, parts_of
-from .store import Chunk, Fetched, FinalStore, Home
-from .streams import Copy, Lanes, Mark
+from .host import HostStorage, HostStore, parts_of
+from .store import Chunk, Fetched, FinalStore, ShardStorage
+from .streams import Copy, CopyStreams, Mark
 
 SLOTS = 3  # one brought, one updated, one taken away
 _ALIGNMENT = 256  # bytes, of each tensor in a slot
@@ -55,7 +55,7 @@ class RingStore(FinalStore):
 
     tier = "host"
 
-    def __init__(self, device: torch.device, lanes: Lanes, host: HostStore):
+    def __init__(self, device: torch.device, lanes: CopyStreams, host: HostStore):
         self._device, self._lanes, self._host = device, lanes, host
         self._slots: list[_Slot] = []
         self._slot_bytes = 0
@@ -72,12 +72,12 @@ class RingStore(FinalStore):
 
         host.settle = settle_if_there
 
-    def home(self, numel: int, dtype: torch.dtype, device: torch.device) -> HostHome:
+    def home(self, numel: int, dtype: torch.dtype, device: torch.device) -> HostStorage:
         home = self._host.home(numel, dtype, device)
         self.step_here(home)
         return home
 
-    def step_here(self, home: Home) -> None:
+    def step_here(self, home: ShardStorage) -> None:
         """Its updates run on the device from now on."""
         home.device, home.is_apart = self._device, False
 

@@ -37,7 +37,7 @@ class Plane:
         return self.items(elements) * self.dtype.itemsize
 
 
-class Home(Protocol):
+class ShardStorage(Protocol):
     """The streams of one shard. Bounds are elements of the shard, and a start is a multiple of the plane's grain.
 
     Attributes:
@@ -104,7 +104,7 @@ class Home(Protocol):
 class Chunk:
     """What is updated at a time."""
 
-    home: Home
+    home: ShardStorage
     start: int  # in the shard
     stop: int
     names: tuple[str, ...]  # of the streams that the update needs
@@ -138,7 +138,7 @@ class Store(Protocol):
     def note(self) -> str | None:
         """What a user may want to know of how updates run; None: nothing."""
 
-    def home(self, numel: int, dtype: torch.dtype, device: torch.device) -> Home:
+    def home(self, numel: int, dtype: torch.dtype, device: torch.device) -> ShardStorage:
         """For a shard of ``numel`` params of this dtype; it has no streams yet."""
 
     def prefetch(self, chunks: Sequence[Chunk]) -> None: ...
@@ -151,7 +151,7 @@ class Store(Protocol):
     def flush(self) -> None: ...
 
     def begin(self) -> None:
-        """What is written from here on belongs together; without it each ``Home.write`` stands alone."""
+        """What is written from here on belongs together; without it each ``ShardStorage.write`` stands alone."""
 
     def commit(self) -> None:
         """It holds from now on. Cannot fail."""
@@ -199,7 +199,7 @@ class FinalStore:
 # -- in memory ---------------------------------------------------------------------------------------------------------
 
 
-class ResidentHome:
+class ResidentStorage:
     """Streams as tensors."""
 
     is_apart = False
@@ -256,12 +256,12 @@ class ResidentStore(FinalStore):
         self.tier = tier
         self._zeros = zeros
 
-    def home(self, numel: int, dtype: torch.dtype, device: torch.device) -> ResidentHome:
-        return ResidentHome(numel, lambda items, dtype: self._zeros(items, dtype, device), self.tier, device)
+    def home(self, numel: int, dtype: torch.dtype, device: torch.device) -> ResidentStorage:
+        return ResidentStorage(numel, lambda items, dtype: self._zeros(items, dtype, device), self.tier, device)
 
     def fetch(self, chunk: Chunk) -> Fetched:
         home = chunk.home
-        assert isinstance(home, ResidentHome)  # of which every chunk is the whole
+        assert isinstance(home, ResidentStorage)  # of which every chunk is the whole
         return Fetched([home.streams[name] for name in chunk.names], chunk.param, chunk.gradients)
 
     def close(self) -> None:

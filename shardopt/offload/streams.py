@@ -20,7 +20,7 @@ class Copy(NamedTuple):
     source: torch.Tensor
 
 
-class Lanes(Protocol):
+class CopyStreams(Protocol):
     """Copies to the device, kernels, copies back."""
 
     def now(self) -> Mark:
@@ -39,7 +39,7 @@ class Lanes(Protocol):
         """The host waits for the mark."""
 
 
-class CudaLanes:
+class CudaCopyStreams:
     """Two streams beside the current one."""
 
     def __init__(self, device: torch.device):

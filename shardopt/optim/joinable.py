@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 OFF = _JoinConfig.construct_disabled_join_config()
 
 
-class Uneven(Joinable):
+class JoinableOptimizer(Joinable):
     """A joinable optimizer."""
 
     engine: Engine

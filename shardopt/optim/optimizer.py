@@ -20,14 +20,14 @@ from ..rules import Rule
 from ..states.torch_format import copied, read_state_dict, to_state_dict
 from ..states.view import StateView
 from ..step.survey import Scaling
-from .joinable import Uneven, take_along
+from .joinable import JoinableOptimizer, take_along
 from .param_groups import check_added, check_given, matched, read_arguments
 
 Optimizer = TypeVar("Optimizer", bound="ShardedOptimizer")
 Closure = Callable[[], Any]
 
 
-class ShardedOptimizer(torch.optim.Optimizer, Uneven):
+class ShardedOptimizer(torch.optim.Optimizer, JoinableOptimizer):
     """Any rule as a ``torch.optim.Optimizer`` whose masters and states are sharded over ranks.
 
     The classes of :mod:`shardopt.optim` are this one with torch's names and arguments. Use it directly for a rule of

@@ -7,7 +7,7 @@ import torch
 from ..tensors.strides import dense_strides, with_own_storage
 from ..tensors.unsharded_guard import released_class
 from .layout import BucketLayout
-from .memory import Room
+from .memory import Memory
 
 
 class Bucket:
@@ -34,7 +34,7 @@ class Bucket:
         self._present = list(range(len(self.params)))  # those that have not left
         self.layout = layout
         first = params[0]
-        self._room = Room(layout.numel, first.dtype, first.device)
+        self._room = Memory(layout.numel, first.dtype, first.device)
         self.flat = self._room.tensor  # 1D, padding stays zero
         self._shapes = tuple((param.size(), dense_strides(param)) for param in self.params)
         try:
@@ -104,7 +104,7 @@ class Bucket:
 
     def leave_memory(self) -> None:
         """The params, which are here, move to other memory, without their values; other views keep this one."""
-        self._room = Room(self.layout.numel, self.dtype, self.device)
+        self._room = Memory(self.layout.numel, self.dtype, self.device)
         self.flat = self._room.tensor
         with torch.no_grad():
             for index in self._present:

@@ -19,7 +19,7 @@ import torch
 
 from ..errors import CommunicationError
 from .bucket import Bucket
-from .comm.all_gather import Window, Wire
+from .comm.all_gather import AllGather, Window
 from .comm.transport import Transport, meet
 
 
@@ -57,7 +57,7 @@ class GatheredBucket:
     window: Window  # on the bucket's buffer; the ranks' slices lie apart from it
     rank: int
     users: int = 0  # that run now
-    arriving: Wire | None = None  # asked for, not awaited
+    arriving: AllGather | None = None  # asked for, not awaited
     is_here: bool = False
 
 
@@ -164,7 +164,7 @@ class Gatherer:
                 self._drop(other)
         each.arriving = self._ask(each)
 
-    def _ask(self, each: GatheredBucket) -> Wire:
+    def _ask(self, each: GatheredBucket) -> AllGather:
         each.bucket.take_room()
         try:
             each.slice.read(each.bucket.shard(each.rank))

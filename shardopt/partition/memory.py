@@ -19,7 +19,7 @@ _CAN_ADVISE = hasattr(mmap, "MADV_HUGEPAGE") and hasattr(mmap, "MADV_DONTNEED")
 
 def zeros(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """1D, zero."""
-    return Room(numel, dtype, device).tensor
+    return Memory(numel, dtype, device).tensor
 
 
 def return_free_pages() -> None:
@@ -29,7 +29,7 @@ def return_free_pages() -> None:
         trim(0)
 
 
-class Room:
+class Memory:
     """Memory of a fixed size. Views of ``tensor`` stay views of it, whether the memory is there or not."""
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device):

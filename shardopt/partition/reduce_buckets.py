@@ -7,7 +7,7 @@ import torch
 
 from ..tensors.strides import in_storage_order
 from .comm.all_gather import Window
-from .comm.reduce_scatter import Job
+from .comm.reduce_scatter import Reduction
 from .comm.transport import Transport
 from .layout import BucketLayout
 from .memory import zeros
@@ -83,11 +83,11 @@ class KeptBucket(FilledBucket):
         """In a round, forgets what the slice holds of one param."""
         raise NotImplementedError
 
-    def job(self, buffer: torch.Tensor, add: bool) -> Job:
+    def job(self, buffer: torch.Tensor, add: bool) -> Reduction:
         """The reduction of a full buffer over the first direction of the mesh."""
         raise NotImplementedError
 
-    def use(self, job: Job, arrived: AbstractSet[int]) -> None:
+    def use(self, job: Reduction, arrived: AbstractSet[int]) -> None:
         """The job is done; ``arrived`` are the params that this rank had in it."""
         raise NotImplementedError
 
@@ -131,18 +131,18 @@ class ReducedBucket(KeptBucket):
     def window(self, replicas: Transport) -> Window | None:
         return replicas.open(self.padded, self.part_numel)
 
-    def use(self, job: Job, arrived: AbstractSet[int]) -> None:
+    def use(self, job: Reduction, arrived: AbstractSet[int]) -> None:
         """Nothing: the sum stays where it is."""
 
-    def job(self, buffer: torch.Tensor, add: bool) -> Job:
+    def job(self, buffer: torch.Tensor, add: bool) -> Reduction:
         if self._partial is not None:
-            return Job(buffer, self._partial[: self._shard_numel], add=False)
-        return Job(buffer, self.total if self._mesh.shard.size > 1 else self.padded[self.part], add)
+            return Reduction(buffer, self._partial[: self._shard_numel], add=False)
+        return Reduction(buffer, self.total if self._mesh.shard.size > 1 else self.padded[self.part], add)
 
-    def job_across(self, add: bool) -> Job:
+    def job_across(self, add: bool) -> Reduction:
         """The reduction over the second direction, behind the first."""
         assert self._partial is not None
-        return Job(self._partial, self.padded[self.part], add)
+        return Reduction(self._partial, self.padded[self.part], add)
 
 
 class PassingBucket(FilledBucket):
@@ -167,12 +167,12 @@ class PassingBucket(FilledBucket):
     def window(self, replicas: Transport) -> Window | None:
         return None
 
-    def use(self, job: Job, arrived: AbstractSet[int]) -> None:
+    def use(self, job: Reduction, arrived: AbstractSet[int]) -> None:
         self.on_sum(job.target, arrived)
         last_used(job.target)
 
-    def job(self, buffer: torch.Tensor, add: bool) -> Job:
+    def job(self, buffer: torch.Tensor, add: bool) -> Reduction:
         """The reduction of a full buffer."""
         assert not add
         total = buffer if self._is_alone else torch.empty(self._sum_numel, dtype=torch.float32, device=self.device)
-        return Job(buffer, total, add)
+        return Reduction(buffer, total, add)

@@ -20,7 +20,7 @@ from typing import Generic, Protocol, TypeVar
 
 import torch
 
-from .comm.reduce_scatter import Job
+from .comm.reduce_scatter import Reduction
 from .comm.transport import Transport
 from .mesh import Mesh
 from .reduce_buckets import KeptBucket
@@ -111,13 +111,13 @@ class RestingBucket(KeptBucket, Generic[LoanT]):
     def zero(self, index: int) -> None:
         self._held()[self._own(index)].zero_()
 
-    def job(self, buffer: torch.Tensor, add: bool) -> Job:
+    def job(self, buffer: torch.Tensor, add: bool) -> Reduction:
         if add:
-            return Job(buffer, self._held(), add)
+            return Reduction(buffer, self._held(), add)
         self._loan = self._landing.lend(self.total)
-        return Job(buffer, self._loan.here, add)
+        return Reduction(buffer, self._loan.here, add)
 
-    def use(self, job: Job, arrived: AbstractSet[int]) -> None:
+    def use(self, job: Reduction, arrived: AbstractSet[int]) -> None:
         loan, self._loan = self._loan, None
         assert loan is not None
         self.on_sum(loan.here)

@@ -23,7 +23,7 @@ import torch
 
 from ..tensors.strides import flattened
 from .comm.all_gather import Window
-from .comm.reduce_scatter import Job, Scatter
+from .comm.reduce_scatter import ReduceScatter, Reduction
 from .comm.transport import Transport
 from .memory import return_free_pages, zeros
 from .mesh import Mesh
@@ -47,7 +47,7 @@ class _Lent(NamedTuple):
 
     buffer: Buffer
     number: int  # of its bucket
-    job: Job
+    job: Reduction
 
 
 @dataclass
@@ -72,8 +72,8 @@ class Reducer:
     def __init__(self, mesh: Mesh, shards: Transport, replicas: Transport):
         """Collective. The transports span the two directions of the mesh."""
         self._mesh, self._replicas = mesh, replicas
-        self._scatter: Scatter = (shards if mesh.shard.size > 1 else replicas).scatter()
-        self._across: Scatter | None = replicas.scatter() if mesh.is_hybrid else None
+        self._scatter: ReduceScatter = (shards if mesh.shard.size > 1 else replicas).scatter()
+        self._across: ReduceScatter | None = replicas.scatter() if mesh.is_hybrid else None
         self._scatters = [each for each in (self._scatter, self._across) if each is not None]
         self.buckets: list[KeptBucket | PassingBucket] = []
         self.is_open = False
@@ -344,12 +344,12 @@ class Reducer:
         self.is_open = False
 
     def watch(self, closure: int) -> None:
-        """See :meth:`Scatter.watch`."""
+        """See :meth:`ReduceScatter.watch`."""
         for scatter in self._scatters:
             scatter.watch(closure)
 
     def fail(self, closure: int) -> None:
-        """See :meth:`Scatter.fail`."""
+        """See :meth:`ReduceScatter.fail`."""
         for scatter in self._scatters:
             scatter.fail(closure)
 

@@ -9,7 +9,7 @@ import torch
 from ..arguments import whole
 from ..domain.agreement import agree_on_call
 from ..domain.domain import Domain
-from ..domain.param import Entry, Group, named_params
+from ..domain.param import Group, ParamRecord, named_params
 from ..domain.param_state import ParamState
 from ..domain.shard import Shard
 from .shard_io import names_of
@@ -51,7 +51,7 @@ def _gathered(
         if entry is not None:
             nothing = dict.fromkeys(names_of(domain, entry, group), torch.empty(0))  # which is replaced below
             states[param] = ParamState(entry.step, dict(entry.carried), nothing)
-    members: dict[Shard, list[Entry]] = defaultdict(list)
+    members: dict[Shard, list[ParamRecord]] = defaultdict(list)
     for param in states:
         members[domain.entries[param].shard].append(domain.entries[param])
     (coordinate,) = domain.mesh.world.exchange([domain.mesh.shard.rank], domain.device, "finding a rank")[to]

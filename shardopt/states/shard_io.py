@@ -7,25 +7,25 @@ import torch
 from ..domain.domain import Domain
 from ..domain.epoch import Moment
 from ..domain.loaded import begin_states, expect_weights, write_tensors
-from ..domain.param import Entry, Group
+from ..domain.param import Group, ParamRecord
 from ..domain.param_state import ParamState, check_part
 from ..tensors.part import Part
 
 
-def read_state(domain: Domain, entry: Entry, group: Group) -> ParamState:
+def read_state(domain: Domain, entry: ParamRecord, group: Group) -> ParamState:
     """Of one param: views of the shard where one rank holds everything, else parts."""
     moment = domain.epoch.now("state")  # before the counters: beside a step they may be those of the next moment
     tensors = {name: _read_tensor(domain, entry, name, moment) for name in names_of(domain, entry, group)}
     return ParamState(entry.step, dict(entry.carried), tensors)
 
 
-def names_of(domain: Domain, entry: Entry, group: Group) -> list[str]:
+def names_of(domain: Domain, entry: ParamRecord, group: Group) -> list[str]:
     """Of the tensors in the param's state, in torch's order."""
     shard = entry.shard
     return [*(name for name in domain.rule.variant(group).states if name in shard.states), *shard.masters]
 
 
-def _read_tensor(domain: Domain, entry: Entry, name: str, moment: Moment) -> torch.Tensor:
+def _read_tensor(domain: Domain, entry: ParamRecord, name: str, moment: Moment) -> torch.Tensor:
     shard, index = entry.shard, entry.index
     if domain.mesh.shard.size == 1:
         own = shard.read(name, index)  # of this param alone: what is decoded or read for it is as long as it
@@ -69,7 +69,7 @@ def put_state(domain: Domain, param: torch.nn.Parameter, state: ParamState, has_
             expect_weights(entry, state)
 
 
-def _shows(entry: Entry, state: ParamState) -> bool:
+def _shows(entry: ParamRecord, state: ParamState) -> bool:
     """Whether this is what the shard holds, in the shard's own memory; the same on all ranks.
 
     By storage: a rank that owns nothing of the param has an empty slice, of the shard's memory all the same.

@@ -6,9 +6,9 @@ from typing import Any
 import torch
 
 from ..domain.domain import Domain
-from ..domain.domains import Composition
-from ..domain.dtensors import LocalParams
-from ..domain.group_index import Places
+from ..domain.domains import Domains
+from ..domain.dtensors import DTensorLocals
+from ..domain.group_index import GroupIndex
 from ..domain.param import Group, named_params
 from ..domain.param_state import ParamState
 from ..rules import Rule
@@ -20,12 +20,12 @@ States = dict[torch.nn.Parameter, ParamState]
 class StateTable:
     """By local param: a DTensor's state is that of the plain tensor that it comes down to."""
 
-    def __init__(self, rule: Rule, locals_: LocalParams):
-        self.composition: Composition | None = None  # from the first step on
+    def __init__(self, rule: Rule, locals_: DTensorLocals):
+        self.composition: Domains | None = None  # from the first step on
         self.waiting: States = {}  # those that were loaded, until their params are bound
         self.consolidated: States | None = None  # of all params, until the next step
         self.own: dict[Any, Any] = {}  # what the user keeps beside them, by keys that are no tensors
-        self.places = Places()
+        self.places = GroupIndex()
         self._rule, self._locals = rule, locals_
 
     @property
@@ -82,7 +82,7 @@ class StateTable:
             StateError: tensors are missing, unknown or of other shapes, or parts of others.
         """
         local = self._locals.of(param)
-        read = ParamState.from_torch(LocalParams.inside(param, state, name), self._rule, group, local, name)
+        read = ParamState.from_torch(DTensorLocals.inside(param, state, name), self._rule, group, local, name)
         domain = self.domain_of(local)
         if domain is not None:
             check_parts(domain, local, read)

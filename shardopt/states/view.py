@@ -8,7 +8,7 @@ from typing import Any, NoReturn, Protocol, TypeGuard
 import torch
 
 from ..config import Options
-from ..domain.dtensors import LocalParams
+from ..domain.dtensors import DTensorLocals
 from ..domain.formats import counts_steps
 from ..domain.param import Group, named_params
 from ..errors import StateError
@@ -61,7 +61,7 @@ class StateView(Mapping[Any, Any]):
             return self._states.own[param]
         group = self._group_of(param)
         state = self._states.find(param, group)
-        shown = {} if state is None else LocalParams.outside(param, state.to_torch(self._counts_steps))
+        shown = {} if state is None else DTensorLocals.outside(param, state.to_torch(self._counts_steps))
         return MappingProxyType(shown)
 
     def __setitem__(self, param: Any, state: Any) -> None:

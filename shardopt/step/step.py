@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from ..domain.agreement import Agreed, View, agree
+from ..domain.agreement import Consensus, StepDigest, agree
 from ..domain.bind import checksum
 from ..domain.domain import Domain
 from ..domain.domains import Party, agree_on_whole
@@ -36,10 +36,10 @@ from ..partition.comm.transport import Gather
 from .survey import (
     Launch,
     Scaling,
-    Survey,
+    StepPlan,
     survey,
 )
-from .update import Task, Work, works_of
+from .update import ChunkUpdate, ShardUpdate, works_of
 
 # Keeps a norm of zero from dividing, as in torch.nn.utils.clip_grad_norm_.
 _CLIP_EPS = 1e-6
@@ -77,13 +77,13 @@ NOTHING_DONE = Outcome(updated=False, grad_norm=None)
 
 
 @dataclass
-class Lane:
+class DomainStep:
     """One domain's way through a step."""
 
     domain: Domain
     groups: Sequence[Group]
-    seen: Survey = field(default_factory=Survey)
-    agreed: Agreed | None = None
+    seen: StepPlan = field(default_factory=StepPlan)
+    agreed: Consensus | None = None
 
 
 def run_step(parties: Sequence[Party], whole: Sequence[Ranks], call: Call, bind: Bind) -> Outcome:
@@ -93,7 +93,7 @@ def run_step(parties: Sequence[Party], whole: Sequence[Ranks], call: Call, bind:
         bind: collective; binds params of a party's domain.
         whole: over which ranks the parties decide together; empty where there is one party, which is all there is.
     """
-    lanes = [Lane(party.domain, party.groups) for party in parties]
+    lanes = [DomainStep(party.domain, party.groups) for party in parties]
     for lane in lanes:
         check_unbroken(lane.domain)
     agreed = _agree(lanes, whole, call, bind)
@@ -122,7 +122,7 @@ def run_step(parties: Sequence[Party], whole: Sequence[Ranks], call: Call, bind:
     return Outcome(updated=True, grad_norm=norm)
 
 
-def _changes_nothing(lane: Lane) -> bool:
+def _changes_nothing(lane: DomainStep) -> bool:
     """Whether it makes no state and all gradients and learning rates are zeros; the same on all ranks.
 
     torch's ``get_state_dict()`` takes such a step wherever it finds no state: what was looked at before stays valid.
@@ -143,7 +143,7 @@ def check_unbroken(domain: Domain) -> None:
         )
 
 
-def _commit(lane: Lane) -> None:
+def _commit(lane: DomainStep) -> None:
     seen = lane.seen
     _mark_used(seen)
     for each in seen.ready:
@@ -157,7 +157,7 @@ def _commit(lane: Lane) -> None:
     lane.domain.end_step()
 
 
-def _mark_used(seen: Survey) -> None:
+def _mark_used(seen: StepPlan) -> None:
     """Gradients that no checkpoint need hold any more. After an error they are for the next attempt."""
     for each in seen.ready:
         if each.slot is not None:
@@ -169,7 +169,7 @@ def _mark_used(seen: Survey) -> None:
 
 def update_early(domain: Domain, shard: Shard, states: Iterable[str], launches: list[Launch]) -> None:
     """Phase 4 of one shard, in memory, ahead of the rest of its step."""
-    tasks = Work(shard, states, launches).tasks()
+    tasks = ShardUpdate(shard, states, launches).tasks()
     if tasks:
         domain.epoch.begin_step()
     domain.store.prefetch([task.chunk for task in tasks])
@@ -177,7 +177,7 @@ def update_early(domain: Domain, shard: Shard, states: Iterable[str], launches: 
     domain.store.flush()
 
 
-def close_step(domain: Domain, seen: Survey, view: View, sums: Mapping[str, int]) -> None:
+def close_step(domain: Domain, seen: StepPlan, view: StepDigest, sums: Mapping[str, int]) -> None:
     """Collective: all other phases of a step whose updates were made early, but for ``seen.launches``.
 
     Args:
@@ -191,13 +191,13 @@ def close_step(domain: Domain, seen: Survey, view: View, sums: Mapping[str, int]
             agree(replace(view, key=sums, describe=lambda: dict(sums)), world, domain.device)
     domain.count_round()
     _update(domain, seen, 1.0, 1.0)
-    _commit(Lane(domain, (), seen))
+    _commit(DomainStep(domain, (), seen))
 
 
 # -- 1. survey, 2. agree -----------------------------------------------------------------------------------------------
 
 
-def _agree(lanes: Sequence[Lane], whole: Sequence[Ranks], call: Call, bind: Bind) -> Agreed:
+def _agree(lanes: Sequence[DomainStep], whole: Sequence[Ranks], call: Call, bind: Bind) -> Consensus:
     """Collective: the ranks of each domain by themselves, then those of the whole model."""
     problem = call.problem
     for lane in lanes:
@@ -222,17 +222,17 @@ def _agree(lanes: Sequence[Lane], whole: Sequence[Ranks], call: Call, bind: Bind
     nonfinite = sum(lane.seen.looked.nonfinite for lane in lanes)
     own = [_limbs_of_one_copy(lane) for lane in lanes]
     limbs = tuple(map(sum, zip(*own, strict=True)))
-    view = View(key, lambda: key, problem, overflow, nonfinite, limbs=limbs)
+    view = StepDigest(key, lambda: key, problem, overflow, nonfinite, limbs=limbs)
     with main.domain.clock.phase("agree"):
         return agree_on_whole(view, whole, main.domain.device)
 
 
-def _limbs_of_one_copy(lane: Lane) -> tuple[int, ...]:
+def _limbs_of_one_copy(lane: DomainStep) -> tuple[int, ...]:
     mesh, limbs = lane.domain.mesh, lane.seen.looked.limbs
     return limbs if mesh.world.rank in mesh.one_copy else (0,) * len(limbs)
 
 
-def _agree_in(lane: Lane, call: Call, bind: Bind) -> Agreed:
+def _agree_in(lane: DomainStep, call: Call, bind: Bind) -> Consensus:
     domain, problem = lane.domain, call.problem
     numbers: list[dict[str, Any]] = []
     candidates: list[Candidate] = []
@@ -264,8 +264,8 @@ def _agree_in(lane: Lane, call: Call, bind: Bind) -> Agreed:
 
 
 def view_of(
-    domain: Domain, call: Call, numbers: list[dict[str, Any]], seen: Survey, problem: Exception | None = None
-) -> View:
+    domain: Domain, call: Call, numbers: list[dict[str, Any]], seen: StepPlan, problem: Exception | None = None
+) -> StepDigest:
     """This rank's view of a step."""
     # Whether a gradient is no slot's: where the module was handed over it was assigned, by this rank for its slice.
     present = {each.entry: each.slot is None for each in seen.ready}
@@ -291,10 +291,10 @@ def view_of(
     facts = [(entry.step, present.get(entry), entry.param.requires_grad, *entry.carried.values()) for entry in entries]
     key = [domain.rounds, call.closure, numbers, facts, call.scaling.scale, looked.norm]
     overflow, written = call.scaling.overflow, len(seen.written)
-    return View(key, describe, problem, overflow, looked.nonfinite, looked.witness, written, looked.limbs)
+    return StepDigest(key, describe, problem, overflow, looked.nonfinite, looked.witness, written, looked.limbs)
 
 
-def _compare_written(domain: Domain, seen: Survey) -> None:
+def _compare_written(domain: Domain, seen: StepPlan) -> None:
     """Weights that were loaded, clamped or averaged on any rank must be the same on all: each reads its own copy.
 
     Of params that lie in slices there is one copy, which all ranks have written together.
@@ -305,13 +305,13 @@ def _compare_written(domain: Domain, seen: Survey) -> None:
     everyones = domain.mesh.world.exchange_json(mine, domain.device, "comparing weights that were written")
     union = sorted({index for theirs in everyones for index in theirs})
     sums = {f"weights (sum of bits) of {entries[index].name}": checksum(entries[index].param) for index in union}
-    agree(View(sums, lambda: sums), domain.mesh.world, domain.device)
+    agree(StepDigest(sums, lambda: sums), domain.mesh.world, domain.device)
 
 
 # -- 3. decide ---------------------------------------------------------------------------------------------------------
 
 
-def _norm(lanes: Sequence[Lane], whole: Sequence[Ranks], agreed: Agreed, scaling: Scaling) -> float | None:
+def _norm(lanes: Sequence[DomainStep], whole: Sequence[Ranks], agreed: Consensus, scaling: Scaling) -> float | None:
     domain, looked = lanes[0].domain, lanes[0].seen.looked
     if domain.options.max_grad_norm is None:
         return None
@@ -320,18 +320,18 @@ def _norm(lanes: Sequence[Lane], whole: Sequence[Ranks], agreed: Agreed, scaling
     return math.sqrt(sum_of_squares(agreed.limbs)) if looked.norm is None else looked.norm / scaling.scale
 
 
-def _holds_nan(lanes: Sequence[Lane], whole: Sequence[Ranks]) -> bool:
+def _holds_nan(lanes: Sequence[DomainStep], whole: Sequence[Ranks]) -> bool:
     """Collective, in a step whose gradients are not all finite: whether one is NaN, on any rank."""
     main = lanes[0].domain
     gradients = [each.grad for lane in lanes for launch in lane.seen.launches for each in launch.ready.values()]
-    view = View("NaN", dict, nonfinite=sum(bool(grad.isnan().any()) for grad in gradients))
+    view = StepDigest("NaN", dict, nonfinite=sum(bool(grad.isnan().any()) for grad in gradients))
     with main.clock.phase("agree"):
         if whole:
             return agree_on_whole(view, whole, main.device).nonfinite > 0
         return agree(view, main.mesh.world, main.device).nonfinite > 0
 
 
-def _is_skipped(domain: Domain, agreed: Agreed, launches: Sequence[Launch], scaling: Scaling) -> bool:
+def _is_skipped(domain: Domain, agreed: Consensus, launches: Sequence[Launch], scaling: Scaling) -> bool:
     if not agreed.nonfinite or domain.options.tuning.nonfinite == "propagate":
         return False
     skip(domain.options.tuning.nonfinite, agreed.nonfinite, _where_nonfinite(launches, 1.0 / scaling.scale))
@@ -367,7 +367,7 @@ def _where_nonfinite(launches: Sequence[Launch], unscale: float) -> str:
 # -- 4. update, 5. gather ----------------------------------------------------------------------------------------------
 
 
-def _update_lanes(lanes: Sequence[Lane], unscale: float, clip: float) -> Exception | None:
+def _update_lanes(lanes: Sequence[DomainStep], unscale: float, clip: float) -> Exception | None:
     """See :func:`_update`; after an error none of the domains goes on."""
     try:
         for lane in lanes:
@@ -381,7 +381,7 @@ def _update_lanes(lanes: Sequence[Lane], unscale: float, clip: float) -> Excepti
     return None
 
 
-def _update(domain: Domain, seen: Survey, unscale: float, clip: float) -> Exception | None:
+def _update(domain: Domain, seen: StepPlan, unscale: float, clip: float) -> Exception | None:
     """Launches every update of this rank and gathers the buckets that any rank updated.
 
     Returns:
@@ -401,7 +401,7 @@ def _update(domain: Domain, seen: Survey, unscale: float, clip: float) -> Except
     return None
 
 
-def _update_or_put_back(domain: Domain, works: Sequence[Work], factors: tuple[float, float]) -> Exception | None:
+def _update_or_put_back(domain: Domain, works: Sequence[ShardUpdate], factors: tuple[float, float]) -> Exception | None:
     """What every rank's store says that it can keep is updated; else all is put back, and this is why."""
     store = domain.store
     problem: Exception | None = None
@@ -417,7 +417,7 @@ def _update_or_put_back(domain: Domain, works: Sequence[Work], factors: tuple[fl
             problem = error
         try:
             with domain.clock.phase("agree"):
-                agree(View("stored", dict, problem), domain.mesh.world, domain.device)
+                agree(StepDigest("stored", dict, problem), domain.mesh.world, domain.device)
         except CommunicationError:
             raise
         except Exception as error:
@@ -431,12 +431,12 @@ def _update_or_put_back(domain: Domain, works: Sequence[Work], factors: tuple[fl
 
 
 def _update_and_gather(
-    domain: Domain, works: Sequence[Work], updated: set[Shard], factors: tuple[float, float]
+    domain: Domain, works: Sequence[ShardUpdate], updated: set[Shard], factors: tuple[float, float]
 ) -> None:
     """What lies in memory is updated, and every shard travels as soon as it is."""
     gather = domain.transport.gather("gathering updated params")
     problem: Exception | None = None
-    tasks: dict[Shard, list[Task]] = {}
+    tasks: dict[Shard, list[ChunkUpdate]] = {}
     try:
         if domain.store.is_final:
             tasks = {work.shard: list(work.tasks()) for work in works}
@@ -472,7 +472,7 @@ def _finish(domain: Domain, gather: Gather, problem: Exception | None) -> None:
         raise problem
 
 
-def _run(domain: Domain, tasks: Iterable[Task], factors: tuple[float, float]) -> None:
+def _run(domain: Domain, tasks: Iterable[ChunkUpdate], factors: tuple[float, float]) -> None:
     """Brings each chunk in, updates it, takes it back."""
     store, clock = domain.store, domain.clock
     for task in tasks:

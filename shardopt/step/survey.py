@@ -18,7 +18,7 @@ import torch
 
 from ..domain.domain import Domain
 from ..domain.masters import follow_written_params
-from ..domain.param import Entry, Group
+from ..domain.param import Group, ParamRecord
 from ..domain.shard import Shard
 from ..errors import BindingError, ShardoptError
 from ..kernels.formats import ROOT2, format_of
@@ -28,7 +28,7 @@ from ..kernels.spec import StepSpec
 from ..kernels.tables import BLOCK, Factors, Gradients, Noise
 from ..rules import Variant
 from ..tensors.gradient import GradientPart
-from ..tensors.gradient_slice import Slot
+from ..tensors.gradient_slice import GradientSlice
 
 
 class Scaling(NamedTuple):
@@ -41,7 +41,7 @@ class Scaling(NamedTuple):
 class Place(NamedTuple):
     """Where a bound param stands in the groups."""
 
-    entry: Entry
+    entry: ParamRecord
     group: int
     number: int  # of the param, counted through the groups; of a DTensor, in the upper 32 bits, that of the slice
 
@@ -50,20 +50,20 @@ class Place(NamedTuple):
 class Ready:
     """A param that will be updated."""
 
-    entry: Entry
+    entry: ParamRecord
     group: int
     grad: torch.Tensor  # dense, in the param's storage order: the whole gradient, or this rank's slice of a reduced one
     number: int  # as of the place
     start: int = 0  # which element of the param is its first
-    slot: Slot | None = None  # that it is the slice of
+    slot: GradientSlice | None = None  # that it is the slice of
     at_rest: bool = False  # in host memory, beside a device
 
 
 class Scalars(NamedTuple):
     """The scalars of every param that will be updated."""
 
-    now: dict[Entry, tuple[float, ...]]  # in the order of its variant's names
-    carried: dict[Entry, dict[str, float]]  # to its next step
+    now: dict[ParamRecord, tuple[float, ...]]  # in the order of its variant's names
+    carried: dict[ParamRecord, dict[str, float]]  # to its next step
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class Launch:
     at_rest: bool  # whether the gradients are in host memory, beside a device
 
 
-class Looked(NamedTuple):
+class GradientStats(NamedTuple):
     """What the gradients were found to hold, where the decision needs it."""
 
     nonfinite: int = 0  # Inf and NaN in this rank's shards
@@ -93,18 +93,18 @@ class Looked(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Survey:
+class StepPlan:
     """What this rank would do."""
 
     ready: list[Ready] = field(default_factory=list)
     launches: list[Launch] = field(default_factory=list)
     scalars: Scalars = field(default_factory=lambda: Scalars({}, {}))
     states: dict[Shard, dict[str, None]] = field(default_factory=dict)  # names each shard needs, the same on all ranks
-    written: list[Entry] = field(default_factory=list)  # params that others wrote since the last step
-    looked: Looked = field(default_factory=Looked)
+    written: list[ParamRecord] = field(default_factory=list)  # params that others wrote since the last step
+    looked: GradientStats = field(default_factory=GradientStats)
 
 
-def survey(domain: Domain, groups: Sequence[Group], numbers: Sequence[dict[str, Any]], scaling: Scaling) -> Survey:
+def survey(domain: Domain, groups: Sequence[Group], numbers: Sequence[dict[str, Any]], scaling: Scaling) -> StepPlan:
     """Raises what is wrong on this rank."""
     written = [entry for entry in domain.entries.values() if entry.param._version != entry.version]
     follow_written_params(domain)
@@ -112,7 +112,7 @@ def survey(domain: Domain, groups: Sequence[Group], numbers: Sequence[dict[str, 
     scalars = scalars_of(domain, numbers, ready)
     launches = _plan_launches(domain, numbers, ready, scalars)
     looked = _look_at_gradients(domain, launches, ready, scaling)
-    return Survey(ready, launches, scalars, states_of_shards(domain, groups, numbers), written, looked)
+    return StepPlan(ready, launches, scalars, states_of_shards(domain, groups, numbers), written, looked)
 
 
 def placed(domain: Domain, groups: Sequence[Group]) -> Iterator[Place]:
@@ -121,7 +121,7 @@ def placed(domain: Domain, groups: Sequence[Group]) -> Iterator[Place]:
     Raises:
         BindingError: one is not where it was put, or listed twice.
     """
-    seen: set[Entry] = set()
+    seen: set[ParamRecord] = set()
     counted = itertools.count()
     for group_number, group in enumerate(groups):
         for param in group["params"]:
@@ -147,7 +147,7 @@ def _find_ready(domain: Domain, groups: Sequence[Group]) -> list[Ready]:
     ]
 
 
-def _ready(domain: Domain, entry: Entry, group: int, number: int, grad: torch.Tensor) -> Ready:
+def _ready(domain: Domain, entry: ParamRecord, group: int, number: int, grad: torch.Tensor) -> Ready:
     if isinstance(grad, GradientPart) and grad.slot is entry.slot:
         slot = grad.whole_slot()
         return Ready(entry, group, slot.total, number, slot.start, slot, entry.shard.reduced.at_rest)
@@ -168,7 +168,7 @@ def _is_zero(grad: torch.Tensor) -> bool:
     return grad.layout is torch.strided and type(grad) is torch.Tensor and not bool(grad.any())
 
 
-def _usable(entry: Entry, grad: torch.Tensor) -> torch.Tensor:
+def _usable(entry: ParamRecord, grad: torch.Tensor) -> torch.Tensor:
     if grad.layout is not torch.strided:
         raise ShardoptError(
             f"the gradient of {entry.name} is sparse ({grad.layout}): the fused update reads dense gradients and would "
@@ -272,13 +272,15 @@ def _divisor(members: Iterable[Ready]) -> int:
     return 1
 
 
-def _look_at_gradients(domain: Domain, launches: Sequence[Launch], ready: Sequence[Ready], scaling: Scaling) -> Looked:
+def _look_at_gradients(
+    domain: Domain, launches: Sequence[Launch], ready: Sequence[Ready], scaling: Scaling
+) -> GradientStats:
     options = domain.options
     if ready and all(each.slot is not None and each.slot.norms is not None for each in ready):
         return _known(domain, ready)
     witness = 0 if domain.reducer is not None else _witness(domain, ready)
     if options.max_grad_norm is None and (options.tuning.nonfinite == "propagate" or scaling.overflow):
-        return Looked(witness=witness)
+        return GradientStats(witness=witness)
     nonfinite, limbs = 0, [0] * LIMBS
     unscale = 1.0 / scaling.scale
     for launch in launches:
@@ -290,20 +292,20 @@ def _look_at_gradients(domain: Domain, launches: Sequence[Launch], ready: Sequen
             total = backend.totals(sums, launch.gradients).of_shard(_uncounted(domain, launch))
             nonfinite += total.nonfinite
             limbs = [mine + other for mine, other in zip(limbs, total.limbs, strict=True)]
-    return Looked(nonfinite, tuple(limbs), witness)
+    return GradientStats(nonfinite, tuple(limbs), witness)
 
 
 def _uncounted(domain: Domain, launch: Launch) -> list[int]:
     return [row for row, each in launch.ready.items() if each.entry.param in domain.counted_elsewhere]
 
 
-def _known(domain: Domain, ready: Sequence[Ready]) -> Looked:
+def _known(domain: Domain, ready: Sequence[Ready]) -> GradientStats:
     """From what the last backward told every rank; one of them reports the count, so that it is not added up."""
     norms = [each.slot.norms for each in ready if each.slot is not None and each.slot.norms is not None]
     reports = domain.mesh.world.rank == domain.mesh.one_copy[0]
     # fsum rounds once, so that the order of params cannot show.
     norm = math.sqrt(math.fsum(each.two * each.two for each in norms))
-    return Looked(nonfinite=sum(each.nonfinite for each in norms) if reports else 0, norm=norm)
+    return GradientStats(nonfinite=sum(each.nonfinite for each in norms) if reports else 0, norm=norm)
 
 
 def _witness(domain: Domain, ready: Sequence[Ready]) -> int:

@@ -20,17 +20,17 @@ from ..domain.domain import Domain
 from ..domain.shard import Shard
 from ..kernels.tables import BLOCK, Gradients
 from ..offload.store import Chunk, Fetched
-from .survey import Launch, Survey
+from .survey import Launch, StepPlan
 
 
-class Run(NamedTuple):
+class GradientRun(NamedTuple):
     """Gradients that lie in memory as in the shard: those of a whole chunk, where the reducer summed them."""
 
     first: int  # element of the shard
     values: torch.Tensor  # 1D; between params it holds anything
     rows: list[int]
 
-    def and_then(self, other: "Run") -> "Run | None":
+    def and_then(self, other: "GradientRun") -> "GradientRun | None":
         """The two as one, if the other one follows in memory as it does in the shard."""
         ours, theirs = self.values, other.values
         if ours.untyped_storage().data_ptr() != theirs.untyped_storage().data_ptr():
@@ -38,15 +38,15 @@ class Run(NamedTuple):
         if theirs.storage_offset() - ours.storage_offset() != other.first - self.first:
             return None
         numel = other.first + theirs.numel() - self.first
-        return Run(self.first, ours.as_strided((numel,), (1,)), self.rows + other.rows)
+        return GradientRun(self.first, ours.as_strided((numel,), (1,)), self.rows + other.rows)
 
 
-class Task(NamedTuple):
+class ChunkUpdate(NamedTuple):
     """The update of one chunk."""
 
     chunk: Chunk
     launches: Sequence[Launch]
-    runs: Sequence[Sequence[Run] | None]  # of each launch; None where gradients are read where they are
+    runs: Sequence[Sequence[GradientRun] | None]  # of each launch; None where gradients are read where they are
 
     def tables(self, fetched: Fetched) -> list[Gradients]:
         """The gradients of each launch, for these elements alone."""
@@ -59,26 +59,26 @@ class Task(NamedTuple):
         ]
 
 
-class Work(NamedTuple):
+class ShardUpdate(NamedTuple):
     """What there is to do for one shard."""
 
     shard: Shard
     states: Iterable[str]  # that it needs, the same on all ranks
     launches: list[Launch]
 
-    def tasks(self) -> list[Task]:
+    def tasks(self) -> list[ChunkUpdate]:
         """None where this rank holds nothing of what is updated."""
         self.shard.ensure_states(self.states)
         names = dict.fromkeys(name for launch in self.launches for name in launch.spec.variant.states)
         pieces = [self.shard.pieces[row] for launch in self.launches for row in launch.ready]
         return [self._task(chunk) for chunk in self.shard.chunks(names, pieces)]
 
-    def _task(self, chunk: Chunk) -> Task:
+    def _task(self, chunk: Chunk) -> ChunkUpdate:
         apart = chunk.home.is_apart
         runs = [None if launch.at_rest == apart else _runs(launch, chunk.start, chunk.stop) for launch in self.launches]
         moved = tuple(run.values for each in runs if each is not None for run in each)
         written = self._written(chunk) if apart else ()
-        return Task(replace(chunk, gradients=moved, written=written), self.launches, runs)
+        return ChunkUpdate(replace(chunk, gradients=moved, written=written), self.launches, runs)
 
     def _written(self, chunk: Chunk) -> tuple[slice, ...]:
         """Elements of the chunk that are updated, and padding between them."""
@@ -93,30 +93,30 @@ class Work(NamedTuple):
         return tuple(found)
 
 
-def works_of(domain: Domain, seen: Survey) -> list[Work]:
+def works_of(domain: Domain, seen: StepPlan) -> list[ShardUpdate]:
     """In the order in which they are done."""
     launches: dict[Shard, list[Launch]] = defaultdict(list)
     for launch in seen.launches:
         launches[launch.shard].append(launch)
     # Backward order reversed: the first layers' params, which the next forward needs first, arrive first.
-    return [Work(shard, seen.states[shard], launches[shard]) for shard in reversed(domain.shards)]
+    return [ShardUpdate(shard, seen.states[shard], launches[shard]) for shard in reversed(domain.shards)]
 
 
-def _runs(launch: Launch, start: int, stop: int) -> list[Run]:
+def _runs(launch: Launch, start: int, stop: int) -> list[GradientRun]:
     """What elements [start, stop) of the shard have of a launch's gradients."""
-    runs: list[Run] = []
+    runs: list[GradientRun] = []
     for row, each in sorted(launch.ready.items()):
         piece = launch.shard.pieces[row]
         first, last = max(piece.shard_start, start), min(piece.shard_end, stop)
         if first < last:
             offset = each.grad.storage_offset() + piece.start - each.start + first - piece.shard_start
-            run = Run(first, each.grad.as_strided((last - first,), (1,), offset), [row])
+            run = GradientRun(first, each.grad.as_strided((last - first,), (1,), offset), [row])
             joined = runs[-1].and_then(run) if runs else None
             runs[len(runs) - (joined is not None) :] = [joined or run]
     return runs
 
 
-def _table(shard: Shard, chunk: Chunk, copied: Sequence[tuple[Run, torch.Tensor]]) -> Gradients:
+def _table(shard: Shard, chunk: Chunk, copied: Sequence[tuple[GradientRun, torch.Tensor]]) -> Gradients:
     """Of runs that were copied to where the update runs."""
     rows = np.zeros((shard.num_rows, 2), dtype=np.int64)
     for run, copy in copied:

@@ -32,7 +32,7 @@ from ..domain.bind import checksum
 from ..domain.domain import Domain
 from ..domain.hyperparameters import check_numbers, plain_numbers
 from ..domain.masters import follow_written_params
-from ..domain.param import Entry, Group
+from ..domain.param import Group, ParamRecord
 from ..domain.shard import Shard
 from ..errors import BindingError, ShardoptError
 from ..kernels.formats import format_of
@@ -54,12 +54,12 @@ from .step import (
     view_of,
 )
 from .survey import (
+    GradientStats,
     Launch,
-    Looked,
     Place,
     Ready,
     Scaling,
-    Survey,
+    StepPlan,
     launches_of,
     placed,
     scalars_of,
@@ -73,9 +73,9 @@ class _Round:
 
     numbers: list[dict[str, Any]]  # hyper-parameters of each group
     variants: list[Variant]
-    places: dict[Entry, Place]
+    places: dict[ParamRecord, Place]
     states: dict[Shard, dict[str, None]]
-    written: list[Entry]  # params that others wrote since the last step
+    written: list[ParamRecord]  # params that others wrote since the last step
     bits: dict[str, int]  # sums of theirs, to be compared
     sums: "np.ndarray[Any, Any]"  # 2D [entries, COLUMNS] int64: of this rank's slices
     # Sums of buckets of which not all gradients came on this rank: others may have had the rest.
@@ -86,7 +86,7 @@ class _Round:
 Begin = Callable[[], tuple[Sequence[Group], Mapping[str, Any]]]
 
 
-class Release(Backward):
+class UpdateInBackward(Backward):
     """Takes the gradients of a domain's params, and the steps."""
 
     def __init__(self, domain: Domain, begin: Begin):
@@ -108,7 +108,7 @@ class Release(Backward):
 
     # -- params ----------------------------------------------------------------------------------------------------
 
-    def _take_over(self, entry: Entry) -> None:
+    def _take_over(self, entry: ParamRecord) -> None:
         """No gradient is ever shown."""
 
     def _track(self, shard: Shard) -> None:
@@ -152,7 +152,7 @@ class Release(Backward):
             why = f"a backward with release_gradients=True, of which some buckets were used: {reason}"
             self._domain.break_off(why)
 
-    def take(self, entry: Entry) -> None:
+    def take(self, entry: ParamRecord) -> None:
         if not self.is_syncing:
             raise ShardoptError(
                 f"{entry.name} got a gradient under no_sync(), or behind no forward of the module that was handed "
@@ -305,7 +305,7 @@ class Release(Backward):
     def _where(self, report: Report) -> str:
         return f" (first in {self._entries[int((report.nonfinite > 0).argmax())].name})"
 
-    def _close(self, current: _Round, present: Sequence[Entry], norm: float) -> None:
+    def _close(self, current: _Round, present: Sequence[ParamRecord], norm: float) -> None:
         """The rest of the step, together with all ranks."""
         domain, launches = self._domain, []
         indices = {shard: {entry.index for entry in present if entry.shard is shard} for shard in current.waiting}
@@ -314,8 +314,8 @@ class Release(Backward):
         places = [current.places[entry] for entry in present if entry in current.places]
         ready = [Ready(place.entry, place.group, torch.empty(0), place.number) for place in places]
         scalars = scalars_of(domain, current.numbers, ready)
-        looked = Looked(norm=norm)
-        seen = Survey(ready, launches, scalars, current.states, current.written, looked)
+        looked = GradientStats(norm=norm)
+        seen = StepPlan(ready, launches, scalars, current.states, current.written, looked)
         view = view_of(domain, Call({}, Scaling(), closure=False, problem=None), current.numbers, seen)
         close_step(domain, seen, replace(view, consequence=_TOO_LATE), current.bits)
 

@@ -1,6 +1,6 @@
 """``param.grad`` where shardopt reduces: a part of the mean gradient.
 
-Each rank keeps its slice of the sum over ranks, in fp32 or as ``gradient_format`` says (:class:`Slot`). Of the whole,
+Each rank keeps its slice of the sum over ranks, in fp32 or as ``gradient_format`` says (:class:`GradientSlice`). Of the whole,
 every rank knows a few numbers (:class:`Norms`) that follow all that is done to it in place. So clipping, unscaling,
 zeroing and reading a norm need no communication and give the same on every rank::
 
@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..errors import StateError
-from .gradient_slice import Norms, Slot, divide_
+from .gradient_slice import GradientSlice, Norms, divide_
 from .part import Mask, Part, refusal, writes_to
 
 aten = torch.ops.aten
@@ -49,13 +49,13 @@ class GradientPart(Part):
     # Torch's own, which shows no memory: torch.compile asks for it to tell tensors apart.
     untyped_storage = Tensor.untyped_storage
 
-    slot: Slot
+    slot: GradientSlice
     whole_numel: int
     _origin: "GradientPart | None"  # of which this is an alias
     _param_dtype: torch.dtype  # as assignment to param.grad wants it
 
     @staticmethod
-    def __new__(cls, slot: Slot, like: Tensor) -> "GradientPart":
+    def __new__(cls, slot: GradientSlice, like: Tensor) -> "GradientPart":
         """The part that shows ``slot`` from now on, for the param ``like``; older ones become stale."""
         assert slot.gather is not None or slot.total.numel() == like.numel()
         part = slot.part = cls._showing(slot, like, like.dtype, None)
@@ -63,7 +63,7 @@ class GradientPart(Part):
 
     @classmethod
     def _showing(
-        cls, slot: Slot, like: Tensor, param_dtype: torch.dtype, origin: "GradientPart | None"
+        cls, slot: GradientSlice, like: Tensor, param_dtype: torch.dtype, origin: "GradientPart | None"
     ) -> "GradientPart":
         device = like.device
         part = cls._wrapper(like, param_dtype, device)
@@ -77,7 +77,7 @@ class GradientPart(Part):
         """Whether the slot shows another gradient by now, or none."""
         return self.slot.part is not (self if self._origin is None else self._origin)
 
-    def live_slot(self) -> Slot:
+    def live_slot(self) -> GradientSlice:
         """The slot, if it still holds this gradient.
 
         Raises:
@@ -90,7 +90,7 @@ class GradientPart(Part):
             )
         return self.slot
 
-    def whole_slot(self) -> Slot:
+    def whole_slot(self) -> GradientSlice:
         """The slot, if it holds all of this gradient.
 
         Raises:

@@ -59,7 +59,7 @@ class Norms:
         return Norms(two if largest else 0.0, largest, self.nonfinite)
 
 
-class Slot:
+class GradientSlice:
     """This rank's slice of one param's reduced gradient. The reducer fills it; it outlives the parts that show it.
 
     Attributes:

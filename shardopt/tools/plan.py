@@ -15,7 +15,7 @@ from torch import nn
 from ..arguments import whole
 from ..config import GradientFormat, Master, Options, StateFormat, Tuning
 from ..domain.bucket_plan import PlannedBucket, plan_buckets
-from ..domain.formats import Kept, kept_for
+from ..domain.formats import StreamFormats, kept_for
 from ..domain.param import Candidate
 from ..domain.param_names import matching
 from ..kernels.formats import BlockFormat, Format
@@ -168,7 +168,7 @@ def plan(module: nn.Module, optimizer: Updates, ranks: int, way: Way, options: O
 class _Laid(NamedTuple):
     """What ways have in common that differ in nothing but where things rest. In bytes."""
 
-    kept: Kept  # of params that are large enough
+    kept: StreamFormats  # of params that are large enough
     states: tuple[str, ...]
     param: int
     gradient: int  # sums of them
@@ -364,7 +364,7 @@ def _plane_bytes(format: Format, elements: int) -> list[int]:
     return [elements * format.itemsize, *scales]
 
 
-def _formula(way: Way, kept: Kept, states: Sequence[str]) -> str:
+def _formula(way: Way, kept: StreamFormats, states: Sequence[str]) -> str:
     """ "2 + 4/N, host 12/N": that of the device, then those of other tiers which keep something."""
     placed = Placements.of_stage(way.stage)
     gradient = (
@@ -387,7 +387,7 @@ def _formula(way: Way, kept: Kept, states: Sequence[str]) -> str:
     return ", ".join([of("device"), *(f"{tier} {of(tier) or 0}" for tier in others)])
 
 
-def _on_the_wire(numel: int, gathered: int, ranks: int, way: Way, kept: Kept, options: Options) -> int:
+def _on_the_wire(numel: int, gathered: int, ranks: int, way: Way, kept: StreamFormats, options: Options) -> int:
     """In units of (ranks - 1) / ranks of the params: an all-reduce is two.
 
     At stage 3 that of modules that fill their buckets: one that several share is gathered again for each of them.

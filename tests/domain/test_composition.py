@@ -25,7 +25,7 @@ from shardopt import (
 )
 from shardopt.checkpoint.publish import find
 from shardopt.checkpoint.reader import Checkpoint
-from shardopt.domain.domains import Composition
+from shardopt.domain.domains import Domains
 from shardopt.errors import (
     BindingError,
     CheckpointError,
@@ -352,7 +352,7 @@ def decides_together(kind: type[Training]) -> None:
         optimizer.step(fails_on_one)
     assert bits(model, optimizer) == before
     # Looking at the params may fail on one rank alone as well; the others hear of it and do not wait.
-    fails = patch.object(Composition, "_note_copies", side_effect=BindingError("as params may"))
+    fails = patch.object(Domains, "_note_copies", side_effect=BindingError("as params may"))
     told = pytest.raises(BindingError if dist.get_rank() == 1 else DisagreementError, match="as params may")
     with fails if dist.get_rank() == 1 else nullcontext(), told:
         optimizer.step()

@@ -17,7 +17,7 @@ from tests.mutation.report import RESULTS
 from tests.mutation.scratch import Scratch
 from tests.support.paths import ROOT
 
-Entry = dict[str, Any]  # of the results' file: a mutant's fields, and what became of it
+ParamRecord = dict[str, Any]  # of the results' file: a mutant's fields, and what became of it
 KILLED, SURVIVED, NOT_COVERED, UNCLEAR, GONE = "killed", "survived", "not covered", "unclear", "gone"
 PATIENCE = 60.0  # seconds that a run of tests may take beside three times what the tests took
 
@@ -31,7 +31,7 @@ class Trial:
         self._passes = passes  # whether what killed a mutant passes without one
         self._scratch = Scratch(options.tests_from)
 
-    def judge(self, mutant: Mutant) -> Entry:
+    def judge(self, mutant: Mutant) -> ParamRecord:
         """What becomes of a mutant."""
         path = self._scratch.root / mutant.file
         source = path.read_text()
@@ -93,7 +93,7 @@ class Results:
         self._path = path
         self._seed = seed
         self._lock = threading.Lock()
-        self.entries: list[Entry] = json.loads(path.read_text())["mutants"] if path.exists() else []
+        self.entries: list[ParamRecord] = json.loads(path.read_text())["mutants"] if path.exists() else []
 
     def draw(self, count: int, only: str) -> None:
         files = [file for file in package_files() if file.startswith(only)]
@@ -102,7 +102,7 @@ class Results:
         )
         self.entries = [{"id": f"{self._seed}-{number:03}", **asdict(each)} for number, each in enumerate(drawn)]
 
-    def note(self, entry: Entry, told: Entry) -> None:
+    def note(self, entry: ParamRecord, told: ParamRecord) -> None:
         with self._lock:
             entry.update(told)
             print(f"{entry['id']} {entry['file']}:{entry['line']} {entry['kind']}: {told}", flush=True)
@@ -123,7 +123,7 @@ class Results:
         text = f"# {len(done)} mutants of seed {self._seed}\n\n{self.summary()}\n"
         for title in ("folder", "kind"):
             text += f"\n| {title} | mutants | killed |\n|---|---:|---:|\n"
-            groups: dict[str, list[Entry]] = defaultdict(list)
+            groups: dict[str, list[ParamRecord]] = defaultdict(list)
             for each in done:
                 groups[each["kind"] if title == "kind" else str(Path(each["file"]).parent)].append(each)
             for name, group in sorted(groups.items()):
@@ -142,16 +142,16 @@ class Results:
         )
 
 
-def _head(entry: Entry) -> str:
+def _head(entry: ParamRecord) -> str:
     return f"**{entry['id']}** `{entry['file']}:{entry['line']}` {entry['kind']}"
 
 
-def _change(entry: Entry) -> str:
+def _change(entry: ParamRecord) -> str:
     lines = [f"{sign} {line}" for sign, name in (("-", "before"), ("+", "after")) for line in entry[name].splitlines()]
     return "\n".join(["```diff", *lines, "```", ""])
 
 
-def todo(results: Results, options: argparse.Namespace) -> list[Entry]:
+def todo(results: Results, options: argparse.Namespace) -> list[ParamRecord]:
     survivors = [each for each in results.entries if each.get("status") in (SURVIVED, NOT_COVERED, UNCLEAR)]
     if options.tests_from is not None:
         return survivors
@@ -171,7 +171,7 @@ def run(results: Results, options: argparse.Namespace) -> None:
     passes: dict[str, bool] = {}
     own = threading.local()
 
-    def judge(entry: Entry) -> None:
+    def judge(entry: ParamRecord) -> None:
         if not hasattr(own, "trial"):
             own.trial = Trial(options, covering, passes)
         told = own.trial.judge(Mutant(**{field.name: entry[field.name] for field in fields(Mutant)}))

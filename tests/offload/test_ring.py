@@ -13,7 +13,7 @@ from shardopt.offload.host import HostStore
 from shardopt.offload.pinned import Pages
 from shardopt.offload.ring import SLOTS, RingStore
 from shardopt.offload.store import Chunk, Plane
-from shardopt.offload.streams import Lanes
+from shardopt.offload.streams import CopyStreams
 from shardopt.partition.memory import zeros
 from tests.offload.test_offload import CHUNK, advance, bits, make
 from tests.support.cases import CASES, Case
@@ -24,7 +24,7 @@ def on_cpu(numel: int, dtype: torch.dtype) -> torch.Tensor:
     return zeros(numel, dtype, torch.device("cpu"))
 
 
-def ring(lanes: Lanes, register: Callable[[int, int], bool] | None = None) -> RingStore:
+def ring(lanes: CopyStreams, register: Callable[[int, int], bool] | None = None) -> RingStore:
     return RingStore(torch.device("cpu"), lanes, HostStore(Pages(on_cpu, register), CHUNK))
 
 

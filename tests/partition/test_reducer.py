@@ -27,8 +27,8 @@ from shardopt import (
     ShardoptError,
     Tuning,
 )
-from shardopt.partition.comm.reduce_scatter_p2p import MessageScatter
-from shardopt.partition.comm.reduce_scatter_peer import NeighbourScatter
+from shardopt.partition.comm.reduce_scatter_p2p import P2PReduceScatter
+from shardopt.partition.comm.reduce_scatter_peer import PeerReduceScatter
 from tests.support.absence import LATER, Roll, given_up
 from tests.support.moments import Moments
 from tests.support.ranks import Pool
@@ -368,7 +368,7 @@ def fails_behind_the_last_gradient(model: Chain, opt: ShardedOptimizer, rank: in
     x = torch.zeros((), requires_grad=True)
     with pytest.MonkeyPatch.context() as patched:
         for name, point in (("finish", "has filled its bucket"), ("_meet", "has its sum")):
-            patched.setattr(NeighbourScatter, name, saying(roll, point, getattr(NeighbourScatter, name)))
+            patched.setattr(PeerReduceScatter, name, saying(roll, point, getattr(PeerReduceScatter, name)))
         if rank == ODD:
             # So it finds the others' gradients there, and need not look for them again.
             model.links[0].weight.register_hook(lambda _: roll.wait("has filled its bucket"))
@@ -623,7 +623,7 @@ def live_or_die(neighbours: bool, which: signal.Signals, folder: Path) -> Outcom
 
     if training.rank == DOOMED:
         training.model.links[4].weight.register_hook(ends)
-    kind = NeighbourScatter if neighbours else MessageScatter
+    kind = PeerReduceScatter if neighbours else P2PReduceScatter
     finish = kind.finish
 
     def finishes(scatter: Any) -> Any:

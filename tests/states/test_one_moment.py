@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import shardopt
 from shardopt import ShardedAdamW, StateError, Tuning
-from shardopt.domain.remote_states import Exhibit
+from shardopt.domain.remote_states import RemoteStates
 from shardopt.step import step
 from tests.states.test_one_rank_alone import same, saved
 from tests.support.moments import Moments
@@ -193,7 +193,7 @@ def beside_a_step(folder: str, release: bool) -> None:
         except StateError as error:
             refused.append(f"{when}: {error}")
 
-    launch, works_of, slice_at = step._launch, step.works_of, Exhibit.slice_at
+    launch, works_of, slice_at = step._launch, step.works_of, RemoteStates.slice_at
 
     def launched(*arguments: Any) -> None:
         launch(*arguments)
@@ -229,7 +229,7 @@ def beside_a_step(folder: str, release: bool) -> None:
         moments.wait("the step was taken")
         return found
 
-    with patch.object(Exhibit, "slice_at", sliced):
+    with patch.object(RemoteStates, "slice_at", sliced):
         if rank == 0:
             refused.clear()
             thread = threading.Thread(target=read, args=("later",))

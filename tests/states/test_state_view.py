@@ -14,7 +14,7 @@ from torch.nn import Parameter
 
 from shardopt import ShardedAdamW, ShardedSGD, StateError, Tuning
 from shardopt.domain.shard import Shard
-from shardopt.offload.disk.store import DiskHome
+from shardopt.offload.disk.store import DiskStorage
 from tests.states.test_one_rank_alone import same, saved
 from tests.support.training import raises
 
@@ -55,7 +55,7 @@ def test_counting_reads_nothing(tmp_path: Path) -> None:
     """``len()``, ``in`` and iteration read no state; one lookup reads one param's."""
     params, opt = stepped(offload=str(tmp_path))
     reads: list[str] = []
-    read_into, read_chunk = DiskHome.read_into, Shard.read_chunk
+    read_into, read_chunk = DiskStorage.read_into, Shard.read_chunk
 
     def noted(self: Any, name: str, *arguments: Any) -> Any:
         reads.append(name)
@@ -65,7 +65,7 @@ def test_counting_reads_nothing(tmp_path: Path) -> None:
         reads.append(name)
         return read_chunk(self, name, *arguments)
 
-    with patch.object(DiskHome, "read_into", noted), patch.object(Shard, "read_chunk", chunk):
+    with patch.object(DiskStorage, "read_into", noted), patch.object(Shard, "read_chunk", chunk):
         assert len(opt.state) == 24 and all(param in opt.state for param in params) and list(opt.state) == params
         assert Parameter(torch.ones(2)) not in opt.state and opt.state
         assert not reads

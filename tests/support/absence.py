@@ -13,14 +13,14 @@ from typing import Any
 from unittest.mock import patch
 
 from shardopt.partition.comm.group import Pending, Ranks
-from shardopt.partition.comm.peer_board import Board
+from shardopt.partition.comm.peer_board import PeerBoard
 from tests.support.moments import Moments, until
 from tests.support.ranks import DEADLINE
 
 SOON = 0.2  # seconds that a rank waits for one that is missing
 LATER = 4 * DEADLINE  # seconds: as good as never, for a job that is killed long before
 
-_BOARD_WAIT = Board.wait
+_BOARD_WAIT = PeerBoard.wait
 _WAIT = Ranks.wait
 _OUT, _WAITS = "is out", "waits"
 
@@ -55,7 +55,7 @@ def given_up(absent: Collection[int], roll: Roll) -> Iterator[None]:
     def are_gone() -> bool:
         return all(roll.has(rank, _WAITS) for rank in absent)
 
-    def wait_for_board(board: Board, rank: int, reached: Callable[[Any], bool], phase: str) -> Any:
+    def wait_for_board(board: PeerBoard, rank: int, reached: Callable[[Any], bool], phase: str) -> Any:
         if rank not in absent:
             with _deadline(board._ranks, LATER):
                 return _BOARD_WAIT(board, rank, reached, phase)
@@ -85,7 +85,7 @@ def given_up(absent: Collection[int], roll: Roll) -> Iterator[None]:
             with _deadline(ranks, SOON if is_in_vain else LATER):
                 _WAIT(ranks, Pending(pending.phase, (work,), () if peer is None else (peer,)))
 
-    with patch.object(Board, "wait", wait_for_board), patch.object(Ranks, "wait", wait):
+    with patch.object(PeerBoard, "wait", wait_for_board), patch.object(Ranks, "wait", wait):
         yield
 
 

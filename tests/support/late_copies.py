@@ -16,7 +16,7 @@ import torch
 from shardopt import Offload
 from shardopt.domain import tiers
 from shardopt.offload.gradients import HostLanding
-from shardopt.offload.streams import Copy, Lanes, Mark
+from shardopt.offload.streams import Copy, CopyStreams, Mark
 
 CPU = torch.device("cpu")
 
@@ -143,7 +143,7 @@ class AsLateAsAllowed:
 
 
 @contextmanager
-def as_on_a_gpu(lanes: type[Lanes]) -> Iterator[None]:
+def as_on_a_gpu(lanes: type[CopyStreams]) -> Iterator[None]:
     """Params on the CPU are offloaded as those on a GPU are: by the same stores, with these lanes."""
 
     def beside(rests: Offload, tuning: Any) -> Any:

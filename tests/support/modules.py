@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from shardopt import ShardedOptimizer, ShardedSGD, Tuning
 from shardopt.partition.gatherer import GatheredBucket, Gatherer
-from shardopt.partition.memory import Room
+from shardopt.partition.memory import Memory
 
 W = 24  # a weight is two and a quarter blocks
 KEPT = 20  # of fewer elements than this, params stay whole
@@ -333,15 +333,15 @@ def train_step(model: nn.Module, opt: ShardedOptimizer, step: int) -> None:
 def poisoned() -> Iterator[None]:
     """Memory that was given back stays, full of NaN."""
 
-    def give_back(room: Room) -> None:
+    def give_back(room: Memory) -> None:
         room.is_there = False
         room.tensor.data.fill_(math.nan)
 
-    def take(room: Room) -> None:
+    def take(room: Memory) -> None:
         room.is_there = True
         room.tensor.data.fill_(math.nan)
 
-    with patch.object(Room, "give_back", give_back), patch.object(Room, "take", take):
+    with patch.object(Memory, "give_back", give_back), patch.object(Memory, "take", take):
         yield
 
 

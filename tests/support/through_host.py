@@ -7,10 +7,10 @@ from unittest.mock import patch
 
 import torch
 
-from shardopt.partition.comm.all_gather import MessageWire, Window, Wire
+from shardopt.partition.comm.all_gather import AllGather, P2PAllGather, Window
 from shardopt.partition.comm.group import Ranks
-from shardopt.partition.comm.reduce_scatter import Job, Scatter
-from shardopt.partition.comm.reduce_scatter_p2p import MessageScatter
+from shardopt.partition.comm.reduce_scatter import ReduceScatter, Reduction
+from shardopt.partition.comm.reduce_scatter_p2p import P2PReduceScatter
 from shardopt.partition.comm.traffic import Traffic
 from shardopt.partition.comm.transport import Transport
 
@@ -23,22 +23,22 @@ def through_host() -> Iterator[None]:
 
 
 class HostTransport(Transport):
-    def wire(self, phase: str) -> Wire:
-        return super().wire(phase) if self.ranks.size == 1 else StagedWire(self.ranks, phase)
+    def wire(self, phase: str) -> AllGather:
+        return super().wire(phase) if self.ranks.size == 1 else StagedAllGather(self.ranks, phase)
 
-    def scatter(self) -> Scatter:
+    def scatter(self) -> ReduceScatter:
         if self.ranks.size == 1:
             return super().scatter()
-        return StagedScatter(self.ranks, self.traffic, self._number)
+        return StagedReduceScatter(self.ranks, self.traffic, self._number)
 
 
-class StagedWire:
+class StagedAllGather:
     """Sends copies in host memory."""
 
     reads_memory = on_stream = False
 
     def __init__(self, ranks: Ranks, phase: str):
-        self._messages = MessageWire(ranks, phase)
+        self._messages = P2PAllGather(ranks, phase)
         self._staged: list[tuple[Window, Window]] = []
 
     def start(self, window: Window) -> None:
@@ -52,21 +52,21 @@ class StagedWire:
             window.flat.copy_(copy.flat)
 
 
-class StagedScatter:
+class StagedReduceScatter:
     """Sums copies in host memory."""
 
     tells = on_stream = False
 
     def __init__(self, ranks: Ranks, traffic: Traffic, number: int):
-        self._messages = MessageScatter(ranks, traffic, number)
-        self._jobs: deque[tuple[Job, Job]] = deque()
+        self._messages = P2PReduceScatter(ranks, traffic, number)
+        self._jobs: deque[tuple[Reduction, Reduction]] = deque()
 
     def begin(self, round_number: int) -> None:
         self._messages.begin(round_number)
         self._jobs.clear()
 
-    def start(self, job: Job) -> None:
-        staged = Job(job.buffer.cpu(), job.target.cpu(), job.add)
+    def start(self, job: Reduction) -> None:
+        staged = Reduction(job.buffer.cpu(), job.target.cpu(), job.add)
         self._messages.start(staged)
         self._jobs.append((job, staged))
 

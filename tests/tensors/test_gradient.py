@@ -21,7 +21,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_no
 from torch.utils.checkpoint import checkpoint
 
 from shardopt import StateError
-from shardopt.tensors.gradient import GradientPart, Norms, Slot
+from shardopt.tensors.gradient import GradientPart, GradientSlice, Norms
 from shardopt.tensors.part import Part
 from tests.support.training import raises, raw
 
@@ -78,7 +78,7 @@ class World:
         sums = [5 * torch.randn_like(param, dtype=FP32) for param in like] if sums is None else sums
         self.gathers, self.received = 0, []
         self.whole: list[Parameter] = []
-        self.slots: list[list[Slot]] = []
+        self.slots: list[list[GradientSlice]] = []
         self.ranks = [[Parameter(param.detach().clone()) for param in like] for _ in range(size)]
         # One buffer a rank, as in a shard. What lies between two slices must never be read.
         numel = sum(total.numel() + 1 for total in sums)
@@ -89,7 +89,7 @@ class World:
             self.whole[-1].grad = (total / DIVISOR).to(kept).float()
             self.slots.append(self.shared(total, index))
 
-    def shared(self, total: Tensor, index: int) -> list[Slot]:
+    def shared(self, total: Tensor, index: int) -> list[GradientSlice]:
         """The slots of all ranks, of uneven lengths; some are empty."""
         mean, slots = (total / DIVISOR).to(self.buffers.dtype).float(), []
 
@@ -105,7 +105,7 @@ class World:
             memory = self.buffers[rank][self.used[rank] : self.used[rank] + end - start]
             self.used[rank] += end - start + 1
             memory.copy_(flat(total)[start:end])
-            slot = Slot(memory, start, self.received.append, gather if len(self.ranks) > 1 else None)
+            slot = GradientSlice(memory, start, self.received.append, gather if len(self.ranks) > 1 else None)
             slot.divisor, slot.norms = DIVISOR, norms_of(mean)
             self.ranks[rank][index].grad = GradientPart(slot, self.ranks[rank][index])
             slots.append(slot)

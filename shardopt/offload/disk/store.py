@@ -53,7 +53,7 @@ def _put(span: _Span, part: Part) -> None:
     part.items(span.dtype, span.items.stop)[span.items.start :].copy_(span.values)
 
 
-class DiskHome:
+class DiskStorage:
     """The streams of one shard, by name."""
 
     tier = "disk"
@@ -191,10 +191,10 @@ class DiskStore:
         self._reads, self._reading, self._deadline = Pipeline(deadline), threading.Lock(), deadline
         self._turns: dict[Chunk, Turn] = {}
         self._fetched: list[Chunk] = []  # whose params may have been updated
-        self._homes: weakref.WeakSet[DiskHome] = weakref.WeakSet()
+        self._homes: weakref.WeakSet[DiskStorage] = weakref.WeakSet()
 
-    def home(self, numel: int, dtype: torch.dtype, device: torch.device) -> DiskHome:
-        home = DiskHome(self, numel, dtype)
+    def home(self, numel: int, dtype: torch.dtype, device: torch.device) -> DiskStorage:
+        home = DiskStorage(self, numel, dtype)
         self._homes.add(home)
         return home
 
@@ -206,7 +206,7 @@ class DiskStore:
 
     def _turn(self, chunk: Chunk) -> Turn:
         home = chunk.home
-        assert isinstance(home, DiskHome)
+        assert isinstance(home, DiskStorage)
         parts = [home.segment(name, chunk.start) for name in chunk.names]
         return Turn(
             [part.nbytes for part in parts], [*map(self.segments.reader, parts)], [*map(self.segments.writer, parts)]
@@ -218,7 +218,7 @@ class DiskStore:
             _copy(_kept(chunk), chunk.param)
             self._fetched.append(chunk)
         home = chunk.home
-        assert isinstance(home, DiskHome)
+        assert isinstance(home, DiskStorage)
         elements = chunk.stop - chunk.start
         streams = [home.items(name, part, elements) for name, part in zip(chunk.names, parts, strict=False)]
         return Fetched(streams, chunk.param, chunk.gradients)
@@ -301,7 +301,7 @@ class DiskStore:
 
 
 def _kept(chunk: Chunk) -> torch.Tensor:
-    assert isinstance(chunk.home, DiskHome)
+    assert isinstance(chunk.home, DiskStorage)
     return chunk.home.kept[chunk.start : chunk.stop]
 
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from .group import Pending, Ranks
-from .peer_memory import Neighbours
+from .peer_memory import PeerMemory
 
 # Of messages that carry shards: above those that carry gradients.
 _FIRST_TAG = 1 << 30
@@ -31,7 +31,7 @@ class Window:
         return (self.flat.numel() - self.shard_numel) * self.flat.element_size()
 
 
-class Wire(Protocol):
+class AllGather(Protocol):
     """Moves shards that are final into windows, whose own shard is in place.
 
     Attributes:
@@ -52,7 +52,7 @@ class Wire(Protocol):
         """
 
 
-class NoWire:
+class NoAllGather:
     """One rank owns everything."""
 
     reads_memory = on_stream = False
@@ -64,7 +64,7 @@ class NoWire:
         pass
 
 
-class MessageWire:
+class P2PAllGather:
     """Shards sent straight to every rank, under way while something else is computed.
 
     Messages carry the window: where ranks ask for windows in other orders, none takes one for another.
@@ -88,12 +88,12 @@ class MessageWire:
             self._ranks.wait(pending)
 
 
-class NeighbourWire:
+class PeerAllGather:
     """Reads every other rank's shard out of its memory."""
 
     reads_memory, on_stream = True, False
 
-    def __init__(self, ranks: Ranks, neighbours: Neighbours):
+    def __init__(self, ranks: Ranks, neighbours: PeerMemory):
         self._ranks, self._neighbours = ranks, neighbours
         self._windows: list[Window] = []
 
@@ -110,7 +110,7 @@ class NeighbourWire:
                 self._neighbours.read(pid, base + target.data_ptr() - window.flat.data_ptr(), target)
 
 
-class CollectiveWire:
+class CollectiveAllGather:
     """The backend's all-gather. NCCL's runs on its own stream; the wait orders the current stream behind it."""
 
     reads_memory, on_stream = False, True

@@ -17,7 +17,7 @@ import torch
 
 from ...errors import CommunicationError
 from .group import Ranks
-from .peer_memory import Neighbours
+from .peer_memory import PeerMemory
 
 SLOTS = 64  # addresses that a board can hold; more buffers are never under way at once
 # In the order in which a neighbour must read them: memory is copied from lower to higher addresses.
@@ -56,10 +56,10 @@ class Notice(NamedTuple):
     addresses: tuple[int, ...]
 
 
-class Board:
+class PeerBoard:
     """This rank's board, and the sight of the others'."""
 
-    def __init__(self, ranks: Ranks, neighbours: Neighbours, pids: tuple[int, ...]):
+    def __init__(self, ranks: Ranks, neighbours: PeerMemory, pids: tuple[int, ...]):
         """Collective."""
         self._ranks, self._neighbours, self.pids = ranks, neighbours, pids
         self._own = np.zeros(_FIRST_ADDRESS + SLOTS, dtype=np.int64)

@@ -26,7 +26,7 @@ class _Iovec(ctypes.Structure):
     _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
 
 
-class Neighbours:
+class PeerMemory:
     """Can say whether a peer's memory can be read, and read it."""
 
     def __init__(self) -> None:

@@ -23,7 +23,7 @@ CHUNK = 1 << 17
 
 
 @dataclass(frozen=True)
-class Job:
+class Reduction:
     """One bucket to be summed: each rank its slice; or each of them all, where the target is as long as the buffer.
 
     All of it takes (size - 1) times the buffer from the wire, twice as much at 4 ranks as slices that are gathered
@@ -48,7 +48,7 @@ class Job:
         return self.buffer[start : start + self.target.numel()]
 
 
-class Scatter(Protocol):
+class ReduceScatter(Protocol):
     """Rounds of reduction: every rank starts the same jobs in the same order.
 
     Attributes:
@@ -64,7 +64,7 @@ class Scatter(Protocol):
 
     def begin(self, round_number: int) -> None: ...
 
-    def start(self, job: Job) -> None: ...
+    def start(self, job: Reduction) -> None: ...
 
     def progress(self) -> list[torch.Tensor]:
         """Goes on as far as is possible without waiting; returns buffers that are free again."""
@@ -72,7 +72,7 @@ class Scatter(Protocol):
     def settle(self, limit: int, patience: float) -> list[torch.Tensor]:
         """As ``progress``, until at most ``limit`` jobs are under way; for ``patience`` seconds at most.
 
-        Gloo's messages cannot be asked whether they have arrived, so that :class:`MessageScatter` does not give up.
+        Gloo's messages cannot be asked whether they have arrived, so that :class:`P2PReduceScatter` does not give up.
         """
 
     def finish(self) -> list[torch.Tensor]:
@@ -95,7 +95,7 @@ class Scatter(Protocol):
         """Before all ranks begin the round again: follows the others, if they gave it up and this rank did not."""
 
 
-class NoScatter:
+class NoReduceScatter:
     """One rank owns everything."""
 
     tells, on_stream = True, False
@@ -106,7 +106,7 @@ class NoScatter:
     def begin(self, round_number: int) -> None:
         self._done = []
 
-    def start(self, job: Job) -> None:
+    def start(self, job: Reduction) -> None:
         if job.target is not job.buffer:  # of one rank nothing needs to be summed
             take(job.target, job.buffer, job.add)
         self._done.append(job.buffer)

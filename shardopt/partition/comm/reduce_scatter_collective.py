@@ -9,29 +9,29 @@ import torch.distributed as dist
 
 from ..streams import last_used
 from .group import Pending, Ranks
-from .reduce_scatter import PHASE, Job, take
+from .reduce_scatter import PHASE, Reduction, take
 from .traffic import Traffic
 
 
-class CollectiveScatter:
+class CollectiveReduceScatter:
     """The backend's own, which sums in the dtype of the buffer; NCCL's runs on its own stream."""
 
     tells, on_stream = False, True
 
     def __init__(self, ranks: Ranks, traffic: Traffic):
         self._ranks, self._traffic = ranks, traffic
-        self._jobs: deque[tuple[Job, torch.Tensor, Pending]] = deque()
+        self._jobs: deque[tuple[Reduction, torch.Tensor, Pending]] = deque()
 
     def begin(self, round_number: int) -> None:
         self._jobs.clear()
 
-    def start(self, job: Job) -> None:
+    def start(self, job: Reduction) -> None:
         direct = job.buffer.dtype == job.target.dtype and not job.add
         result = job.target if direct else torch.empty_like(job.slice_of(0))
         self._traffic.gradients += (self._ranks.size - 1) * job.target.numel() * job.buffer.element_size()
         self._jobs.append((job, result, Pending(PHASE, (self._sum(job, result),))))
 
-    def _sum(self, job: Job, result: torch.Tensor) -> Any:
+    def _sum(self, job: Reduction, result: torch.Tensor) -> Any:
         if job.is_whole:
             return dist.all_reduce(result.copy_(job.buffer), group=self._ranks.group, async_op=True)
         return _reduce_scatter_single()(result, job.buffer, group=self._ranks.group, async_op=True)

@@ -6,18 +6,18 @@ from typing import Any
 import torch
 
 from .group import Pending, Ranks
-from .reduce_scatter import PHASE, Job, chunks, sum_into
+from .reduce_scatter import PHASE, Reduction, chunks, sum_into
 from .traffic import Traffic
 
 
-class MessageScatter:
+class P2PReduceScatter:
     """Slices sent straight to their owners, under way while backward goes on."""
 
     tells = on_stream = False
 
     def __init__(self, ranks: Ranks, traffic: Traffic, number: int):
         self._ranks, self._traffic, self._number = ranks, traffic, number
-        self._jobs: deque[tuple[Job, list[torch.Tensor], Pending]] = deque()
+        self._jobs: deque[tuple[Reduction, list[torch.Tensor], Pending]] = deque()
         self._abandoned: list[Any] = []
         self._round = self._attempt = self._position = 0
 
@@ -29,7 +29,7 @@ class MessageScatter:
         self._attempt = self._attempt + 1 if round_number == self._round else 0
         self._round, self._position = round_number, 0
 
-    def start(self, job: Job) -> None:
+    def start(self, job: Reduction) -> None:
         rank = self._ranks.rank
         slices = [job.slice_of(each) for each in range(self._ranks.size)]
         others = [each if owner == rank else torch.empty_like(each) for owner, each in enumerate(slices)]

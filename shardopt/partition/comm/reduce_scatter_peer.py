@@ -7,20 +7,20 @@ from typing import Any
 import torch
 
 from .group import Ranks
-from .peer_board import SLOTS, Board, Nap
-from .reduce_scatter import CHUNK, PHASE, Job, chunks, sum_into
+from .peer_board import SLOTS, Nap, PeerBoard
+from .reduce_scatter import CHUNK, PHASE, Reduction, chunks, sum_into
 from .traffic import Traffic
 
 
-class NeighbourScatter:
+class PeerReduceScatter:
     """Reads this rank's slice out of every other rank's buffer as soon as that is filled."""
 
     tells, on_stream = True, False
 
-    def __init__(self, ranks: Ranks, board: Board, traffic: Traffic):
+    def __init__(self, ranks: Ranks, board: PeerBoard, traffic: Traffic):
         self._ranks, self._board, self._traffic = ranks, board, traffic
         self._others = [(ranks.rank + step) % ranks.size for step in range(1, ranks.size)]
-        self._jobs: deque[Job] = deque()  # from the oldest whose buffer may still be read
+        self._jobs: deque[Reduction] = deque()  # from the oldest whose buffer may still be read
         self._first = 0  # position of that job
         self._summed = self._shown = 0  # jobs of this round that are summed here; that the others may read
         self._scratch: dict[torch.dtype, torch.Tensor] = {}
@@ -30,7 +30,7 @@ class NeighbourScatter:
         self._first = self._summed = self._shown = 0
         self._board.begin(round_number)
 
-    def start(self, job: Job) -> None:
+    def start(self, job: Reduction) -> None:
         self._jobs.append(job)
         self._show()
 

@@ -3,10 +3,10 @@
 ========================  ==================================================================================
 tensors, group            gathering; reducing
 ========================  ==================================================================================
-one rank                  :class:`NoWire`; :class:`NoScatter`
-NCCL, or any but gloo     :class:`CollectiveWire`, in place; :class:`CollectiveScatter`
-CPU, ranks of one machine :class:`NeighbourWire`; :class:`NeighbourScatter`: they read each other's memory
-CPU, gloo                 :class:`MessageWire`; :class:`MessageScatter`: straight to every rank (4x faster
+one rank                  :class:`NoAllGather`; :class:`NoReduceScatter`
+NCCL, or any but gloo     :class:`CollectiveAllGather`, in place; :class:`CollectiveReduceScatter`
+CPU, ranks of one machine :class:`PeerAllGather`; :class:`PeerReduceScatter`: they read each other's memory
+CPU, gloo                 :class:`P2PAllGather`; :class:`P2PReduceScatter`: straight to every rank (4x faster
                           than gloo's all-gather; its reduce-scatter is slower than its all-reduce)
 CUDA, gloo                refused: it has neither collectives nor messages for tensors of a GPU
 ========================  ==================================================================================
@@ -22,20 +22,20 @@ import torch.distributed as dist
 
 from ...errors import BindingError, CommunicationError
 from .all_gather import (
-    CollectiveWire,
-    MessageWire,
-    NeighbourWire,
-    NoWire,
+    AllGather,
+    CollectiveAllGather,
+    NoAllGather,
+    P2PAllGather,
+    PeerAllGather,
     Window,
-    Wire,
 )
 from .group import Ranks
-from .peer_board import Board
-from .peer_memory import Neighbours
-from .reduce_scatter import NoScatter, Scatter
-from .reduce_scatter_collective import CollectiveScatter
-from .reduce_scatter_p2p import MessageScatter
-from .reduce_scatter_peer import NeighbourScatter
+from .peer_board import PeerBoard
+from .peer_memory import PeerMemory
+from .reduce_scatter import NoReduceScatter, ReduceScatter
+from .reduce_scatter_collective import CollectiveReduceScatter
+from .reduce_scatter_p2p import P2PReduceScatter
+from .reduce_scatter_peer import PeerReduceScatter
 from .traffic import Traffic
 
 _WINDOWS = 1 << 20  # numbers of one transport's windows
@@ -50,7 +50,7 @@ class Transport:
         self,
         ranks: Ranks,
         device: torch.device,
-        neighbours: Neighbours | None = None,
+        neighbours: PeerMemory | None = None,
         cards: tuple[tuple[int, ...], ...] = (),
     ):
         self.ranks, self._device = ranks, device
@@ -77,7 +77,7 @@ class Transport:
             )
         if ranks.size == 1 or device.type != "cpu" or not use_neighbours:
             return Transport(ranks, device)
-        neighbours = Neighbours()
+        neighbours = PeerMemory()
         cards = tuple(tuple(card) for card in ranks.exchange(neighbours.card(), device, "looking for neighbours"))
         able = all(neighbours.can_read(card) for card in cards)
         everyone = ranks.exchange([int(able)], device, "agreeing on neighbours")
@@ -121,36 +121,36 @@ class Transport:
         peers = tuple((card[0], each) for card, (each,) in zip(self._cards, addresses, strict=True))
         return Window(flat, shard_numel, self._opened, peers)
 
-    def wire(self, phase: str) -> Wire:
+    def wire(self, phase: str) -> AllGather:
         """For shards that are final on every rank."""
         if self.ranks.size == 1:
-            return NoWire()
+            return NoAllGather()
         if self._neighbours is not None:
-            return NeighbourWire(self.ranks, self._neighbours)
+            return PeerAllGather(self.ranks, self._neighbours)
         if self.ranks.has_collectives(self._device):
-            return CollectiveWire(self.ranks, phase)
-        return MessageWire(self.ranks, phase)
+            return CollectiveAllGather(self.ranks, phase)
+        return P2PAllGather(self.ranks, phase)
 
     def gather(self, phase: str) -> "Gather":
         """For shards that are being written."""
         return Gather(self.ranks, self.wire(phase), phase)
 
-    def scatter(self) -> Scatter:
+    def scatter(self) -> ReduceScatter:
         """Collective: the mechanism for rounds of reduction."""
         if self.ranks.size == 1:
-            return NoScatter()
+            return NoReduceScatter()
         if self._neighbours is not None:
-            board = Board(self.ranks, self._neighbours, tuple(card[0] for card in self._cards))
-            return NeighbourScatter(self.ranks, board, self.traffic)
+            board = PeerBoard(self.ranks, self._neighbours, tuple(card[0] for card in self._cards))
+            return PeerReduceScatter(self.ranks, board, self.traffic)
         if self.ranks.has_collectives(self._device):
-            return CollectiveScatter(self.ranks, self.traffic)
-        return MessageScatter(self.ranks, self.traffic, self._number)
+            return CollectiveReduceScatter(self.ranks, self.traffic)
+        return P2PReduceScatter(self.ranks, self.traffic, self._number)
 
 
 class Gather:
     """A round of gathering: ``start`` each window when this rank's shard of it is final, then ``finish``."""
 
-    def __init__(self, ranks: Ranks, wire: Wire, phase: str):
+    def __init__(self, ranks: Ranks, wire: AllGather, phase: str):
         self._ranks, self._wire, self._phase = ranks, wire, phase
         self.received = 0  # bytes
 
