@@ -427,7 +427,7 @@ def _update_or_put_back(domain: Domain, works: Sequence[Work], factors: tuple[fl
 def _update_and_gather(
     domain: Domain, works: Sequence[Work], updated: set[Shard], factors: tuple[float, float]
 ) -> None:
-    """What lies in memory is updated, and every shard travels as soon as it is."""
+    """What lies in memory is updated (on a disk it was), and every shard travels as soon as it is."""
     gather = domain.transport.gather("gathering updated params")
     problem: Exception | None = None
     tasks: dict[Shard, list[Task]] = {}

@@ -157,7 +157,7 @@ def as_on_a_gpu(lanes: type[Lanes]) -> Iterator[None]:
         stack.enter_context(patch("shardopt.tiers._beside_cpu", beside))
         stack.enter_context(patch("shardopt.bind.make_landing", landing))
         stack.enter_context(patch("shardopt.tiers.register_with_cuda", None))
-        for module in ("bind", "optimizer"):
+        for module in ("bind", "engine"):
             stack.enter_context(patch(f"shardopt.{module}.check_offload", lambda rests, *_: None))
         away = patch(
             "shardopt.domain.params_rest", lambda rests, device: rests is not None and rests.params is not None
