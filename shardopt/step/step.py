@@ -433,7 +433,7 @@ def _update_or_put_back(domain: Domain, works: Sequence[ShardUpdate], factors: t
 def _update_and_gather(
     domain: Domain, works: Sequence[ShardUpdate], updated: set[Shard], factors: tuple[float, float]
 ) -> None:
-    """What lies in memory is updated, and every shard travels as soon as it is."""
+    """What lies in memory is updated (on a disk it was), and every shard travels as soon as it is."""
     gather = domain.transport.gather("gathering updated params")
     problem: Exception | None = None
     tasks: dict[Shard, list[ChunkUpdate]] = {}

@@ -1,8 +1,8 @@
 """``param.grad`` where shardopt reduces: a part of the mean gradient.
 
-Each rank keeps its slice of the sum over ranks, in fp32 or as ``gradient_format`` says (:class:`GradientSlice`). Of the whole,
-every rank knows a few numbers (:class:`Norms`) that follow all that is done to it in place. So clipping, unscaling,
-zeroing and reading a norm need no communication and give the same on every rank::
+Each rank keeps its slice of the sum over ranks, in fp32 or as ``gradient_format`` says (:class:`GradientSlice`). Of the
+whole, every rank knows a few numbers (:class:`Norms`) that follow all that is done to it in place. So clipping,
+unscaling, zeroing and reading a norm need no communication and give the same on every rank::
 
     clip_grad_norm_, get_total_norm   norms, then mul_ of each slice
     clip_grad_value_                  clamp_ of each slice; nobody knows the norms afterwards

@@ -167,7 +167,7 @@ def one_rank_cannot_bind(way: str, folder: str, failing_rank: int | None) -> tup
                 is_own = isinstance(error, MemoryError)
                 assert is_own == meter.has_failed
                 assert is_own or "no memory is left" in str(error), error
-                assert not opt._domain.entries and opt._domain.links is None
+                assert not opt.engine.domain.entries and opt.engine.domain.links is None
         told = torch.tensor([float(done), float(meter.has_failed)])
         dist.all_reduce(told)
         assert told[0] in (0, 2) and bool(told[0]) != bool(told[1]), "one rank bound, or none though nothing failed"

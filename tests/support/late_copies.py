@@ -158,7 +158,7 @@ def as_on_a_gpu(lanes: type[CopyStreams]) -> Iterator[None]:
         stack.enter_context(patch("shardopt.domain.tiers._beside_cpu", beside))
         stack.enter_context(patch("shardopt.domain.bind.make_landing", landing))
         stack.enter_context(patch("shardopt.domain.tiers.register_with_cuda", None))
-        for module in ("bind", "optimizer"):
+        for module in ("domain.bind", "engine"):
             stack.enter_context(patch(f"shardopt.{module}.check_offload", lambda rests, *_: None))
         away = patch(
             "shardopt.domain.domain.params_rest", lambda rests, device: rests is not None and rests.params is not None
