@@ -4,9 +4,11 @@ Outside of a context nothing is announced, and nothing costs anything. :mod:`sha
 """
 
 import functools
+import itertools
+import traceback
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -18,7 +20,9 @@ from .agreement import agree_on_call
 from .arguments import flag
 from .errors import BindingError, DisagreementError, ShardoptError
 from .local_params import any_dtensor
+from .materialise import device_to_train_on
 from .step import Call
+from .survey import Scaling
 
 if TYPE_CHECKING:
     from .optimizer import ShardedOptimizer
@@ -26,6 +30,8 @@ if TYPE_CHECKING:
 
 OFF = _JoinConfig.construct_disabled_join_config()
 
+# Counts the contexts that rank 0 entered, once for each joinable: steps of several optimizers are told apart by it.
+_NUMBERS = itertools.count()
 # All optimizers, from the oldest: DDP's join() takes those along whose params it wraps.
 _ENROLLED: "list[weakref.ref[ShardedOptimizer]]" = []
 
@@ -35,6 +41,7 @@ class Uneven(Joinable):
 
     _join_config = OFF  # torch's Join writes it
     _hook: "Shadow | None" = None  # of the context that is open
+    _is_joining = False  # inside of join()
 
     def __init__(self) -> None:  # Joinable's is abstract
         super().__init__()
@@ -50,7 +57,8 @@ class Uneven(Joinable):
 
         A rank that leaves its loop waits at the end of the context, takes part with zeros in what the others reduce,
         and takes every step with them: params and states are the same on all ranks throughout, and its param groups
-        follow the others' hyper-parameters. Without the module: ``with ddp.join():``, or torch's
+        follow the others' hyper-parameters. What the body raises on one rank between two backwards, DisagreementError
+        says on the others. Without the module: ``with ddp.join():``, or torch's
         ``Join([ddp, optimizer])``, with a step behind every backward.
 
         Args:
@@ -69,18 +77,29 @@ class Uneven(Joinable):
             "enable": enable,
             "throw_on_early_termination": throw_on_early_termination,
         }
+        if self._is_joining:
+            raise ShardoptError(
+                "leave `with optimizer.join():` before entering it again: inside of it ranks that have run out follow "
+                "the outer context, and would never come to this one."
+            )
         self._meet("join()", lambda: {name: flag(value, f"join({name}=)") for name, value in given.items()})
         if not enable or not dist.is_initialized():
             yield
             return
+        self._is_joining = True
         try:
             with Join(
                 [self],
                 throw_on_early_termination=throw_on_early_termination,
                 divide_by_initial_world_size=divide_by_initial_world_size,
             ):
-                yield
+                try:
+                    yield
+                except Exception as error:
+                    self._tell(error)
+                    raise
         finally:
+            self._is_joining = False
             if self._hook is not None:  # behind an exception
                 self._hook.leave()
 
@@ -96,9 +115,10 @@ class Uneven(Joinable):
             return {name: flag(divide_by_initial_world_size, f"join({name}=)")}
 
         by_all = self._meet("join()", read)[name]
+        (number,), *_ = optimizer._ranks().exchange([next(_NUMBERS)], self.join_device, "entering join()")
         if self._hook is not None:
             self._hook.leave()
-        self._hook = Shadow(optimizer, by_all)
+        self._hook = Shadow(optimizer, by_all, number)
         return self._hook
 
     def _meet(self, call: str, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -107,8 +127,10 @@ class Uneven(Joinable):
 
     @property
     def join_device(self) -> torch.device:
-        """Of the messages of ``Join``: that of the params."""
-        return next((param.device for param in cast("ShardedOptimizer", self)._grouped()), torch.device("cpu"))
+        """Of the messages of ``Join``: that of the params, or will be, where they are still on the meta device."""
+        optimizer = cast("ShardedOptimizer", self)
+        found = next((param.device for param in optimizer._grouped() if not param.is_meta), None)
+        return device_to_train_on(optimizer._ranks()) if found is None else found
 
     @property
     def join_process_group(self) -> Any:
@@ -126,6 +148,23 @@ class Uneven(Joinable):
             if call is not None and call.problem is not None:
                 raise call.problem from error
             raise
+
+    def _tell(self, error: Exception) -> None:
+        """Collective: the body raised on this rank alone, perhaps; the others wait for it, or will at their next call.
+
+        What came out of a call of ours is known to all; and of a backward that is under way the sums are not complete.
+        """
+        optimizer = cast("ShardedOptimizer", self)
+        backward = None if optimizer._handover is None else optimizer._handover.backward
+        ours = __name__.partition(".")[0]
+        modules = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
+        is_known = any(name.partition(".")[0] == ours for name in modules[1:])  # behind join() itself
+        if is_known or (backward is not None and backward.is_open):
+            return
+        call = Call(optimizer.defaults, Scaling(), closure=False, problem=error)
+        with suppress(Exception):  # the error itself, or that all of them have raised it
+            self._announce("step", call)
+            optimizer._take(call)
 
     def _enroll(self) -> None:
         """``ddp.join()`` finds this optimizer from now on."""
@@ -156,6 +195,11 @@ def _check_can_join(optimizer: "ShardedOptimizer") -> None:
         why = (
             "the model is composed with tensor, pipeline or expert parallelism, whose ranks need each other's batches. "
             "Leave join() away"
+        )
+    elif optimizer._handover is not None and any(each is not optimizer for each in optimizer._handover.sharing):
+        why = (
+            "several optimizers took the module over, and a rank that has run out can follow one. Use one with several "
+            "param groups"
         )
     if why is not None:
         raise ShardoptError(
