@@ -20,6 +20,10 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from shardopt.kernels.formats import FP32, BlockFormat
+from shardopt.kernels.spec import StepSpec
+from shardopt.kernels.tables import BLOCK
+
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
 CONSOLE = Console(width=None if sys.stdout.isatty() else 150)
@@ -69,6 +73,14 @@ def seconds_of(call: Callable[[], Any], device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter() - start
+
+
+def bytes_per_element(spec: StepSpec) -> float:
+    """Bytes that one pass of a kernel reads and writes for each element, tables aside."""
+    written = [spec.param, *([spec.master] if spec.has_master and spec.master is not None else []), *spec.states]
+    both = sum(each.itemsize for each in written)
+    scales = sum(FP32.itemsize / BLOCK for each in spec.states if isinstance(each, BlockFormat))
+    return spec.grad.itemsize + 2 * (both + scales) - (0 if spec.reads_param else spec.param.itemsize)
 
 
 def _digits(value: float) -> str:

@@ -18,13 +18,13 @@ from functools import partial
 from typing import Any
 
 import torch
-from common import median_of, parser_of, pick_device, ratios, show, write_result
+from common import bytes_per_element, median_of, parser_of, pick_device, ratios, show, write_result
 from torch.nn import Parameter
 from tqdm import tqdm
 
 import shardopt
 from shardopt.config import Options
-from shardopt.kept import kept_for
+from shardopt.domain.formats import kept_for
 from shardopt.kernels import codecs
 from shardopt.kernels.formats import BF16, BF16_RANDOM, FP32, BlockFormat
 from shardopt.kernels.launch import backend_of
@@ -57,7 +57,7 @@ def main() -> None:
         for states in STATES:
             spec, run = bases if (master, states) == BASE else updates(master, states, grad)
             ours, theirs = interleaved(run, bases[1], args.rounds, device)
-            speeds = [spec.bytes_per_element * args.elements / each / 1e9 for each in ours]
+            speeds = [bytes_per_element(spec) * args.elements / each / 1e9 for each in ours]
             rows.append(
                 {
                     "master": master,
@@ -66,7 +66,7 @@ def main() -> None:
                     "x fp32": ratios(ours, theirs),
                     "GB/s": median_of(speeds),
                     "of copy": median_of([1e9 * each / copy for each in speeds]),
-                    "bytes": spec.bytes_per_element,
+                    "bytes": bytes_per_element(spec),
                     "kept": kept_bytes(master, states, device),
                 }
             )

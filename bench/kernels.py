@@ -33,7 +33,17 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from common import Median, describe_machine, median_of, parser_of, pick_device, ratios, show, write_result
+from common import (
+    Median,
+    bytes_per_element,
+    describe_machine,
+    median_of,
+    parser_of,
+    pick_device,
+    ratios,
+    show,
+    write_result,
+)
 from torch import Tensor
 from torch.nn import Parameter
 from tqdm import tqdm
@@ -390,7 +400,7 @@ def subjects(case: Case, args: argparse.Namespace, device: torch.device, dtype: 
     """The kernel of one rule; for AdamW also the whole step and the passes that look at gradients."""
     params = make_params(args, device, dtype)
     kernel = Kernel.of(case, params)
-    nbytes = kernel.spec.bytes_per_element * args.elements
+    nbytes = bytes_per_element(kernel.spec) * args.elements
     yield Subject("kernel", kernel.launch, nbytes, rivals_of(case, args, device, dtype))
     if case.name != "AdamW":
         return

@@ -46,8 +46,8 @@ from torch.nn import Parameter
 from tqdm import tqdm
 
 from shardopt import ShardedAdamW, Tuning
-from shardopt.offload.disk import DiskStore
-from shardopt.offload.pipeline import SLOTS
+from shardopt.offload.disk.pipeline import SLOTS
+from shardopt.offload.disk.store import DiskStore
 
 MI = 1 << 20
 BYTES_AN_ELEMENT = 12  # master and two states, read and written once each
@@ -112,8 +112,8 @@ def measure_disk(args: argparse.Namespace) -> dict[str, Any]:
     optimizer = ShardedAdamW([param], lr=1e-3, offload=args.directory, tuning=tuning)
     for _ in range(2):
         optimizer.step()  # the second one writes to blocks that were never written as well
-    assert optimizer._binding is not None and isinstance(optimizer._binding.store, DiskStore)
-    plain = Plain(optimizer._binding.store, args.chunk * MI)
+    assert optimizer.engine.domain is not None and isinstance(optimizer.engine.domain.store, DiskStore)
+    plain = Plain(optimizer.engine.domain.store, args.chunk * MI)
     steps: list[float] = []
     ways = [(pattern, depth) for pattern in PATTERNS for depth in DEPTHS]
     plains: dict[tuple[str, int], list[float]] = {way: [] for way in ways}

@@ -14,9 +14,10 @@ from common import device_name, parser_of, show, write_result
 from torch import nn
 
 import shardopt
-from shardopt.binding import Binding
 from shardopt.config import Options
-from shardopt.partition.collectives import Ranks
+from shardopt.domain.bind import plan_of
+from shardopt.domain.domain import Domain
+from shardopt.partition.comm.group import Ranks
 from shardopt.partition.mesh import Mesh
 from shardopt.rules.adam import adam
 
@@ -56,8 +57,8 @@ def main() -> None:
     ranks = Ranks.alone()
     ranks.size, ranks.rank = args.ranks, args.rank
     mesh = Mesh(ranks, ranks, Ranks.alone(), tuple(range(args.ranks)))
-    binding = Binding(adam, Options(module=model, stage=3), mesh, {})
-    plan = binding.plan(binding.unbound(optimizer.param_groups))
+    domain = Domain(adam, Options(module=model, stage=3), mesh)
+    plan = plan_of(domain, domain.unbound(optimizer.param_groups), {})
     own = sum(piece.numel for planned in plan for piece in planned.layout.pieces(args.rank))
     held = sum(planned.layout.shard_numel for planned in plan)
     seconds, nbytes = time.perf_counter() - start, resident_peak() - before

@@ -16,7 +16,7 @@ import torch
 
 import shardopt
 from shardopt.config import Master, StateFormat
-from shardopt.plan import Way, plan, transformer
+from shardopt.tools.plan import Way, plan, transformer
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
@@ -186,7 +186,7 @@ def bytes_of_formats() -> str:
         {"stage": 3},
         {"stage": 2, "gradient_format": "bf16"},
         {"stage": 3, "gradient_format": "bf16"},
-        {"stage": 1, "releases": True},
+        {"stage": 1, "release_gradients": True},
     )
     lines = [
         "| `master` | `state_format` | stage 0 | stages 1 and 2 | stage 3 "

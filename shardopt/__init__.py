@@ -20,7 +20,7 @@ from .errors import (
     StateError,
     UnsupportedVersionError,
 )
-from .optim import (
+from .optim.classes import (
     ShardedAdadelta,
     ShardedAdagrad,
     ShardedAdam,
@@ -34,19 +34,17 @@ from .optim import (
     ShardedRprop,
     ShardedSGD,
 )
-from .optimizer import ShardedOptimizer
-from .part import Part
+from .optim.optimizer import ShardedOptimizer
 from .rules import rule
+from .tensors.part import Part
+from .version import __version__ as __version__
 
 if TYPE_CHECKING:
     from .checkpoint.load import load_checkpoint
     from .checkpoint.prepare import prepare_states
     from .checkpoint.save import save_checkpoint
-    from .deepspeed_config import DeepSpeedRun, from_deepspeed_config
-    from .verification import Difference, Verdict, verify
-
-__version__ = "0.1.0"
-
+    from .integrations.deepspeed.config import DeepSpeedRun, from_deepspeed_config
+    from .tools.verify import Difference, Verdict, verify
 
 __all__ = [
     "BindingError",
@@ -97,11 +95,11 @@ def __getattr__(name: str) -> Any:
     elif name == "prepare_states":
         from .checkpoint.prepare import prepare_states as found
     elif name in ("DeepSpeedRun", "from_deepspeed_config"):
-        from . import deepspeed_config
+        from .integrations.deepspeed import config as deepspeed_config
 
         found = getattr(deepspeed_config, name)
     elif name in ("Difference", "Verdict", "verify"):
-        from . import verification
+        from .tools import verify as verification
 
         found = getattr(verification, name)
     else:

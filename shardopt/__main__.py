@@ -8,15 +8,16 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import torch
 
 import shardopt
-from shardopt.checkpoint.commands import EXIT_CODES, add_commands, run
-from shardopt.command_values import chart_file, memory, params, positive, seed
-from shardopt.config import GradientFormat, Master, StateFormat
+from shardopt.config import Options
 from shardopt.errors import UnsupportedVersionError
+from shardopt.option import planned
+from shardopt.tools.checkpoint_commands import EXIT_CODES, add_commands, run
+from shardopt.tools.values import chart_file, memory, params, positive, seed
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -71,25 +72,19 @@ def _add_plan(commands: Any) -> None:
     plan.add_argument("--host-memory", type=memory, help="for one rank, such as 200G (default: any)")
     plan.add_argument("--optimizer", default="AdamW", choices=sorted(_optimizers()), help="default: %(default)s")
     plan.add_argument("--dtype", choices=("fp32", "bf16"), help="of params (default: both)")
-    plan.add_argument(
-        "--master", choices=get_args(Master), default="fp32", help="of bf16 params (default: %(default)s)"
-    )
-    plan.add_argument("--state-format", choices=get_args(StateFormat), default="fp32", help="default: %(default)s")
-    plan.add_argument(
-        "--gradient-format",
-        choices=get_args(GradientFormat),
-        default="fp32",
-        help="of sums of bf16 params' gradients, where the module is handed over (default: %(default)s)",
-    )
+    for each in planned(Options):
+        flag = f"--{each.name.replace('_', '-')}"
+        if each.choices:
+            text = f"{each.flag.help} (default: %(default)s)"
+            plan.add_argument(flag, choices=each.choices, default=each.default, help=text)
+        else:
+            value = each.flag.value
+            plan.add_argument(flag, action="store_const", const=value, default=each.default, help=each.flag.help)
     plan.add_argument("--offload", choices=("cpu", "disk"), help="where masters and states rest (default: the device)")
     plan.add_argument(
         "--offload-gradients",
         action="store_true",
         help="rest their sums in host memory, where that can be: at stage 2 and 3, beside --offload",
-    )
-    plan.add_argument("--ema", action="store_true", help="keep a moving average of the weights")
-    plan.add_argument(
-        "--release-gradients", action="store_true", help="keep none, where that can be: at stage 0 and 1, not offloaded"
     )
     plan.add_argument("--all", action="store_true", help="show every master, format and tier")
     plan.add_argument(
@@ -99,7 +94,7 @@ def _add_plan(commands: Any) -> None:
 
 
 def _doctor(options: argparse.Namespace) -> int:
-    from .doctor import report
+    from .tools.doctor import report
 
     print(report(options.path))
     if options.path.is_dir():
@@ -109,28 +104,20 @@ def _doctor(options: argparse.Namespace) -> int:
 
 
 def _plan(options: argparse.Namespace) -> int:
-    from .optim import recipe
-    from .plan import WAYS, Planner, Tier, every_way, possible, transformer
-    from .plan_report import advice, chart, table
+    from .optim.classes import recipe
+    from .tools.plan import WAYS, Planner, Tier, every_way, possible, transformer
+    from .tools.plan_report import advice, chart, table
 
     if options.plot is not None and importlib.util.find_spec("matplotlib") is None:
         raise UnsupportedVersionError("--plot draws with Matplotlib, which is missing: pip install matplotlib.")
     planner = Planner(transformer(options.params), recipe(_optimizers()[options.optimizer]), options.ranks)
-    ways = [
-        replace(way, has_average=options.ema, releases=options.release_gradients)
-        for way in WAYS
-        if options.dtype is None or way.dtype is _DTYPES[options.dtype]
-    ]
+    ways = [way for way in WAYS if options.dtype is None or way.dtype is _DTYPES[options.dtype]]
+    given: dict[str, Any] = {each.name: getattr(options, each.name) for each in planned(Options)}
     tier: Tier = "device" if options.offload is None else "host" if options.offload == "cpu" else "disk"
-    asked = [
-        replace(way, state_format=options.state_format, tier=tier, sums_rest=options.offload_gradients) for way in ways
-    ]
-    asked = [way if way.dtype is torch.float32 else replace(way, master=options.master) for way in asked]
-    asked = [
-        replace(way, gradient_format=options.gradient_format) if way.dtype is torch.bfloat16 and way.has_module else way
-        for way in asked
-    ]
-    asked = list(map(possible, asked))
+    asked = [possible(replace(way, **given, tier=tier, sums_rest=options.offload_gradients)) for way in ways]
+    # Formats and tiers are searched; what else was asked for is kept.
+    kept = {each.name: given[each.name] for each in planned(Options) if not each.choices}
+    ways = [replace(way, **kept) for way in ways]
     is_searched = options.all or options.device_memory is not None
     every = list(map(planner.need, every_way(ways))) if is_searched else []
     shown = every if options.all else list(map(planner.need, asked))
@@ -160,8 +147,8 @@ def _optimizers() -> dict[str, type[shardopt.ShardedOptimizer]]:
 
 
 def _twins(optimizer: str, dtype: str, steps: int, seed: int) -> int:
-    from .optim import recipe
-    from .twins import compare, triton_device
+    from .optim.classes import recipe
+    from .tools.twins import compare, triton_device
 
     where = "compiled for this GPU" if triton_device().type == "cuda" else "in Triton's interpreter"
     used = recipe(_optimizers()[optimizer])

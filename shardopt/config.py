@@ -4,20 +4,27 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
-from typing import Literal, TypedDict, get_args
+from typing import Any, Literal, TypedDict, get_args
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from .arguments import flag, number, path, set_frozen, texts, whole, word
+from .arguments import flag, number, path, texts, whole, word
+from .option import Flag, check_fields, option
 
 __all__ = ["Offload", "OptionKeywords", "Options", "Tuning"]
 
 MIB = 1 << 20
 _YEARS = 10 * 365 * 86400.0  # what "no limit" comes to: deadlines are kept in nanoseconds of 64 bits
+
+
+def _seconds(value: object, what: str) -> float:
+    own = " (seconds), or None for the process group's own"
+    return min(number(value, what, above=0, or_none=own), _YEARS)
 
 
 @dataclass(frozen=True)
@@ -42,8 +49,6 @@ class Tuning:
             instead of sending them through sockets.
         chunk_bytes: of one state that is read from a disk, updated and written at a time; 4 chunks of all states are
             in memory.
-        debug: reduce and gather one buffer at a time, and compare each with a second, plain reduction or gathering:
-            slow, and an error wherever a buffer was used too early or too late.
         nonfinite: what a step does when a gradient holds an Inf or a NaN: ``"skip"`` it on all ranks together with a
             warning (nothing changes, step counts included), ``"raise"`` on all ranks before anything changed, or
             ``"propagate"`` as torch does (and save the reading of the gradients that looking for it takes). Where
@@ -54,37 +59,49 @@ class Tuning:
         seed: of what is rounded by chance.
     """
 
-    bucket_bytes: int | None = None
-    keep_below: int = 65_536
-    keep: Sequence[str] = ()
-    live_bytes: int = 8 * MIB
-    timeout: float | None = None
-    neighbours: bool = True
-    chunk_bytes: int = 4 * MIB
-    debug: bool = False
-    nonfinite: Literal["skip", "raise", "propagate"] = "skip"
-    compress_from: int = 4096
-    seed: int = 0
+    bucket_bytes: int | None = option(
+        None,
+        "largest bytes of params in one bucket; None: 32 MiB, 2 MiB for a module on CPUs",
+        partial(whole, least=1, or_none=", or None to leave it open"),
+    )
+    keep_below: int = option(
+        65_536, "stage 3: params of fewer elements stay whole on every rank", partial(whole, least=0)
+    )
+    keep: Sequence[str] = option(
+        (),
+        "stage 3: patterns of names of params and modules that stay whole ([how](stages.md#kept-whole-by-name))",
+        partial(texts, example='("lm_head", "*.norm")'),
+    )
+    live_bytes: int = option(
+        8 * MIB, "stage 3: most bytes of gathered params that stay while no module needs them", partial(whole, least=0)
+    )
+    timeout: float | None = option(
+        None,
+        "seconds of one wait for other ranks; None: the process group's timeout",
+        _seconds,
+        local="it is how long this rank waits",
+    )
+    neighbours: bool = option(
+        True, "CPU ranks of one machine read each other's params out of memory where the system allows it", flag
+    )
+    chunk_bytes: int = option(
+        4 * MIB,
+        "of one state that is read from a disk, updated and written at a time",
+        partial(whole, least=1),
+        local="chunks are read, updated and written by this rank alone",
+    )
+    nonfinite: Literal["skip", "raise", "propagate"] = option(
+        "skip",
+        'a step whose gradients hold an Inf or a NaN: `"skip"` it, `"raise"`, or `"propagate"` as torch does',
+        partial(word, choices=("skip", "raise", "propagate")),
+    )
+    compress_from: int = option(
+        4096, "elements of a param from which on `state_format` holds; smaller ones keep fp32", partial(whole, least=0)
+    )
+    seed: int = option(0, "of stochastic rounding", partial(whole, least=-(2**63)))
 
     def __post_init__(self) -> None:
-        checked: dict[str, object] = {
-            "keep_below": whole(self.keep_below, "Tuning.keep_below", least=0),
-            "keep": texts(self.keep, "Tuning.keep", '("lm_head", "*.norm")'),
-            "live_bytes": whole(self.live_bytes, "Tuning.live_bytes", least=0),
-            "neighbours": flag(self.neighbours, "Tuning.neighbours"),
-            "chunk_bytes": whole(self.chunk_bytes, "Tuning.chunk_bytes", least=1),
-            "debug": flag(self.debug, "Tuning.debug"),
-            "nonfinite": word(self.nonfinite, "Tuning.nonfinite", ("skip", "raise", "propagate")),
-            "compress_from": whole(self.compress_from, "Tuning.compress_from", least=0),
-            "seed": whole(self.seed, "Tuning.seed", least=-(2**63)),
-        }
-        if self.bucket_bytes is not None:
-            open_ = ", or None to leave it open"
-            checked["bucket_bytes"] = whole(self.bucket_bytes, "Tuning.bucket_bytes", least=1, or_none=open_)
-        if self.timeout is not None:
-            own = " (seconds), or None for the process group's own"
-            checked["timeout"] = min(number(self.timeout, "Tuning.timeout", above=0, or_none=own), _YEARS)
-        set_frozen(self, checked)
+        check_fields(self, "Tuning.")
 
     def bucket_bytes_of(self, device: torch.device, has_module: bool) -> int:
         """The bytes to use where they were left open."""
@@ -102,22 +119,25 @@ StateFormat = Literal["fp32", "bf16", "int8"]
 GradientFormat = Literal["fp32", "bf16"]
 
 
-class OptionKeywords(TypedDict, total=False):
-    """The keywords that every optimizer takes beyond torch's; :class:`Options` says what they mean."""
+def _memory_or_directory(value: Any, what: str) -> Any:
+    path(value, f"{what} ('cpu' or a directory)")
+    is_bare = isinstance(value, str) and value != "cpu" and os.sep not in value
+    if is_bare and not os.path.isdir(value):
+        raise ValueError(
+            f"{what}={value!r} is neither 'cpu' nor a directory that exists. Give 'cpu', an absolute path, or "
+            f"'{os.curdir}{os.sep}{value}'."
+        )
+    return value
 
-    module: nn.Module | None
-    stage: int
-    process_group: dist.ProcessGroup | DeviceMesh | None
-    norm_group: dist.ProcessGroup | DeviceMesh | None
-    master: "Master"
-    state_format: "StateFormat | Mapping[str, StateFormat]"
-    gradient_format: "GradientFormat"
-    ema: float | None
-    max_grad_norm: float | None
-    release_gradients: bool
-    reduce_dtype: torch.dtype | None
-    offload: "str | os.PathLike[str] | Offload | None"
-    tuning: Tuning
+
+def _path_of_params(value: Any, what: str) -> Any:
+    path(value, f"{what} ('cpu', the directory of states, or None)")
+    return value
+
+
+def _tier(where: object) -> str:
+    """Ranks may have directories of their own."""
+    return "host" if where == "cpu" else "disk"
 
 
 @dataclass(frozen=True)
@@ -137,35 +157,35 @@ class Offload:
         step: where the update of params on a GPU runs: on the ``"gpu"``, through which states stream; on the ``"cpu"``,
             to which gradients come down and from which params go up; ``"auto"`` measures both in the first steps and
             goes on with the faster one (``opt.timings()`` tells which). From a disk it is the CPU.
-        fraction: of masters and states that is offloaded; the rest stays on the device, in whole buckets.
         pin_memory: whether host memory is registered with the GPU, where there is one.
     """
 
-    states: str | os.PathLike[str] = "cpu"
-    gradients: Literal["cpu"] | None = None
-    params: str | os.PathLike[str] | None = None
-    step: Literal["auto", "cpu", "gpu"] = "auto"
-    fraction: float = 1.0
-    pin_memory: bool = True
+    states: str | os.PathLike[str] = option(
+        "cpu", 'masters and states: `"cpu"` or a directory', _memory_or_directory, compared=_tier
+    )
+    gradients: Literal["cpu"] | None = option(
+        None,
+        'sums of gradients, at stage 2 and 3: `"cpu"`; None: on the device',
+        partial(word, choices=("cpu",), or_none=" or None"),
+    )
+    params: str | os.PathLike[str] | None = option(
+        None,
+        'slices of params at stage 3: `"cpu"` or the directory of `states`; None: on the device',
+        _path_of_params,
+        compared=_tier,
+    )
+    step: Literal["auto", "cpu", "gpu"] = option(
+        "auto",
+        'where the update of params on a GPU runs: `"gpu"`, `"cpu"`, or `"auto"`, the faster one',
+        partial(word, choices=("auto", "cpu", "gpu")),
+        local="each rank updates its own slice, with the same bits on a CPU and a GPU",
+    )
+    pin_memory: bool = option(
+        True, "register host memory with the GPU, where there is one", flag, local="it is this rank's host memory"
+    )
 
     def __post_init__(self) -> None:
-        path(self.states, "Offload.states ('cpu' or a directory)")
-        is_bare = isinstance(self.states, str) and self.states != "cpu" and os.sep not in self.states
-        if is_bare and not os.path.isdir(self.states):
-            raise ValueError(
-                f"Offload.states={self.states!r} is neither 'cpu' nor a directory that exists. Give 'cpu', an absolute "
-                f"path, or '{os.curdir}{os.sep}{self.states}'."
-            )
-        checked: dict[str, object] = {
-            "step": word(self.step, "Offload.step", ("auto", "cpu", "gpu")),
-            "fraction": number(self.fraction, "Offload.fraction", above=0, most=1),
-            "pin_memory": flag(self.pin_memory, "Offload.pin_memory"),
-        }
-        if self.gradients is not None:
-            checked["gradients"] = word(self.gradients, "Offload.gradients", ("cpu",), or_none=" or None")
-        set_frozen(self, checked)
-        if self.params is not None:
-            path(self.params, "Offload.params ('cpu', the directory of states, or None)")
+        check_fields(self, "Offload.")
         if self.params not in (None, "cpu") and (self.states == "cpu" or Path(self.params or "") != self.directory):
             raise ValueError(
                 f"Offload.params={os.fspath(self.params or '')!r} and Offload.states={os.fspath(self.states)!r}: on a "
@@ -184,6 +204,87 @@ class Offload:
         if self.params is None:
             return "device"
         return "host" if self.params == "cpu" else "disk"
+
+
+def _module(value: object, what: str) -> object:
+    if value is not None and not isinstance(value, nn.Module):
+        raise TypeError(f"{what} takes an nn.Module, found {type(value).__name__}.")
+    return value
+
+
+def _stage(value: object, what: str) -> int:
+    stages = f"{what} (0: replicate, 1: shard masters and states, 2: gradients too, 3: params too)"
+    return whole(value, stages, least=0, most=3)
+
+
+def check_process_group(group: object, what: str) -> None:
+    """Raises TypeError or ValueError unless ranks that share states can be read off it."""
+    if group is not None and not isinstance(group, dist.ProcessGroup | DeviceMesh):
+        raise TypeError(
+            f"{what} takes a ProcessGroup that this rank is a member of, or a DeviceMesh, found {group!r}: construct "
+            "the optimizer on members only (new_group returns a number elsewhere)."
+        )
+    if isinstance(group, DeviceMesh) and group.ndim > 2:
+        raise ValueError(
+            f"a DeviceMesh of {group.ndim} dimensions says nothing about which of them share the states: slice it to "
+            "two, (replicate, shard), or one."
+        )
+
+
+def _process_group(value: object, what: str) -> object:
+    check_process_group(value, what)
+    return value
+
+
+def _norm_group(value: object, what: str) -> object:
+    if not isinstance(value, dist.ProcessGroup | DeviceMesh):
+        raise TypeError(
+            f"{what} takes a ProcessGroup that this rank is a member of, or a DeviceMesh, found {value!r}: the other "
+            "ranks' gradients would be left out of the norm. Give all ranks that train the model: "
+            "torch.distributed.group.WORLD, or a group of them."
+        )
+    return value
+
+
+def _state_format(value: object, what: str) -> object:
+    if not isinstance(value, str | Mapping):
+        raise TypeError(f"{what} takes a format or a mapping of states to formats, found {value!r}.")
+    for each in [value] if isinstance(value, str) else value.values():
+        word(each, what, get_args(StateFormat), or_none=", or a mapping that names one a state")
+    return value
+
+
+def _decay(value: object, what: str) -> float:
+    return number(value, f"{what} (the decay of a moving average)", least=0, below=1, or_none=", or None for none")
+
+
+def _reduce_dtype(value: object, what: str) -> object:
+    if not any(value is each for each in (torch.float32, torch.bfloat16, torch.float16)):
+        raise ValueError(
+            f"{what} must be torch.float32, bfloat16 or float16, or None for the gradient's own, found {value!r}."
+        )
+    return value
+
+
+def _offload(value: object, what: str) -> object:
+    if not isinstance(value, str | os.PathLike | Offload):
+        raise TypeError(f"{what} takes 'cpu', a directory or a shardopt.Offload, found {value!r}.")
+    _in_full(value)  # an empty path is refused now
+    return value
+
+
+def _in_full(value: Any) -> Offload:
+    return value if isinstance(value, Offload) else Offload(value)
+
+
+def _tuning(value: object, what: str) -> object:
+    if not isinstance(value, Tuning):
+        raise TypeError(f"{what} takes a shardopt.Tuning, found {type(value).__name__}.")
+    return value
+
+
+def _is_given(_: object) -> bool:
+    return True
 
 
 @dataclass(frozen=True)
@@ -225,40 +326,90 @@ class Options:
         tuning: the rare knobs.
     """
 
-    module: nn.Module | None = None
-    stage: int = 1
-    process_group: dist.ProcessGroup | DeviceMesh | None = None
-    norm_group: dist.ProcessGroup | DeviceMesh | None = None
-    master: Master = "fp32"
-    state_format: StateFormat | Mapping[str, StateFormat] = "fp32"
-    gradient_format: GradientFormat = "fp32"
-    ema: float | None = None
-    max_grad_norm: float | None = None
-    release_gradients: bool = False
-    reduce_dtype: torch.dtype | None = None
-    offload: str | os.PathLike[str] | Offload | None = None
-    tuning: Tuning = Tuning()
+    module: nn.Module | None = option(
+        None,
+        "the plain or DDP module, whose gradients shardopt then reduces; implied when the first argument is a module",
+        _module,
+        compared=_is_given,
+    )
+    stage: int = option(
+        1,
+        "what is sharded: 0 nothing, 1 masters and states, 2 gradients too, 3 params too; from 2 on it takes the "
+        "module",
+        _stage,
+    )
+    process_group: dist.ProcessGroup | DeviceMesh | None = option(
+        None,
+        "the ranks that share the states; None: DDP's group, the default group, or no communication. A 2D "
+        "`DeviceMesh` (replicate, shard): hybrid sharding",
+        _process_group,
+        local="None and the group that it stands for are the same ranks; their numbers are compared when they bind",
+    )
+    norm_group: dist.ProcessGroup | DeviceMesh | None = option(
+        None,
+        "all ranks that train one model, where other ranks hold other params (stages of a pipeline): the norm and "
+        "skipped steps are theirs together",
+        _norm_group,
+        compared=_is_given,
+    )
+    master: Master = option(
+        "fp32",
+        'what is kept behind bf16 params (fp32 ones have no master, whatever it says): `"fp32"`; `"split"`: the '
+        'half that the param lacks, exact in 2 bytes; `"split24"`: 8 bits of it; `"none"`: stochastic rounding',
+        partial(word, choices=get_args(Master)),
+        flag=Flag("of bf16 params", "master"),
+    )
+    state_format: StateFormat | Mapping[str, StateFormat] = option(
+        "fp32",
+        'of states: `"fp32"`, `"bf16"`, `"int8"` in blocks of 256, or one for each by name',
+        _state_format,
+        flag=Flag("of states", "states"),
+    )
+    gradient_format: GradientFormat = option(
+        "fp32",
+        'of the sums of gradients of bf16 params, where the module is handed over: `"fp32"`, or `"bf16"`, rounded once '
+        "a backward",
+        partial(word, choices=get_args(GradientFormat)),
+        flag=Flag("of sums of bf16 params' gradients, where the module is handed over", "gradients"),
+    )
+    ema: float | None = option(
+        None,
+        "decay of a moving average of the weights, kept on the shards; `unsharded(ema=True)` shows it",
+        _decay,
+        flag=Flag("keep a moving average of the weights", "ema", 0.999),
+    )
+    max_grad_norm: float | None = option(
+        None,
+        "clipping to a global 2-norm, fused into the step; its bits do not depend on the number of ranks",
+        partial(number, above=0, or_none=", or None for no clipping"),
+    )
+    release_gradients: bool = option(
+        False,
+        "update each bucket in backward, as soon as it is reduced, and keep no gradient: stages 0 and 1 with the "
+        "module, one backward a step ([what it takes](docs/stages.md#gradients-released))",
+        flag,
+        flag=Flag("keep none, where that can be: at stage 0 and 1, not offloaded", "released gradients"),
+    )
+    reduce_dtype: torch.dtype | None = option(
+        None, "in which gradients travel; they are summed in fp32 (by NCCL: in this dtype)", _reduce_dtype
+    )
+    offload: str | os.PathLike[str] | Offload | None = option(
+        None,
+        'where masters and states rest between steps: `"cpu"`, a directory (a path, not a bare name), or '
+        "[`Offload(...)`](docs/options.md)",
+        _offload,
+        compared=_in_full,
+    )
+    tuning: Tuning = option(
+        Tuning(), "bucket size, timeout, what to do about Inf and NaN: [all of it](docs/options.md)", _tuning
+    )
 
     def __post_init__(self) -> None:
-        stages = "stage (0: replicate, 1: shard masters and states, 2: gradients too, 3: params too)"
-        set_frozen(self, {"stage": whole(self.stage, stages, least=0, most=3)})
-        if self.module is not None and not isinstance(self.module, nn.Module):
-            raise TypeError(f"module takes an nn.Module, found {type(self.module).__name__}.")
+        check_fields(self)
         if self.stage >= 2 and self.module is None:
             raise ValueError(
                 f"stage {self.stage} shards gradients while backward runs, which takes the module: hand it over, as "
                 f"first argument (ShardedAdamW(model, stage={self.stage})) or beside param groups (module=model)."
-            )
-        self._check_formats()
-        if self.max_grad_norm is not None:
-            off = ", or None for no clipping"
-            set_frozen(self, {"max_grad_norm": number(self.max_grad_norm, "max_grad_norm", above=0, or_none=off)})
-        check_process_group(self.process_group, "process_group")
-        if self.norm_group is not None and not isinstance(self.norm_group, dist.ProcessGroup | DeviceMesh):
-            raise TypeError(
-                f"norm_group takes a ProcessGroup that this rank is a member of, or a DeviceMesh, found "
-                f"{self.norm_group!r}: the other ranks' gradients would be left out of the norm. Give all ranks that "
-                "train the model: torch.distributed.group.WORLD, or a group of them."
             )
         if self.norm_group is not None and self.module is not None:
             raise ValueError(
@@ -266,46 +417,23 @@ class Options:
                 "batches, whose forwards and backwards are interleaved. Give module.parameters() instead of the module "
                 "(stage 1), and average gradients over process_group, by DDP around the pipeline stage or all_reduce."
             )
-        dtypes = (torch.float32, torch.bfloat16, torch.float16)
-        if self.reduce_dtype is not None and not any(self.reduce_dtype is each for each in dtypes):
-            raise ValueError(
-                f"reduce_dtype must be torch.float32, bfloat16 or float16, or None for the gradient's own, found "
-                f"{self.reduce_dtype!r}."
-            )
-        if self.reduce_dtype is not None and self.module is None:
-            raise ValueError(
-                "reduce_dtype was given without the module: shardopt does not reduce gradients then, so it would have "
-                "no effect. Hand the module over, or use a communication hook of DDP."
-            )
-        if not isinstance(self.offload, str | os.PathLike | Offload | None):
-            raise TypeError(f"offload takes 'cpu', a directory or a shardopt.Offload, found {self.offload!r}.")
-        self._check_offload()
-        if not isinstance(self.tuning, Tuning):
-            raise TypeError(f"tuning takes a shardopt.Tuning, found {type(self.tuning).__name__}.")
-        set_frozen(self, {"release_gradients": flag(self.release_gradients, "release_gradients")})
-        if self.release_gradients:
-            self._check_release()
-
-    def _check_formats(self) -> None:
-        word(self.master, "master", get_args(Master))
-        asked = self.state_format
-        if not isinstance(asked, str | Mapping):
-            raise TypeError(f"state_format takes a format or a mapping of states to formats, found {asked!r}.")
-        for each in [asked] if isinstance(asked, str) else asked.values():
-            word(each, "state_format", get_args(StateFormat), or_none=", or a mapping that names one a state")
-        word(self.gradient_format, "gradient_format", get_args(GradientFormat))
         if self.gradient_format != "fp32" and self.module is None:
             raise ValueError(
                 f"gradient_format={self.gradient_format!r} was given without the module: shardopt keeps no gradients "
                 "then, so it would have no effect. Hand the module over, or leave it away: param.grad has the param's "
                 "dtype."
             )
-        if self.ema is not None:
-            what = "ema (the decay of a moving average)"
-            set_frozen(self, {"ema": number(self.ema, what, least=0, below=1, or_none=", or None for none")})
+        if self.reduce_dtype is not None and self.module is None:
+            raise ValueError(
+                "reduce_dtype was given without the module: shardopt does not reduce gradients then, so it would have "
+                "no effect. Hand the module over, or use a communication hook of DDP."
+            )
+        self._check_offload()
+        if self.release_gradients:
+            self._check_release()
 
     def _check_offload(self) -> None:
-        rests = self.rests  # an empty path is refused now
+        rests = self.rests
         if rests is not None and rests.gradients is not None and self.stage < 2:
             raise ValueError(
                 f"Offload(gradients={rests.gradients!r}) was given at stage {self.stage}, where gradients lie where "
@@ -351,18 +479,22 @@ class Options:
     @property
     def rests(self) -> Offload | None:
         """What ``offload`` says, in its long form; None: everything on the device."""
-        return self.offload if self.offload is None or isinstance(self.offload, Offload) else Offload(self.offload)
+        return None if self.offload is None else _in_full(self.offload)
 
 
-def check_process_group(group: object, what: str) -> None:
-    """Raises TypeError or ValueError unless ranks that share states can be read off it."""
-    if group is not None and not isinstance(group, dist.ProcessGroup | DeviceMesh):
-        raise TypeError(
-            f"{what} takes a ProcessGroup that this rank is a member of, or a DeviceMesh, found {group!r}: construct "
-            "the optimizer on members only (new_group returns a number elsewhere)."
-        )
-    if isinstance(group, DeviceMesh) and group.ndim > 2:
-        raise ValueError(
-            f"a DeviceMesh of {group.ndim} dimensions says nothing about which of them share the states: slice it to "
-            "two, (replicate, shard), or one."
-        )
+class OptionKeywords(TypedDict, total=False):
+    """The fields of :class:`Options` once more, for type checkers, which read ``**options`` off no dataclass."""
+
+    module: nn.Module | None
+    stage: int
+    process_group: dist.ProcessGroup | DeviceMesh | None
+    norm_group: dist.ProcessGroup | DeviceMesh | None
+    master: Master
+    state_format: StateFormat | Mapping[str, StateFormat]
+    gradient_format: GradientFormat
+    ema: float | None
+    max_grad_norm: float | None
+    release_gradients: bool
+    reduce_dtype: torch.dtype | None
+    offload: str | os.PathLike[str] | Offload | None
+    tuning: Tuning

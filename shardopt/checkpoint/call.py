@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ..arguments import flag, path, whole
-from ..optimizer import ShardedOptimizer
+from ..optim.optimizer import ShardedOptimizer
 
 
 class Request(NamedTuple):
@@ -58,7 +58,7 @@ def as_list(optimizer: object) -> list[ShardedOptimizer]:
             )
         if any(each is other for other in found):
             raise ValueError(f"optimizer lists the one at index {index} twice: list each once.")
-        each._check_open()
+        each.engine.check_open()
         found.append(each)
     return found
 

@@ -6,9 +6,9 @@ from typing import Protocol
 
 import torch
 
-from ..partition.bucket import dense_strides, flattened, in_storage_order
-from ..shard import Shard
-from .manifest import CHUNK_BYTES
+from ..domain.shard import Shard
+from ..tensors.strides import dense_strides, flattened, in_storage_order
+from .records import CHUNK_BYTES
 
 # Read at a time, for elements that rest on a disk: its own chunks begin elsewhere, and one is read again wherever a
 # read ends in it. So many of them are in flight.

@@ -13,13 +13,14 @@ from typing import Any
 
 import torch
 
+from ..domain.param_state import count_as_torch
 from ..errors import CheckpointError
-from ..states import count_as_torch
 from . import files, values
 from .elements import same_order
-from .manifest import Key, Manifest, Tensor
+from .manifest import Manifest
 from .plan_load import carried_of
 from .reader import Checkpoint, chunks_of
+from .records import Key, Tensor
 from .tensor_file import Writer, bytes_of, header
 
 Advance = Callable[[int], None]

@@ -9,8 +9,9 @@ from torch import nn
 
 from ..rules.rule import EMA
 from . import values
-from .manifest import Manifest, Tensor
+from .manifest import Manifest
 from .model import Home, Model, plain_name
+from .records import Tensor
 
 _LISTED = 8  # mismatches that an error names
 

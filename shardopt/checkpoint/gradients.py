@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
-from ..gradient import GradientPart
-from ..slot import Norms, Slot
+from ..tensors.gradient import GradientPart
+from ..tensors.gradient_slice import Norms, Slot
 
 
 def describe(slot: Slot) -> dict[str, Any]:

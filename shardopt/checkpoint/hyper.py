@@ -6,12 +6,13 @@ from typing import Any
 import torch
 
 from ..errors import CheckpointError
-from ..optimizer import ShardedOptimizer
-from ..survey import check_numbers, plain_numbers
+from ..optim.optimizer import ShardedOptimizer
+from ..step.survey import check_numbers, plain_numbers
 from . import values
 from .fit import Fit
-from .manifest import Key, Manifest
+from .manifest import Manifest
 from .plan_load import carried_of
+from .records import Key
 
 
 def check_groups(manifest: Manifest, fitting: Fit, optimizers: Sequence[ShardedOptimizer]) -> None:
@@ -42,8 +43,8 @@ def check_groups(manifest: Manifest, fitting: Fit, optimizers: Sequence[ShardedO
 
 def _check_arguments(given: Mapping[str, Any], optimizer: ShardedOptimizer) -> None:
     """As the optimizer's class checks those of a param group."""
-    if optimizer._check_group is not None:
-        optimizer._check_group(given)
+    if optimizer.engine.check_arguments is not None:
+        optimizer.engine.check_arguments(given)
     refused = [key for key in ("capturable", "differentiable") if given.get(key)]
     if refused:
         raise ValueError(f"{refused[0]} is refused here")

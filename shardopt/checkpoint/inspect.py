@@ -6,9 +6,10 @@ from typing import Any, cast
 
 from ..errors import CheckpointError
 from . import values
-from .manifest import NAME_OF_DTYPE, Key, Manifest, Tensor
+from .manifest import Manifest
 from .publish import find
 from .reader import Checkpoint, chunks_of
+from .records import NAME_OF_DTYPE, Key, Tensor
 
 Advance = Callable[[int], None]  # told how many bytes were done
 

@@ -9,22 +9,21 @@ import torch
 from torch import nn
 
 from ..arguments import flag
-from ..bind import bind
+from ..domain.loaded import begin_states
 from ..errors import CheckpointError, ShardoptError
-from ..loaded_state import begin_states
-from ..optimizer import ShardedOptimizer
+from ..optim.optimizer import ShardedOptimizer
 from ..rules.rule import EMA
-from ..survey import check_numbers, plain_numbers
 from . import gradients, rng, values
 from .call import as_list, check_module, directory_of
 from .fit import Fit, fit
 from .hyper import check_groups
-from .manifest import Key, Manifest
+from .manifest import Manifest
 from .meeting import Meeting, Problem
 from .model import Home, Model, meeting_of
 from .plan_load import LoadPlan, carried_of, plan_load
 from .publish import find
 from .reader import Checkpoint
+from .records import Key
 
 
 class Loaded(dict[str, Any]):
@@ -132,7 +131,7 @@ def _load(
     meeting.share(problem, "comparing the checkpoint with the model")
     try:
         for each in optimizers:
-            ensure_bound(each)
+            each.engine.ensure_bound()
     except Exception as error:
         problem = error
     meeting.share(problem, "binding params")
@@ -144,22 +143,6 @@ def _load(
     meeting.share(problem, "checking the checkpoint")
     loading.change(model, fitting, optimizers)
     return Loaded(loading.extra, path, int(manifest.info["step"]), fitting.mismatches, loading.losses)
-
-
-def ensure_bound(optimizer: ShardedOptimizer) -> None:
-    """Collective: params become views of buckets, as at the first step, if they are not yet."""
-    if optimizer._handover is not None:
-        optimizer.bind()
-        return
-    try:
-        for party in optimizer._parties():
-            candidates = party.binding.unbound(party.groups)
-            if candidates:
-                numbers = [plain_numbers(group) for group in party.groups]
-                check_numbers(numbers, optimizer.defaults)
-                bind(party.binding, party.groups, numbers, candidates)
-    finally:
-        optimizer._locals.show()
 
 
 class Loading:
@@ -220,10 +203,10 @@ class Loading:
             with ExitStack() as stores:
                 for optimizer in optimizers:
                     _before_writing(optimizer)
-                    for binding in optimizer._bindings:
-                        stores.enter_context(binding.epoch.loading())
-                        if binding.shards:
-                            stores.enter_context(binding.all_or_nothing())
+                    for domain in optimizer.engine.domains:
+                        stores.enter_context(domain.epoch.loading())
+                        if domain.shards:
+                            stores.enter_context(domain.all_or_nothing())
                 for target in self._plan.targets:
                     target.fill(self._checkpoint)
                 self._commit(model, fitting, optimizers)
@@ -239,14 +222,13 @@ class Loading:
             self._meeting.share(problem, "loading a checkpoint")
         except ShardoptError as error:
             for optimizer in optimizers:
-                for binding in optimizer._bindings:
-                    binding.broken, binding.is_half_loaded = f"while loading a checkpoint: {error}", True
+                for domain in optimizer.engine.domains:
+                    domain.break_off(f"while loading a checkpoint: {error}", by_load=True)
             raise
         if not fitting.mismatches:  # everything was replaced
             for optimizer in optimizers:
-                for binding in optimizer._bindings:
-                    if binding.is_half_loaded:
-                        binding.broken, binding.is_half_loaded = None, False
+                for domain in optimizer.engine.domains:
+                    domain.make_good()
 
     def _commit(self, model: Model, fitting: Fit, optimizers: Sequence[ShardedOptimizer]) -> None:
         for name, home in model.homes.items():
@@ -273,10 +255,9 @@ class Loading:
                 own = self._plan.gradients.get(home.param)
                 gradients.restore(home.param, home.entry.slot, about, own, self._meeting.world.size)
         for number, optimizer in enumerate(optimizers):
-            optimizer._states.consolidated = None
-            optimizer._states.waiting.clear()
-            owned = {param for group in optimizer._local_groups() for param in group["params"]}
-            optimizer._states.waiting.update({p: state for p, state in self._plan.waiting.items() if p in owned})
+            optimizer.engine.states.consolidated = None
+            owned = {param for group in optimizer.engine.local_groups() for param in group["params"]}
+            optimizer.engine.states.wait({p: state for p, state in self._plan.waiting.items() if p in owned})
             for index, group in enumerate(optimizer.param_groups):
                 if (number, index) in fitting.groups:
                     _update_group(group, values.decode(fitting.groups[number, index], self._find))
@@ -303,9 +284,9 @@ def _forget(home: Home) -> None:
 
 def _before_writing(optimizer: ShardedOptimizer) -> None:
     """Collective: no rank still gathers what is about to be overwritten, and nothing gathered stays."""
-    binding = optimizer._bound()
-    if binding.sharded is not None:
-        binding.gatherer.write_slice(lambda: None)
+    domain = optimizer.engine.compose().main
+    if domain.sharded is not None:
+        domain.gatherer.write_slice(lambda: None)
 
 
 def _update_group(group: dict[str, Any], saved: dict[str, Any]) -> None:

@@ -1,166 +1,28 @@
-"""The manifest: what a checkpoint holds and where each element of it lies, as frozen tables that check themselves."""
+"""The manifest: what a checkpoint holds and where each element of it lies, as a frozen table that checks itself."""
 
 import hashlib
 import json
-import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import Any, NamedTuple
-
-import torch
+from typing import Any
 
 from ..errors import CheckpointError
-from ..kernels.formats import FORMATS
+from .records import (
+    File,
+    Key,
+    Tensor,
+    check_apart,
+    count,
+    tensors_from_json,
+    tensors_to_json,
+)
 from .schema import check_schema
 
 VERSION = 1
-CHUNK_BYTES = 4 << 20  # what is read, proven and written at a time; larger reads gained nothing on two kinds of disk
 MAX_BYTES = 1 << 30  # of a manifest: beyond this it is not even read
 FILE_NAME = re.compile(r"rank-\d{5}\.safetensors")
 _HEAD = '{"sha256": "%s",\n"manifest": '
-
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-    "C64": torch.complex64,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-}
-_SCALES = ".scales"
-NAME_OF_DTYPE = {dtype: name for name, dtype in DTYPES.items()}
-
-
-class Key(NamedTuple):
-    """One tensor of a checkpoint: ("params", "layer.weight", "exp_avg"), ("buffers", "norm.mean", "value"), ..."""
-
-    section: str  # "params", "gradients", "buffers", "extra" or "rng"
-    name: str
-    kind: str
-
-    @property
-    def is_of_one_rank(self) -> bool:
-        """Whether one rank alone has it: nothing that ranks can compare."""
-        return self.section == "rng" or (self.section == "gradients" and self.kind != "reduced")
-
-    @property
-    def scales(self) -> "Key":
-        """Of the tensor that holds the scales of this one's blocks."""
-        return self._replace(kind=f"{self.kind}{_SCALES}")
-
-    @property
-    def is_of_scales(self) -> bool:
-        """Whether this belongs to another tensor and is nothing by itself."""
-        return self.section == "params" and self.kind.endswith(_SCALES)
-
-    def __str__(self) -> str:
-        return f"{self.kind} of {self.name!r}" if self.section == "params" else f"{self.section} {self.name!r}"
-
-
-@dataclass(frozen=True)
-class Range:
-    """Elements ``[start, stop)`` of a tensor, in storage order, in one piece in one file.
-
-    Attributes:
-        offset: where their bytes begin in the file.
-        checksums: of each chunk of ``CHUNK_BYTES`` of them.
-    """
-
-    start: int
-    stop: int
-    file: str
-    offset: int
-    checksums: tuple[int, ...]
-
-    def to_json(self) -> dict[str, Any]:
-        sums = "".join(f"{each:08x}" for each in self.checksums)
-        return {"start": self.start, "stop": self.stop, "file": self.file, "offset": self.offset, "crc32": sums}
-
-    @staticmethod
-    def from_json(value: Mapping[str, Any]) -> "Range":
-        text = value["crc32"]
-        sums = tuple(int(text[at : at + 8], 16) for at in range(0, len(text), 8))
-        return Range(_count(value["start"]), _count(value["stop"]), value["file"], _count(value["offset"]), sums)
-
-
-@dataclass(frozen=True)
-class Tensor:
-    """One tensor.
-
-    Attributes:
-        strides: say in which order its elements are numbered (0, 1, ... along storage).
-        encoding: the format (see ``kernels/formats.py``) that items of this dtype stand for fp32 values in; empty where
-            they are the values.
-    """
-
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    dtype: torch.dtype
-    ranges: tuple[Range, ...]
-    encoding: str = ""
-
-    @property
-    def values_dtype(self) -> torch.dtype:
-        """Of what it stands for."""
-        return torch.float32 if self.encoding else self.dtype
-
-    @property
-    def numel(self) -> int:
-        return math.prod(self.shape)
-
-    def to_json(self) -> dict[str, Any]:
-        ranges = [each.to_json() for each in self.ranges]
-        dtype = NAME_OF_DTYPE[self.dtype]
-        encoding = {"encoding": self.encoding} if self.encoding else {}
-        return {"shape": list(self.shape), "strides": list(self.strides), "dtype": dtype, **encoding, "ranges": ranges}
-
-    @staticmethod
-    def from_json(value: Mapping[str, Any]) -> "Tensor":
-        shape, strides = (tuple(_count(each) for each in value[key]) for key in ("shape", "strides"))
-        ranges = tuple(Range.from_json(each) for each in value["ranges"])
-        encoding = value.get("encoding", "")
-        if encoding and encoding not in FORMATS:
-            raise ValueError(f"the encoding {encoding!r} is not known")
-        return Tensor(shape, strides, DTYPES[value["dtype"]], ranges, encoding)
-
-    def check(self, key: Key, files: Mapping[str, "File"]) -> None:
-        """Raises CheckpointError unless the ranges make up the tensor and lie within their files."""
-        size = self.dtype.itemsize
-        ordered = sorted(self.ranges, key=lambda each: each.start)
-        ends = [0, *(each.stop for each in ordered)], [*(each.start for each in ordered), self.numel]
-        whole = all(stop == start for stop, start in zip(*ends, strict=True))
-        for each in ordered:
-            file, nbytes = files.get(each.file), (each.stop - each.start) * size
-            inside = file is not None and file.header_bytes <= each.offset and each.offset + nbytes <= file.nbytes
-            whole = whole and (each.start < each.stop or not self.numel) and inside
-            whole = whole and len(each.checksums) == -(-nbytes // CHUNK_BYTES)
-        if not whole or len(self.shape) != len(self.strides):
-            raise CheckpointError(
-                f"the ranges that were saved of {key} do not make up its {self.numel} elements: "
-                f"{[[each.start, each.stop, each.file, each.offset] for each in ordered]}. Loading it would leave "
-                "elements as they were. Load another checkpoint; if no file was changed, this is a bug in shardopt."
-            )
-
-
-@dataclass(frozen=True)
-class File:
-    """One rank's file: the digest of its header ties it to this checkpoint."""
-
-    nbytes: int
-    header_bytes: int
-    header_sha256: str
-
-
-Tensors = dict[Key, Tensor]
 
 
 @dataclass(frozen=True)
@@ -185,7 +47,7 @@ class Manifest:
             raise CheckpointError(f"the manifest names the file {wrong[0]!r}, which no rank can have written.")
         for key, tensor in self.tensors.items():
             tensor.check(key, self.files)
-        _check_apart(self.tensors)
+        check_apart(self.tensors)
         check_schema(self)
 
     def of(self, section: str) -> Iterator[tuple[Key, Tensor]]:
@@ -225,9 +87,7 @@ class Manifest:
                     f"{where} has format version {content['version']}, this shardopt reads version {VERSION}: update "
                     "shardopt, or save again with the version that wrote it."
                 )
-            files = {
-                name: File(_count(one), _count(two), str(sha)) for name, (one, two, sha) in content["files"].items()
-            }
+            files = {name: File(count(one), count(two), str(sha)) for name, (one, two, sha) in content["files"].items()}
             tensors = tensors_from_json(content["tensors"])
             return Manifest(content["info"], content["params"], content["optimizers"], files, tensors)
         except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
@@ -236,40 +96,5 @@ class Manifest:
             ) from error
 
 
-def tensors_to_json(tensors: Mapping[Key, Tensor]) -> dict[str, Any]:
-    nested: dict[str, Any] = {}
-    for key, tensor in tensors.items():
-        nested.setdefault(key.section, {}).setdefault(key.name, {})[key.kind] = tensor.to_json()
-    return nested
-
-
-def tensors_from_json(nested: Mapping[str, Any]) -> Tensors:
-    return {
-        Key(section, name, kind): Tensor.from_json(value)
-        for section, names in nested.items()
-        for name, kinds in names.items()
-        for kind, value in kinds.items()
-    }
-
-
 def _no_constant(text: str) -> None:
     raise ValueError(f"{text} is no number that shardopt writes")
-
-
-def _count(value: Any) -> int:
-    if type(value) is not int or not 0 <= value < 1 << 62:
-        raise ValueError(f"{value!r} is no count")
-    return value
-
-
-def _check_apart(tensors: Mapping[Key, Tensor]) -> None:
-    """No byte may belong to two tensors: one of them would be another's values."""
-    spans: dict[str, list[tuple[int, int, Key]]] = {}
-    for key, tensor in tensors.items():
-        for each in tensor.ranges:
-            nbytes = (each.stop - each.start) * tensor.dtype.itemsize
-            spans.setdefault(each.file, []).append((each.offset, each.offset + nbytes, key))
-    for file, its_spans in spans.items():
-        for (_, end, one), (start, _, other) in pairwise(sorted(its_spans)):
-            if start < end:
-                raise CheckpointError(f"{one} and {other} overlap in {file}: the manifest was not written by shardopt.")

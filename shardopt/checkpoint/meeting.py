@@ -15,9 +15,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..agreement import first_difference
+from ..domain.agreement import first_difference
 from ..errors import CheckpointError
-from ..partition.collectives import Ranks
+from ..partition.comm.group import Ranks
 from . import files
 from .publish import Site
 

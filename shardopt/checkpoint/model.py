@@ -8,15 +8,15 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..binding import Binding
-from ..composition import Turn
-from ..entry import Entry
+from ..domain.domain import Domain
+from ..domain.domains import Turn
+from ..domain.dtensors import Place, is_dtensor, place_of
+from ..domain.param import Entry
+from ..domain.shard import Shard
 from ..errors import CheckpointError
-from ..local_params import Place, is_dtensor, place_of
-from ..optimizer import ShardedOptimizer
-from ..partition.collectives import Ranks
-from ..partition.released import is_sharded
-from ..shard import Shard
+from ..optim.optimizer import ShardedOptimizer
+from ..partition.comm.group import Ranks
+from ..tensors.unsharded_guard import is_sharded
 from .meeting import Meeting
 
 # What torch puts between a module and its name when it compiles or wraps it: not a part of the model.
@@ -31,7 +31,7 @@ class Home:
     aliases: tuple[str, ...]  # its other names, where it is tied
     param: nn.Parameter  # the local one of a DTensor
     optimizer: int | None  # index of the one that it is given to
-    binding: Binding | None  # that keeps it in a shard
+    domain: Domain | None  # that keeps it in a shard
     shard: Shard | None
     index: int = 0  # in the shard's bucket
     entry: Entry | None = None  # where it is trained
@@ -77,13 +77,13 @@ class Model:
                 continue
             number, group = owner[param]
             optimizer = self.optimizers[number]
-            composition, local = optimizer._compose(), optimizer._locals.of(param)
+            composition, local = optimizer.engine.compose(), optimizer.engine.local_params.of(param)
             turn = composition.turn_of(group)
-            binding = composition.binding_of(local)
-            entry = None if binding is None else binding.entries[local]
+            domain = composition.domain_of(local)
+            entry = None if domain is None else domain.entries[local]
             home = Home(name, tuple(aliases), local, number, None, None, place=place_of(param))
             if entry is not None:
-                home = replace(home, binding=binding, shard=entry.shard, index=entry.index, entry=entry)
+                home = replace(home, domain=domain, shard=entry.shard, index=entry.index, entry=entry)
             elif id(param) in sharded:
                 home = self._frozen(name, tuple(aliases), param, sharded, number)
             if turn is not None:
@@ -97,14 +97,14 @@ class Model:
         name: str,
         aliases: tuple[str, ...],
         param: nn.Parameter,
-        sharded: Mapping[int, tuple[Binding, Shard]],
+        sharded: Mapping[int, tuple[Domain, Shard]],
         number: int | None = None,
     ) -> Home:
         """Of a param that is not trained."""
         if id(param) in sharded:
-            binding, shard = sharded[id(param)]
+            domain, shard = sharded[id(param)]
             at = next(index for index, each in enumerate(shard.bucket.params) if each is param)
-            return Home(name, aliases, param, number, binding, shard, at)
+            return Home(name, aliases, param, number, domain, shard, at)
         if is_sharded(param):
             raise CheckpointError(
                 f"{name!r} lies in slices, by an optimizer that was not given: its values are not here. Give all "
@@ -115,18 +115,18 @@ class Model:
             param = nn.Parameter(values._local_tensor.detach(), requires_grad=False)
         return Home(name, aliases, param, number, None, None, place=place_of(values))
 
-    def _shards(self) -> Iterator[tuple[Binding, Shard]]:
+    def _shards(self) -> Iterator[tuple[Domain, Shard]]:
         """Those of frozen params that are sharded."""
         for optimizer in self.optimizers:
-            binding = optimizer._binding
-            if binding is not None and binding.sharded is not None:
-                for shard in binding.sharded.frozen:
-                    yield binding, shard
+            domain = optimizer.engine.domain
+            if domain is not None and domain.sharded is not None:
+                for shard in domain.sharded.frozen:
+                    yield domain, shard
 
     def names_in(self, optimizer: ShardedOptimizer) -> list[list[str]]:
         """Names of the params of each group."""
         name_of = {home.param: name for name, home in self.homes.items()}
-        return [[name_of[param] for param in group["params"]] for group in optimizer._local_groups()]
+        return [[name_of[param] for param in group["params"]] for group in optimizer.engine.local_groups()]
 
     @property
     def world(self) -> Ranks:
@@ -138,17 +138,17 @@ class Model:
 
     def check_savable(self) -> None:
         """Raises CheckpointError while params and states may not belong together."""
-        self._check_unbroken([each for optimizer in self.optimizers for each in optimizer._bindings])
+        self._check_unbroken([each for optimizer in self.optimizers for each in optimizer.engine.domains])
         self._check_own()
 
     def check_loadable(self) -> None:
         """Raises CheckpointError while a load cannot replace all there is; what an earlier load left, it can."""
-        bindings = [each for optimizer in self.optimizers for each in optimizer._bindings]
-        self._check_unbroken([each for each in bindings if not each.is_half_loaded])
+        domains = [each for optimizer in self.optimizers for each in optimizer.engine.domains]
+        self._check_unbroken([each for each in domains if not each.is_half_loaded])
         self._check_own()
 
-    def _check_unbroken(self, bindings: Iterable[Binding]) -> None:
-        broken = next((each.broken for each in bindings if each.broken is not None), None)
+    def _check_unbroken(self, domains: Iterable[Domain]) -> None:
+        broken = next((each.broken for each in domains if each.broken is not None), None)
         if broken is not None:
             raise CheckpointError(
                 f"a step failed half-way ({broken}): params and states of the ranks may belong to "
@@ -158,14 +158,14 @@ class Model:
     def _check_own(self) -> None:
         """That params are the weights, and in their shards."""
         for optimizer in self.optimizers:
-            binding = optimizer._binding
-            if any(each.is_averaged for each in optimizer._bindings):
+            domain = optimizer.engine.domain
+            if any(each.is_averaged for each in optimizer.engine.domains):
                 raise CheckpointError(
                     "params show the average of the weights at this moment: a checkpoint would hold it in their place, "
                     "beside masters and states of others. Call this outside of `with optimizer.unsharded(ema=True):`; "
                     "inside, save module.state_dict()."
                 )
-            sharded = None if binding is None else binding.sharded
+            sharded = None if domain is None else domain.sharded
             if sharded is not None and any(each.users for each in sharded.buckets):
                 raise CheckpointError(
                     "params are gathered at this moment, and what was written to them is not yet in the shards: "
@@ -175,7 +175,7 @@ class Model:
 
 def world_of(optimizers: Sequence[ShardedOptimizer]) -> Ranks:
     """All ranks that make a checkpoint together."""
-    worlds = [optimizer._bound().mesh.world for optimizer in optimizers]
+    worlds = [optimizer.engine.compose().main.mesh.world for optimizer in optimizers]
     if not worlds:
         return Ranks(None, None)
     if any((world.size, world.rank) != (worlds[0].size, worlds[0].rank) for world in worlds):
@@ -190,8 +190,8 @@ def meeting_of(optimizers: Sequence[ShardedOptimizer], module: nn.Module) -> Mee
     """Collective, where an optimizer's process groups are not numbered yet."""
     world, beyond = world_of(optimizers), []
     for optimizer in optimizers:
-        optimizer._parties()
-        composition = optimizer._compose()
+        optimizer.engine.parties()
+        composition = optimizer.engine.compose()
         own = composition.main.mesh.world
         composition.look(optimizer.param_groups)
         whole = composition.whole

@@ -7,16 +7,25 @@ from typing import Any
 
 import torch
 
+from ..domain.param_state import ParamState
 from ..errors import CheckpointError
 from ..kernels.formats import FP32, format_of
-from ..partition.bucket import flattened
 from ..rules.rule import EMA
-from ..states import ParamState
-from .elements import Elements, Flat, InShard, flat_of, is_dense, same_order, strides_of
+from ..tensors.strides import flattened
+from .elements import (
+    Elements,
+    Flat,
+    InShard,
+    flat_of,
+    is_dense,
+    same_order,
+    strides_of,
+)
 from .fit import Fit
-from .manifest import Key, Manifest, Tensor
+from .manifest import Manifest
 from .model import Home, Model
 from .reader import Checkpoint, Chunk, chunks_of, needed_chunks
+from .records import Key, Tensor
 
 Deliver = Callable[[torch.Tensor], None]  # takes a whole tensor with the shape of the one that was saved
 

@@ -7,22 +7,37 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..binding import Binding
-from ..composition import Turn
-from ..entry import without_process_group
+from ..domain.domain import Domain
+from ..domain.domains import Turn
+from ..domain.masters import settle_masters
+from ..domain.param import without_process_group
+from ..domain.param_state import ParamState
+from ..domain.shard import Shard, scales_name
 from ..errors import CheckpointError
 from ..kernels.formats import FP32, BlockFormat
-from ..part import Part
-from ..partition.collectives import Ranks
+from ..partition.comm.group import Ranks
 from ..partition.layout import BLOCK
 from ..partition.mesh import Mesh
-from ..shard import Shard, scales_name
-from ..states import ParamState
-from ..written_params import settle_masters
+from ..tensors.part import Part
 from . import gradients, rng, values
-from .elements import Elements, Flat, InShard, Kept, chunks_of, flat_of, strides_of
-from .manifest import NAME_OF_DTYPE, Key, Tensor, Tensors, tensors_from_json, tensors_to_json
+from .elements import (
+    Elements,
+    Flat,
+    InShard,
+    Kept,
+    chunks_of,
+    flat_of,
+    strides_of,
+)
 from .model import Home, Model, plain_name
+from .records import (
+    NAME_OF_DTYPE,
+    Key,
+    Tensor,
+    Tensors,
+    tensors_from_json,
+    tensors_to_json,
+)
 
 
 @dataclass(frozen=True)
@@ -122,21 +137,21 @@ def plan_save(model: Model, extra: Mapping[str, Any], step: int | None, widens: 
     """
     model.check_savable()
     for optimizer in model.optimizers:
-        for binding in optimizer._bindings:
+        for domain in optimizer.engine.domains:
             if not widens:
-                _check_halves(binding)
-            settle_masters(binding)  # their halves are saved as they are kept
+                _check_halves(domain)
+            settle_masters(domain)  # their halves are saved as they are kept
     return _Planner(model, widens).plan(extra, step)
 
 
-def _check_halves(binding: Binding) -> None:
+def _check_halves(domain: Domain) -> None:
     """Half of a master is of no use beside other weights than its own."""
-    for shard in binding.shards:
+    for shard in domain.shards:
         for index in shard.awaiting:
             if not shard.fits_master(index):
                 raise CheckpointError(
                     "load the model's weights before this save: master weights were loaded, of which "
-                    f"master={binding.options.master!r} keeps the low bits, and beside other weights these would be "
+                    f"master={domain.options.master!r} keeps the low bits, and beside other weights these would be "
                     "lost. If these weights are meant, call refresh_masters(). The first is a param of shape "
                     f"{tuple(shard.bucket.params[index].shape)}."
                 )
@@ -153,7 +168,7 @@ class _Planner:
         group_of = {
             param: group
             for optimizer in model.optimizers
-            for group in optimizer._local_groups()
+            for group in optimizer.engine.local_groups()
             for param in group["params"]
         }
         params = {name: self._param(home, group_of.get(home.param, {})) for name, home in model.homes.items()}
@@ -201,7 +216,7 @@ class _Planner:
             state = ParamState(home.entry.step, home.entry.carried)
             has_state = home.entry.has_state
         elif home.optimizer is not None:
-            loaded = self.model.optimizers[home.optimizer]._states.waiting.get(home.param)
+            loaded = self.model.optimizers[home.optimizer].engine.states.waiting.get(home.param)
             if loaded is not None:
                 state, has_state = loaded, True
         if home.shard is None:
@@ -241,8 +256,8 @@ class _Planner:
                 about = gradients.describe(slot)
                 tensor = Tensor(tuple(home.param.shape), home.shard.strides(home.index), slot.total.dtype, ())
                 key, where = Key("gradients", home.name, "reduced"), home.shard.slice_of(home.index)
-                assert home.binding is not None
-                first, last = _own_cut(slot.total.numel(), home.binding.mesh)
+                assert home.domain is not None
+                first, last = _own_cut(slot.total.numel(), home.domain.mesh)
                 self._add(key, tensor, where.start + first, where.start + last, Flat(slot.summed()[0]), first)
         if own is not None:  # accumulated under no_sync()
             key = Key("gradients", home.name, str(self.world.rank))
@@ -250,13 +265,13 @@ class _Planner:
         return about
 
     def _sharded(self, home: Home, kind: str, dtype: torch.dtype) -> None:
-        shard, binding = home.shard, home.binding
-        assert shard is not None and binding is not None
+        shard, domain = home.shard, home.domain
+        assert shard is not None and domain is not None
         key = Key("params", home.name, kind)
         tensor = Tensor(tuple(home.param.shape), shard.strides(home.index), dtype, ())
         where = shard.slice_of(home.index)
         numel = where.local.stop - where.local.start
-        first, last = _own_cut(numel, binding.mesh)
+        first, last = _own_cut(numel, domain.mesh)
         self._add(key, tensor, where.start + first, where.start + last, InShard(shard, kind, where.local.start), first)
 
     def _kept(self, home: Home, shard: Shard, kind: str) -> None:
@@ -265,9 +280,9 @@ class _Planner:
         if format is FP32 or self.widens:
             self._sharded(home, kind, torch.float32)
             return
-        assert home.binding is not None
+        assert home.domain is not None
         key, where = Key("params", home.name, kind), shard.slice_of(home.index)
-        first, last = _own_cut(where.local.stop - where.local.start, home.binding.mesh)
+        first, last = _own_cut(where.local.stop - where.local.start, home.domain.mesh)
         tensor = Tensor(tuple(home.param.shape), shard.strides(home.index), format.dtype, (), format.name)
         elements = Kept(shard, kind, where.local.start)
         self._add(key, tensor, where.start + first, where.start + last, elements, first)

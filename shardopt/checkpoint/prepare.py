@@ -3,8 +3,7 @@
 import torch
 
 from ..errors import StateError
-from ..optimizer import ShardedOptimizer
-from .load import ensure_bound
+from ..optim.optimizer import ShardedOptimizer
 
 
 @torch.no_grad()
@@ -26,13 +25,13 @@ def prepare_states(optimizer: ShardedOptimizer) -> None:
             f"{rule.name} hands on {list(rule.carried)} from step to step, and what they are before the first one "
             "only a step can tell: take one, then load over it."
         )
-    ensure_bound(optimizer)
-    for group in optimizer._local_groups():
+    optimizer.engine.ensure_bound()
+    for group in optimizer.engine.local_groups():
         names = rule.variant(group).states
         for param in group["params"]:
-            binding = optimizer._states.binding_of(param)
-            entry = None if binding is None else binding.entries.get(param)
+            domain = optimizer.engine.states.domain_of(param)
+            entry = None if domain is None else domain.entries.get(param)
             if entry is not None and not entry.has_state:
                 entry.shard.ensure_states(names)
                 entry.has_state = True
-    optimizer._states.consolidated = None
+    optimizer.engine.states.consolidated = None

@@ -14,8 +14,9 @@ from ..kernels import codecs
 from ..kernels.formats import FORMATS, SPLIT, SPLIT24, BlockFormat
 from ..kernels.tables import BLOCK
 from . import files
-from .manifest import CHUNK_BYTES, MAX_BYTES, Key, Manifest, Range, Tensor
+from .manifest import MAX_BYTES, Manifest
 from .publish import MANIFEST, published
+from .records import CHUNK_BYTES, Key, Range, Tensor
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from ..errors import CheckpointError, ShardoptError
-from ..optimizer import ShardedOptimizer
+from ..optim.optimizer import ShardedOptimizer
 from . import files, publish
 from .background import Background, Saving
 from .call import Request, as_list, check_module, read_request

@@ -6,24 +6,37 @@ what is checked here: that names refer to what is there, that counts are counts,
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
 from ..errors import CheckpointError
 from ..kernels.formats import FORMATS, SPLIT, SPLIT24, BlockFormat
 from ..kernels.tables import BLOCK
+from .records import File, Key, Tensor
 from .values import MOST_LEVELS
-
-if TYPE_CHECKING:
-    from .manifest import Key, Manifest, Tensor
 
 _MOST_LEVELS = 2 * MOST_LEVELS  # a tuple is a list in a dict
 _MOST_DIMENSIONS = 64  # of a tensor of torch's
 _SECTIONS = ("params", "gradients", "buffers", "extra", "rng")
 
 
-def check_schema(manifest: "Manifest") -> None:
+class Contents(Protocol):
+    """What is checked of a manifest."""
+
+    @property
+    def info(self) -> Mapping[str, Any]: ...
+    @property
+    def params(self) -> Mapping[str, Any]: ...
+    @property
+    def optimizers(self) -> Sequence[Any]: ...
+    @property
+    def files(self) -> Mapping[str, File]: ...
+    @property
+    def tensors(self) -> Mapping[Key, Tensor]: ...
+
+
+def check_schema(manifest: Contents) -> None:
     """
     Raises:
         CheckpointError: the manifest says what shardopt never writes.
@@ -42,7 +55,7 @@ def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
 
 
 class _Checking:
-    def __init__(self, manifest: "Manifest"):
+    def __init__(self, manifest: Contents):
         self.manifest = manifest
         self.names: dict[str, set[str]] = {section: set() for section in _SECTIONS}
 
@@ -61,7 +74,7 @@ class _Checking:
 
     # -- tensors ---------------------------------------------------------------------------------------------------
 
-    def _tensor(self, key: "Key", tensor: "Tensor") -> None:
+    def _tensor(self, key: Key, tensor: Tensor) -> None:
         """What must hold of each, whatever it is."""
         where, shape, strides = f"tensors.{key.section}.{key.name}.{key.kind}", tensor.shape, tensor.strides
         _demand(len(shape) == len(strides) <= _MOST_DIMENSIONS, f"{where}.strides", strides, "one for each dimension")
@@ -88,7 +101,7 @@ class _Checking:
             fits = param is not None and (param.shape, param.dtype, param.strides) == (shape, torch.bfloat16, strides)
             _demand(fits, where, param and param.dtype, "the other half of a bf16 param")
 
-    def _in_its_section(self, key: "Key", tensor: "Tensor") -> None:
+    def _in_its_section(self, key: Key, tensor: Tensor) -> None:
         where = f"tensors.{key.section}.{key.name}"
         if key.section in ("buffers", "extra"):
             _demand(key.kind == "value", where, key.kind, "a value")

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import torch
 
-from ..partition.room import zeros
+from ..partition.memory import zeros
 from .elements import READ_BYTES, Flat
 from .plan_save import Piece
 

@@ -15,9 +15,7 @@ from typing import Any, cast
 import torch
 
 from . import files
-from .manifest import CHUNK_BYTES, NAME_OF_DTYPE, File
-
-MAX_HEADER_BYTES = 100_000_000  # what the safetensors library accepts
+from .records import CHUNK_BYTES, NAME_OF_DTYPE, File
 
 # From here on the checksum is taken beside the write: it would cost a quarter of the speed of a fast disk.
 SMALL = 256 << 10

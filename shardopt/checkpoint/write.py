@@ -11,12 +11,22 @@ from typing import Any
 import torch
 
 from ..errors import CheckpointError
+from ..version import __version__
 from . import files, publish
-from .manifest import File, Key, Manifest, Range, Tensor, Tensors, tensors_from_json, tensors_to_json
+from .manifest import Manifest
 from .meeting import Desk
 from .plan_save import Piece, SavePlan
 from .publish import Site
 from .reader import chunks_of_range
+from .records import (
+    File,
+    Key,
+    Range,
+    Tensor,
+    Tensors,
+    tensors_from_json,
+    tensors_to_json,
+)
 from .tensor_file import Writer, header
 
 
@@ -103,7 +113,6 @@ class Run:
 
     def _manifest(self, parts: Sequence[Mapping[str, Any]]) -> Manifest:
         """Rank 0: what all ranks wrote, proven to be all there is to write."""
-        import shardopt
 
         tensors: dict[Key, Tensor] = dict(self._plan.tensors)
         for part in parts:
@@ -115,7 +124,7 @@ class Run:
             "sequence": self.site.sequence,
             "step": self.site.step,
             "world": self._size,
-            "shardopt": shardopt.__version__,
+            "shardopt": __version__,
             "torch": str(torch.__version__),
             **self._plan.own,
         }

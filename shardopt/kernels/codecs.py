@@ -7,7 +7,15 @@ from typing import NamedTuple
 
 import torch
 
-from .formats import LARGEST_FP32, NAN_BITS, SCALE_DROPPED_BITS, SMALLEST_SCALE, SPLIT, BlockFormat, Format
+from .formats import (
+    LARGEST_FP32,
+    NAN_BITS,
+    SCALE_DROPPED_BITS,
+    SMALLEST_SCALE,
+    SPLIT,
+    BlockFormat,
+    Format,
+)
 from .tables import BLOCK
 
 

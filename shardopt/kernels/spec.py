@@ -2,8 +2,7 @@
 
 from dataclasses import dataclass
 
-from .formats import FP32, BlockFormat, Format
-from .tables import BLOCK
+from .formats import FP32, Format
 from .translate import Arithmetic
 
 
@@ -40,11 +39,3 @@ class StepSpec:
     def needs_noise(self) -> bool:
         """Whether anything is not rounded to nearest."""
         return any(each.rounding != "nearest" for each in (self.param, *self.states))
-
-    @property
-    def bytes_per_element(self) -> float:
-        """Bytes that one pass reads and writes for each element, tables aside."""
-        written = [self.param, *([self.master] if self.has_master and self.master is not None else []), *self.states]
-        both = sum(each.itemsize for each in written)
-        scales = sum(FP32.itemsize / BLOCK for each in self.states if isinstance(each, BlockFormat))
-        return self.grad.itemsize + 2 * (both + scales) - (0 if self.reads_param else self.param.itemsize)

@@ -6,7 +6,14 @@ Blocks are rows: tiles are 2D [BLOCKS, 256], scales 1D [BLOCKS].
 import triton
 import triton.language as tl
 
-from .formats import BELOW_TOP, GOLDEN, LARGEST_FP32, NAN_BITS, SCALE_DROPPED_BITS, SMALLEST_SCALE
+from .formats import (
+    BELOW_TOP,
+    GOLDEN,
+    LARGEST_FP32,
+    NAN_BITS,
+    SCALE_DROPPED_BITS,
+    SMALLEST_SCALE,
+)
 
 _NAN = tl.constexpr(NAN_BITS)
 _HALF_SCALE = tl.constexpr(1 << (SCALE_DROPPED_BITS - 1))

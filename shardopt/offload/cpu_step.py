@@ -23,9 +23,9 @@ from typing import NamedTuple
 
 import torch
 
-from .lanes import Copy, Lanes, Mark
 from .pinned import Pages
 from .store import Chunk, Fetched, Home, Store
+from .streams import Copy, Lanes, Mark
 
 SLOTS = 3  # one updated from, two on their way
 _ALIGNMENT = 64  # bytes, of each gradient in a slot: a line of cache

@@ -12,9 +12,9 @@ import torch
 
 from .cpu_step import CpuStepStore
 from .host import HostStore
-from .lanes import Lanes
 from .ring import RingStore
 from .store import Chunk, Fetched, FinalStore, Home
+from .streams import Lanes
 
 TRIALS = 3  # steps in each way; the first of them compiles kernels and makes slots, so the least time counts
 

@@ -17,8 +17,8 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from .host import HostHome, HostStore, parts_of
-from .lanes import Copy, Lanes, Mark
 from .store import Chunk, Fetched, FinalStore, Home
+from .streams import Copy, Lanes, Mark
 
 SLOTS = 3  # one brought, one updated, one taken away
 _ALIGNMENT = 256  # bytes, of each tensor in a slot

@@ -42,13 +42,11 @@ class Home(Protocol):
 
     Attributes:
         tier: as its store's.
-        is_final: as its store's: an update of what rests here cannot be taken back.
         device: where the kernels run that update it.
         is_apart: whether that is in host memory, and params are not.
     """
 
     tier: str
-    is_final: bool
     device: torch.device
     is_apart: bool
 
@@ -204,7 +202,6 @@ class FinalStore:
 class ResidentHome:
     """Streams as tensors."""
 
-    is_final = True
     is_apart = False
 
     def __init__(self, numel: int, zeros: Callable[[int, torch.dtype], torch.Tensor], tier: str, device: torch.device):

@@ -1,1 +1,5 @@
-"""Which rank owns what, and how does it move? Layout in integers, buckets of storage, collectives by backend."""
+"""Who owns what, and how does it move?
+
+Layouts and buckets say which rank owns which elements; reducer and gatherer move gradients and params; ``comm/`` has
+the ways over which they move. Nothing here knows a rule, a number format or a tier.
+"""

@@ -4,10 +4,10 @@ from collections.abc import Collection, Sequence
 
 import torch
 
-from ..errors import BindingError
+from ..tensors.strides import dense_strides, with_own_storage
+from ..tensors.unsharded_guard import released_class
 from .layout import BucketLayout
-from .released import released_class
-from .room import Room
+from .memory import Room
 
 
 class Bucket:
@@ -36,17 +36,24 @@ class Bucket:
         first = params[0]
         self._room = Room(layout.numel, first.dtype, first.device)
         self.flat = self._room.tensor  # 1D, padding stays zero
-        with torch.no_grad():
-            for index, param in enumerate(self.params):
-                view = self.view(self.flat, index, param)
-                if not is_released:  # memory that is given back must have one owner
-                    view = with_own_storage(view)
-                if param not in fresh:
-                    view.copy_(param)
-                param.data = view  # only now may the old storage go: one bucket at a time is there twice
-        self._shapes = tuple((param.size(), param.stride()) for param in self.params)
+        self._shapes = tuple((param.size(), dense_strides(param)) for param in self.params)
+        try:
+            self._take_in(fresh, is_released)
+        except BaseException:
+            self.release()
+            raise
         if is_released and all(param in fresh for param in self.params):
             self.drop()
+
+    @torch.no_grad()
+    def _take_in(self, fresh: Collection[torch.Tensor], is_released: bool) -> None:
+        for index, param in enumerate(self.params):
+            view = self.view(self.flat, index, param)
+            if not is_released:  # memory that is given back must have one owner
+                view = with_own_storage(view)
+            if param not in fresh:
+                view.copy_(param)
+            param.data = view  # only now may the old storage go: one bucket at a time is there twice
 
     @property
     def nbytes(self) -> int:
@@ -133,55 +140,10 @@ class Bucket:
         )
 
     def release(self) -> None:
-        """Gives every param storage of its own again."""
+        """Gives every param storage of its own again; in a bucket that is not there, none has values to take along."""
+        if not self._room.is_there:
+            self.show()
         with torch.no_grad():
             for index, param in enumerate(self.params):
                 if index in self._present and self.holds(index) and self._room.is_there:
                     param.data = param.detach().clone(memory_format=torch.preserve_format)
-
-
-def dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
-    """The tensor's strides if its elements fill a range of storage without gaps, else those of a contiguous copy.
-
-    Raises:
-        BindingError: elements share memory (an expanded tensor): an update in place would be applied several times.
-    """
-    expected = 1
-    for size, stride in sorted(
-        ((size, stride) for size, stride in zip(tensor.size(), tensor.stride(), strict=True) if size > 1),
-        key=lambda pair: pair[1],
-    ):
-        if stride == 0:
-            raise BindingError(
-                f"a param of shape {tuple(tensor.shape)} has strides {tensor.stride()}: several of its elements are "
-                "one place in memory, so that one update would be applied to it several times. Make it a tensor of its "
-                "own: nn.Parameter(param.detach().clone())."
-            )
-        if stride != expected:
-            return torch.empty(tensor.size(), device="meta").stride()
-        expected *= size
-    return tensor.stride()
-
-
-def in_storage_order(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
-    """``tensor`` itself where it has these strides, else a copy that does: its memory is then in storage order."""
-    # The stride of a dimension of one element says nothing.
-    if all(
-        size == 1 or own == wanted for size, own, wanted in zip(tensor.size(), tensor.stride(), strides, strict=True)
-    ):
-        return tensor
-    return torch.empty_strided(tensor.size(), strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
-
-
-def with_own_storage(view: torch.Tensor) -> torch.Tensor:
-    """The same elements in the same memory, in a storage that begins and ends with them and keeps the memory."""
-    if not view.numel():
-        return torch.empty_strided(view.size(), view.stride(), dtype=view.dtype, device=view.device)
-    capsule = torch._C._to_dlpack(flattened(view))
-    alias: torch.Tensor = torch._C._from_dlpack(capsule)
-    return alias.as_strided(view.size(), view.stride())
-
-
-def flattened(tensor: torch.Tensor) -> torch.Tensor:
-    """1D view of a dense tensor's memory, in storage order."""
-    return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())

@@ -17,7 +17,7 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from .collectives import Ranks
+from .comm.group import Ranks
 
 
 @dataclass(frozen=True)

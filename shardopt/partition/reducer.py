@@ -21,14 +21,14 @@ from typing import NamedTuple
 
 import torch
 
-from .bucket import flattened
+from ..tensors.strides import flattened
+from .comm.all_gather import Window
+from .comm.reduce_scatter import Job, Scatter
+from .comm.transport import Transport
+from .memory import return_free_pages, zeros
 from .mesh import Mesh
-from .order import Buffer, last_used
-from .reduced import FilledBucket, KeptBucket, PassingBucket, ReducedBucket
-from .room import return_free_pages, zeros
-from .scatter import Job, Scatter
-from .transport import Transport
-from .wire import Window
+from .reduce_buckets import FilledBucket, KeptBucket, PassingBucket, ReducedBucket
+from .streams import Buffer, last_used
 
 # What may be under way at once: enough that a rank need not wait for another one's every bucket, little beside a model.
 # Two buckets in any case: one is reduced while the next is filled.
@@ -91,9 +91,13 @@ class Reducer:
         self._patience, self._was_patient = self._most_patience, True
         _REDUCERS.add(self)
 
-    def add(self, bucket: KeptBucket | PassingBucket) -> int:
-        """Collective, between rounds: one more bucket. Returns its number."""
-        self._windows.append(bucket.window(self._replicas))
+    def window(self, bucket: KeptBucket | PassingBucket) -> Window | None:
+        """Collective: on the sum of a bucket that is about to be added; None: nobody else looks at it."""
+        return bucket.window(self._replicas)
+
+    def add(self, bucket: KeptBucket | PassingBucket, window: Window | None) -> int:
+        """One more bucket, between rounds. Returns its number."""
+        self._windows.append(window)
         self.buckets.append(bucket)
         self._order.append(len(self.buckets) - 1)
         self._seen.append(set(range(bucket.num_params)))

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import shardopt
 from shardopt import CheckpointError
-from shardopt.checkpoint.manifest import CHUNK_BYTES
+from shardopt.checkpoint.records import CHUNK_BYTES
 from tests.support.checkpoints import build, draws, facts, save, train
 from tests.support.ranks import Pool
 from tests.support.training import Net, digest, loss_of, raises

@@ -123,7 +123,7 @@ def test_a_rank_that_never_ends_is_not_awaited_for_ever(ranks: Pool, tmp_path: P
 
 
 def one_is_silent_within_3_seconds(root: Path) -> None:
-    with patch.object(shardopt.partition.collectives.Ranks, "seconds", 3.0):
+    with patch.object(shardopt.partition.comm.group.Ranks, "seconds", 3.0):
         one_is_silent(root)
 
 

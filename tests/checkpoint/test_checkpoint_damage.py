@@ -304,7 +304,7 @@ def poisoned(root: Path) -> None:
     train(model, optimizer, range(2))
     save(root, model, optimizer)
     before = sorted(path.name for path in root.iterdir())
-    (shard, *_) = optimizer._binding.shards
+    (shard, *_) = optimizer.engine.domain.shards
     if dist.get_rank() == 1:
         for value in (float("nan"), float("inf")):
             exp_avg = shard.whole("exp_avg_sq")

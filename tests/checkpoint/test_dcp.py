@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import shardopt
-from shardopt.boxes import boxes
+from shardopt.tensors.boxes import boxes
 from tests.support.checkpoints import Whole, build, facts, train
 from tests.support.ranks import Pool
 

@@ -16,11 +16,11 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 
 import shardopt
 from shardopt.__main__ import main
-from shardopt.checkpoint.manifest import Key
-from shardopt.checkpoint.name_by_order import name_by_order
+from shardopt.checkpoint.foreign.name_by_order import name_by_order
+from shardopt.checkpoint.foreign.unpickle import read_file
 from shardopt.checkpoint.publish import find
 from shardopt.checkpoint.reader import Checkpoint
-from shardopt.checkpoint.unpickle import read_file
+from shardopt.checkpoint.records import Key
 from tests.support.paths import FIXTURES
 from tests.support.ranks import Pool
 from tests.support.tiny import DECAY, HYPER, Tiny, groups, loss

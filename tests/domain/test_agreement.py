@@ -16,7 +16,13 @@ import torch
 import torch.distributed as dist
 from torch.nn import Parameter
 
-from shardopt import ShardedAdam, ShardedAdamW, ShardedLion, ShardedOptimizer, Tuning
+from shardopt import (
+    ShardedAdam,
+    ShardedAdamW,
+    ShardedLion,
+    ShardedOptimizer,
+    Tuning,
+)
 from tests.support.absence import Roll, given_up
 from tests.support.cases import fill_gradients
 from tests.support.moments import Moments
@@ -204,7 +210,7 @@ EACH_WHERE = pytest.mark.parametrize(("world", "stage", "odd", "every"), WHERE)
 
 
 @EACH_WHERE
-def test_disagreement_at_binding(world: int, stage: int, odd: int, every: int, ranks: Pool) -> None:
+def test_disagreement_at_domain(world: int, stage: int, odd: int, every: int, ranks: Pool) -> None:
     rows = list(BEFORE)[::every]
     by_rank = ranks.run(disagree_before, stage, odd, rows, world=world)
     check_outcomes({name: BEFORE[name][1] for name in rows}, by_rank, odd)

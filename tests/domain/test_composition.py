@@ -16,11 +16,23 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 
 import shardopt
-from shardopt import Part, ShardedOptimizer, Tuning, load_checkpoint, save_checkpoint
+from shardopt import (
+    Part,
+    ShardedOptimizer,
+    Tuning,
+    load_checkpoint,
+    save_checkpoint,
+)
 from shardopt.checkpoint.publish import find
 from shardopt.checkpoint.reader import Checkpoint
-from shardopt.composition import Composition
-from shardopt.errors import BindingError, CheckpointError, DisagreementError, ShardoptError, StateError
+from shardopt.domain.domains import Composition
+from shardopt.errors import (
+    BindingError,
+    CheckpointError,
+    DisagreementError,
+    ShardoptError,
+    StateError,
+)
 from tests.support import composed
 from tests.support.composed import (
     BATCH,

@@ -1,5 +1,6 @@
 """DeepSpeed configs: every key is mapped, checked or named. test_deepspeed_training.py trains from one."""
 
+import io
 import json
 import math
 import warnings
@@ -11,10 +12,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
 
 import shardopt
 from shardopt import Offload, ShardoptError, from_deepspeed_config
-from shardopt.loss_scaler import LossScale, LossScaler
+from shardopt.integrations.deepspeed.loss_scaler import LossScale, LossScaler
 from tests.support.training import Net, raises
 
 # As in DeepSpeed's documentation of ZeRO-3 with offload.
@@ -86,9 +88,16 @@ def test_what_the_keys_become(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="change no result") as seen:
         run = from_deepspeed_config(path, module)
     assert len(seen) == 1
-    for name in ("ds.json", "sub_group_size", "allgather_bucket_size", "prefetch", "reuse", "steps_per_print"):
+    names = ("ds.json", "sub_group_size", "allgather_bucket_size", "prefetch", "reuse", "steps_per_print")
+    for name in (*names, "offload_optimizer.ratio=0.5 (all masters"):
         assert name in str(seen[0].message)
-    for name in ("offload", "overlap_comm", "wall_clock_breakdown", "16bit"):  # done, or not asked for
+    for name in (
+        "offload_param",
+        "pin_memory",
+        "overlap_comm",
+        "wall_clock_breakdown",
+        "16bit",
+    ):  # done, or not asked for
         assert name not in str(seen[0].message)
     opt = run.optimizer
     assert type(opt) is shardopt.ShardedAdamW and opt.options.module is module
@@ -96,7 +105,7 @@ def test_what_the_keys_become(tmp_path: Path) -> None:
     assert opt.defaults["betas"] == (0.9, 0.95) and opt.defaults["weight_decay"] == 0.1
     tuning = opt.options.tuning
     assert (tuning.bucket_bytes, tuning.keep_below, tuning.live_bytes) == (1000, 100, 4000)
-    assert opt.options.offload == Offload("/local_nvme", params="cpu", fraction=0.5, pin_memory=True)
+    assert opt.options.offload == Offload("/local_nvme", params="cpu", pin_memory=True)
     assert (run.accumulation_steps, run.micro_batch_size) == (2, 4)
     assert run.scaler.is_enabled() and run.scaler.get_scale() == 65536
     assert all(param.dtype is torch.float16 for param in module.parameters())
@@ -107,7 +116,7 @@ def test_what_the_keys_become(tmp_path: Path) -> None:
     [
         ({"stage": 2, "offload_optimizer": {"device": "cpu"}}, Offload("cpu"), ""),
         ({"stage": 2, "offload_optimizer": {"device": "cpu", "pin_memory": False}}, Offload(pin_memory=False), ""),
-        ({"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.0}}, None, ""),
+        ({"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.0}}, Offload(), "ratio=0.0 (all masters"),
         ({"stage": 3, "offload_optimizer": {"device": "none", "nvme_path": "/a"}}, None, ""),
         ({"stage": 1, "cpu_offload": True, "cpu_offload_params": True}, Offload(), "below stage 3"),
         ({"stage": 3, "offload_param": {"device": "cpu"}}, Offload(params="cpu"), "without offload_optimizer"),
@@ -226,7 +235,6 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"zero_optimization": {"stage": 5}}, "stage=5"),
     ({"zero_optimization": {"stage": 3, "offload_param": {"device": "tape"}}}, "tape"),
     ({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}}}, "without nvme_path"),
-    ({"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu", "ratio": 2}}}, "fraction"),
     (
         {
             "zero_optimization": {
@@ -296,6 +304,36 @@ def test_schedules() -> None:
     # Without a highest rate WarmupLR rises to the optimizer's own, WarmupDecayLR to its default.
     assert rates("WarmupLR", 4, warmup_num_steps=2)[3:] == near([0.01])
     assert max(rates("WarmupDecayLR", 6, warmup_num_steps=2, total_num_steps=9)) == near(0.001)
+
+
+def test_a_schedule_goes_on_from_where_it_was_saved() -> None:
+    """Also to the rate that groups began with, whatever another run begins with; without a function in the file."""
+    for kind, params in (
+        ("WarmupLR", {"warmup_num_steps": 9}),
+        ("OneCycle", {"cycle_min_lr": 0.0, "cycle_max_lr": 1.0}),
+    ):
+        config = changed(scheduler={"type": kind, "params": params}, fp16=None, zero_optimization={"stage": 1})
+        runs = []
+        for lr in (0.01, 0.5):
+            module = Net()
+            groups = [{"params": [each], "lr": lr} for each in module.parameters()]
+            with quiet():
+                runs.append(from_deepspeed_config(config, module, groups))
+        saved, other = runs
+        assert isinstance(saved.scheduler, LambdaLR) and isinstance(other.scheduler, LambdaLR)
+        for _ in range(3):
+            saved.optimizer.step()
+            saved.scheduler.step()
+        file = io.BytesIO()
+        torch.save(saved.scheduler.state_dict(), file)
+        file.seek(0)
+        other.scheduler.load_state_dict(torch.load(file, weights_only=True))
+        for run in runs:
+            run.optimizer.step()
+            assert run.scheduler is not None
+            run.scheduler.step()
+        ends = [[(group["lr"], group["betas"]) for group in run.optimizer.param_groups] for run in runs]
+        assert ends[0] == ends[1] and saved.scheduler.get_last_lr() == other.scheduler.get_last_lr()
 
 
 def test_cycles_and_range_tests() -> None:

@@ -14,7 +14,13 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 import shardopt
-from shardopt import Offload, ShardedAdam, ShardedAdamW, ShardoptError, from_deepspeed_config
+from shardopt import (
+    Offload,
+    ShardedAdam,
+    ShardedAdamW,
+    ShardoptError,
+    from_deepspeed_config,
+)
 from tests.support.deepspeed_shapes import CLIP, LR, SHAPES, Shape, adamw, groups_of, with_config
 from tests.support.ranks import Pool
 from tests.support.training import Net, apart, loss_of, raises

@@ -134,7 +134,7 @@ def begin(folder: str) -> Any:
         trainer = make_trainer(f"{folder}/{name}", SAVED_AT + 1, bf16, model, **sharded(model, stage, module, form))
         trainer.train()
         opt = trainer.optimizer.optimizer
-        assert opt.options.stage == stage and opt._binding.mesh.shard.size == 2
+        assert opt.options.stage == stage and opt.engine.domain.mesh.shard.size == 2
         opt.close()
     return expected
 

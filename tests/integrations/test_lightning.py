@@ -114,7 +114,7 @@ def run(folder: str, kind: str, end: int, precision: str, resumed: bool = False)
     if kind == "torch":
         return found | {"model": plain(module)}
     opt = trainer.optimizers[0]
-    assert type(opt) is ShardedAdamW and opt._binding is not None and opt._binding.mesh.shard.size == 2
+    assert type(opt) is ShardedAdamW and opt.engine.domain is not None and opt.engine.domain.mesh.shard.size == 2
     with opt.unsharded():
         found["model"] = plain(module)
     opt.close()

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardopt.config import Options
-from shardopt.kept import kept_for
+from shardopt.domain.formats import kept_for
 from shardopt.kernels import native_step, pool, triton_step
 from shardopt.kernels.formats import (
     BF16,

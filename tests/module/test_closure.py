@@ -65,10 +65,10 @@ def closure_of(model: Net, opt: ShardedSGD, step: int, moment: str | None) -> Ca
     return closure
 
 
-def failing_closures(stage: int, neighbours: bool, debug: bool = False) -> None:
+def failing_closures(stage: int, neighbours: bool) -> None:
     """At every moment, on the first rank and on the last, at the first step and later."""
     size, rank = dist.get_world_size(), dist.get_rank()
-    tuning = Tuning(neighbours=neighbours, debug=debug, bucket_bytes=300, keep_below=100, timeout=120)
+    tuning = Tuning(neighbours=neighbours, bucket_bytes=300, keep_below=100, timeout=120)
     reference, expected = Net(), []
     theirs = ShardedSGD(reference, stage=1, **SGD)
     for step in range(2):
@@ -94,7 +94,3 @@ def failing_closures(stage: int, neighbours: bool, debug: bool = False) -> None:
 def test_all_ranks_hear_of_it(ranks: Pool) -> None:
     for stage, neighbours in ((1, False), (2, True), (3, True), (0, False)):
         ranks.run(failing_closures, stage, neighbours, world=3)
-
-
-def test_all_ranks_hear_of_it_where_reductions_are_checked(ranks: Pool) -> None:
-    ranks.run(failing_closures, 2, True, True, world=2)

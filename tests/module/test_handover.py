@@ -34,7 +34,7 @@ from shardopt import (
     StateError,
     Tuning,
 )
-from shardopt.gradient import GradientPart
+from shardopt.tensors.gradient import GradientPart
 from tests.support.ranks import Pool
 from tests.support.training import close_to, raises, raw
 

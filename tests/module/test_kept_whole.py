@@ -9,8 +9,15 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from shardopt import BindingError, ReleasedError, ShardedAdamW, ShardedOptimizer, ShardoptError, Tuning
-from shardopt.param_names import matching, name_of
+from shardopt import (
+    BindingError,
+    ReleasedError,
+    ShardedAdamW,
+    ShardedOptimizer,
+    ShardoptError,
+    Tuning,
+)
+from shardopt.domain.param_names import matching, name_of
 from tests.support.comparing import raw, snapshot
 from tests.support.modules import W, data, small
 from tests.support.ranks import Pool
@@ -58,10 +65,10 @@ def kept() -> None:
     for made, keep in ((Headed(), patterns), (wrapped, ("lm_head", "ba*")), (Headed(), ["*.weight"])):
         found, opt = trained(made, stage=3, tuning=small(keep=keep))
         assert found == expected, keep
-        binding = opt._binding
-        assert binding is not None and binding.sharded is not None
-        entries = {entry.param.shape: entry.shard for entry in binding.entries.values()}
-        head, frozen = entries[2 * W, W], [shard.bucket.params for shard in binding.sharded.frozen]
+        domain = opt.engine.domain
+        assert domain is not None and domain.sharded is not None
+        entries = {entry.param.shape: entry.shard for entry in domain.entries.values()}
+        head, frozen = entries[2 * W, W], [shard.bucket.params for shard in domain.sharded.frozen]
         assert head.gathered is None and not any(param.shape == (W, W) for params in frozen for param in params)
         assert (entries[W, W].gathered is None) == (keep == ["*.weight"])
         state = opt.state[next(param for param in made.parameters() if param.shape == (2 * W, W))]

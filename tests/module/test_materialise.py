@@ -12,7 +12,7 @@ from torch.nn import Parameter
 
 from shardopt import BindingError, DisagreementError, ShardedSGD
 from shardopt.partition.bucket import Bucket
-from shardopt.partition.gather import GatheredBucket
+from shardopt.partition.gatherer import GatheredBucket
 from tests.support.modules import KEPT, RATES, Block, W, plain, poisoned, small, train_step
 from tests.support.ranks import Pool
 from tests.support.training import raises, raw
@@ -111,7 +111,7 @@ def materialised(stage: int, dtype: torch.dtype, neighbours: bool) -> None:
         before = torch.get_rng_state()
         with resident() as most, poisoned():
             opt.bind(None if expected is usual else {**saved, "table.unsaved": torch.full((3,), 0.5)})
-        assert stage < 3 or 0 < most() == largest_module(model, opt._binding.sharded.where)
+        assert stage < 3 or 0 < most() == largest_module(model, opt.engine.domain.sharded.where)
         assert dist.get_rank() == 0 or torch.equal(torch.get_rng_state(), before)
         with opt.unsharded():
             found = model.state_dict()
@@ -119,7 +119,7 @@ def materialised(stage: int, dtype: torch.dtype, neighbours: bool) -> None:
             for name, value in found.items():
                 assert value.dtype == expected[name].dtype and raw(value) == raw(expected[name]), name
         assert model.table.unsaved.eq(0.5).all()
-        masters = [(shard.whole("master"), shard.param) for shard in opt._binding.shards if shard.masters]
+        masters = [(shard.whole("master"), shard.param) for shard in opt.engine.domain.shards if shard.masters]
         assert bool(masters) == (dtype is not torch.float32)
         assert all(torch.equal(master, param.float()) for master, param in masters)
         if dtype is torch.float32:

@@ -16,7 +16,14 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.nn.parallel import DistributedDataParallel
 
-from shardopt import BindingError, DisagreementError, ShardedAdamW, ShardedSGD, ShardoptError, Tuning
+from shardopt import (
+    BindingError,
+    DisagreementError,
+    ShardedAdamW,
+    ShardedSGD,
+    ShardoptError,
+    Tuning,
+)
 from tests.support.ranks import Pool
 from tests.support.training import raises, raw
 

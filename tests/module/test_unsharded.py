@@ -13,7 +13,15 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.nn import functional as F
 
-from shardopt import Part, ReleasedError, ShardedAdamW, ShardedOptimizer, ShardoptError, StateError, Tuning
+from shardopt import (
+    Part,
+    ReleasedError,
+    ShardedAdamW,
+    ShardedOptimizer,
+    ShardoptError,
+    StateError,
+    Tuning,
+)
 from tests.support.comparing import momenta, raw, snapshot
 from tests.support.modules import (
     KEPT,
@@ -218,7 +226,7 @@ def evaluation(neighbours: bool) -> None:
                         for step in range(3):
                             assert raw(model(data(step, 1, 3, W))) == raw(twin(data(step, 1, 3, W)))
                     assert raw(model(data(5, 1, 3, W))) == raw(twin(data(5, 1, 3, W)))
-                    assert nothing_left(opt._binding.sharded.buckets)
+                    assert nothing_left(opt.engine.domain.sharded.buckets)
             assert snapshot(model, opt) == snapshot(twin, other)
 
 
@@ -302,7 +310,7 @@ def frozen_memory() -> None:
     sharded = [numel for numel in base if numel >= 90]
     assert memory["param"] == shard_bytes(trained) + shard_bytes(sharded) + 4 * sum(kept)
     assert all(opt.state[param] == {} for param in model.parameters() if not param.requires_grad)
-    assert nothing_left(opt._binding.sharded.buckets)
+    assert nothing_left(opt.engine.domain.sharded.buckets)
 
 
 def frozen(neighbours: bool) -> None:

@@ -22,15 +22,12 @@ _NOT_PYTHON = [r"^@rule\(", r"^@njit\(", r"^    def (block_sums|add_blocks|count
 REASONS: dict[str, str] = {
     "shardopt/checkpoint/rng.py": "generators of a GPU",
     "shardopt/checkpoint/save.py": "arguments that are refused; a save that fails behind its publishing",
-    "shardopt/doctor.py": "GPUs, memory limits of control groups, and systems that do not tell about themselves",
-    "shardopt/exhibit.py": "states of a GPU that are shown to other ranks, and what is refused in a race alone",
-    "shardopt/kernels/spec.py": "`bytes_per_element`, which benchmarks alone read",
-    "shardopt/offload/lanes.py": "streams and events of a GPU",
+    "shardopt/tools/doctor.py": "GPUs, memory limits of control groups, and systems that do not tell about themselves",
+    "shardopt/domain/remote_states.py": "states of a GPU shown to other ranks, and what is refused in a race alone",
+    "shardopt/offload/streams.py": "streams and events of a GPU",
     "shardopt/partition/mesh.py": "device meshes of one dimension",
-    "shardopt/partition/message_scatter.py": "gradients of a GPU over a group of CPU tensors",
-    "shardopt/partition/order.py": "streams and events of a GPU",
-    "shardopt/partition/wire.py": "params of a GPU over a group of CPU tensors",
-    "shardopt/released_gradient.py": "what torch's foreach functions do with many at once",
+    "shardopt/partition/streams.py": "streams and events of a GPU",
+    "shardopt/tensors/released_gradient.py": "what torch's foreach functions do with many at once",
 }
 _COUNTS = ("num_statements", "covered_lines", "num_branches", "covered_branches")
 

@@ -20,14 +20,13 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from shardopt import BindingError, Offload, ShardedAdamW, Tuning
-from shardopt.offload.lanes import AtOnce
+from shardopt.domain.tiers import check_offload
 from shardopt.offload.pinned import Pages
-from shardopt.tiers import check_offload
 from tests.offload.test_offload_faults import FAULTS, disturbed, undisturbed
 from tests.offload.test_params_on_disk import goes_through_everything
 from tests.step.test_stages import STAGES
 from tests.support.cases import CASES, Case
-from tests.support.late_copies import AsLateAsAllowed, as_on_a_gpu
+from tests.support.late_copies import AsLateAsAllowed, AtOnce, as_on_a_gpu
 from tests.support.offloaded import CHUNK, Resting, advance, bits, check_trainings, make, on_a_gpu
 from tests.support.ranks import Pool
 from tests.support.sweep import Row, sweep, sweep_at_once
@@ -39,8 +38,6 @@ def ways(root: Path) -> dict[str, Offload]:
         "cpu": Offload(step="cpu"),
         "auto": Offload(),
         "disk": Offload(root),
-        "half": Offload(step="cpu", fraction=0.5),
-        "half on disk": Offload(root, fraction=0.5),
     }
 
 
@@ -232,8 +229,10 @@ def test_no_page_stays_registered_that_is_gone(step: Any, ends: str, tmp_path: P
     try:
         with ExitStack() as stack:
             stack.enter_context(on_a_gpu())
-            stack.enter_context(patch("shardopt.tiers.Pages", Watched))
-            stack.enter_context(patch("shardopt.tiers.register_with_cuda", lambda at, _: not there.setdefault(at, [])))
+            stack.enter_context(patch("shardopt.domain.tiers.Pages", Watched))
+            stack.enter_context(
+                patch("shardopt.domain.tiers.register_with_cuda", lambda at, _: not there.setdefault(at, []))
+            )
             stack.enter_context(patch("shardopt.offload.pinned._unregister", unregister))
             param = Parameter(torch.zeros(1 << 17))
             optimizer = ShardedAdamW([param], offload=Offload(step=step))
@@ -293,7 +292,7 @@ def test_every_stage_leaves_the_same_bits(rows: list[Row], ranks: Pool, tmp_path
 
 def with_params(root: Path) -> dict[str, Offload]:
     away = {step: Offload(params="cpu", step=step) for step in ("cpu", "gpu", "auto")}
-    return {**away, "half": Offload(params="cpu", fraction=0.5), "disk": Offload(root, params=root)}
+    return {**away, "disk": Offload(root, params=root)}
 
 
 @sweep_at_once({"way": tuple(with_params(Path())), "live_bytes": (6000, 1 << 20), "recipe": RECIPES}, strength=1)

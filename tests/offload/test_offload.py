@@ -12,8 +12,15 @@ import torch.distributed as dist
 from torch.nn import Parameter
 
 import shardopt
-from shardopt import BindingError, Offload, ShardedAdamW, ShardedOptimizer, ShardedSGD, Tuning
-from shardopt.tiers import check_offload
+from shardopt import (
+    BindingError,
+    Offload,
+    ShardedAdamW,
+    ShardedOptimizer,
+    ShardedSGD,
+    Tuning,
+)
+from shardopt.domain.tiers import check_offload
 from tests.step.test_stages import STAGES
 from tests.support.cases import CASES, Case, Keywords
 from tests.support.offloaded import CHUNK, Resting, advance, bits, check_trainings, make
@@ -29,7 +36,7 @@ def test_every_rule_leaves_the_same_bits(case: Case, tmp_path: Path) -> None:
     grid: list[tuple[torch.dtype, Keywords]] = [(torch.float32, {}), (torch.bfloat16, case.keywords[-1])]
     for dtype, keywords in grid:
         ends = []
-        for offload in (None, "cpu", tmp_path, Offload(tmp_path, fraction=0.5)):
+        for offload in (None, "cpu", tmp_path):
             params, optimizer = make(case.ours, offload, dtype, **keywords)
             advance(params, optimizer, range(4))
             ends.append(bits(params, optimizer))
@@ -119,7 +126,7 @@ def test_memory_and_room(tmp_path: Path) -> None:
 
 
 def test_what_is_not_offered_is_refused(tmp_path: Path) -> None:
-    nonsense: list[dict[str, Any]] = [{"step": "disk"}, {"fraction": 0.0}, {"gradients": "/tmp"}, {"params": "/tmp"}]
+    nonsense: list[dict[str, Any]] = [{"step": "disk"}, {"gradients": "/tmp"}, {"params": "/tmp"}]
     for wrong in nonsense:
         with pytest.raises(ValueError, match=next(iter(wrong))):
             Offload(**wrong)
@@ -161,7 +168,6 @@ def ways(root: Path) -> dict[str, Offload]:
     return {
         "cpu": Offload(),
         "disk": Offload(root),
-        "half on disk": Offload(root, fraction=0.5),
         "gradients too": Offload(root, gradients="cpu"),
     }
 
@@ -185,17 +191,15 @@ def test_every_stage_leaves_the_same_bits(rows: list[Row], ranks: Pool, tmp_path
     assert not any(os.listdir(tmp_path / stage) for stage in "012")
 
 
-@sweep_at_once({"world": (2, 1), "fraction": (1.0, 0.5), "live_bytes": (6000, 1 << 20), "recipe": RECIPES}, strength=1)
+@sweep_at_once({"world": (2, 1), "live_bytes": (6000, 1 << 20), "recipe": RECIPES}, strength=1)
 def test_params_in_a_file_leave_the_same_bits(rows: list[Row], ranks: Pool, tmp_path: Path) -> None:
     for world in (1, 2):
         calls = [
             (
                 recipe,
-                Resting(
-                    3, neighbours=False, live_bytes=live, offload=Offload(tmp_path, params=tmp_path, fraction=fraction)
-                ),
+                Resting(3, neighbours=False, live_bytes=live, offload=Offload(tmp_path, params=tmp_path)),
             )
-            for number, fraction, live, recipe in rows
+            for number, live, recipe in rows
             if number == world
         ]
         check_trainings(calls, ranks, world)

@@ -23,8 +23,8 @@ from torch.nn import Parameter
 
 from shardopt import OffloadError, ShardedAdamW, Tuning
 from shardopt.kernels.launch import Native
-from shardopt.offload import file_io
-from shardopt.offload.file_io import System
+from shardopt.offload.disk import file_io
+from shardopt.offload.disk.file_io import System
 from tests.support.ranks import Pool
 from tests.support.training import raw
 
@@ -280,8 +280,8 @@ def test_a_flipped_bit_is_noticed_wherever_it_lies(tmp_path: Path) -> None:
                 assert "not those that were written" in str(error)
                 noticed.append(page)
             os.pwrite(file.fileno(), bytes([octet]), place)
-    assert training.optimizer._binding is not None
-    homes: list[Any] = [shard.home for shard in training.optimizer._binding.shards]
+    assert training.optimizer.engine.domain is not None
+    homes: list[Any] = [shard.home for shard in training.optimizer.engine.domain.shards]
     segments = [home.segment(name, start) for home in homes for name in home.names for start, _ in home.chunks()]
     assert len(noticed) == sum(each.nbytes for each in segments) // file_io.PAGE > 10
 
@@ -334,7 +334,7 @@ def test_an_interrupted_step_has_not_happened(tmp_path: Path) -> None:
 def test_a_disk_that_does_not_answer_is_given_up_in_time(tmp_path: Path) -> None:
     expected = undisturbed()
     training = half_way(tmp_path)
-    store: Any = training.optimizer._binding.store  # type: ignore[union-attr]
+    store: Any = training.optimizer.engine.domain.store  # type: ignore[union-attr]
     store.pipeline._deadline = 0.05
     before, gate = training.bits(), threading.Event()
 
@@ -361,7 +361,7 @@ def test_a_disk_that_does_not_answer_holds_up_no_move(tmp_path: Path) -> None:
     expected = undisturbed()
     training = half_way(tmp_path)
     before, gate = training.bits(), threading.Event()
-    store: Any = training.optimizer._binding.store  # type: ignore[union-attr]
+    store: Any = training.optimizer.engine.domain.store  # type: ignore[union-attr]
     store._reads._deadline = 0.05
 
     class Stalled(System):

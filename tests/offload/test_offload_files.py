@@ -17,8 +17,8 @@ import torch
 from torch.nn import Parameter
 
 from shardopt import OffloadError, ShardedAdam, ShardedAdamW, Tuning
-from shardopt.offload.checksum import checksum
-from shardopt.offload.file_io import PAGE
+from shardopt.offload.disk.checksum import checksum
+from shardopt.offload.disk.file_io import PAGE
 from tests.support.memory import resident
 from tests.support.scripts import Program
 from tests.support.training import raises, raw
@@ -175,8 +175,8 @@ def test_the_next_run_reclaims_what_a_killed_one_left(tmp_path: Path) -> None:
 
 def test_the_number_of_a_process_serves_where_there_are_no_locks(tmp_path: Path) -> None:
     optimizer = trained(tmp_path)
-    assert optimizer._binding is not None
-    fcntl.flock(cast(Any, optimizer._binding.store)._file.fd, fcntl.LOCK_UN)
+    assert optimizer.engine.domain is not None
+    fcntl.flock(cast(Any, optimizer.engine.domain.store)._file.fd, fcntl.LOCK_UN)
     left = folder_of(tmp_path)
     trained(tmp_path).close()
     assert left.exists()

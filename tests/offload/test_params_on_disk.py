@@ -247,8 +247,8 @@ def reads_that_fail(root: str | None) -> tuple[int, list[bytes]]:
                     break
                 except OffloadError:
                     failures += 1
-        assert optimizer._binding is not None and optimizer._binding.sharded is not None
-        assert not any(each.users for each in optimizer._binding.sharded.buckets)
+        assert optimizer.engine.domain is not None and optimizer.engine.domain.sharded is not None
+        assert not any(each.users for each in optimizer.engine.domain.sharded.buckets)
     optimizer.step()
     found = shown()
     optimizer.close()

@@ -16,7 +16,15 @@ from torch.nn import Parameter
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import shardopt
-from shardopt import DisagreementError, Offload, OffloadError, ShardedAdamW, ShardedOptimizer, ShardedSGD, Tuning
+from shardopt import (
+    DisagreementError,
+    Offload,
+    OffloadError,
+    ShardedAdamW,
+    ShardedOptimizer,
+    ShardedSGD,
+    Tuning,
+)
 from tests.offload.test_offload_faults import Faulty, system
 from tests.support.memory import resident
 from tests.support.offloaded import Resting, advance, bits, check_trainings, make
@@ -42,10 +50,10 @@ def rests(optimizer: ShardedOptimizer) -> dict[str, dict[str, int]]:
 # -- one rank ----------------------------------------------------------------------------------------------------------
 
 
-@sweep({"dtype": (torch.bfloat16, torch.float32), "base": ("device", "cpu", "disk", "half on disk")}, strength=1)
+@sweep({"dtype": (torch.bfloat16, torch.float32), "base": ("device", "cpu", "disk")}, strength=1)
 def test_every_way_leaves_the_same_bits(dtype: torch.dtype, base: str, tmp_path: Path) -> None:
     """Every pair of moves behind a step, with a step, a load or nothing in between."""
-    offload = {"device": None, "cpu": "cpu", "disk": tmp_path, "half on disk": Offload(tmp_path, fraction=0.5)}[base]
+    offload = {"device": None, "cpu": "cpu", "disk": tmp_path}[base]
     params, optimizer = make(ShardedAdamW, offload, dtype, amsgrad=True)
     others, still = make(ShardedAdamW, None, dtype, amsgrad=True)
     optimizer.offload(tmp_path / "too early")  # there is nothing to move
@@ -70,7 +78,7 @@ def test_every_way_leaves_the_same_bits(dtype: torch.dtype, base: str, tmp_path:
     assert not os.listdir(tmp_path)
 
 
-def test_memory_says_where_and_half_is_half(tmp_path: Path) -> None:
+def test_memory_says_where(tmp_path: Path) -> None:
     def trained(**keywords: Any) -> ShardedOptimizer:
         params = [Parameter(torch.ones(1024, dtype=torch.bfloat16)) for _ in range(8)]
         optimizer = ShardedAdamW(params, tuning=Tuning(bucket_bytes=2048), **keywords)
@@ -86,11 +94,6 @@ def test_memory_says_where_and_half_is_half(tmp_path: Path) -> None:
         move(optimizer, to, tmp_path)
         assert rests(optimizer) == {kind: {tier: nbytes} for kind, nbytes in whole.items()}
         assert len(os.listdir(tmp_path)) == (tier == "disk")
-    for fraction, tier, away in ((0.5, "disk", 4), (0.25, "host", 2), (0.05, "disk", 0), (0.95, "disk", 8)):
-        optimizer = trained(offload=Offload("cpu" if tier == "host" else tmp_path, fraction=fraction))
-        for kind, tiers in rests(optimizer).items():
-            expected = {tier: whole[kind] * away // 8, "device": whole[kind] * (8 - away) // 8}
-            assert {key: nbytes for key, nbytes in tiers.items() if nbytes} == {k: n for k, n in expected.items() if n}
 
 
 def test_a_directory_takes_the_memory_away(tmp_path: Path) -> None:
@@ -122,8 +125,8 @@ def test_a_move_that_fails_has_not_happened(tmp_path: Path) -> None:
             call()
 
 
-def test_what_is_written_to_memory_and_a_file_is_in_both_or_in_neither(tmp_path: Path) -> None:
-    params, optimizer = make(ShardedAdamW, Offload(tmp_path, fraction=0.5), torch.bfloat16)
+def test_a_write_outside_of_steps_holds_whole_or_not_at_all(tmp_path: Path) -> None:
+    params, optimizer = make(ShardedAdamW, tmp_path, torch.bfloat16)
     advance(params, optimizer, range(2))
     saved = copy.deepcopy(optimizer.state_dict())
     advance(params, optimizer, range(2, 4))
@@ -165,7 +168,7 @@ def moving(root: str) -> Iterator[None]:
 
 
 def bases(root: Path) -> dict[str, Offload | None]:
-    return {"device": None, "cpu": Offload(), "disk": Offload(root), "half on disk": Offload(root, fraction=0.4)}
+    return {"device": None, "cpu": Offload(), "disk": Offload(root)}
 
 
 AXES = {

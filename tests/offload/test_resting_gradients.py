@@ -20,17 +20,23 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import shardopt
-from shardopt import BindingError, CommunicationError, Offload, ShardedAdamW, ShardedSGD, Tuning
-from shardopt.gradient import GradientPart
-from shardopt.offload.landing import SLOTS, HostLanding
-from shardopt.offload.lanes import AtOnce
+from shardopt import (
+    BindingError,
+    CommunicationError,
+    Offload,
+    ShardedAdamW,
+    ShardedSGD,
+    Tuning,
+)
+from shardopt.domain.tiers import check_offload
+from shardopt.offload.gradients import SLOTS, HostLanding
+from shardopt.partition.reduce_buckets_host import RestingBucket
 from shardopt.partition.reducer import Reducer
-from shardopt.partition.resting import RestingBucket
-from shardopt.plan import Way, plan
-from shardopt.tiers import check_offload
+from shardopt.tensors.gradient import GradientPart
+from shardopt.tools.plan import Way, plan
 from tests.step.test_gradient_format import Setting as Summing
 from tests.step.test_gradient_format import is_exact
-from tests.support.late_copies import AsLateAsAllowed, Later, as_on_a_gpu
+from tests.support.late_copies import AsLateAsAllowed, AtOnce, Later, as_on_a_gpu
 from tests.support.offloaded import Resting, check_trainings, on_a_gpu
 from tests.support.ranks import Pool, RankFailure
 from tests.support.sweep import Row, drawn, grid, sweep_at_once
@@ -40,9 +46,7 @@ from tests.support.training import Net, loss_of, raw
 def ways(root: Path | str) -> list[Offload]:
     return [
         *(Offload(gradients="cpu", step=step) for step in ("cpu", "gpu", "auto")),
-        Offload(gradients="cpu", step="gpu", fraction=0.5),
         Offload(root, gradients="cpu"),
-        Offload(root, gradients="cpu", fraction=0.5),
     ]
 
 
@@ -67,7 +71,6 @@ def summing(root: str) -> list[Summing]:
         *kinds,
         replace(first, syncs=(True, False, True)),
         replace(first, reduce_dtype=torch.float32),
-        replace(first, debug=True),
     ]
 
 
@@ -176,7 +179,7 @@ RECIPES = ("accumulates under no_sync", "clips in the step", "scaler", "own grou
 
 def training_ways(root: Path) -> dict[str, Offload]:
     params = [Offload(gradients="cpu", params="cpu"), Offload(root, gradients="cpu", params=root)]
-    names = ("cpu", "gpu", "auto", "half", "disk", "half on disk", "params", "params on disk")
+    names = ("cpu", "gpu", "auto", "disk", "params", "params on disk")
     return dict(zip(names, [*ways(root), *params], strict=True))
 
 
@@ -395,7 +398,7 @@ def test_each_sum_goes_down_once_a_backward_and_the_cpu_reads_it_there() -> None
             memory = optimizer.memory()
             assert memory["gradient"] == {"device": 0, "host": 4 * numel}
             # Two params a bucket: two slots of sums for six buckets; and a row for each block.
-            landing = optimizer._binding.landing if optimizer._binding is not None else None
+            landing = optimizer.engine.domain.landing if optimizer.engine.domain is not None else None
             assert landing is not None and landing.slot_bytes == SLOTS * 4 * 2 * width * width
             still, away = (
                 plan(model, optimizer, 1, Way(2, True, torch.bfloat16, tier="host", sums_rest=rest), optimizer.options)
@@ -418,11 +421,11 @@ class HostAhead(AsLateAsAllowed):
         return mark
 
 
-@pytest.mark.parametrize("step", ["gpu", "auto", "half"])
+@pytest.mark.parametrize("step", ["gpu", "auto"])
 def test_sums_that_were_used_can_be_written(step: Any) -> None:
     """``zero_grad(set_to_none=False)`` behind a step zeroes host memory at once."""
     with as_on_a_gpu(HostAhead):
-        offload = Offload(gradients="cpu", **({"step": "gpu", "fraction": 0.5} if step == "half" else {"step": step}))
+        offload = Offload(gradients="cpu", step=step)
         model = nn.Sequential(*(nn.Linear(40, 40) for _ in range(4)))
         tuning = Tuning(bucket_bytes=2000, chunk_bytes=4096)
         optimizer = ShardedAdamW(model, stage=2, offload=offload, tuning=tuning)
@@ -452,7 +455,7 @@ def test_no_page_of_sums_stays_registered(ends: str) -> None:
     try:
         with (
             on_a_gpu(),
-            patch("shardopt.tiers.register_with_cuda", lambda address, _: not there.add(address)),
+            patch("shardopt.domain.tiers.register_with_cuda", lambda address, _: not there.add(address)),
             patch("shardopt.offload.pinned._unregister", unregister),
         ):
             model = nn.Linear(400, 400, bias=False)

@@ -7,17 +7,17 @@ from unittest.mock import patch
 import pytest
 import torch
 
-import shardopt.relocate
 from shardopt import ShardedAdamW
+from shardopt.domain.relocate import relocate
 from shardopt.offload.host import HostStore
-from shardopt.offload.lanes import AtOnce, Lanes
 from shardopt.offload.pinned import Pages
 from shardopt.offload.ring import SLOTS, RingStore
 from shardopt.offload.store import Chunk, Plane
-from shardopt.partition.room import zeros
+from shardopt.offload.streams import Lanes
+from shardopt.partition.memory import zeros
 from tests.offload.test_offload import CHUNK, advance, bits, make
 from tests.support.cases import CASES, Case
-from tests.support.late_copies import AsLateAsAllowed
+from tests.support.late_copies import AsLateAsAllowed, AtOnce
 
 
 def on_cpu(numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -36,9 +36,9 @@ def test_every_rule_leaves_the_same_bits(case: Case, lanes: Any) -> None:
         for streams in (False, True):
             params, optimizer = make(case.ours, None, dtype, **case.keywords[-1])
             advance(params, optimizer, range(1))
-            assert optimizer._binding is not None
+            assert optimizer.engine.domain is not None
             if streams:
-                shardopt.relocate.relocate(optimizer._binding, "host", lambda: ring(lanes()))
+                relocate(optimizer.engine.domain, "host", lambda: ring(lanes()))
             found = []
             for step in range(1, 5):
                 advance(params, optimizer, range(step, step + 1))
@@ -59,8 +59,8 @@ def test_every_format_leaves_the_same_bits(formats: dict[str, str]) -> None:
         params, optimizer = make(ShardedAdamW, None, torch.bfloat16, **formats)
         advance(params, optimizer, range(1))
         if lanes is not None:
-            assert optimizer._binding is not None
-            shardopt.relocate.relocate(optimizer._binding, "host", lambda lanes=lanes: ring(lanes))
+            assert optimizer.engine.domain is not None
+            relocate(optimizer.engine.domain, "host", lambda lanes=lanes: ring(lanes))
         advance(params, optimizer, range(1, 5))
         saved = optimizer.state_dict()
         optimizer.load_state_dict(saved)
@@ -71,9 +71,9 @@ def test_every_format_leaves_the_same_bits(formats: dict[str, str]) -> None:
 def test_slots_are_all_that_the_device_holds() -> None:
     params, optimizer = make(ShardedAdamW, None, torch.bfloat16)
     advance(params, optimizer, range(1))
-    assert optimizer._binding is not None
+    assert optimizer.engine.domain is not None
     before = optimizer.memory()["buffer"]["device"]
-    shardopt.relocate.relocate(optimizer._binding, "host", lambda: ring(AtOnce()))
+    relocate(optimizer.engine.domain, "host", lambda: ring(AtOnce()))
     advance(params, optimizer, range(1, 3))
     assert 0 < optimizer.memory()["buffer"]["device"] - before <= SLOTS * 3 * CHUNK
 

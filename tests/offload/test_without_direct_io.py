@@ -10,7 +10,7 @@ import torch
 from torch.nn import Parameter
 
 from shardopt import OffloadError, ShardedAdamW, Tuning
-from shardopt.offload.file_io import System
+from shardopt.offload.disk.file_io import System
 from tests.offload.test_offload_faults import system
 from tests.support.training import raises, raw
 

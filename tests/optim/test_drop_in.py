@@ -12,12 +12,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import lr_scheduler
 
-from shardopt import (
-    DisagreementError,
-    Part,
-    ShardedAdamW,
-    ShardedSGD,
-)
+from shardopt import DisagreementError, Part, ShardedAdamW, ShardedSGD
 from tests.support.cases import fill_gradients
 from tests.support.ranks import Pool
 from tests.support.training import Net, close_to, ddp, digest, load_bytes, loss_of, pair, raises, train_step

@@ -102,7 +102,6 @@ TUNING = {
     "timeout": NONE | POSITIVE | {"inf"},
     "neighbours": FLAG,
     "chunk_bytes": ONE,
-    "debug": FLAG,
     "nonfinite": NOTHING,
     "compress_from": COUNT,
     "seed": COUNT | {"-1"},
@@ -112,7 +111,6 @@ OFFLOAD = {
     "gradients": NONE,
     "params": NONE,
     "step": NOTHING,
-    "fraction": HALF | ONE,
     "pin_memory": FLAG,
 }
 SAVE = {

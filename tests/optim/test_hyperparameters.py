@@ -14,7 +14,13 @@ import torch.distributed as dist
 from torch.nn import Parameter
 
 import shardopt
-from shardopt import ShardedAdamW, ShardedLion, ShardedOptimizer, ShardedSGD, ShardoptError
+from shardopt import (
+    ShardedAdamW,
+    ShardedLion,
+    ShardedOptimizer,
+    ShardedSGD,
+    ShardoptError,
+)
 from tests.optim.test_public import TORCH_CLASSES
 from tests.support.ranks import Pool
 from tests.support.training import Net, digest, loss_of, raises, raw

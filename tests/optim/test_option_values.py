@@ -32,8 +32,6 @@ NAN, INF = math.nan, math.inf
         {"compress_from": -1},
         {"compress_from": "many"},
         {"neighbours": "no"},
-        {"debug": "false"},
-        {"debug": None},
         {"timeout": NAN},
         {"timeout": "60"},
         {"nonfinite": ["skip"]},
@@ -51,8 +49,6 @@ def test_tuning_is_refused_by_name(given: dict[str, Any]) -> None:
     "given",
     [
         {"pin_memory": "no"},
-        {"fraction": NAN},
-        {"fraction": "1"},
         {"step": ["cpu"]},
         {"gradients": "gpu"},
         {"states": b"x"},
@@ -104,10 +100,8 @@ def trains_with_numbers_of_others(directory: str) -> None:
         max_grad_norm=torch.tensor(1.0),
         ema=np.float32(0.5),
         release_gradients=np.False_,
-        offload=Offload(Path(directory), fraction=np.float32(1), pin_memory=np.True_),
-        tuning=Tuning(
-            bucket_bytes=np.int64(4096), chunk_bytes=4e4, seed=torch.tensor(7), timeout=np.float32(60), debug=0
-        ),
+        offload=Offload(Path(directory), pin_memory=np.True_),
+        tuning=Tuning(bucket_bytes=np.int64(4096), chunk_bytes=4e4, seed=torch.tensor(7), timeout=np.float32(60)),
     )
     for _ in range(2):
         opt.zero_grad()

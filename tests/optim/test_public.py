@@ -9,7 +9,9 @@ import pytest
 import torch
 
 import shardopt
-from shardopt.config import OptionKeywords, Options
+from shardopt import Offload, Tuning
+from shardopt.config import Options
+from tests.optim.test_every_argument import OFFLOAD, OPTIONS, TUNING
 from tests.support.paths import ROOT
 from tests.support.scripts import run_module, run_script
 
@@ -60,38 +62,13 @@ TORCH_CLASSES = [
 def test_names_are_added_on_purpose() -> None:
     assert sorted(shardopt.__all__) == sorted(EXPORTED)
     assert all(hasattr(shardopt, name) for name in EXPORTED)
+    assert [name for name in dir(shardopt) if not name.startswith("_")] == sorted(EXPORTED)  # and no module
 
 
 def test_options_are_added_on_purpose() -> None:
-    assert list(Options.__dataclass_fields__) == [
-        "module",
-        "stage",
-        "process_group",
-        "norm_group",
-        "master",
-        "state_format",
-        "gradient_format",
-        "ema",
-        "max_grad_norm",
-        "release_gradients",
-        "reduce_dtype",
-        "offload",
-        "tuning",
-    ]
-    assert set(OptionKeywords.__annotations__) == set(Options.__dataclass_fields__)
-    assert list(shardopt.Tuning.__dataclass_fields__) == [
-        "bucket_bytes",
-        "keep_below",
-        "keep",
-        "live_bytes",
-        "timeout",
-        "neighbours",
-        "chunk_bytes",
-        "debug",
-        "nonfinite",
-        "compress_from",
-        "seed",
-    ]
+    """By a row of the tables that say what each accepts."""
+    for options, table in ((Options, OPTIONS), (Tuning, TUNING), (Offload, OFFLOAD)):
+        assert list(options.__dataclass_fields__) == list(table)
 
 
 def test_methods_are_added_on_purpose() -> None:
@@ -101,6 +78,7 @@ def test_methods_are_added_on_purpose() -> None:
         "bind",
         "close",
         "consolidate_state_dict",
+        "grad_norm",
         "join",
         "join_device",
         "join_hook",
@@ -108,11 +86,14 @@ def test_methods_are_added_on_purpose() -> None:
         "memory",
         "no_sync",
         "offload",
+        "options",
         "refresh_masters",
         "reload",
+        "rule",
         "state",
         "timings",
         "unsharded",
+        "updates",
     ]
     joins = shardopt.ShardedOptimizer.join, torch.nn.parallel.DistributedDataParallel.join
     own_join, theirs = (inspect.signature(each).parameters.values() for each in joins)

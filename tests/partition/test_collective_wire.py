@@ -15,12 +15,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from shardopt import ShardedSGD, ShardoptError, Tuning
-from shardopt.partition import transport
-from shardopt.partition.collectives import Ranks
+from shardopt import BindingError, ShardedSGD, ShardoptError, Tuning
+from shardopt.partition.comm import transport
+from shardopt.partition.comm.group import Ranks
+from shardopt.partition.comm.transport import Transport
 from tests.partition.test_gather import CASES, trained
 from tests.support.modules import poisoned
 from tests.support.ranks import Pool
+from tests.support.through_host import through_host
 from tests.support.training import raw
 
 # Two ranks' sums have the same bits in either order, so that all ways of summing can be compared.
@@ -77,6 +79,29 @@ def tells_what_carries() -> None:
 
 def test_tells_what_carries(ranks: Pool) -> None:
     ranks.run(tells_what_carries, world=WORLD)
+
+
+def refuses_gpus_over_gloo() -> None:
+    """On every rank, before anything is sent."""
+    with pytest.raises(BindingError, match=r"init_process_group.* cuda.*2 ranks"):
+        Transport.of(Ranks(None, None), torch.device("cuda"), True)
+    assert Transport.of(Ranks.alone(), torch.device("cuda"), True).name == "none"
+
+
+def test_refuses_gpus_over_gloo(ranks: Pool) -> None:
+    ranks.run(refuses_gpus_over_gloo, world=WORLD)
+
+
+def trains_through_host() -> None:
+    """What tests on one GPU move shards by, here on the CPU: the bits of plain messages."""
+    for stage in (1, 3):
+        expected = trained(*CASES["Odd, plain"][:2], stage, neighbours=False)
+        with through_host():
+            assert trained(*CASES["Odd, plain"][:2], stage) == expected
+
+
+def test_trains_through_host(ranks: Pool) -> None:
+    ranks.run(trains_through_host, world=WORLD)
 
 
 # -- ranks that go apart -----------------------------------------------------------------------------------------------
@@ -145,7 +170,7 @@ def a_step_in_these_orders(orders: tuple[tuple[int, ...], ...]) -> Told:
 
 
 def slices(optimizer: Any) -> list[bytes]:
-    return [raw(shard.param) for shard in optimizer._binding.shards]
+    return [raw(shard.param) for shard in optimizer.engine.domain.shards]
 
 
 def test_one_order_is_no_error(ranks: Pool) -> None:

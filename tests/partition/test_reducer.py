@@ -20,9 +20,15 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.utils.checkpoint import checkpoint
 
-from shardopt import ShardedAdamW, ShardedOptimizer, ShardedSGD, ShardoptError, Tuning
-from shardopt.partition.message_scatter import MessageScatter
-from shardopt.partition.neighbour_scatter import NeighbourScatter
+from shardopt import (
+    ShardedAdamW,
+    ShardedOptimizer,
+    ShardedSGD,
+    ShardoptError,
+    Tuning,
+)
+from shardopt.partition.comm.reduce_scatter_p2p import MessageScatter
+from shardopt.partition.comm.reduce_scatter_peer import NeighbourScatter
 from tests.support.absence import LATER, Roll, given_up
 from tests.support.moments import Moments
 from tests.support.ranks import Pool
@@ -309,12 +315,12 @@ def nothing_travels_twice(stage: int, neighbours: bool) -> None:
         model = Chain()
         opt = ShardedSGD(model, lr=0.5, stage=stage, tuning=Tuning(neighbours=neighbours, **SMALL))
         for step, case in enumerate([CASES[name], CASES[name], plain, plain, plain]):
-            before = 0 if opt._binding is None else opt._binding.wires.shards.traffic.gradients
+            before = 0 if opt.engine.domain is None else opt.engine.domain.transport.traffic.gradients
             opt.zero_grad()
             run_case(case, model, dist.get_rank(), step)
             opt.step()
-        slices = [bucket.total.numel() for bucket in opt._binding.reducer.buckets]
-        assert opt._binding.wires.shards.traffic.gradients - before == (dist.get_world_size() - 1) * 4 * sum(slices)
+        slices = [bucket.total.numel() for bucket in opt.engine.domain.reducer.buckets]
+        assert opt.engine.domain.transport.traffic.gradients - before == (dist.get_world_size() - 1) * 4 * sum(slices)
 
 
 def test_sums_are_exact(ranks: Pool) -> None:
@@ -488,8 +494,8 @@ class Outcome:
 
 def held(opt: ShardedOptimizer) -> list[bytes]:
     """This rank's bits of params and states; at stage 3 its slices, whatever else is gathered."""
-    assert opt._binding is not None
-    shards = opt._binding.shards
+    assert opt.engine.domain is not None
+    shards = opt.engine.domain.shards
     whole = [param for shard in shards if shard.gathered is None for param in shard.bucket.params]
     return [
         raw(each)
@@ -607,7 +613,7 @@ def live_or_die(neighbours: bool, which: signal.Signals, folder: Path) -> Outcom
     """The doomed rank ends in mid-backward, when the others have nothing left to do but to wait for it."""
     training = Training(2, neighbours, **SMALL)
     training.opt.bind()
-    assert training.opt._binding is not None
+    assert training.opt.engine.domain is not None
     before, roll = held(training.opt), Roll(Moments(folder), "backward", training.rank, dist.get_world_size())
 
     def ends(_: Tensor) -> None:

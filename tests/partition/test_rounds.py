@@ -11,7 +11,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
-from shardopt import BindingError, DisagreementError, ReleasedError, ShardedSGD, ShardoptError, StateError
+from shardopt import (
+    BindingError,
+    DisagreementError,
+    ReleasedError,
+    ShardedSGD,
+    ShardoptError,
+    StateError,
+)
 from shardopt.partition.reducer import Reducer
 from tests.module.test_handover import SGD, Net, average, backward, check_close, loss_of, pair, train_step, tuning
 from tests.support.ranks import Pool
@@ -69,7 +76,7 @@ def no_round(stage: int, neighbours: bool) -> None:
                 x = torch.ones(4, 6, requires_grad=True)
                 model.eval()
                 (grad,) = torch.autograd.grad(model.module(x).sum(), x)
-                assert grad.shape == x.shape and not opt._handover.backward.is_open
+                assert grad.shape == x.shape and not opt.engine.takeover.backward.is_open
                 model.train()
             backward(model, step)
             each.step()
@@ -196,7 +203,7 @@ def collective_in_backward(frozen: bool) -> None:
                 model.layers[11].requires_grad_(False)
             loss = model(x, -1 if frozen else (0, 11)[rank]).square().mean()
             if model is models[1]:
-                reducer = opt._binding.reducer
+                reducer = opt.engine.domain.reducer
                 assert isinstance(reducer, Reducer)
                 watched = model.layers[3].weight.register_post_accumulate_grad_hook(
                     lambda _, reducer=reducer, started=started: started.append(reducer._started)

@@ -15,11 +15,11 @@ from unittest.mock import patch
 
 import torch
 
-from shardopt.epoch import Moment
+from shardopt.domain import listener, serve
+from shardopt.domain.epoch import Moment
+from shardopt.domain.listener import Listener, reclaim
+from shardopt.domain.serve import Peers, Server, Shelf
 from shardopt.errors import StateError
-from shardopt.partition import listener, serve
-from shardopt.partition.listener import Listener, reclaim
-from shardopt.partition.serve import Peers, Server, Shelf
 from tests.support.moments import until
 
 KEY = b"k" * 32

@@ -11,8 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import shardopt
-from shardopt import ShardedAdamW, StateError, Tuning, step
-from shardopt.exhibit import Exhibit
+from shardopt import ShardedAdamW, StateError, Tuning
+from shardopt.domain.remote_states import Exhibit
+from shardopt.step import step
 from tests.states.test_one_rank_alone import same, saved
 from tests.support.moments import Moments
 from tests.support.ranks import Pool

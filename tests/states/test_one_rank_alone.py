@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardopt import ShardedAdamW, ShardedSGD, ShardoptError, StateError, Tuning
-from shardopt.partition import serve
+from shardopt.domain import serve
 from tests.support.ranks import Pool
 from tests.support.scripts import Done, Program
 from tests.support.training import raises, raw
@@ -122,7 +122,7 @@ def closed_and_strange() -> int:
     assert server._listener.family == "AF_UNIX"
     folder = os.stat(os.path.dirname(server.address))
     assert folder.st_uid == os.getuid() and folder.st_mode & 0o077 == 0
-    showing = opt._binding.exhibit._showing
+    showing = opt.engine.domain.exhibit._showing
     for greeting in (b"not json", json.dumps({"token": "x", "challenge": "y"}).encode(), b"{" * 5000):
         with connection.Client(server.address) as stranger:
             stranger.send_bytes(greeting)

@@ -13,8 +13,8 @@ from torch import nn
 from torch.nn import Parameter
 
 from shardopt import ShardedAdamW, ShardedSGD, StateError, Tuning
-from shardopt.offload.disk import DiskHome
-from shardopt.shard import Shard
+from shardopt.domain.shard import Shard
+from shardopt.offload.disk.store import DiskHome
 from tests.states.test_one_rank_alone import same, saved
 from tests.support.training import raises
 

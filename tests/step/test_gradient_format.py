@@ -25,8 +25,8 @@ from torch.utils._pytree import tree_leaves
 import shardopt
 from shardopt import BindingError, DisagreementError, Offload, ShardedSGD, Tuning
 from shardopt.kernels.tables import BLOCK
-from shardopt.partition import scatter
-from shardopt.partition.collectives import Ranks
+from shardopt.partition.comm import reduce_scatter as scatter
+from shardopt.partition.comm.group import Ranks
 from tests.support.ranks import Pool
 from tests.support.training import raises, raw
 
@@ -127,12 +127,11 @@ class Setting:
     syncs: tuple[bool, ...] = (True, True, True)
     reduce_dtype: torch.dtype | None = None
     offload: Offload | None = None
-    debug: bool = False
     hybrid: bool = False
     collectives: bool = False  # gloo's, in place of the messages that are faster
 
     def optimizer(self, model: nn.Module, **more: Any) -> ShardedSGD:
-        tuning = Tuning(bucket_bytes=3000, keep_below=100, neighbours=self.neighbours, debug=self.debug)
+        tuning = Tuning(bucket_bytes=3000, keep_below=100, neighbours=self.neighbours)
         group = init_device_mesh("cpu", (2, 2)) if self.hybrid else None
         options = {"reduce_dtype": self.reduce_dtype, "offload": self.offload, "process_group": group}
         return ShardedSGD(model, lr=1.0, stage=self.stage, gradient_format="bf16", tuning=tuning, **options, **more)
@@ -221,7 +220,6 @@ SETTINGS = [
     Setting(2, reduce_dtype=FP32),
     Setting(2, reduce_dtype=torch.float16, syncs=(True,)),
     Setting(2, offload=Offload(gradients="cpu")),
-    Setting(1, debug=True, syncs=(True, True)),
 ]
 
 
@@ -266,15 +264,16 @@ def takes_two_bytes(setting: Setting) -> None:
                     loss.backward()
                 assert widest.numel == (300 if dist.get_world_size() > 1 else 1), setting
             optimizer.step()
-        assert optimizer._binding is not None and optimizer._binding.wires is not None
-        own = sum(shard.numel for shard in optimizer._binding.shards)
+        assert optimizer.engine.domain is not None and optimizer.engine.domain.links is not None
+        links = optimizer.engine.domain.links
+        own = sum(shard.numel for shard in optimizer.engine.domain.shards)
         tier = "device" if setting.offload is None else "host"
         held = optimizer.memory()["gradient"]
         assert held.pop(tier) == pytest.approx(2 * own, abs=2 * BLOCK * len(model.cells)) and not any(held.values())
         # Gradients travel as they are, and at stage 0 sums come back as they are kept.
-        buckets, others = optimizer._binding.reducer.buckets, dist.get_world_size() - 1
+        buckets, others = optimizer.engine.domain.reducer.buckets, dist.get_world_size() - 1
         nbytes = sum(4 * each.part_numel if setting.stage == 0 else 2 * each.total.numel() for each in buckets)
-        assert sum(wire.traffic.gradients for wire in optimizer._binding.wires) == 4 * others * nbytes, setting
+        assert sum(wire.traffic.gradients for wire in (links.shards, links.replicas)) == 4 * others * nbytes, setting
 
 
 def all_take_two_bytes(settings: Sequence[Setting]) -> None:

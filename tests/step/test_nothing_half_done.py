@@ -25,7 +25,7 @@ from shardopt import (
     Tuning,
 )
 from shardopt.kernels.launch import Native
-from shardopt.part import Part
+from shardopt.tensors.part import Part
 from tests.support.ranks import Pool
 
 

@@ -10,13 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardopt import (
-    Part,
-    ShardedAdamW,
-    ShardedSGD,
-    ShardoptError,
-    Tuning,
-)
+from shardopt import Part, ShardedAdamW, ShardedSGD, ShardoptError, Tuning
 from tests.support.cases import Zoo, fill_gradients
 from tests.support.ranks import Pool
 from tests.support.training import Net, close_to, ddp, digest, loss_of, raises, raw

@@ -31,9 +31,9 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 
 import shardopt
 from shardopt import ShardedAdamW, ShardedOptimizer, ShardedSGD, Tuning
-from shardopt.gradient import GradientPart
 from shardopt.partition import reducer as reducer_module
-from shardopt.partition.room import return_free_pages
+from shardopt.partition.memory import return_free_pages
+from shardopt.tensors.gradient import GradientPart
 from tests.support.cases import BLOCK, Zoo
 from tests.support.cheats import CHEATS, REDUCING_CHEATS, cheating
 from tests.support.comparing import digest, raw, states_of
@@ -638,7 +638,7 @@ def watch_params(model: nn.Module, optimizer: ShardedOptimizer) -> list[int]:
 
 
 def assert_nothing_gathered(optimizer: ShardedOptimizer, where: str) -> None:
-    for shard in optimizer._binding.shards:  # type: ignore[union-attr]
+    for shard in optimizer.engine.domain.shards:  # type: ignore[union-attr]
         assert shard.bucket.resident_bytes == 0, where
         assert pages_there(shard.bucket.flat) == 0, where
         assert pages_there(shard.param) > 0, where  # it does see pages
@@ -673,8 +673,8 @@ def buckets_of_ddp_are_freed() -> None:
     optimizer.zero_grad()
     reducer = weakref.ref(model.reducer)
     before = resident()
-    assert optimizer._handover is not None
-    optimizer._handover.retire_reducer()
+    assert optimizer.engine.takeover is not None
+    optimizer.engine.takeover.retire_reducer()
     assert reducer() is None
     assert before - resident() == pytest.approx(nbytes, rel=0.1)
     model(x).sum().backward()

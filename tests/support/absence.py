@@ -12,8 +12,8 @@ from datetime import timedelta
 from typing import Any
 from unittest.mock import patch
 
-from shardopt.partition.board import Board
-from shardopt.partition.collectives import Pending, Ranks
+from shardopt.partition.comm.group import Pending, Ranks
+from shardopt.partition.comm.peer_board import Board
 from tests.support.moments import Moments, until
 from tests.support.ranks import DEADLINE
 

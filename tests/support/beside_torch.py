@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from shardopt import ShardedOptimizer, optim
+from shardopt import ShardedOptimizer
+from shardopt.optim import classes as optim
 from tests.support.cases import Lion
 
 HALF, HALVES = 0.5, (0.5, 0.5)

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from shardopt import optim
-from shardopt.optimizer import ShardedOptimizer
+from shardopt.optim import classes as optim
+from shardopt.optim.optimizer import ShardedOptimizer
 from shardopt.rules.adadelta import adadelta
 from shardopt.rules.adagrad import adagrad
 from shardopt.rules.adam import adam

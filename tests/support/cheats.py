@@ -12,15 +12,17 @@ import torch
 import torch.distributed as dist
 
 from shardopt import ShardedOptimizer
-from shardopt import step as step_module
-from shardopt import survey as survey_module
 from shardopt.kernels.launch import Native
 from shardopt.kernels.tables import Factors
-from shardopt.partition import message_scatter, neighbour_scatter, scatter
-from shardopt.partition.reduced import ReducedBucket
+from shardopt.partition.comm import reduce_scatter as scatter
+from shardopt.partition.comm import reduce_scatter_p2p as message_scatter
+from shardopt.partition.comm import reduce_scatter_peer as neighbour_scatter
+from shardopt.partition.comm.all_gather import NoWire
+from shardopt.partition.comm.transport import Transport
+from shardopt.partition.reduce_buckets import ReducedBucket
 from shardopt.partition.reducer import Reducer
-from shardopt.partition.transport import Transport
-from shardopt.partition.wire import NoWire
+from shardopt.step import step as step_module
+from shardopt.step import survey as survey_module
 from tests.support.cases import Case, Keywords
 
 SECOND_MOMENTS = {"exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum", "exp_inf"}
@@ -73,10 +75,10 @@ def decay_dropped(group: Any) -> dict[str, Any]:
     return {**NUMBERS(group), "weight_decay": 0.0}
 
 
-def counts_one_too_many(binding: Any, numbers: Any, ready: Any) -> Any:
+def counts_one_too_many(domain: Any, numbers: Any, ready: Any) -> Any:
     for each in ready:
         each.entry.step += 1
-    result = SCALARS(binding, numbers, ready)
+    result = SCALARS(domain, numbers, ready)
     for each in ready:
         each.entry.step -= 1
     return result

@@ -13,8 +13,10 @@ from unittest.mock import patch
 
 import torch
 
-from shardopt import Offload, tiers
-from shardopt.offload.lanes import Copy, Lanes
+from shardopt import Offload
+from shardopt.domain import tiers
+from shardopt.offload.gradients import HostLanding
+from shardopt.offload.streams import Copy, Lanes, Mark
 
 CPU = torch.device("cpu")
 
@@ -49,6 +51,24 @@ class Upload(NamedTuple):
     by: Later
     source: torch.Tensor
     kept: torch.Tensor  # what it held when the copy was asked for
+
+
+class AtOnce:
+    """Every copy is made when it is asked for."""
+
+    def now(self) -> Mark:
+        return None
+
+    def bring(self, copies: Sequence[Copy], behind: Mark) -> Mark:
+        for into, source in copies:
+            into.copy_(source)
+
+    take = bring
+
+    def join(self, mark: Mark) -> None:
+        pass
+
+    settle = join
 
 
 @dataclass
@@ -130,17 +150,18 @@ def as_on_a_gpu(lanes: type[Lanes]) -> Iterator[None]:
         return tiers._beside(CPU, lanes(), rests, tuning)
 
     def landing(rests: Offload | None, device: torch.device) -> Any:
-        return None if rests is None or rests.gradients is None else tiers._landing_beside(CPU, lanes(), rests)
+        if rests is None or rests.gradients is None:
+            return None
+        return HostLanding(CPU, lanes(), tiers._pages(rests))
 
     with ExitStack() as stack:
-        stack.enter_context(patch("shardopt.tiers._beside_cpu", beside))
-        stack.enter_context(patch("shardopt.tiers._lanes_to", lambda device: lanes()))
-        stack.enter_context(patch("shardopt.binding.make_landing", landing))
-        stack.enter_context(patch("shardopt.tiers.register_with_cuda", None))
+        stack.enter_context(patch("shardopt.domain.tiers._beside_cpu", beside))
+        stack.enter_context(patch("shardopt.domain.bind.make_landing", landing))
+        stack.enter_context(patch("shardopt.domain.tiers.register_with_cuda", None))
         for module in ("bind", "optimizer"):
             stack.enter_context(patch(f"shardopt.{module}.check_offload", lambda rests, *_: None))
         away = patch(
-            "shardopt.binding.params_rest", lambda rests, device: rests is not None and rests.params is not None
+            "shardopt.domain.domain.params_rest", lambda rests, device: rests is not None and rests.params is not None
         )
         stack.enter_context(away)
         yield

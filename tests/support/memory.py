@@ -4,7 +4,7 @@ import gc
 import os
 from pathlib import Path
 
-from shardopt.partition.room import return_free_pages
+from shardopt.partition.memory import return_free_pages
 
 
 def resident() -> int:

@@ -15,8 +15,8 @@ from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 from shardopt import ShardedOptimizer, ShardedSGD, Tuning
-from shardopt.partition.gather import GatheredBucket, Gatherer
-from shardopt.partition.room import Room
+from shardopt.partition.gatherer import GatheredBucket, Gatherer
+from shardopt.partition.memory import Room
 
 W = 24  # a weight is two and a quarter blocks
 KEPT = 20  # of fewer elements than this, params stay whole

@@ -7,7 +7,15 @@ from typing import Any
 
 import numpy as np
 
-from shardopt.kernels.formats import BELOW_TOP, GOLDEN, SCALE_DROPPED_BITS, SMALLEST_SCALE, SPLIT, BlockFormat, Format
+from shardopt.kernels.formats import (
+    BELOW_TOP,
+    GOLDEN,
+    SCALE_DROPPED_BITS,
+    SMALLEST_SCALE,
+    SPLIT,
+    BlockFormat,
+    Format,
+)
 
 BLOCK = 256
 Array = np.ndarray[Any, np.dtype[Any]]

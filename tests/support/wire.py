@@ -18,7 +18,7 @@ from unittest.mock import patch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardopt.partition import neighbours
+from shardopt.partition.comm import peer_memory as neighbours
 
 # Where struct tcp_info (linux/tcp.h) has tcpi_bytes_received, and tcpi_bytes_sent with tcpi_bytes_retrans behind it.
 _RECEIVED, _SENT = 128, 200

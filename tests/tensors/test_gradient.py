@@ -21,8 +21,8 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_no
 from torch.utils.checkpoint import checkpoint
 
 from shardopt import StateError
-from shardopt.gradient import GradientPart, Norms, Slot
-from shardopt.part import Part
+from shardopt.tensors.gradient import GradientPart, Norms, Slot
+from shardopt.tensors.part import Part
 from tests.support.training import raises, raw
 
 DIVISOR = 3  # not a power of two: dividing early, late or twice shows

@@ -11,7 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardopt import ShardedAdamW, ShardedOptimizer, Tuning, load_checkpoint, save_checkpoint
+from shardopt import (
+    ShardedAdamW,
+    ShardedOptimizer,
+    Tuning,
+    load_checkpoint,
+    save_checkpoint,
+)
 from tests.support.comparing import raw
 from tests.support.modules import W, data, loss_of
 from tests.support.ranks import Pool

@@ -15,11 +15,20 @@ from torch.nn.parallel import DistributedDataParallel
 import shardopt
 from shardopt import Offload, ShardedAdagrad, ShardedAdamW, ShardedSGD, Tuning
 from shardopt.__main__ import main
-from shardopt.command_values import parse_count, parse_size
 from shardopt.config import Options
-from shardopt.doctor import report
-from shardopt.plan import TIERS, WAYS, Need, Way, cheapest, every_way, plan, transformer
-from shardopt.plan_report import advice, table
+from shardopt.tools.doctor import report
+from shardopt.tools.plan import (
+    TIERS,
+    WAYS,
+    Need,
+    Way,
+    cheapest,
+    every_way,
+    plan,
+    transformer,
+)
+from shardopt.tools.plan_report import advice, table
+from shardopt.tools.values import parse_count, parse_size
 from tests.support.ranks import Pool
 from tests.support.scripts import run_module
 
@@ -69,8 +78,8 @@ def plans_are_what_is_held(kind: Any, keywords: dict[str, Any], ways: Sequence[W
             master=way.master,
             state_format=way.state_format,
             gradient_format=way.gradient_format,
-            ema=0.9 if way.has_average else None,
-            release_gradients=way.releases,
+            ema=way.ema,
+            release_gradients=way.release_gradients,
             offload=offload_of(way, directory),
             tuning=TUNING,
         )
@@ -107,13 +116,15 @@ def ways_with_formats() -> list[Way]:
     low = [way for way in WAYS if way.dtype is torch.bfloat16]
     kinds = [("split", "int8", "host"), ("split24", "bf16", "disk"), ("none", "int8", "device")]
     found = [
-        dataclasses.replace(way, master=master, state_format=states, tier=tier, has_average=states == "bf16")
+        dataclasses.replace(way, master=master, state_format=states, tier=tier, ema=0.999 if states == "bf16" else None)
         for way, (master, states, tier) in zip(low, itertools.cycle(kinds), strict=False)
     ]
     found += [dataclasses.replace(way, gradient_format="bf16") for way in found if way.has_module]
     mixed = [Way(3, True, torch.bfloat16, state_format="int8", tier="disk")]
     mixed += [dataclasses.replace(way, sums_rest=True) for way in found if way.stage >= 2 and way.tier != "device"]
-    released = [Way(stage, True, torch.bfloat16, "split24", "int8", tier, releases=True) for stage, tier in RELEASED]
+    released = [
+        Way(stage, True, torch.bfloat16, "split24", "int8", tier, release_gradients=True) for stage, tier in RELEASED
+    ]
     return [
         *found,
         *mixed,
@@ -176,12 +187,14 @@ def test_formulas_and_traffic_of_tiers() -> None:
     split = [of(master=master).formula for master in ("split", "split24", "none")]
     assert split == ["2 + 14/N", "2 + 13/N", "2 + 12/N"]
     assert of(master="split24", state_format="int8").formula == "2 + 7.03/N"
-    assert of(master="none", state_format="bf16", has_average=True).formula == "2 + 10/N"
+    assert of(master="none", state_format="bf16", ema=0.999).formula == "2 + 10/N"
     assert of(stage=1, master="split24", state_format="int8", gradient_format="bf16").formula == "2 + 5.03/N"
     assert of(stage=3, master="split24", state_format="int8", gradient_format="bf16").formula == "7.03/N"
-    assert of(stage=1, master="split24", state_format="int8", releases=True).formula == "2 + 3.03/N"
-    found = every_way([dataclasses.replace(way, releases=True) for way in WAYS])
-    assert {way.tier for way in found if way.releases} == {"device"}  # with the rest, binding refuses params on a GPU
+    assert of(stage=1, master="split24", state_format="int8", release_gradients=True).formula == "2 + 3.03/N"
+    found = every_way([dataclasses.replace(way, release_gradients=True) for way in WAYS])
+    assert {way.tier for way in found if way.release_gradients} == {
+        "device"
+    }  # with the rest, binding refuses params on a GPU
     assert of(tier="disk").formula == "2 + 4/N, disk 12/N"
     host, disk = of(tier="host"), of(tier="disk")
     assert host.on("disk") == 0 and host.moved["bus"] == disk.moved["disk"] and disk.moved["bus"] == 0

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from shardopt import ShardedAdamW
-from shardopt.plan import WAYS, Way, plan
+from shardopt.tools.plan import WAYS, Way, plan
 from tests.support.llama import Llama, loss_of
 from tests.support.ranks import Pool
 from tests.support.wire import counting
@@ -17,7 +17,7 @@ from tests.support.wire import counting
 CLOSE = 0.01
 MOVING = (
     *(way for way in WAYS if way.stage < 3),
-    *(Way(stage, True, dtype, releases=True) for stage in (0, 1) for dtype in (torch.float32, torch.bfloat16)),
+    *(Way(stage, True, dtype, release_gradients=True) for stage in (0, 1) for dtype in (torch.float32, torch.bfloat16)),
     Way(0, True, torch.bfloat16, gradient_format="bf16"),  # sums go back as they are kept
 )
 
@@ -31,7 +31,7 @@ def planned_and_moved(ways: Sequence[Way], blocks: int) -> list[tuple[int, int]]
         opt = ShardedAdamW(
             trained if way.has_module else model.parameters(),
             stage=way.stage,
-            release_gradients=way.releases,
+            release_gradients=way.release_gradients,
             gradient_format=way.gradient_format,
         )
         for _ in range(2):  # the first one also shares weights

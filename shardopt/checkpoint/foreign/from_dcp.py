@@ -1,0 +1,164 @@
+"""A folder that ``torch.distributed.checkpoint.save`` wrote: FSDP2's, and of whatever else saves there."""
+
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...errors import CheckpointError
+from .from_torch import Hints, from_nested
+from .source import Foreign, Values
+from .unpickle import read_index, read_item
+
+INDEX = ".metadata"
+
+
+def read_dcp(folder: Path, hints: Hints) -> Foreign:
+    """
+    Raises:
+        CheckpointError: the folder is damaged, or it is not clear which tensor is what.
+    """
+    index = read_index(folder / INDEX)
+    try:
+        nested = _nested(_Folder(folder, index), index)
+    except (AttributeError, TypeError, ValueError, IndexError, KeyError) as error:
+        raise CheckpointError(
+            f"{folder / INDEX} is not laid out as torch 2.11 to 2.13 do it ({error!r}): nothing was imported. Load the "
+            "checkpoint with the torch that wrote it and save it again."
+        ) from error
+    return from_nested(nested, f"torch.distributed.checkpoint: {folder.name}", hints)
+
+
+class _Folder:
+    """Its items by name, read when they are wanted."""
+
+    def __init__(self, folder: Path, index: Any):
+        self._folder = folder
+        self._places: dict[str, dict[tuple[int, ...] | None, Any]] = {}
+        for key, place in index.storage_data.items():
+            offset = getattr(key, "offset", None)
+            self._places.setdefault(key.fqn, {})[None if offset is None else tuple(offset)] = place
+
+    def item(self, name: str, offset: tuple[int, ...] | None) -> Any:
+        place = self._places[name].get(offset)
+        if place is None:
+            raise CheckpointError(f"{self._folder}: the index has no place for {name!r} at {offset}: it is damaged.")
+        if getattr(place, "transform_descriptors", None):
+            raise CheckpointError(f"{self._folder}: {name!r} was compressed, which is not read. Save it without.")
+        path = self._folder / place.relative_path
+        if path.resolve().parent != self._folder.resolve() or not path.is_file():
+            raise CheckpointError(f"{path}, where {name!r} should be, is no file of this folder: nothing was imported.")
+        return read_item(path, int(place.offset), int(place.length))
+
+    def values(self, name: str, described: Any) -> Values:
+        shape, dtype = tuple(described.size), described.properties.content[0]
+        boxes = [(tuple(each.offsets), tuple(each.sizes)) for each in described.chunks]
+        self._check(name, shape, boxes)
+
+        def load() -> torch.Tensor:
+            whole = torch.empty(shape, dtype=dtype)
+            for offsets, sizes in boxes:
+                box = self.item(name, offsets)
+                if not isinstance(box, torch.Tensor) or tuple(box.shape) != sizes or box.dtype is not dtype:
+                    raise CheckpointError(
+                        f"{self._folder}: {name!r} at {offsets} is not the tensor that the index says."
+                    )
+                whole[tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))] = box
+            return whole
+
+        return Values(shape, dtype, load)
+
+    def _check(self, name: str, shape: tuple[int, ...], boxes: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> None:
+        """Boxes lie within the tensor and apart from each other, and are as large as it together: they fill it."""
+        inside = all(
+            len(offsets) == len(sizes) == len(shape)
+            and all(
+                start >= 0 and size >= 0 and start + size <= all_of
+                for start, size, all_of in zip(*box, shape, strict=True)
+            )
+            for box in boxes
+            for offsets, sizes in (box,)
+        )
+        filled = [box for box in boxes if math.prod(box[1])]
+        ordered = sorted(filled)
+        # Sorted by their first offset, only those whose first ranges meet can overlap.
+        for at, (offsets, sizes) in enumerate(ordered):
+            for others, their_sizes in ordered[at + 1 :]:
+                if shape and others[0] >= offsets[0] + sizes[0]:
+                    break
+                meets = all(
+                    a < b + n and b < a + m for a, m, b, n in zip(offsets, sizes, others, their_sizes, strict=True)
+                )
+                inside = inside and not meets
+        if not inside or sum(math.prod(sizes) for _, sizes in boxes) != math.prod(shape):
+            raise CheckpointError(
+                f"{self._folder}: the pieces of {name!r} do not make up its shape {list(shape)}: {boxes[:4]}. Elements "
+                "would be missing, so nothing was imported. Save the checkpoint again."
+            )
+
+
+def _nested(folder: _Folder, index: Any) -> Any:
+    """The dict that was saved, with Values for tensors."""
+    root: dict[Any, Any] = {}
+    for name, described in index.state_dict_metadata.items():
+        path = (index.planner_data or {}).get(name, (name,))
+        is_tensor = hasattr(described, "chunks")
+        if not is_tensor and not _is_wanted(path):
+            continue
+        value = folder.values(name, described) if is_tensor else _plain(folder.item(name, None))
+        at = root
+        for key in path[:-1]:
+            at = at.setdefault(key, {})
+        at[path[-1]] = value
+    return _unflattened(_with_lists(root))
+
+
+def _is_wanted(path: tuple[Any, ...]) -> bool:
+    """Of what is no tensor, the groups of optimizers; a data loader's state may be of any class."""
+    return any(str(key).partition(".")[0] in ("param_groups", "state") for key in path)
+
+
+def _plain(value: Any) -> Any:
+    return Values.of(value) if isinstance(value, torch.Tensor) else value
+
+
+def _with_lists(value: Any) -> Any:
+    """Dicts with the keys 0, 1, ... under the name ``param_groups`` were lists."""
+    if not isinstance(value, Mapping):
+        return value
+    found = {key: _with_lists(item) for key, item in value.items()}
+    groups = found.get("param_groups")
+    if isinstance(groups, Mapping) and all(isinstance(key, int) for key in groups):
+        found["param_groups"] = [groups[key] for key in sorted(groups)]
+        known = {str(key): key for group in found["param_groups"] for key in group.get("params", ())}
+        # Keys of dicts were written as text; torch.optim's own are numbers.
+        found["state"] = {known.get(key, key): state for key, state in found.get("state", {}).items()}
+    return found
+
+
+def _unflattened(value: Any) -> Any:
+    """Optimizers that were saved as ``state.<param>.<kind>`` and ``param_groups.<param>.<key>`` in torch's own form."""
+    if not isinstance(value, Mapping):
+        return value
+    flat = [key for key in value if isinstance(key, str) and key.startswith(("state.", "param_groups."))]
+    if not any(key.startswith("param_groups.") for key in flat):
+        return {key: _unflattened(item) for key, item in value.items()}
+    state: dict[str, dict[str, Any]] = {}
+    hyper: dict[str, dict[str, Any]] = {}
+    for key in flat:
+        section, _, rest = key.partition(".")
+        param, _, kind = rest.rpartition(".")
+        (state if section == "state" else hyper).setdefault(param, {})[kind] = value[key]
+    rest_of_it = {key: item for key, item in value.items() if key not in flat}
+    return {**rest_of_it, "optimizer": {"state": state, "param_groups": list(_regrouped(hyper))}}
+
+
+def _regrouped(hyper: Mapping[str, Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Params with equal hyper-parameters are one group: which they were is not in the file."""
+    groups: dict[str, dict[str, Any]] = {}
+    for param, values in hyper.items():
+        known = {key: value.item() if isinstance(value, Values) else value for key, value in values.items()}
+        groups.setdefault(repr(sorted(known.items())), {**known, "params": []})["params"].append(param)
+    yield from groups.values()

@@ -1,0 +1,296 @@
+"""A folder that DeepSpeed's ``save_checkpoint`` wrote at ZeRO stage 1, 2 or 3, at any number of ranks.
+
+Each rank's file holds flat fp32 vectors: the masters, and one for each state. Where a param lies in them depends on the
+stage::
+
+    1, 2    one vector a group, cut evenly:       rank 0 [ a a a a b b ]   rank 1 [ b b b c c . ]
+    3       every param cut evenly, ranks alike:  rank 0 [ a a b b b c ]   rank 1 [ a a b b . c ]
+
+A dot is padding. Stage 3 cuts its vector once more, into sub-groups, between params.
+"""
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...errors import CheckpointError
+from .source import Foreign, ForeignGroup, ForeignParam, Values
+from .unpickle import Inert, read_file
+
+_OPTIM = re.compile(r"(bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
+LATEST = "latest"
+
+
+def find_tag(folder: Path) -> Path | None:
+    """The folder with the ranks' files: this one, or the one that its ``latest`` names; None if there are none."""
+    for each in (folder, *_named_by(folder / LATEST)):
+        if each.is_dir() and any(_OPTIM.fullmatch(path.name) for path in each.iterdir()):
+            return each
+    return None
+
+
+def _named_by(pointer: Path) -> list[Path]:
+    if not pointer.is_file() or pointer.stat().st_size > 4096:
+        return []
+    name = pointer.read_text(errors="replace").strip()
+    return [pointer.parent / name] if name and Path(name).name == name else []
+
+
+def read_deepspeed(folder: Path) -> Foreign:
+    """
+    Raises:
+        CheckpointError: files are missing or damaged, or hold what is not read (model parallelism, experts).
+    """
+    tag = find_tag(folder)
+    if tag is None:
+        raise CheckpointError(
+            f"{folder} has no files *zero_pp_rank_*_optim_states.pt, nor has the folder that its {LATEST!r} names: "
+            "nothing was imported. Give the folder that DeepSpeed's save_checkpoint() was given, or one tag in it."
+        )
+    try:
+        return _Saved(tag).foreign()
+    except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"{tag} is not laid out as DeepSpeed 0.19 does it ({type(error).__name__}: {error}): nothing was imported. "
+            "Load it with the DeepSpeed that wrote it and save it again without its own options for checkpoints."
+        ) from error
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Elements ``[start, stop)`` of one rank's flat vector ``index``."""
+
+    rank: int
+    index: int
+    start: int
+    stop: int
+
+
+class _Saved:
+    """The files of all ranks, and where each param lies in them."""
+
+    def __init__(self, tag: Path):
+        self.tag = tag
+        files = self._files()
+        self.world = len(files)
+        saved = [read_file(path) for path in files]
+        self.config = saved[0].get("ds_config")
+        self.optims = [each["optimizer_state_dict"] for each in saved]
+        self.stage = _stage(self.optims[0])
+        count = self.optims[0]["partition_count"]
+        if (max(count) if isinstance(count, list) else count) != self.world:
+            raise self._missing(f"{count} ranks wrote it, the files of {self.world} are there")
+        names = (
+            [f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" for rank in range(self.world)]
+            if self.stage == 3
+            else ["mp_rank_00_model_states.pt"]
+        )
+        absent = [name for name in names if not (tag / name).is_file()]
+        if absent:
+            raise self._missing(f"{absent[0]} is not there")
+        self.models = [read_file(tag / name) for name in names]
+        base = "optimizer_state_dict" if self.stage == 3 else "base_optimizer_state"
+        self.bases = [each[base] for each in self.optims]
+        if not all(isinstance(each, Mapping) for each in self.bases):
+            raise CheckpointError(
+                f"{tag} was saved with elastic_checkpoint, without the param groups: nothing was imported. Save it "
+                "with 'elastic_checkpoint': false."
+            )
+        masters = "fp32_flat_groups" if self.stage == 3 else "single_partition_of_fp32_groups"
+        self.masters: list[Sequence[torch.Tensor]] = [each[masters] for each in self.optims]
+
+    def _files(self) -> list[Path]:
+        found: dict[int, Path] = {}
+        for path in self.tag.iterdir():
+            match = _OPTIM.fullmatch(path.name)
+            parallel = match is not None and int(match[3]) > 0
+            if parallel or re.match(r"layer_\d+|expp_rank_", path.name):
+                raise CheckpointError(
+                    f"{path.name} says that the model itself was split (tensor, pipeline or expert parallelism): its "
+                    "pieces would be taken for whole params, so nothing was imported. Consolidate it with DeepSpeed."
+                )
+            if match is not None and found.setdefault(int(match[2]), path) != path:
+                raise CheckpointError(
+                    f"{path.name} and {found[int(match[2])].name} are both those of one rank: two checkpoints lie in "
+                    f"{self.tag}, and nothing was imported. Move one of them away."
+                )
+        if sorted(found) != list(range(len(found))):
+            raise self._missing(f"there are those of ranks {sorted(found)}")
+        return [found[rank] for rank in range(len(found))]
+
+    def _missing(self, what: str) -> CheckpointError:
+        return CheckpointError(
+            f"{self.tag} lacks files: {what}. Slices of every param would be missing, so nothing was imported. Copy "
+            "the files of all ranks into one folder."
+        )
+
+    # -- what is where ---------------------------------------------------------------------------------------------
+
+    def foreign(self) -> Foreign:
+        model = self.models[0]
+        module, shared = model["module"], dict(model.get("shared_params") or {})
+        places = self._places_of_stage_3() if self.stage == 3 else self._places_of_stage_1()
+        groups, params = [], {}
+        saved_groups = self.bases[0]["param_groups"]
+        names_of = self._names(places, saved_groups)
+        for group, names in zip(saved_groups, names_of, strict=True):
+            hyper = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+            groups.append(ForeignGroup(names, self._hyper(hyper)))
+            for name in names:
+                aliases = tuple(alias for alias, owner in shared.items() if owner == name)
+                params[name] = self._param(name, places[name], module[name], aliases, group)
+        buffers = {name: Values.of(module[name]) for name in model["buffer_names"] if name in module}
+        known = {*params, *buffers, *shared}
+        for name, frozen in self._frozen(module, known).items():
+            aliases = tuple(alias for alias, owner in shared.items() if owner == name)
+            params[name] = ForeignParam(frozen, aliases)
+        return Foreign(f"DeepSpeed stage {self.stage}, {self.world} ranks: {self.tag.name}", params, buffers, groups)
+
+    def _places_of_stage_1(self) -> dict[str, tuple[tuple[int, ...], list[_Piece]]]:
+        paddings = self.optims[0].get("param_alignment_paddings")
+        places = {}
+        for index, shapes in enumerate(self.models[0]["param_shapes"]):
+            size = self.masters[0][index].numel()  # padding is cut off at the last rank only
+            start = 0
+            for number, (name, shape) in enumerate(shapes.items()):
+                stop, pieces = start + math.prod(shape), []
+                at = start
+                while at < stop:
+                    rank = at // size
+                    end = min(stop, (rank + 1) * size)
+                    pieces.append(_Piece(rank, index, at - rank * size, end - rank * size))
+                    at = end
+                self._check_slices(name, index, pieces)
+                places[name] = tuple(shape), pieces
+                start = stop + (paddings[index][number] if paddings else 0)
+        return places
+
+    def _check_slices(self, name: str, index: int, pieces: Sequence[_Piece]) -> None:
+        """Against the tables that newer versions write of their own accord."""
+        for rank, optim in enumerate(self.optims):
+            tables = optim.get("param_slice_mappings")
+            if not tables:
+                continue
+            told = tables[index].get(name)
+            own = next(((each.start, each.stop - each.start) for each in pieces if each.rank == rank), None)
+            if (None if told is None else (told.start, told.numel)) != own:
+                raise CheckpointError(
+                    f"{self.tag}: rank {rank}'s own table places {name!r} elsewhere than its group's order: values "
+                    "would go to the wrong params, so nothing was imported. Please report it with DeepSpeed's version."
+                )
+
+    def _places_of_stage_3(self) -> dict[str, tuple[tuple[int, ...], list[_Piece]]]:
+        shapes = [item for group in self.models[0]["param_shapes"] for item in group.items()]
+        places = {}
+        index = start = 0
+        for name, shape in shapes:
+            numel = math.prod(shape)
+            own = -(-numel // self.world)
+            while own and start == self.masters[0][index].numel():
+                index, start = index + 1, 0
+            pieces = [
+                _Piece(rank, index, start, start + min(own, numel - rank * own))
+                for rank in range(self.world)
+                if rank * own < numel
+            ]
+            places[name] = tuple(shape), pieces
+            start += own
+            if own and start > self.masters[0][index].numel():
+                raise CheckpointError(f"{self.tag}: {name!r} does not end with its sub-group: nothing was imported.")
+        return places
+
+    def _names(self, places: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
+        """Of each group's params: those in its flat vectors."""
+        found: list[tuple[str, ...]] = []
+        for group in groups:
+            indices = set(group["params"])
+            found.append(tuple(name for name, (_, pieces) in places.items() if pieces and pieces[0].index in indices))
+        if sum(map(len, found)) != len(places):
+            raise CheckpointError(f"{self.tag}: its param groups do not list all flat vectors: nothing was imported.")
+        return found
+
+    # -- values ----------------------------------------------------------------------------------------------------
+
+    def _param(
+        self,
+        name: str,
+        place: tuple[tuple[int, ...], list[_Piece]],
+        low: torch.Tensor,
+        aliases: tuple[str, ...],
+        group: Mapping[str, Any],
+    ) -> ForeignParam:
+        shape, pieces = place
+        index = pieces[0].index
+        master = self._cut(name, shape, pieces, [each[index] for each in self.masters])
+        values = Values.of(low) if tuple(low.shape) == shape else master.as_dtype(low.dtype)
+        own = [base["state"].get(index, {}) for base in self.bases]
+        state: dict[str, Any] = {}
+        for key, value in own[0].items():
+            if isinstance(value, torch.Tensor) and value.dim() > 0:
+                state[key] = self._cut(f"{key} of {name}", shape, pieces, [each[key] for each in own])
+            else:
+                state[key] = float(value) if isinstance(value, torch.Tensor) else value
+        if state and "step" not in state and "step" in group:
+            state["step"] = group["step"]  # apex and older versions count for the group
+        if low.dtype is not torch.float32 and state:
+            state["master"] = master
+        return ForeignParam(values, aliases, state)
+
+    def _cut(
+        self, what: str, shape: tuple[int, ...], pieces: Sequence[_Piece], flats: Sequence[torch.Tensor]
+    ) -> Values:
+        """Of every rank's flat vector, what belongs to one param."""
+        for each in pieces:
+            if flats[each.rank].dim() != 1 or each.stop > flats[each.rank].numel():
+                raise CheckpointError(
+                    f"{self.tag}: rank {each.rank} holds {flats[each.rank].numel()} elements where {what} wants "
+                    f"[{each.start}:{each.stop}]: the file is that of another model or damaged. Nothing was imported."
+                )
+
+        def load() -> torch.Tensor:
+            return torch.cat([flats[each.rank][each.start : each.stop] for each in pieces]).view(shape)
+
+        return Values(shape, flats[0].dtype, load)
+
+    def _frozen(self, module: Mapping[str, torch.Tensor], known: set[str]) -> dict[str, Values]:
+        """Params of no group. Stage 3 tells their shapes; a name that it tells nothing of is a second one, of a tie."""
+        if self.stage < 3:
+            return {name: Values.of(tensor) for name, tensor in module.items() if name not in known}
+        found = {}
+        for name, shape in (self.models[0].get("frozen_param_shapes") or {}).items():
+            flats = [model["frozen_param_fragments"][name].reshape(-1) for model in self.models]
+            own = -(-math.prod(shape) // self.world)
+            ends = [min(own, max(math.prod(shape) - rank * own, 0)) for rank in range(self.world)]
+            pieces = [_Piece(rank, 0, 0, end) for rank, end in enumerate(ends)]
+            found[name] = self._cut(name, tuple(shape), pieces, flats)
+        return found
+
+    def _hyper(self, group: Mapping[str, Any]) -> dict[str, Any]:
+        """In torch's words: DeepSpeed's own Adams say some of it elsewhere."""
+        hyper = {key: value for key, value in group.items() if key != "step"}
+        if "bias_correction" in hyper:
+            if not hyper.pop("bias_correction"):
+                raise CheckpointError(
+                    f"{self.tag}: its Adam works without bias correction, which shardopt's rule has: training would go "
+                    "on with other steps, so nothing was imported."
+                )
+            hyper.setdefault("amsgrad", False)
+            told = (self.config or {}).get("optimizer") if isinstance(self.config, Mapping) else None
+            kind = str(told.get("type", "")).lower() if isinstance(told, Mapping) else ""
+            if isinstance(told, Mapping) and kind in ("adam", "adamw"):
+                decoupled = kind == "adamw" or bool((told.get("params") or {}).get("adam_w_mode", True))
+                hyper.setdefault("decoupled_weight_decay", decoupled)
+        return hyper
+
+
+def _stage(optim: Mapping[str, Any]) -> int:
+    told = optim.get("zero_stage", 1)  # the bf16 optimizer of older versions, which is stage 1, says none
+    stage = int(told.arguments[0]) if isinstance(told, Inert) else int(told)
+    if stage not in (1, 2, 3):
+        raise CheckpointError(f"a ZeRO stage {stage} is not known: nothing was imported.")
+    return stage

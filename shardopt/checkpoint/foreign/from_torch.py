@@ -1,0 +1,224 @@
+"""A ``torch.optim`` state dict and a model state dict, as one or two files hold them; also what is nested like them."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...errors import CheckpointError
+from .name_by_order import name_by_order
+from .source import Foreign, ForeignGroup, ForeignParam, Values
+from .unpickle import read_file
+
+# The state dicts of torch's own layers say by these names what is no param.
+_BUFFERS = ("*running_mean", "*running_var", "*num_batches_tracked")
+_USUAL = ("model", "module", "state_dict", "model_state_dict", "")
+
+
+def read_torch(sources: Sequence[Path], hints: "Hints") -> Foreign:
+    """
+    Raises:
+        CheckpointError: it is not clear which tensor is what.
+    """
+    nested = {str(number): _read(path) for number, path in enumerate(sources)}
+    return from_nested(nested, f"torch: {', '.join(path.name for path in sources)}", hints)
+
+
+def _read(path: Path) -> Any:
+    if path.suffix == ".safetensors":
+        return _safetensors(path)
+    return _lazy(read_file(path))
+
+
+def _safetensors(path: Path) -> dict[str, Values]:
+    from safetensors import safe_open
+
+    try:
+        with safe_open(path, "pt") as file:
+            described = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
+            tensors = {name: file.get_tensor(name) for name in described}  # views of the mapped file
+    except Exception as error:
+        raise CheckpointError(f"{path} is no whole safetensors file: {error}. Nothing was imported.") from error
+    return {name: Values.of(tensor) for name, tensor in tensors.items()}
+
+
+def _lazy(value: Any) -> Any:
+    """The same containers with Values for tensors."""
+    if isinstance(value, torch.Tensor):
+        return Values.of(value)
+    if isinstance(value, Mapping):
+        return {key: _lazy(item) for key, item in value.items()}
+    if isinstance(value, list | tuple) and not isinstance(value, torch.Size):
+        return type(value)(_lazy(item) for item in value)
+    return value
+
+
+class Hints:
+    """What the user says where files do not.
+
+    Attributes:
+        names: of the optimizer's params, in its order; None: found out.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str] | None = None,
+        frozen: Sequence[str] = (),
+        buffers: Sequence[str] = (),
+        drop: Sequence[str] = (),
+    ):
+        self.names, self.frozen, self.buffers, self.drop = names, frozen, buffers, drop
+
+
+def from_nested(nested: Any, origin: str, hints: Hints) -> Foreign:
+    """Of dicts in which the two lie somewhere, with Values in place of tensors."""
+    optimizers = dict(_optimizers(nested, ()))
+    if len(optimizers) != 1:
+        found = [".".join(map(str, path)) for path in optimizers]
+        raise CheckpointError(
+            f"{origin}: found {len(optimizers)} optimizer state dicts {found}, one is imported at a time: nothing was "
+            "written. Give the file with 'state' and 'param_groups' beside that of the model; a file of several, split."
+        )
+    weights = {name: tensor for name, tensor in _model(nested, origin).items() if not _matches(str(name), hints.drop)}
+    (states,) = optimizers.values()
+    weights, aliases = _untied(weights)
+    groups, owned = _groups(states, weights, aliases, hints)
+    params = {
+        name: ForeignParam(weights[name], aliases.get(name, ()), states["state"].get(key, {}))
+        for name, key in owned.items()
+    }
+    buffers: dict[str, Values] = {}
+    unclear = []
+    for name, tensor in weights.items():
+        if name in owned:
+            continue
+        if _matches(name, hints.frozen):
+            params[name] = ForeignParam(tensor, aliases.get(name, ()))
+        elif _matches(name, (*hints.buffers, *_BUFFERS)) or not tensor.dtype.is_floating_point:
+            buffers[name] = tensor
+        else:
+            unclear.append(name)
+    if unclear:
+        raise CheckpointError(
+            f"{origin}: the optimizer has no state for {unclear[:6]}{' and more' if len(unclear) > 6 else ''}, and the "
+            "files do not say whether these are frozen params, buffers, or second names of tied params; a model would "
+            "not find them under the wrong heading. Nothing was written. Say it: --frozen, --buffers or --drop with "
+            "names or patterns ('encoder.*')."
+        )
+    return Foreign(origin, params, buffers, groups)
+
+
+def _matches(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _is_optimizer(value: Any) -> bool:
+    return (
+        isinstance(value, Mapping)
+        and isinstance(value.get("param_groups"), list)
+        and "params" in str([list(group) for group in value["param_groups"] if isinstance(group, Mapping)])
+    )
+
+
+def _optimizers(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], Mapping[str, Any]]]:
+    if _is_optimizer(value):
+        yield path, {"state": {}, **value}
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _optimizers(item, (*path, key))
+
+
+def _model(nested: Any, origin: str) -> dict[str, Values]:
+    """The dict that holds tensors directly; of several, the one with a usual name."""
+    found = dict(_holders(nested, ()))
+    named = {path: each for path, each in found.items() if str(path[-1] if path else "") in _USUAL}
+    chosen = found if len(found) == 1 else named
+    if len(chosen) != 1:
+        raise CheckpointError(
+            f"{origin}: found {len(found)} dicts of tensors that could be the model's state dict, at "
+            f"{['.'.join(map(str, path)) for path in found]}: nothing was written. Give the model's state dict in a "
+            "file of its own."
+        )
+    (model,) = chosen.values()
+    return model
+
+
+def _holders(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], dict[str, Values]]]:
+    if not isinstance(value, Mapping) or _is_optimizer(value):
+        return
+    tensors = {str(key): item for key, item in value.items() if isinstance(item, Values)}
+    if tensors:
+        yield path, tensors
+    for key, item in value.items():
+        yield from _holders(item, (*path, key))
+
+
+def _untied(weights: Mapping[str, Values]) -> tuple[dict[str, Values], dict[str, tuple[str, ...]]]:
+    """Each tensor once, under its first name; and that one's other names."""
+    first: dict[Any, str] = {}
+    kept: dict[str, Values] = {}
+    aliases: dict[str, tuple[str, ...]] = {}
+    for name, tensor in weights.items():
+        owner = name if tensor.place is None else first.setdefault(tensor.place, name)
+        if owner == name:
+            kept[name] = tensor
+        else:
+            aliases[owner] = (*aliases.get(owner, ()), name)
+    return kept, aliases
+
+
+def _groups(
+    states: Mapping[str, Any], weights: Mapping[str, Values], aliases: Mapping[str, tuple[str, ...]], hints: Hints
+) -> tuple[list[ForeignGroup], dict[str, Any]]:
+    """The groups by name; and for each name its key in the dict of states."""
+    saved = states["param_groups"]
+    keys = [list(group["params"]) for group in saved]
+    canonical = {alias: name for name, its in aliases.items() for alias in (name, *its)}
+    canonical |= {name: name for name in weights if name not in canonical}
+    if hints.names is not None:
+        names = _dealt(hints.names, keys)
+    elif all(isinstance(key, str) for group in keys for key in group):
+        names = keys  # FSDP2 and DCP
+    elif all(len(group.get("param_names", ())) == len(group["params"]) for group in saved):
+        names = [list(group["param_names"]) for group in saved]
+    else:
+        candidates = {
+            name: tensor.shape
+            for name, tensor in weights.items()
+            if tensor.dtype.is_floating_point and not _matches(name, (*hints.buffers, *hints.frozen, *_BUFFERS))
+        }
+        names = name_by_order([[_shape(states["state"].get(key, {})) for key in group] for group in keys], candidates)
+    unknown = [name for group in names for name in group if name not in canonical]
+    if unknown:
+        raise CheckpointError(
+            f"the optimizer's params {unknown[:4]} are not in the model's state dict, which begins with "
+            f"{list(weights)[:4]}: nothing was written. Give the model that it was saved with; --names FILE gives each "
+            "param the model's name (without a wrapper's 'module.', say)."
+        )
+    owned: dict[str, Any] = {}
+    groups = []
+    for group, its_names, its_keys in zip(saved, names, keys, strict=True):
+        found = tuple(canonical[name] for name in its_names)
+        owned.update(zip(found, its_keys, strict=True))
+        groups.append(ForeignGroup(found, {k: v for k, v in group.items() if k not in ("params", "param_names")}))
+    if len(owned) != sum(map(len, keys)):
+        raise CheckpointError(
+            "a name was given to two params of the optimizer: nothing was written. Give each its own."
+        )
+    return groups, owned
+
+
+def _dealt(names: Sequence[str], keys: Sequence[Sequence[Any]]) -> list[list[str]]:
+    wanted = sum(map(len, keys))
+    if len(names) != wanted:
+        raise CheckpointError(f"{len(names)} names were given, the optimizer has {wanted} params: nothing was written.")
+    rest = iter(names)
+    return [[next(rest) for _ in group] for group in keys]
+
+
+def _shape(state: Mapping[str, Any]) -> tuple[int, ...] | None:
+    """That of the param, as its states have it; None where it has none."""
+    shapes = {value.shape for key, value in state.items() if isinstance(value, Values) and key != "step"}
+    return max(shapes, key=len) if shapes else None

@@ -1,0 +1,145 @@
+"""Files of others that name classes: read without running any of theirs. Used by ``python -m shardopt import`` alone.
+
+Torch's own files go through torch's restricted loader. The index of a distributed checkpoint is a pickle for which
+torch has none, so it has one here: what it names is in the tables below, which give inert stand-ins, or an error.
+"""
+
+import io
+import pickle
+import zipfile
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...errors import CheckpointError
+from ..manifest import MAX_BYTES
+from ..records import DTYPES
+
+
+class Inert:
+    """In place of an object of a foreign class: what it was made from, and nothing that does anything."""
+
+    def __new__(cls, *arguments: Any) -> "Inert":
+        made = super().__new__(cls)
+        made.arguments = arguments
+        return made
+
+    def __init__(self, *arguments: Any):
+        self.arguments = arguments
+
+    def __setstate__(self, state: Any) -> None:
+        if isinstance(state, dict) and all(isinstance(key, str) for key in state):
+            self.__dict__.update(state)
+        else:
+            self.content = state
+
+
+# What DeepSpeed's files name beside tensors; nothing of it is used but the stage, which is the argument of its enum.
+_DEEPSPEED = (
+    "deepspeed.runtime.fp16.loss_scaler.LossScaler",
+    "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
+    "deepspeed.runtime.zero.config.ZeroStageEnum",
+    "deepspeed.utils.tensor_fragment.fragment_address",
+)
+
+_DCP = "torch.distributed.checkpoint."
+_METADATA: dict[str, Any] = {
+    **{
+        f"{_DCP}metadata.{name}": Inert
+        for name in (
+            "Metadata",
+            "MetadataIndex",
+            "TensorStorageMetadata",
+            "BytesStorageMetadata",
+            "ChunkStorageMetadata",
+            "TensorProperties",
+            "StorageMeta",
+            "_MEM_FORMAT_ENCODING",
+        )
+    },
+    f"{_DCP}filesystem._StorageInfo": Inert,
+    "pathlib.PosixPath": Inert,
+    "pathlib._local.PosixPath": Inert,
+    "torch.Size": tuple,
+    "torch.serialization._get_layout": str,
+    "collections.OrderedDict": OrderedDict,
+    **{str(dtype): dtype for dtype in DTYPES.values()},
+}
+
+
+class _Restricted(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        found = _METADATA.get(f"{module}.{name}")
+        if found is None:
+            raise CheckpointError(f"it names {module}.{name}, which the index of a checkpoint has no use for")
+        return found
+
+
+def read_index(path: Path) -> Any:
+    """The ``.metadata`` of a distributed checkpoint, with inert objects for those of torch's classes.
+
+    Raises:
+        CheckpointError: it is no such file, or names anything else.
+    """
+    try:
+        if path.stat().st_size > MAX_BYTES:
+            raise CheckpointError("it is larger than any index")
+        return _Restricted(io.BytesIO(path.read_bytes())).load()
+    except Exception as error:  # a damaged pickle raises whatever its bytes happen to mean
+        raise CheckpointError(
+            f"{path} cannot be read as the index of a distributed checkpoint: {error}. Nothing of it was run, nothing "
+            "was written. Give the folder that torch.distributed.checkpoint.save() wrote."
+        ) from error
+
+
+def read_file(path: Path) -> Any:
+    """What ``torch.save`` wrote; large tensors stay in the file until they are read.
+
+    Raises:
+        CheckpointError: it is damaged, or names classes that are neither torch's own nor known.
+    """
+    if not path.is_file():
+        raise CheckpointError(f"{path} is no file: nothing was imported. Give the files that were saved.")
+    if not zipfile.is_zipfile(path):
+        raise CheckpointError(
+            f"{path} is no file that torch.save() wrote whole: it was truncated, or is of before torch 1.6. Nothing "
+            "was imported. Save it again, or give another one."
+        )
+    return _restricted(path, str(path), mmap=True)
+
+
+def read_item(path: Path, offset: int, length: int) -> Any:
+    """What ``torch.save`` wrote into a range of a file.
+
+    Raises:
+        CheckpointError: as :func:`read_file`.
+    """
+    with open(path, "rb") as file:
+        file.seek(offset)
+        data = file.read(length)
+    if len(data) != length:
+        raise CheckpointError(
+            f"{path} ends at byte {offset + len(data)}, its index wants {offset + length}: it was truncated, and the "
+            "rest of the checkpoint was not imported."
+        )
+    return _restricted(io.BytesIO(data), f"{path}, bytes {offset} to {offset + length},", mmap=False)
+
+
+def _restricted(source: Any, where: str, mmap: bool) -> Any:
+    try:
+        with torch.serialization.safe_globals([(Inert, name) for name in _DEEPSPEED]):
+            return torch.load(source, map_location="cpu", mmap=mmap, weights_only=True)
+    except Exception as error:
+        told = str(error).partition("\n")[0] if "Unsupported" not in str(error) else _unsupported(str(error))
+        raise CheckpointError(
+            f"{where} cannot be read: {told}. Tensors, numbers, text and containers of these are read, and no other "
+            "class, since a file can run code through it. Nothing was imported. If the file is whole, load it where it "
+            "comes from, and save its tensors without the rest."
+        ) from error
+
+
+def _unsupported(message: str) -> str:
+    """The line of torch's long message that names the class."""
+    return next((line.strip() for line in message.splitlines() if "Unsupported" in line), message[:200])

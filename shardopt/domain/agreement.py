@@ -1,0 +1,183 @@
+"""Agreement: one small message a step by which every rank knows what all ranks are about to do.
+
+A sharded step needs every rank. If one had other params, another learning rate, a gradient that others lack, or an
+error, the rest would hang or go on with numbers that no longer belong together. So before anything changes each rank
+shows a digest of its view of the step, and what the decision needs (overflow, norm). Where digests differ, the views
+themselves are exchanged and the first difference is named on every rank.
+"""
+
+import hashlib
+import json
+import math
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ..errors import (
+    CommunicationError,
+    DisagreementError,
+    OffloadError,
+    ShardoptError,
+)
+from ..kernels.reductions import LIMBS
+from ..partition.comm.group import Ranks
+
+# Averages of one batch agree to rounding; gradients of different batches to no digit.
+_ALIKE, _TINY = 1e-2, 1e-12
+
+
+@dataclass(frozen=True)
+class View:
+    """One rank's view of the step it is about to take."""
+
+    key: Any  # JSON-able and short; must be equal on all ranks
+    describe: Callable[[], dict[str, Any]]  # JSON-able, with names; called only where keys differ
+    problem: Exception | None = None  # why this rank cannot step
+    overflow: bool = False  # the GradScaler found an Inf or NaN
+    nonfinite: int = 0  # such elements in the gradients of this rank's shards
+    witness: int = 0  # bits of a float64 that must be alike on all ranks
+    written: int = 0  # params that others wrote since the last step
+    limbs: tuple[int, ...] = field(default=(0,) * LIMBS)  # sum of squares of them
+    consequence: str = "so no rank took the step and nothing changed"  # of a difference
+
+    def row(self) -> list[int]:
+        digest = hashlib.sha256(json.dumps(self.key).encode()).digest()
+        return [
+            int.from_bytes(digest[:8], "little", signed=True),
+            int.from_bytes(digest[8:16], "little", signed=True),
+            int(self.problem is not None),
+            int(self.overflow),
+            self.nonfinite,
+            self.witness,
+            self.written,
+            *self.limbs,
+        ]
+
+
+@dataclass(frozen=True)
+class Agreed:
+    """What all ranks know now."""
+
+    overflow: bool
+    nonfinite: int
+    limbs: tuple[int, ...]
+    written: bool  # on any rank
+
+
+def agree(view: View, ranks: Ranks, device: torch.device, one_copy: Sequence[int] = ()) -> Agreed:
+    """Exchanges the views.
+
+    Args:
+        one_copy: the ranks whose shards make up one copy of all gradients, where their sums are asked for.
+
+    Raises:
+        Exception: this rank's own problem.
+        DisagreementError: another rank's problem, or the first difference between the views; on every rank.
+        CommunicationError: a rank is missing.
+    """
+    rows = ranks.exchange(view.row(), device, "agreeing on the step")
+    if any(row[2] for row in rows):
+        _raise_problem(view, ranks, device)
+    if any(row[:2] != rows[0][:2] for row in rows):
+        _raise_difference(view, ranks, device)
+    _compare_witnesses([row[5] for row in rows])
+    counted = [rows[rank] for rank in one_copy] or rows[:1]
+    return Agreed(
+        overflow=any(row[3] for row in rows),
+        nonfinite=sum(row[4] for row in rows),
+        written=any(row[6] for row in rows),
+        limbs=tuple(map(sum, zip(*(row[7:] for row in counted), strict=True))),
+    )
+
+
+def agree_on_call(call: str, read: Callable[[], dict[str, Any]], ranks: Ranks, device: torch.device) -> dict[str, Any]:
+    """Collective, ahead of what a call does together: what ``read`` makes of its arguments, JSON-able.
+
+    Raises:
+        Exception: what ``read`` raised here.
+        DisagreementError: what it raised on another rank, or arguments that differ; on every rank.
+        CommunicationError: a rank is missing.
+    """
+    given: dict[str, Any] = {}
+    problem: Exception | None = None
+    try:
+        given = read()
+    except Exception as error:
+        problem = error
+    key = {call: given}
+    agree(View(key, lambda: key, problem, consequence=f"so {call} did nothing"), ranks, device)
+    return given
+
+
+def _compare_witnesses(bits: Sequence[int]) -> None:
+    values = [struct.unpack("<d", struct.pack("<q", each))[0] for each in bits]
+    for rank, value in enumerate(values):
+        # Not to the last bit: averages may be summed in another order on each rank. Non-finite ones are counted anyway.
+        if (
+            math.isfinite(value)
+            and math.isfinite(values[0])
+            and not math.isclose(value, values[0], rel_tol=_ALIKE, abs_tol=_TINY)
+        ):
+            raise DisagreementError(
+                f"gradients differ between ranks: a block sums to {values[0]:.6g} on rank 0, to {value:.6g} on rank "
+                f"{rank}. They were not averaged, and each rank would update its slice with its own, so no rank took "
+                "the step and nothing changed. Wrap the model in DistributedDataParallel, and leave no_sync() for the "
+                "last backward."
+            )
+
+
+def _raise_problem(view: View, ranks: Ranks, device: torch.device) -> None:
+    own = None if view.problem is None else [type(view.problem).__name__, str(view.problem)]
+    problems = ranks.exchange_json(own, device, "reporting a problem")
+    # Of a rank that left a backward the others hear there already: its own error says more.
+    told = [(rank, problem) for rank, problem in enumerate(problems) if problem is not None]
+    first = [each for each in told if each[1][0] != CommunicationError.__name__]
+    if view.problem is not None and (own in [problem for _, problem in first] or not first):
+        raise view.problem
+    rank, (kind, text) = (first or told)[0]
+    # What can be mended and tried again is of one type on all ranks, so that all can catch it.
+    error = OffloadError if kind == OffloadError.__name__ else DisagreementError
+    raise error(
+        f"rank {rank} cannot take this step, so no rank does and nothing changed. It says: {kind}: {text}"
+    ) from view.problem
+
+
+def _raise_difference(view: View, ranks: Ranks, device: torch.device) -> None:
+    descriptions = ranks.exchange_json(view.describe(), device, "finding where ranks differ")
+    for rank, other in enumerate(descriptions):
+        difference = first_difference(descriptions[0], other)
+        if difference is not None:
+            where, ours, theirs = difference
+            raise DisagreementError(
+                f"ranks differ in {where}: {ours!r} on rank 0, {theirs!r} on rank {rank}. Their shards would belong to "
+                f"different trainings, {view.consequence}. Give every rank the same model, "
+                "param groups, options and calls; gradients must be averaged (by DDP, say) before step()."
+            )
+    raise ShardoptError("ranks sent different digests for equal views of the step: this is a bug in shardopt.")
+
+
+def first_difference(one: Any, other: Any, where: str = "") -> tuple[str, Any, Any] | None:
+    """Where two JSON values first differ: (path, value in the one, value in the other)."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        for key in [*one, *(key for key in other if key not in one)]:
+            found = first_difference(one.get(key), other.get(key), f"{where}.{key}" if where else key)
+            if found:
+                return found
+        return None
+    if isinstance(one, list) and isinstance(other, list):
+        if len(one) != len(other):
+            return f"the number of {where}", len(one), len(other)
+        return _first_in_lists(one, other, where)
+    same = one == other or (one != one and other != other)  # NaN
+    return None if same and type(one) is type(other) else (where, one, other)
+
+
+def _first_in_lists(one: Sequence[Any], other: Sequence[Any], where: str) -> tuple[str, Any, Any] | None:
+    for index, (mine, theirs) in enumerate(zip(one, other, strict=True)):
+        found = first_difference(mine, theirs, f"{where}[{index}]")
+        if found:
+            return found
+    return None

@@ -1,0 +1,123 @@
+"""What binding allocates on this rank: buckets that params move into, masters and states, sums of gradients, slices.
+
+All of it is made before the last agreement of the ranks, and nothing refers to it until then but the params: whoever
+binds hands an ``ExitStack`` over that undoes what was made, if memory runs out here or on another rank.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+
+import torch
+
+from ..offload.gradients import HostLanding
+from ..partition.bucket import Bucket
+from ..partition.gatherer import Slice
+from ..partition.layout import BucketLayout
+from ..partition.reduce_buckets import KeptBucket, PassingBucket, ReducedBucket
+from ..partition.reduce_buckets_host import RestingBucket
+from .bucket_plan import PlannedBucket
+from .domain import Domain
+from .formats import NOTHING
+from .loaded import begin_states, expect_weights, write_tensors
+from .param import Entry
+from .param_state import ParamState
+from .shard import Shard
+from .tiers import make_store
+
+Waiting = Mapping[torch.nn.Parameter, ParamState]
+Fresh = Collection[torch.Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class Made:
+    """What was made of one bucket.
+
+    Attributes:
+        entries: of its params; none where they are frozen.
+        sums: of their gradients, where the module was handed over.
+        own: this rank's slice of the params apart from the bucket, at stage 3.
+    """
+
+    shard: Shard
+    entries: tuple[Entry, ...] = ()
+    sums: KeptBucket | PassingBucket | None = None
+    own: Slice | None = None
+
+
+def allocate(
+    domain: Domain,
+    planned: PlannedBucket,
+    waiting: Waiting,
+    fresh: Fresh,
+    landing: HostLanding | None,
+    undo: ExitStack,
+) -> Made:
+    """Moves params into a bucket, makes masters and states, fills them with what was loaded.
+
+    Args:
+        waiting: states that were loaded.
+        fresh: params that have no values yet.
+    """
+    bucket = _bucket([param for _, param, _ in planned.members], planned.layout, fresh, planned.is_released, undo)
+    rests = planned.is_released and domain.params_rest(bucket.device)
+    store = domain.store_for(bucket.device)
+    shard = Shard(bucket, domain.mesh.shard.rank, planned.states, store, planned.kept, rests)
+    undo.callback(shard.home.release)
+    entries = []
+    for index, (name, param, group) in enumerate(planned.members):
+        initial, state = domain.rule.initial_values(group), waiting.get(param)
+        entries.append(Entry(param, name, shard, index, None, has_state=bool(initial), initial=initial))
+        if state is None:
+            begin_states(shard, index, initial)
+        else:
+            write_tensors(shard, index, state)
+            entries[-1].take_counters(state)
+            expect_weights(entries[-1], state)
+    sums = None if domain.options.module is None else _sums(domain, planned, shard, landing, undo)
+    return Made(shard, tuple(entries), sums, shard.own_slice() if planned.is_released else None)
+
+
+def allocate_frozen(
+    domain: Domain, params: Sequence[torch.nn.Parameter], layout: BucketLayout, fresh: Fresh, undo: ExitStack
+) -> Made:
+    """Moves params that nothing trains into a bucket: they have no master, no state and no gradient."""
+    bucket = _bucket(params, layout, fresh, True, undo)
+    rests = domain.params_rest(bucket.device)
+    store = domain.store_for(bucket.device) if rests else make_store(None, domain.options.tuning, bucket.device)
+    shard = Shard(bucket, domain.mesh.shard.rank, (), store, NOTHING, rests)
+    undo.callback(shard.home.release)
+    return Made(shard, own=shard.own_slice())
+
+
+def _bucket(
+    params: Sequence[torch.nn.Parameter], layout: BucketLayout, fresh: Fresh, is_released: bool, undo: ExitStack
+) -> Bucket:
+    bucket = Bucket(params, layout, fresh, is_released)
+    undo.callback(_give_back, bucket)
+    return bucket
+
+
+def _give_back(bucket: Bucket) -> None:
+    """Lets params out again. One that finds no memory of its own stays in the bucket's, with its values."""
+    with suppress(MemoryError, RuntimeError):  # torch's own is a RuntimeError
+        bucket.release()
+
+
+def _sums(
+    domain: Domain, planned: PlannedBucket, shard: Shard, landing: HostLanding | None, undo: ExitStack
+) -> KeptBucket | PassingBucket:
+    """Where gradients of the shard are summed."""
+    numels, dtype, mesh = planned.layout.numels, domain.options.reduce_dtype or shard.bucket.dtype, domain.mesh
+    if domain.options.release_gradients:
+        passing = PassingBucket(numels, shard.numel, dtype, shard.device, mesh)
+        shard.pass_on(passing)
+        return passing
+    kept = planned.kept.gradient.dtype
+    if landing is None:
+        reduced: KeptBucket = ReducedBucket(numels, shard.numel, dtype, kept, shard.device, mesh)
+    else:
+        reduced = RestingBucket(numels, shard.numel, dtype, kept, shard.device, mesh, landing)
+        undo.callback(landing.give_back, reduced.total)
+    shard.reduce_into(reduced)
+    return reduced

@@ -1,0 +1,106 @@
+"""The moving average of the weights in the place of the weights, for a while."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+
+import torch
+
+from ..errors import OffloadError
+from ..rules.rule import EMA
+from .agreement import View, agree
+from .domain import Domain
+from .masters import begin_averages
+from .param import Entry
+from .shard import Shard
+
+Slices = dict[Shard, torch.Tensor]  # 1D, as long as the shard and of its params' dtype
+
+
+@contextmanager
+def averaged(domain: Domain) -> Iterator[None]:
+    """Collective, both ends: inside, every param is its average; behind it what it was, whatever was written.
+
+    Params that were never updated (frozen, unused) have none and stay what they are. Takes memory for one copy of this
+    rank's slices.
+
+    Raises:
+        OffloadError: a rank cannot read its own; nothing changed.
+    """
+    with torch.no_grad():
+        begin_averages(domain)
+    shards = [shard for shard in domain.shards if EMA in shard.states]
+    weights: Slices = {}
+    averages: Slices = {}
+
+    def read() -> None:
+        weights.update({shard: shard.params(0, shard.numel).clone() for shard in shards})
+        averages.update({shard: _average(domain, shard, weights[shard]) for shard in shards})
+
+    _on_all(domain, read)
+    followed = [entry for entry in domain.entries.values() if entry.version == entry.param._version]
+    try:
+        for shard in shards:
+            shard.aside = weights[shard]
+        _put(domain, averages)
+        with domain.sharded.unsharded() if domain.sharded is not None else nullcontext():
+            yield
+    finally:
+        try:
+            _put(domain, weights)
+        except BaseException as error:
+            domain.break_off(f"while putting weights back in the place of their average: {error}")
+            raise
+        finally:
+            for shard in shards:
+                shard.aside = None
+        for entry in followed:  # what was written inside is gone: masters have nothing to follow
+            entry.version = entry.param._version
+
+
+def has_average(domain: Domain) -> bool:
+    """Whether any param was updated while one is kept; the same on all ranks of the domain."""
+    return domain.rule.average is not None and any(entry.step for entry in domain.entries.values())
+
+
+def _average(domain: Domain, shard: Shard, weights: torch.Tensor) -> torch.Tensor:
+    own, shown = shard.whole(EMA), weights.clone()
+    for entry in _updated(domain, shard):
+        where = shard.slice_of(entry.index).local
+        shown[where] = own[where].to(shown.dtype)
+    return shown
+
+
+def _updated(domain: Domain, shard: Shard) -> list[Entry]:
+    return [entry for entry in domain.entries.values() if entry.shard is shard and entry.step]
+
+
+@torch.no_grad()
+def _put(domain: Domain, values: Slices) -> None:
+    """Collective: every rank's slices become these, and travel wherever params are whole."""
+    if domain.sharded is not None:
+        domain.gatherer.write_slice(lambda: None)  # nobody still gathers what is about to be overwritten
+
+    def write() -> None:
+        for shard, own in values.items():
+            shard.write_chunk("param", 0, own)
+
+    _on_all(domain, write)
+    if domain.sharded is not None:
+        domain.gatherer.settle()  # until all ranks have written theirs
+    gather = domain.transport.gather("gathering averaged params")
+    for shard in values:
+        if shard.gathered is None:
+            gather.start(shard.window)
+    gather.finish()
+    domain.transport.traffic.params += gather.received
+
+
+def _on_all(domain: Domain, act: Callable[[], None]) -> None:
+    """Collective where it can fail on one rank alone: then on all."""
+    problem: Exception | None = None
+    try:
+        act()
+    except OffloadError as error:
+        problem = error
+    if not domain.store.is_final:
+        agree(View("average", dict, problem), domain.mesh.world, domain.device)

@@ -1,0 +1,284 @@
+"""Binds params on all ranks or on none.
+
+Frameworks move, cast, load and wrap a model after the optimizer was made, so nothing is taken over before the first
+step or forward. Params that appear later (``add_param_group``, unfreezing) are bound then, into buckets of their own:
+what is bound never changes its place. In this order:
+
+1. plan and check: which params share a bucket, integers only;
+2. agree: all that the layout depends on is the same on all ranks;
+3. allocate: all that lasts, on this rank alone. Agree: every rank could;
+4. connect: how ranks reach each other, where each keeps what it made. Agree: every rank has;
+5. adopt: it becomes part of the domain. Nothing is allocated, nothing can fail.
+
+An error before 5 is raised on all ranks, and what was made is undone on all of them.
+"""
+
+from collections.abc import Collection, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+import torch
+
+from ..errors import BindingError, CommunicationError
+from ..option import compared
+from ..partition.layout import BucketLayout, split_into_buckets
+from ..partition.memory import return_free_pages
+from ..partition.placement import Placement, Placements
+from ..tensors.part import Part
+from ..tensors.unsharded_guard import is_sharded
+from .agreement import View, agree
+from .allocate import Fresh, Made, Waiting, allocate, allocate_frozen
+from .bindable import check_bindable, check_gradient_format, warn_of_master
+from .bucket_plan import PlannedBucket, plan_buckets
+from .connect import Windows, connect, open_windows
+from .domain import Domain, Links
+from .param import Candidate, Entry, Group, named_params
+from .param_names import matching
+from .param_state import ParamState, check_part
+from .shard import Shard
+from .tiers import check_offload, make_landing
+
+
+@dataclass(frozen=True)
+class Bound:
+    """What was bound by one call: new in the domain's table.
+
+    Attributes:
+        entries: of params that train, in the order of the table.
+        shards: theirs.
+    """
+
+    entries: tuple[Entry, ...]
+    shards: tuple[Shard, ...]
+
+
+def bind(
+    domain: Domain,
+    groups: Sequence[Group],
+    numbers: Sequence[dict[str, Any]],
+    candidates: Sequence[Candidate],
+    waiting: Waiting,
+    *,
+    frozen: Sequence[torch.nn.Parameter] = (),
+    fresh: Fresh = (),
+    closure: bool = False,
+) -> Bound:
+    """Collective: takes params into buckets.
+
+    Args:
+        numbers: the groups' hyper-parameters as plain numbers.
+        candidates: params that train.
+        waiting: states that were loaded, by param. They are read; whoever keeps them drops those of ``Bound.entries``.
+        frozen: params that nothing trains, to be sharded; see :func:`frozen_of`.
+        fresh: params and buffers that were on the meta device and have no values yet.
+        closure: whether ``step()`` was called with one; must be equal on all ranks.
+
+    Raises:
+        BindingError: a param that no bucket can hold; on the ranks that have it.
+        DisagreementError: ranks differ in what they bind, or another one has a problem.
+        Exception: memory ran out here, say; DisagreementError on the other ranks.
+    """
+    problem: Exception | None = None
+    plan: list[PlannedBucket] = []
+    sums: list[int] = []
+    device, world = candidates[0][1].device if candidates else frozen[0].device, domain.mesh.world
+    try:
+        if candidates:
+            _check(domain, groups, candidates)
+        plan = plan_of(domain, candidates, waiting)
+        if world.size > 1:
+            sums = [0 if param in fresh or is_sharded(param) else checksum(param) for _, param, _ in candidates]
+    except Exception as error:
+        problem = error
+    description = _description(domain, groups, numbers, candidates, closure, waiting)
+    description["values"] = {name: value for (name, _, _), value in zip(candidates, sums, strict=False)}
+    description["frozen params of the module"] = [[list(param.shape), str(param.dtype)] for param in frozen]
+    agree(View(description, lambda: description, problem), world, device)
+    with ExitStack() as undo:
+        made: list[Made] = []
+        landing = domain.landing
+        try:
+            if domain.sharded is not None:  # they were frozen: whole values first
+                domain.sharded.let_go([param for _, param, _ in candidates])
+            if domain.links is None and domain.options.module is not None:
+                landing = make_landing(domain.options.rests, device)
+                if landing is not None:
+                    undo.callback(landing.close)
+            for planned in plan:
+                made.append(allocate(domain, planned, waiting, fresh, landing, undo))
+            for members, layout in _frozen_layouts(domain, frozen):
+                made.append(allocate_frozen(domain, members, layout, fresh, undo))
+        except Exception as error:
+            problem = error
+        agree(View("bound", dict, problem), world, device)
+        links, windows = domain.links, Windows()
+        try:
+            if links is None:
+                links = connect(domain, device, landing, undo)
+            windows = open_windows(links, made)
+        except CommunicationError:  # of which the others hear as they wait
+            raise
+        except Exception as error:
+            problem = error
+        agree(View("connected", dict, problem), world, device)
+        undo.pop_all()
+    assert links is not None
+    bound = _adopt(domain, links, made, windows)
+    return_free_pages()  # what came and went while params moved and masters were made
+    return bound
+
+
+def _check(domain: Domain, groups: Sequence[Group], candidates: Sequence[Candidate]) -> None:
+    """Raises BindingError for what this rank alone can tell. Changes nothing."""
+    device, options = domain.device if domain.shards else candidates[0][1].device, domain.options
+    check_offload(options.rests, device, domain.mesh.replicate.size)
+    if options.release_gradients and options.rests is not None and device.type != "cpu":
+        raise BindingError(
+            f"release_gradients=True was given with offload={options.offload!r} and params on {device}: "
+            "states would come and go for one bucket after the other in mid-backward, which no test has seen to be "
+            "right. Leave one of the two away."
+        )
+    with torch._C.DisableTorchFunctionSubclass():  # released params are looked at, and not read
+        check_bindable(candidates, groups, device)
+    check_gradient_format(options, candidates)
+    if not domain.entries:
+        warn_of_master(options, groups)
+
+
+def _adopt(domain: Domain, links: Links, made: Sequence[Made], windows: Windows) -> Bound:
+    """What all ranks have made becomes part of the domain. Allocates nothing."""
+    trained = [each for each in made if each.entries]
+    for each in trained:
+        if each.own is None:
+            each.shard.window = windows.params[each]
+        if each.sums is not None:
+            assert links.reducer is not None
+            each.shard.number = links.reducer.add(each.sums, windows.sums[each])
+    bound = Bound(tuple(entry for each in trained for entry in each.entries), tuple(each.shard for each in trained))
+    domain.adopt(links, bound.shards, bound.entries)
+    for each in made:
+        if each.own is not None:
+            assert links.sharded is not None
+            links.sharded.take(each.shard, each.own, windows.params[each], is_frozen=not each.entries)
+    return bound
+
+
+# -- what is planned ---------------------------------------------------------------------------------------------------
+
+
+def plan_of(domain: Domain, candidates: Sequence[Candidate], waiting: Waiting) -> list[PlannedBucket]:
+    """Layouts for these params, in backward order: integers only. Checks what was loaded for them.
+
+    Raises:
+        StateError: a loaded part does not hold what this rank will need.
+    """
+    ranks = domain.mesh.shard
+
+    def bucket_bytes(device: torch.device) -> int:
+        return _bucket_bytes(domain, device)
+
+    plan = plan_buckets(candidates, domain.rule, domain.options, ranks.size, bucket_bytes, _kept_whole(domain))
+    for planned in plan:
+        _check_loaded(planned, ranks.rank, waiting)
+    return plan
+
+
+def _check_loaded(planned: PlannedBucket, rank: int, waiting: Waiting) -> None:
+    pieces = {piece.param: piece for piece in planned.layout.pieces(rank)}
+    for index, (name, param, _) in enumerate(planned.members):
+        piece = pieces.get(index)
+        for state, tensor in waiting.get(param, ParamState()).tensors.items():
+            if piece is not None and isinstance(tensor, Part):
+                check_part(tensor, piece.start, piece.numel, f"{state} of {name}")
+
+
+def frozen_of(
+    domain: Domain, module: torch.nn.Module, candidates: Sequence[Candidate] = ()
+) -> list[torch.nn.Parameter]:
+    """Params of the module that are to be sharded though nothing trains them, and are not yet.
+
+    Args:
+        candidates: params that are about to be bound.
+    """
+    if Placements.of_stage(domain.options.stage).param is Placement.REPLICATE:
+        return []
+    others: set[torch.Tensor] = {*domain.entries, *_kept_whole(domain), *(param for _, param, _ in candidates)}
+    return [
+        param
+        for param in module.parameters()
+        if not param.requires_grad
+        and param.is_floating_point()
+        and param.numel() >= domain.options.tuning.keep_below
+        and not is_sharded(param)
+        and param not in others
+    ]
+
+
+def _frozen_layouts(
+    domain: Domain, params: Sequence[torch.nn.Parameter]
+) -> list[tuple[list[torch.nn.Parameter], BucketLayout]]:
+    layouts = []
+    for _, same_dtype in groupby(sorted(params, key=lambda param: str(param.dtype)), key=lambda param: param.dtype):
+        kind = list(same_dtype)
+        sizes = [param.numel() * param.element_size() for param in kind]
+        for indices in split_into_buckets(sizes, _bucket_bytes(domain, kind[0].device)):
+            members = [kind[index] for index in indices]
+            layouts.append((members, BucketLayout(tuple(param.numel() for param in members), domain.mesh.shard.size)))
+    return layouts
+
+
+def _bucket_bytes(domain: Domain, device: torch.device) -> int:
+    return domain.options.tuning.bucket_bytes_of(device, domain.options.module is not None)
+
+
+def _kept_whole(domain: Domain) -> Collection[torch.Tensor]:
+    """Params that would be sharded at stage 3, but for ``Tuning.keep``."""
+    if Placements.of_stage(domain.options.stage).param is Placement.REPLICATE:
+        return frozenset()
+    return matching(domain.options.module, domain.options.tuning.keep)
+
+
+# -- what is compared --------------------------------------------------------------------------------------------------
+
+
+def _description(
+    domain: Domain,
+    groups: Sequence[Group],
+    numbers: Sequence[dict[str, Any]],
+    candidates: Sequence[Candidate],
+    closure: bool,
+    waiting: Waiting,
+) -> dict[str, Any]:
+    return {
+        "params not yet bound": [name for name, _, _ in candidates],
+        "options": {
+            "rule": domain.rule.name,
+            **compared(domain.options),
+            "shards": domain.mesh.shard.size,
+            "replicas": domain.mesh.replicate.size,
+        },
+        "call": {"closure": closure},
+        "params of groups": [len(group["params"]) for group in groups],
+        "params": [
+            {
+                "name": name,
+                "shape": list(param.shape),
+                "dtype": str(param.dtype),
+                "strides": list(param.stride()),
+                "device": param.device.type,
+                "requires_grad": param.requires_grad,
+                "bound": param in domain.entries,
+                "loaded step": waiting[param].step if param in waiting else None,
+            }
+            for name, param, _ in named_params(groups)
+        ],
+        "groups": list(numbers),
+    }
+
+
+def checksum(param: torch.Tensor) -> int:
+    """Sum of the bit patterns: ranks that start from different weights would mix them."""
+    bits = param.detach().contiguous().view(torch.int16 if param.element_size() == 2 else torch.int32)
+    return int(bits.sum(dtype=torch.int64))

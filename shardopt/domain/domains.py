@@ -1,0 +1,289 @@
+"""Composition: one optimizer on a model whose params do not all have the same data-parallel ranks.
+
+::
+
+    tensor     0 1      rank 0 and 1 hold halves of each matrix (DTensors over this mesh)
+    data     | 0 2      rank 0 and 2 hold the same halves, and share their states (process_group=)
+    pipeline | 0 4      rank 4 holds other layers; only the norm and the decision are common (norm_group=)
+
+Each set of ranks that shares states has a domain of its own, with buckets, agreement and gathering inside of it. What
+is common to the whole model is decided in one more exchange: the norm, in which every element counts once, whether an
+Inf or NaN was met, and whether some rank cannot step.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from ..config import Options
+from ..errors import BindingError, CheckpointError
+from ..partition.comm.group import Pending, Ranks
+from ..partition.mesh import everyone_of
+from .agreement import Agreed, View, agree
+from .domain import Domain
+from .dtensors import (
+    LocalParams,
+    any_dtensor,
+    is_counted_here,
+    is_dtensor,
+    mesh_of,
+    slice_number,
+)
+from .param import Group, named_params
+
+
+@dataclass(frozen=True)
+class Party:
+    """A domain, and all param groups with the params that it binds, as local tensors."""
+
+    domain: Domain
+    groups: Sequence[Group]
+
+
+class Turn(NamedTuple):
+    """Which of the process groups that share the main ranks out among them: ``number`` of ``total``."""
+
+    number: int
+    total: int
+
+    def __str__(self) -> str:
+        return f"{self.number}of{self.total}"
+
+
+@dataclass
+class Composition:
+    """The domains of one optimizer.
+
+    Attributes:
+        main: for groups without a ``process_group`` of their own.
+    """
+
+    main: Domain
+    options: Options
+    locals: LocalParams
+    others: dict[Any, Domain] = field(default_factory=dict)  # by process group
+    whole: tuple[Ranks, ...] = ()  # those of the last :meth:`look`
+    _norm_ranks: Ranks | None = None
+    _tensor_ranks: tuple[Ranks, ...] = ()  # of the main domain's tensor mesh, in each of its dimensions
+    _turns: dict[Any, "Turn"] = field(default_factory=dict)  # by process group
+
+    @property
+    def domains(self) -> list[Domain]:
+        return [self.main, *self.others.values()]
+
+    def domain_of(self, local: torch.nn.Parameter) -> Domain | None:
+        """That has bound this local param."""
+        return next((domain for domain in self.domains if local in domain.entries), None)
+
+    def parties(self, groups: Sequence[Group], make: Callable[[Any], Domain]) -> list[Party]:
+        """In the same order on all ranks of each domain; ``make`` gives one for a process group."""
+        if not any(group.get("process_group") for group in groups):
+            return [Party(self.main, [self.locals.of_group(group) for group in groups])]
+        for group in groups:
+            own = group.get("process_group")
+            if own is not None and own not in self.others:
+                self.others[own] = make(own)
+        found = []
+        for own, domain in ((None, self.main), *self.others.items()):
+            # All groups keep their numbers, for messages, and their hyper-parameters are compared. A DeviceMesh is
+            # compared by value, as the table's keys are: ``mesh["dp"]`` is a new object at each call.
+            mine = [
+                self.locals.of_group(group) if group.get("process_group") == own else {**group, "params": []}
+                for group in groups
+            ]
+            if any(group["params"] for group in mine):
+                found.append(Party(domain, mine))
+        return found or [Party(self.main, list(groups))]  # nothing to update, and a step all the same
+
+    def take_turns(self) -> None:
+        """Collective over the main ranks, once: numbers the process groups of param groups, by their first rank."""
+        if len(self._turns) == len(self.others):
+            return
+        everyone = set(_ranks(self.main.mesh.world))
+        beyond = {rank for domain in self.others.values() for rank in _ranks(domain.mesh.world)} - everyone
+        if beyond:
+            raise CheckpointError(
+                f"ranks {sorted(beyond)} share params of a group with this one and are not in the optimizer's "
+                f"process_group, {sorted(everyone)}, whose ranks make a checkpoint together: these params could not be "
+                "named apart. Give the experts an optimizer, and a checkpoint, of their own."
+            )
+        own = [_ranks(domain.mesh.world) for domain in self.others.values()]
+        told = self.main.mesh.world.exchange_json(own, self.main.device, "numbering process groups")
+        for index, group in enumerate(self.others):
+            distinct = sorted({tuple(theirs[index]) for theirs in told})
+            self._turns[group] = Turn(distinct.index(tuple(own[index])), len(distinct))
+
+    def turn_of(self, group: Group) -> Turn | None:
+        """None: of the main ranks, or not numbered."""
+        return self._turns.get(group.get("process_group"))
+
+    def world_of(self, group: Group) -> Ranks:
+        """The ranks that hold the same params of a group."""
+        return self.others.get(group.get("process_group"), self.main).mesh.world
+
+    def look(self, groups: Sequence[Group]) -> None:
+        """Finds over whose ranks, one after the other, the norm is summed and every decision is taken: ``whole``.
+
+        Empty where the ranks that share the states are all there are. Notes which params others count. After an error
+        the ranks that wait for this one are known as well, so that they can be told.
+
+        Raises:
+            BindingError: it cannot be told which ranks hold copies and which hold something else.
+        """
+        has_dtensors = any(any_dtensor(group["params"]) for group in groups)
+        mesh, problem = self._tensor_mesh(groups) if has_dtensors else (None, None)
+        if self.options.norm_group is None and not self.others and mesh is None:
+            self._tensor_ranks = self.whole = ()
+            return
+        # Before anything is refused: the ranks of the exchanges that follow must hear of it.
+        dims = range(0 if mesh is None else mesh.ndim)
+        self._tensor_ranks = tuple(Ranks(mesh.get_group(dim), self.options.tuning.deadline) for dim in dims if mesh)
+        self.whole = (self.main.mesh.world, *self._tensor_ranks)
+        if self.options.norm_group is not None:
+            if self._norm_ranks is None:
+                self._norm_ranks = Ranks(everyone_of(self.options.norm_group), self.options.tuning.deadline)
+            self.whole = (self._norm_ranks,)
+        if problem is not None:
+            raise problem
+        self._check_composable()
+        self._note_copies(groups, mesh)
+        if self._norm_ranks is not None:
+            self._check_within(self._norm_ranks, "norm_group", mesh)
+        else:
+            self._check_within(self.main.mesh.world, "the optimizer's process_group")
+
+    def _check_composable(self) -> None:
+        if self.options.module is not None:
+            raise BindingError(
+                "the module was handed over, and it is composed with tensor, pipeline or expert parallelism: gradients "
+                "would be reduced over one process group, at every micro-batch. Give module.parameters() instead of "
+                "the module (stage 1), and average gradients over the data-parallel ranks, by DDP or all_reduce."
+            )
+        if self.options.rests is not None and self.options.rests.directory is not None:
+            raise BindingError(
+                "states are offloaded to a disk, and the model is composed with tensor, pipeline or expert "
+                "parallelism: a disk that fills up would undo the step on some ranks of the model only. Use "
+                'offload="cpu", or none.'
+            )
+
+    def agree_on_gradients(self, groups: Sequence[Group], problem: Exception | None) -> None:
+        """Collective over the tensor mesh, whose ranks may have to finish sums of gradients together.
+
+        Raises:
+            Exception: this rank's problem.
+            DisagreementError: another rank's, or gradients that are not placed alike.
+        """
+        if not self._tensor_ranks:
+            if problem is not None:
+                raise problem
+            return
+        placed = {name: _placement(param.grad) for name, param, _ in named_params(groups) if is_dtensor(param)}
+        own = View("problem" if problem else placed, lambda: {"placements of gradients": placed}, problem)
+        agree_on_whole(own, self._tensor_ranks, self.main.device)
+
+    def sum_over(self, mesh: DeviceMesh, dim: int, tensor: torch.Tensor) -> None:
+        """Collective over one dimension of a tensor mesh: sums in place."""
+        phase = "summing gradients over the tensor mesh"
+        ranks = Ranks(mesh.get_group(dim), self.options.tuning.deadline)
+        with ranks.naming(phase):
+            ranks.wait(Pending(phase, (dist.all_reduce(tensor, group=ranks.group, async_op=True),)))
+
+    def _tensor_mesh(self, groups: Sequence[Group]) -> tuple[DeviceMesh | None, Exception | None]:
+        """That of DTensors whose other ranks are not in the main domain's world, and why it will not do."""
+        found: DeviceMesh | None = None
+        everyone = set(_ranks(self.main.mesh.world))
+        for name, param, group in named_params(groups):
+            if not is_dtensor(param):
+                continue
+            values: Any = param
+            mesh: DeviceMesh = values.device_mesh
+            ranks = set(mesh.mesh.flatten().tolist())
+            own = group.get("process_group")
+            is_within = own is not None and ranks <= everyone
+            try:
+                mesh_of(param, name)
+                self._check_apart(name, ranks, own)
+                if not is_within and found is not None and found.mesh.tolist() != mesh.mesh.tolist():
+                    raise BindingError(
+                        f"{name} is a DTensor over ranks {sorted(ranks)}, others are over ranks "
+                        f"{sorted(found.mesh.flatten().tolist())}: it cannot be told which ranks hold copies of params "
+                        "that are none. Use one tensor mesh for all params of an optimizer."
+                    )
+            except BindingError as error:
+                return found or mesh, error
+            if not is_within:
+                found = found or mesh
+        return found, None
+
+    def _check_apart(self, name: str, ranks: set[int], own: Any) -> None:
+        """Raises BindingError if ranks of a DTensor's mesh are to share its states."""
+        sharing = set(_ranks(self.main.mesh.world if own is None else self.others[own].mesh.world))
+        if len(ranks & sharing) > 1:
+            raise BindingError(
+                f"{name} is a DTensor over ranks {sorted(ranks)}, and ranks {sorted(ranks & sharing)} of these "
+                "are to share its states: they hold different elements, or copies that tensor parallelism keeps "
+                'alike. Give the data-parallel ranks: process_group=mesh["dp"].get_group(), also where that is '
+                "one rank."
+            )
+
+    def _note_copies(self, groups: Sequence[Group], mesh: DeviceMesh | None) -> None:
+        """Of an element that several ranks hold one counts it."""
+        first = mesh is None or not any(mesh.get_coordinate() or ())
+        for name, param, group in named_params(groups):
+            own = group.get("process_group")
+            if own is not None and mesh is not None and not is_dtensor(param):
+                raise BindingError(
+                    f"{name} is a plain tensor of a group with its own process_group, beside DTensors: whether the "
+                    "ranks of their mesh hold copies of it or others cannot be told, so that the norm could count it "
+                    "several times. Make it a DTensor (distribute_tensor), replicated or sharded."
+                )
+            domain = self.main if own is None else self.others[own]
+            is_slice = is_dtensor(param)
+            is_counted = is_counted_here(param) if is_slice else first or own is not None
+            domain.note_slice(self.locals.of(param), is_counted, slice_number(param) if is_slice else None)
+
+    def _check_within(self, ranks: Ranks, what: str, mesh: DeviceMesh | None = None) -> None:
+        neighbours = [_ranks(domain.mesh.world) for domain in self.domains]
+        if mesh is not None:
+            neighbours.append(mesh.mesh.flatten().tolist())
+        for others in neighbours:
+            beyond = set(others) - set(_ranks(ranks))
+            if beyond:
+                raise BindingError(
+                    f"ranks {sorted(beyond)} share states or params with this one and are not in {what}, "
+                    f"{_ranks(ranks)}: the norm and the decision to skip a step would differ between ranks of one "
+                    "model. Give norm_group= all ranks that train the model (torch.distributed.group.WORLD, say)."
+                )
+
+
+def _placement(grad: Any) -> str:
+    return "absent" if grad is None else f"{getattr(grad, 'placements', 'plain')} {grad.dtype}"
+
+
+def agree_on_whole(view: View, whole: Sequence[Ranks], device: torch.device) -> Agreed:
+    """Collective over each in turn: sums, and problems of any rank, on all ranks.
+
+    Raises:
+        Exception: this rank's own problem.
+        DisagreementError: another rank's.
+    """
+    agreed = Agreed(view.overflow, view.nonfinite, view.limbs, bool(view.written))
+    problem = view.problem
+    for ranks in whole:
+        joined = View(view.key, view.describe, problem, agreed.overflow, agreed.nonfinite, limbs=agreed.limbs)
+        try:
+            agreed = agree(joined, ranks, device, one_copy=range(ranks.size))
+        except Exception as error:  # the ranks of the next exchange wait for this one, and must hear of it
+            problem = error
+    if problem is not None:
+        raise problem
+    return agreed
+
+
+def _ranks(ranks: Ranks) -> list[int]:
+    """Their global numbers."""
+    return [0] if ranks.group is None else sorted(dist.get_process_group_ranks(ranks.group))

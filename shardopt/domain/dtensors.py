@@ -1,0 +1,274 @@
+"""Local params: the plain tensor behind each DTensor param, which is all that buckets, shards and kernels see.
+
+A tensor-parallel plan (``parallelize_module``) makes params DTensors: each rank of a tensor mesh holds a local tensor
+of its own. States are sharded over the data-parallel ranks that hold the *same* local tensor, so to an optimizer it is
+a param like any other. What belongs to the mesh is told here: where gradients must be summed first, which rank counts
+an element that several hold, and how a state looks from outside.
+"""
+
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from ..errors import BindingError, ShardoptError, StateError
+from ..tensors.strides import with_own_storage
+from .param import Group
+
+
+def is_dtensor(value: Any) -> bool:
+    """Whether it is a DTensor; without importing them, as long as nobody else does."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(value, module.DTensor)
+
+
+def any_dtensor(values: Iterable[Any]) -> bool:
+    """Whether one of them is; asked at every step, of all params."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and any(isinstance(value, module.DTensor) for value in values)
+
+
+@dataclass(eq=False)
+class _Local:
+    param: Any  # the user's DTensor
+    local: torch.nn.Parameter
+    shown: torch.Tensor  # that the DTensor holds, a view of ``local``
+    versions: tuple[int, int]  # of both, when they were last looked at
+    gradient: torch.Tensor | None = None  # its local tensor; a copy of it where it is a sum still to be made
+    sums: Sequence[int] = ()  # the dimensions of the mesh over which it is to be summed
+
+    def follow(self) -> None:
+        """The DTensor may have been moved, cast, loaded or frozen."""
+        if self.param._local_tensor is not self.shown:
+            self.shown = self.local.data = self.param._local_tensor
+        if self.param._version != self.versions[0]:
+            torch.autograd.graph.increment_version([self.local])
+        self.local.requires_grad_(self.param.requires_grad)
+        self._look()
+
+    def show(self) -> None:
+        """The local param may have moved into a bucket, or out of one, or have been updated."""
+        if self.local.data_ptr() != self.shown.data_ptr():
+            # Shares the version counter: who writes to to_local() is noticed.
+            self.shown = self.param._local_tensor = self.local.detach()
+        if self.local._version != self.versions[1]:
+            torch.autograd.graph.increment_version([self.param])
+        self._look()
+
+    def _look(self) -> None:
+        self.versions = self.param._version, self.local._version
+
+
+class LocalParams:
+    """Of one optimizer, made when they are first asked for. A plain param is its own."""
+
+    def __init__(self) -> None:
+        self._table: dict[torch.nn.Parameter, _Local] = {}
+
+    def of(self, param: torch.nn.Parameter) -> torch.nn.Parameter:
+        if not is_dtensor(param):
+            return param
+        found = self._table.get(param)
+        if found is None:
+            values: Any = param
+            tensor = values._local_tensor
+            local = torch.nn.Parameter(tensor.detach(), requires_grad=param.requires_grad)
+            self._table[param] = found = _Local(param, local, tensor, (param._version, local._version))
+        else:
+            found.follow()
+        return found.local
+
+    def of_group(self, group: Group) -> Group:
+        """The group with local params; itself where all are plain."""
+        if not any_dtensor(group["params"]):
+            return group
+        return {**group, "params": [self.of(param) for param in group["params"]]}
+
+    def show(self) -> None:
+        """What happened to local params happens to the DTensors."""
+        for each in self._table.values():
+            each.show()
+
+    # -- gradients -------------------------------------------------------------------------------------------------
+
+    def prepare_gradients(self) -> None:
+        """Local, before ranks agree: refuses what cannot be taken, and makes the memory that sums need.
+
+        Raises:
+            ShardoptError: a gradient is no DTensor of the param's mesh.
+        """
+        for each in self._table.values():
+            if each.param.grad is not None:
+                _check_gradient(each.param)
+                each.sums = _sums_to_make(each.param)
+                each.gradient = each.param.grad.to_local().detach()
+                if each.sums:
+                    each.gradient = each.gradient.clone()
+
+    def take_gradients(self, sum_over: Callable[[DeviceMesh, int, torch.Tensor], None]) -> None:
+        """Collective over the tensor mesh where a gradient is a sum still to be made: local params get their part.
+
+        Behind :meth:`prepare_gradients` and an agreement. A rank that failed here would leave its mates waiting: no
+        memory is needed but for a gradient that is placed in an unusual way.
+
+        Args:
+            sum_over: sums in place over one dimension of a mesh.
+        """
+        for each in self._table.values():
+            for dim in each.sums:
+                assert each.gradient is not None
+                sum_over(each.param.device_mesh, dim, each.gradient)
+            each.local.grad = each.gradient if each.sums else _placed_gradient(each.param, each.gradient)
+
+    def drop_gradients(self) -> None:
+        for each in self._table.values():
+            each.local.grad, each.gradient, each.sums = None, None, ()
+
+    # -- states outside --------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def outside(param: torch.nn.Parameter, state: Mapping[str, Any]) -> dict[str, Any]:
+        """A state as ``torch.optim`` has it for a DTensor param: DTensors of the same placements."""
+        values: Any = param
+        if not is_dtensor(param):
+            return dict(state)
+        return {
+            name: _placed_as(values, tensor)
+            if isinstance(tensor, torch.Tensor) and tensor.shape == values._local_tensor.shape and name != "step"
+            else tensor
+            for name, tensor in state.items()
+        }
+
+    @staticmethod
+    def inside(param: torch.nn.Parameter, state: Mapping[str, Any], name: str) -> dict[str, Any]:
+        """Local tensors of a state that :meth:`outside` or a torch class made.
+
+        Raises:
+            StateError: it was placed otherwise.
+        """
+        found: dict[str, Any] = {}
+        for key, value in state.items():
+            if not is_dtensor(value):
+                found[key] = value
+                continue
+            own: Any = param
+            if not is_dtensor(param) or _place(value) != _place(own):
+                here = str(_place(own)) if is_dtensor(param) else "a plain tensor"
+                raise StateError(
+                    f"{key} of {name} is a DTensor {_place(value)}, the param is {here}: each rank would take other "
+                    "elements than its own, so nothing was loaded. Load at the same tensor-parallel size and plan, on "
+                    "the rank that saved it, or redistribute() the state first."
+                )
+            found[key] = value._local_tensor
+        return found
+
+
+def _placed_as(param: Any, tensor: torch.Tensor) -> torch.Tensor:
+    """The DTensor of which ``tensor`` is local, where ``param`` has its own."""
+    if tensor.storage_offset():  # torch.save would take the DTensor for a plain tensor, and fail
+        tensor = with_own_storage(tensor)
+    meta = param._spec.tensor_meta._replace(dtype=tensor.dtype)
+    placed: torch.Tensor = type(param)(tensor, replace(param._spec, tensor_meta=meta), requires_grad=False)
+    return placed
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a DTensor lies, in words that ranks and files can compare."""
+
+    shape: tuple[int, ...]  # of the whole
+    mesh: tuple[int, ...]
+    placements: str
+    coordinate: tuple[int, ...]  # of this rank
+
+    def __str__(self) -> str:
+        return f"of shape {self.shape}, placed {self.placements} at {self.coordinate} of a mesh of {self.mesh}"
+
+
+def place_of(param: torch.Tensor) -> Place | None:
+    """None: a plain tensor."""
+    return _place(param) if is_dtensor(param) else None
+
+
+def _place(tensor: Any) -> Place:
+    mesh = tensor.device_mesh
+    return Place(
+        tuple(tensor.shape), tuple(mesh.shape), str(tuple(tensor.placements)), tuple(mesh.get_coordinate() or ())
+    )
+
+
+def is_counted_here(param: torch.Tensor) -> bool:
+    """Whether this rank counts the elements of a DTensor: of several that hold a copy, the first."""
+    values: Any = param
+    pairs = zip(values.placements, values.device_mesh.get_coordinate(), strict=True)
+    return all(coordinate == 0 or not placement.is_replicate() for placement, coordinate in pairs)
+
+
+def slice_number(param: torch.Tensor) -> int:
+    """Which of the slices of a DTensor this rank holds; ranks that hold copies have the same number."""
+    values: Any = param
+    number = 0
+    for size, coordinate, placement in zip(
+        values.device_mesh.shape, values.device_mesh.get_coordinate(), values.placements, strict=True
+    ):
+        if not placement.is_replicate():
+            number = number * size + coordinate
+    return number
+
+
+def mesh_of(param: torch.Tensor, name: str) -> DeviceMesh:
+    """Of a DTensor.
+
+    Raises:
+        BindingError: no rank holds its values, but a part of a sum.
+    """
+    values: Any = param
+    if any(placement.is_partial() for placement in values.placements):
+        raise BindingError(
+            f"{name} is a DTensor with placements {values.placements}: its ranks hold parts of a sum, and updates of "
+            "parts do not add up to the update of the sum. Give a param that is sharded or replicated."
+        )
+    mesh: DeviceMesh = values.device_mesh
+    return mesh
+
+
+def local_gradient(param: torch.nn.Parameter) -> torch.Tensor | None:
+    """What lies on this rank of the param's gradient, summed or not."""
+    grad: Any = param.grad
+    local: torch.Tensor | None = grad._local_tensor if is_dtensor(grad) else grad
+    return local
+
+
+def _check_gradient(param: torch.nn.Parameter) -> None:
+    """Raises ShardoptError if this rank's elements of a gradient are not known."""
+    values: Any = param
+    grad: Any = param.grad
+    if not is_dtensor(grad) or grad.device_mesh != values.device_mesh:
+        found = f"of mesh {grad.device_mesh}" if is_dtensor(grad) else type(grad).__name__
+        raise ShardoptError(
+            f"the gradient of a DTensor param of shape {tuple(param.shape)} is a {found}: which of its "
+            "elements are this rank's is not known. Assign a DTensor with the param's mesh."
+        )
+
+
+def _sums_to_make(param: torch.nn.Parameter) -> list[int]:
+    """The dimensions of the mesh over which a gradient is to be summed, if that is all that there is to do."""
+    values: Any = param
+    grad: Any = param.grad
+    pairs = list(zip(grad.placements, values.placements, strict=True))
+    dims = [dim for dim, (found, wanted) in enumerate(pairs) if found != wanted]
+    plain = all(pairs[dim][0].is_partial("sum") and pairs[dim][1].is_replicate() for dim in dims)
+    return dims if plain else []
+
+
+def _placed_gradient(param: torch.nn.Parameter, gradient: torch.Tensor | None) -> torch.Tensor | None:
+    """Collective where it is placed otherwise: the local tensor of the gradient, placed as the param."""
+    values: Any = param
+    grad: Any = param.grad
+    if grad is None or grad.placements == values.placements:
+        return gradient
+    moved: torch.Tensor = grad.redistribute(values.device_mesh, values.placements).to_local()
+    return moved.detach()

@@ -1,0 +1,32 @@
+"""Which param group a param is in, found without a walk through all of them."""
+
+from collections.abc import Sequence
+
+import torch
+
+from .param import Group
+
+
+class Places:
+    """Of the params of one optimizer, whose groups may change at any time."""
+
+    def __init__(self) -> None:
+        self._known: dict[torch.nn.Parameter, tuple[int, int]] = {}  # group, index in it
+
+    def group_of(self, groups: Sequence[Group], param: torch.nn.Parameter) -> Group | None:
+        """None: it is in none of them."""
+        found = self._look(groups, param)
+        if found is None:
+            self._known = {
+                each: (number, index)
+                for number, group in enumerate(groups)
+                for index, each in enumerate(group["params"])
+            }
+            found = self._look(groups, param)
+        return found
+
+    def _look(self, groups: Sequence[Group], param: torch.nn.Parameter) -> Group | None:
+        number, index = self._known.get(param, (0, -1))
+        if index < 0 or number >= len(groups) or index >= len(groups[number]["params"]):
+            return None
+        return groups[number] if groups[number]["params"][index] is param else None

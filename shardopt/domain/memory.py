@@ -1,0 +1,66 @@
+"""What an optimizer takes on this rank: bytes by kind and tier."""
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
+
+import torch
+
+from ..config import Offload
+from ..tensors.part import Part
+from .domain import Domain
+
+Memory = dict[str, dict[str, int]]
+KINDS = ("param", "gradient", "buffer", "master", "state")
+
+
+def memory_of(
+    domains: Sequence[Domain],
+    params: Collection[torch.nn.Parameter],
+    grads: Iterable[torch.Tensor | None],
+    rests: Offload | None,
+    tier: str,
+) -> Memory:
+    """Bytes by kind and tier (device, host, disk).
+
+    Args:
+        params: of the groups and the module.
+        grads: theirs.
+        rests: what of gradients and params on the device's side is in host memory by choice.
+        tier: of masters and states, to be listed even if there are none.
+    """
+    found: dict[str, Counter[str]] = {kind: Counter() for kind in KINDS}
+    own = (grad for grad in grads if grad is not None and not isinstance(grad, Part))
+    found["gradient"]["device"] = sum(grad.nbytes for grad in own)
+    free = (param for param in params if not any(_is_bound(domain, param) for domain in domains))
+    found["param"]["device"] = sum(param.nbytes for param in free)
+    found["master"][tier] = found["state"][tier] = found["buffer"]["device"] = 0
+    for domain in domains:
+        _add_shards(found, domain, "host" if rests is not None and rests.params == "cpu" else "device")
+        _add_reducer(found, domain, "host" if rests is not None and rests.gradients == "cpu" else "device")
+        if domain.shards:
+            found["buffer"].update(domain.store.buffer_bytes)
+    return {kind: dict(tiers) for kind, tiers in found.items()}
+
+
+def _is_bound(domain: Domain, param: torch.nn.Parameter) -> bool:
+    return param in domain.entries or (domain.sharded is not None and param in domain.sharded.where)
+
+
+def _add_shards(found: dict[str, Counter[str]], domain: Domain, slices: str) -> None:
+    frozen = domain.sharded.frozen if domain.sharded is not None else []
+    found["buffer"]["device"] += sum(shard.row_of_block.nbytes for shard in domain.shards)
+    for shard in (*domain.shards, *frozen):
+        found["param"]["device"] += shard.bucket.resident_bytes
+        if shard.param_bytes:
+            found["param"][slices] += shard.param_bytes
+        for name, nbytes in shard.home.nbytes.items():
+            found[name if name in ("master", "param") else "state"][shard.home.tier] += nbytes
+
+
+def _add_reducer(found: dict[str, Counter[str]], domain: Domain, sums: str) -> None:
+    reducer = domain.reducer
+    if reducer is not None:
+        found["gradient"][sums] += sum(each.nbytes for bucket in reducer.buckets for each in bucket.sums)
+        found["buffer"]["device"] += sum(each.nbytes for each in reducer.buffers)
+    if domain.landing is not None:
+        found["buffer"]["device"] += domain.landing.slot_bytes

@@ -1,0 +1,119 @@
+"""Stage 3: the params that lie in slices, those that train and those that are frozen.
+
+A frozen param (the base of a LoRA model) is sharded like any other, and has no master, no state and no gradient.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+
+from ..errors import OffloadError
+from ..partition.comm.all_gather import Window
+from ..partition.gatherer import GatheredBucket, Gatherer, Slice
+from ..tensors.part import ParamPart, Part
+from ..tensors.strides import flattened
+from ..tensors.unsharded_guard import Read, Write, forget, stand_in
+from .shard import Shard
+
+Gather = Callable[[Shard, str], torch.Tensor]
+Namer = Callable[[torch.Tensor], str | None]
+Fetcher = Callable[[Shard, int, str], Callable[[], torch.Tensor] | None]
+
+
+class ShardedParams:
+    """The table from sharded params to their buckets."""
+
+    def __init__(self, gatherer: Gatherer, gather: Gather, fetcher: Fetcher, name_of: Namer):
+        """``name_of``: what the user calls a param."""
+        self.gatherer = gatherer
+        self.where: dict[torch.nn.Parameter, GatheredBucket] = {}
+        self.frozen: list[Shard] = []  # of params that are not trained
+        self.shown = 0  # contexts that show whole params at this moment
+        self._gather, self._fetcher, self.name_of = gather, fetcher, name_of
+
+    @property
+    def buckets(self) -> list[GatheredBucket]:
+        return list(dict.fromkeys(self.where.values()))
+
+    def take(self, shard: Shard, own: Slice, window: Window, is_frozen: bool) -> None:
+        """Keeps this rank's slice of the shard's params in ``own``, and lets go of the rest. Allocates nothing."""
+        gathered = shard.part_with_params(self.gatherer, own, window)
+        if is_frozen:
+            self.frozen.append(shard)
+        for index, param in enumerate(shard.bucket.params):
+            self.where[param] = gathered
+            stand_in(param, *self._stand_in(shard, index, param), partial(self.name_of, param))
+
+    def let_go(self, params: Sequence[torch.nn.Parameter]) -> None:
+        """Collective: frozen params that will be trained have whole values of their own again.
+
+        After an error each of them either has, or is sharded as before.
+        """
+        for param in params:
+            gathered = self.where.get(param)
+            if gathered is not None:
+                self.gatherer.need(gathered)
+                try:
+                    gathered.bucket.let_go(param)
+                    del self.where[param]
+                    forget(param)
+                finally:
+                    self.gatherer.done(gathered)
+
+    @contextmanager
+    def unsharded(self) -> Iterator[None]:
+        """Whole params. What is written to them stays, whichever way: ``.data`` leaves no trace to notice."""
+        gatherer, buckets = self.gatherer, self.buckets
+        gatherer.need_all(buckets)
+        before = [each.bucket.holders for each in buckets]
+        self.shown += 1
+        try:
+            yield
+        finally:
+            self.shown -= 1
+            problem: Exception | None = None
+            for each, holders in zip(buckets, before, strict=True):
+                try:
+                    gatherer.write_back(each)
+                except OffloadError as error:
+                    problem = error
+                if each.bucket.holders > holders:  # state_dict(), say: what it shows is to be saved later
+                    gatherer.leave(each)
+                else:
+                    gatherer.done(each, drop=True)
+            gatherer.settle()
+            if any(each.slice.memory is None for each in buckets):
+                gatherer.written(problem)
+            gatherer.begin_pass()  # each rank may have called what it liked
+
+    def give_back(self) -> None:
+        """Collective: every param is whole, and nobody reads our slices any more."""
+        self.gatherer.drop_all()
+        for each in self.buckets:
+            self.gatherer.need(each)
+        for param in self.where:
+            forget(param)
+        self.gatherer.meet()
+        for shard in self.frozen:
+            shard.bucket.release()
+
+    def _stand_in(self, shard: Shard, index: int, param: torch.nn.Parameter) -> tuple[Read, Write]:
+        """How a released param is read as a part, and written from a whole tensor."""
+        where = shard.slice_of(index)
+
+        def gather(_: torch.Tensor) -> torch.Tensor:
+            return shard.as_param(self._gather(shard, "param"), index).clone()
+
+        def read() -> torch.Tensor:
+            fetch = self._fetcher(shard, index, "param")
+            return ParamPart.of(Part(shard.read("param", index), where.start, param, gather, fetch=fetch), write)
+
+        def write(whole: torch.Tensor) -> None:
+            cast = whole.detach().to(shard.device, shard.bucket.dtype)
+            values = flattened(shard.ordered(index, cast.expand(param.size())))
+            self.gatherer.write_slice(lambda: shard.write("param", index, 0, values))
+            torch.autograd.graph.increment_version([param])
+
+        return read, write

@@ -1,0 +1,105 @@
+"""Where the wall-clock time of steps goes, by phase; the phases are labels in torch's profiler as well."""
+
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+STEPS = 100  # that medians are taken over
+
+# In the order in which they are shown.
+PHASES = {
+    "reduce": "the end of backward: until all gradients are summed, and every rank knows their norms",
+    "survey": "looking at params and gradients, and making the tables that kernels are steered by",
+    "agree": "telling the other ranks, and waiting for theirs",
+    "fetch": "waiting for states that rest elsewhere",
+    "update": "the kernels",
+    "write back": "handing states back, and waiting for them to be kept",
+    "gather": "waiting for the other ranks' updates",
+}
+
+
+class Clock:
+    """Adds up the time of each phase, step by step. That of a phase inside of another one is not the outer one's."""
+
+    def __init__(self) -> None:
+        self._now: dict[str, float] = {}
+        self._inside: list[float] = []  # of each phase that is running, the time of those inside of it
+        self._steps: deque[dict[str, float]] = deque(maxlen=STEPS)
+
+    def phase(self, name: str) -> "Phase":
+        """A context."""
+        return Phase(self._now, self._inside, name)
+
+    def end_step(self) -> None:
+        self._steps.append(dict(self._now))
+        self._now.clear()
+
+    def read(self, note: str | None = None) -> "Timings":
+        from statistics import median  # imports decimal and fractions, which no step needs
+
+        return Timings({name: median(step.get(name, 0.0) for step in self._steps) for name in self._seen()}, note)
+
+    def _seen(self) -> list[str]:
+        return [name for name in PHASES if any(name in step for step in self._steps)]
+
+
+class Phase:
+    """The time between entering and leaving."""
+
+    __slots__ = ("_inside", "_label", "_name", "_now", "_start")
+
+    def __init__(self, now: dict[str, float], inside: list[float], name: str):
+        self._now, self._inside, self._name = now, inside, name
+        self._label: Any = None
+
+    def __enter__(self) -> None:
+        if torch.autograd.profiler._is_profiler_enabled:  # a label costs more than the rest of this
+            self._label = torch.profiler.record_function(f"shardopt: {self._name}")
+            self._label.__enter__()
+        self._inside.append(0.0)
+        self._start = time.perf_counter()
+
+    def __exit__(self, *error: Any) -> None:
+        elapsed = time.perf_counter() - self._start
+        self._now[self._name] = self._now.get(self._name, 0.0) + elapsed - self._inside.pop()
+        if self._inside:
+            self._inside[-1] += elapsed
+        if self._label is not None:
+            self._label.__exit__(*error)
+
+
+class Timings(Mapping[str, float]):
+    """Seconds of each phase, medians of the last steps; printed, a table.
+
+    Of the host: on a GPU kernels and collectives go on while it is ahead of them.
+    """
+
+    def __init__(self, seconds: Mapping[str, float], note: str | None = None):
+        """``note``: what is told below the table."""
+        self._seconds = dict(seconds)
+        self.note = note
+
+    @staticmethod
+    def of_all(several: "Sequence[Timings]") -> "Timings":
+        """Those of domains that take a step one after the other."""
+        seconds = {name: sum(each.get(name, 0.0) for each in several) for each in several for name in each}
+        return Timings(seconds, next((each.note for each in several if each.note), None))
+
+    def __getitem__(self, name: str) -> float:
+        return self._seconds[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._seconds)
+
+    def __len__(self) -> int:
+        return len(self._seconds)
+
+    def __repr__(self) -> str:
+        total = sum(self._seconds.values())
+        rows = [(name, seconds, PHASES[name]) for name, seconds in self._seconds.items()]
+        lines = [f"{name:<10} {1e3 * seconds:>9.3f} ms {seconds / total:>6.1%}  {what}" for name, seconds, what in rows]
+        below = [] if self.note is None else [self.note]
+        return "\n".join([*lines, f"{'all':<10} {1e3 * total:>9.3f} ms", *below]) if lines else "no step was taken yet"

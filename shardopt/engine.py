@@ -1,0 +1,571 @@
+"""Who holds it together? The engine behind one optimizer: its domains, the module that it took over, one step, the end.
+
+The optimizer is torch's surface and nothing else: each of its methods is a line into the engine. Checkpoints, state
+dicts and reports see the engine too, each through a protocol of its own that names the few things it needs.
+"""
+
+import dataclasses
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from .config import Offload, Options
+from .domain.agreement import View, agree
+from .domain.bind import bind, frozen_of
+from .domain.domain import Domain
+from .domain.domains import Composition, Party
+from .domain.dtensors import LocalParams, local_gradient
+from .domain.exclusive import in_turn
+from .domain.masters import refresh_masters
+from .domain.memory import Memory, memory_of
+from .domain.param import Candidate, Group
+from .domain.param_state import ParamState
+from .domain.relocate import relocate
+from .domain.tiers import check_offload, make_store, tier_of
+from .domain.timings import Timings
+from .domain.unsharded import check_gathered_by_nobody, check_weights, unsharded
+from .errors import DisagreementError, ShardoptError, StateError
+from .module.backward import Backward
+from .module.closure import Settled, run_closure
+from .module.materialize import check_materialisable, check_unused, meta_params
+from .module.takeover import Handover
+from .offload.store import Store
+from .partition.comm.group import Ranks
+from .partition.mesh import Mesh, everyone_of
+from .partition.placement import Placement, Placements
+from .rules import Rule
+from .states.consolidate import consolidate, rank_to_gather_on
+from .states.table import StateTable
+from .step.step import NOTHING_DONE, Call, Outcome, run_step
+from .step.survey import Scaling, check_numbers, plain_numbers
+from .step.update_in_backward import Release, drop_gradients
+
+
+class Owner(Protocol):
+    """What the engine reads of its optimizer: scripts and frameworks replace param groups at any time."""
+
+    param_groups: list[dict[str, Any]]
+    defaults: dict[str, Any]
+
+
+class Announcer(Protocol):
+    """What tells ranks that have run out of batches what this one is about to do, while a ``join()`` is open."""
+
+    def tell(self, kind: str, call: Call | None) -> None:
+        """Collective: they do the same."""
+
+
+# The engines of this process, from the oldest: optimizers of one module ask for each other's params, and DDP's join()
+# takes those along whose params it wraps. The only table of the process that outlives a call.
+_LIVE: "list[weakref.ref[Engine]]" = []
+
+
+def live_engines() -> "list[Engine]":
+    """Those that were neither dropped nor closed, from the oldest."""
+    found = (reference() for reference in _LIVE)
+    return [engine for engine in found if engine is not None and not engine.is_closed]
+
+
+class Engine:
+    """What one optimizer is made of.
+
+    Attributes:
+        rule: the arithmetic.
+        options: what the user said.
+        check_arguments: of a class with torch's arguments: checks those that a param group gives, and returns them.
+        states: of all params, wherever they are.
+        local_params: the plain tensors behind DTensor params.
+        takeover: of the module that was handed over.
+        joining: of the ``join()`` that is open.
+        grad_norm, updates: see :class:`ShardedOptimizer`.
+        lock: held by the thread that changes states; a closure may load states, so a thread may hold it several times.
+        is_closed: nothing can be done any more.
+    """
+
+    def __init__(
+        self,
+        owner: Owner,
+        rule: Rule,
+        options: Options,
+        check_arguments: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None,
+    ):
+        self._owner = weakref.ref(owner)  # it has this engine, and must go as soon as nobody has it
+        self.rule, self.options, self.check_arguments = rule, options, check_arguments
+        self.local_params = LocalParams()
+        self.states = StateTable(rule, self.local_params)
+        self.takeover: Handover | None = None
+        self.joining: Announcer | None = None
+        self.grad_norm: float | None = None
+        self.updates = 0
+        self.lock = threading.RLock()
+        self.is_closed = False
+        self._composition: Composition | None = None  # from the first forward or step on
+        self._release: Release | None = None  # in place of the steps, where gradients are released
+        self._away: Offload | None = None  # where offload() moved masters and states
+        self._retire: list[weakref.finalize[Any, Engine]] = []
+
+    def enroll(self) -> None:
+        """The optimizer is constructed: :func:`live_engines` lists its engine from now on."""
+        _LIVE[:] = [reference for reference in _LIVE if reference() is not None]
+        _LIVE.append(weakref.ref(self))
+
+    # -- what the optimizer holds ----------------------------------------------------------------------------------
+
+    @property
+    def owner(self) -> Owner:
+        """The optimizer."""
+        owner = self._owner()
+        assert owner is not None  # hooks that may outlive it ask for the engine, which goes with it
+        return owner
+
+    @property
+    def groups(self) -> list[dict[str, Any]]:
+        """The param groups, as the script sees them."""
+        return self.owner.param_groups
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """The hyper-parameters that every group has."""
+        return self.owner.defaults
+
+    @property
+    def params(self) -> list[torch.nn.Parameter]:
+        """Of all groups, in their order."""
+        return [param for group in self.groups for param in group["params"]]
+
+    def local_groups(self) -> list[Group]:
+        """The param groups with the plain tensors that DTensors come down to."""
+        return [self.local_params.of_group(group) for group in self.groups]
+
+    def check_open(self) -> None:
+        """Raises ShardoptError after :meth:`close`."""
+        if self.is_closed:
+            raise ShardoptError("this optimizer was closed and its states released: construct a new one.")
+
+    def check_weights(self, call: str) -> None:
+        """Raises ShardoptError where params show the average of the weights."""
+        check_weights(self.domains, call)
+
+    # -- the domains -----------------------------------------------------------------------------------------------
+
+    @property
+    def domain(self) -> Domain | None:
+        """The main one; None before the first forward or step."""
+        return None if self._composition is None else self._composition.main
+
+    @property
+    def domains(self) -> list[Domain]:
+        """All; none before the first forward or step."""
+        return [] if self._composition is None else self._composition.domains
+
+    def compose(self) -> Composition:
+        """The domains, the main one made if this is the first time."""
+        if self._composition is None:
+            main = self._make_domain(self._process_group())
+            backward = self._make_backward(main)
+            self._composition = self.states.composition = Composition(main, self.options, self.local_params)
+            if self.takeover is not None:
+                self.takeover.begin(main, backward)
+        return self._composition
+
+    def parties(self) -> list[Party]:
+        """Each domain that has params, with its groups; in the same order on all ranks of a domain."""
+        return self.compose().parties(self.groups, self._make_domain)
+
+    def ranks(self) -> Ranks:
+        """All that make every call together; before the first step too, which may still be given another DDP module."""
+        if self._composition is not None:
+            return self._composition.main.mesh.world
+        group = self._process_group()
+        return Ranks(None if group is None else everyone_of(group), self.options.tuning.deadline)
+
+    def _process_group(self) -> dist.ProcessGroup | DeviceMesh | None:
+        group = self.options.process_group
+        return group if self.takeover is None else self.takeover.process_group(group)
+
+    def _make_domain(self, group: dist.ProcessGroup | DeviceMesh | None) -> Domain:
+        sharded = Placements.of_stage(self.options.stage).state is Placement.SHARD
+        mesh = Mesh.of(group, sharded, self.options.tuning.deadline)
+        domain = Domain(self.rule, self.options, mesh)
+        self._at_the_end(Domain.retire, domain)
+        return domain
+
+    def _make_backward(self, domain: Domain) -> Backward:
+        if not self.options.release_gradients:
+            return Backward(domain)
+        me = weakref.ref(self)
+
+        def begin() -> tuple[Sequence[Group], Mapping[str, Any]]:
+            engine = me()
+            assert engine is not None  # without it there are no hooks
+            engine.check_weights("a backward with release_gradients=True")
+            engine.states.consolidated = None
+            return engine.groups, engine.defaults
+
+        self._release = Release(domain, begin)
+        return self._release
+
+    def _at_the_end(self, call: Callable[..., None], *arguments: Any) -> None:
+        """Calls it when the optimizer is gone, unless it was closed."""
+        finalizer = weakref.finalize(self, call, *arguments)
+        finalizer.atexit = False  # at the interpreter's end nothing need be given back
+        self._retire.append(finalizer)
+
+    # -- the module ------------------------------------------------------------------------------------------------
+
+    def take_over(self, module: torch.nn.Module) -> None:
+        """Puts hooks on a module, by which the optimizer binds at its first forward."""
+        me = weakref.ref(self)
+
+        def before_forward() -> None:
+            engine = me()
+            if engine is not None:
+                engine.bind()
+
+        has_parts = Placements.of_stage(self.options.stage).grad is Placement.SHARD
+        takeover = Handover(module, has_parts, before_forward, live_engines)
+        takeover.check_covers(self.groups)
+        self.takeover = takeover
+        self._at_the_end(Handover.dropped, takeover)
+
+    @torch.no_grad()
+    def bind(self, state_dict: Mapping[str, torch.Tensor] | None = None) -> None:
+        """Collective: see :meth:`ShardedOptimizer.bind`."""
+        self.check_open()
+        if self.takeover is None:
+            raise ShardoptError(
+                "bind() takes a module over, but none was handed over: the params are bound at the first step. Pass "
+                "the module as first argument or as module=."
+            )
+        domain = self.compose().main
+        candidates = domain.unbound(self.groups)
+        takeover = self.takeover
+        if not candidates and not takeover.fresh and (domain.entries or not frozen_of(domain, takeover.module)):
+            check_unused(state_dict)
+            return
+        with self.takeover.closure.meeting():
+            self._bind_together(self.takeover, candidates, state_dict)
+
+    def _bind_together(
+        self, takeover: Handover, candidates: list[Candidate], state_dict: Mapping[str, torch.Tensor] | None
+    ) -> None:
+        domain = self.compose().main
+        self._announce("bind")
+        numbers = self._check_together(takeover, candidates, state_dict)
+        if meta_params(takeover.module):
+            takeover.give_devices(domain.mesh.world)
+            candidates = domain.unbound(self.groups)
+        elif not domain.entries and not takeover.fresh:
+            takeover.share_values(domain.mesh.world)
+        frozen = frozen_of(domain, takeover.module, candidates)
+        if candidates or frozen:
+            self._bind_params(domain, self.groups, numbers, candidates, frozen=frozen)
+        if takeover.fresh:
+            takeover.give_values(state_dict)
+        takeover.expect_backward()
+
+    def _bind_params(
+        self,
+        domain: Domain,
+        groups: Sequence[Group],
+        numbers: Sequence[dict[str, Any]],
+        candidates: Sequence[Candidate],
+        closure: bool = False,
+        frozen: Sequence[torch.nn.Parameter] = (),
+    ) -> None:
+        """Collective: binds params. The states that waited for them are theirs, and their gradients are taken over."""
+        takeover, waiting = self.takeover, self.states.waiting
+        fresh = frozenset[torch.Tensor]() if takeover is None else takeover.fresh
+        bound = bind(domain, groups, numbers, candidates, waiting, frozen=frozen, fresh=fresh, closure=closure)
+        self.states.forget_waiting(entry.param for entry in bound.entries)
+        if takeover is not None:
+            takeover.attach(bound)
+
+    def _check_together(
+        self, takeover: Handover, candidates: Sequence[Candidate], state_dict: Mapping[str, torch.Tensor] | None
+    ) -> list[dict[str, Any]]:
+        """Collective: what can be wrong on one rank alone is raised on all, before any of them waits for values."""
+        problem: Exception | None = None
+        numbers: list[dict[str, Any]] = []
+        domain = self.compose().main
+        try:
+            takeover.check_covers(self.groups)
+            takeover.check_covered()
+            assert takeover.backward is not None
+            takeover.backward.check_free(candidates)
+            self.compose().look(self.groups)
+            numbers = [plain_numbers(group) for group in self.groups]
+            check_numbers(numbers, self.defaults)
+            if takeover.fresh or meta_params(takeover.module):
+                check_materialisable(takeover.module, state_dict, takeover.fresh)
+            else:
+                check_unused(state_dict)
+        except Exception as error:
+            problem = error
+        view = {"module": takeover.describe(), "state_dict is given": state_dict is not None}
+        device = next((param.device for _, param, _ in candidates if not param.is_meta), torch.device("cpu"))
+        agree(View(view, lambda: view, problem), domain.mesh.world, device)
+        return numbers
+
+    def ensure_bound(self) -> None:
+        """Collective: params become views of buckets, as at the first step, if they are not yet."""
+        if self.takeover is not None:
+            self.bind()
+            return
+        try:
+            for party in self.parties():
+                candidates = party.domain.unbound(party.groups)
+                if candidates:
+                    numbers = [plain_numbers(group) for group in party.groups]
+                    check_numbers(numbers, self.defaults)
+                    self._bind_params(party.domain, party.groups, numbers, candidates)
+        finally:
+            self.local_params.show()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """See :meth:`ShardedOptimizer.no_sync`."""
+        if self.takeover is None:
+            yield
+            return
+        self.takeover.pauses += 1
+        try:
+            yield
+        finally:
+            self.takeover.pauses -= 1
+
+    @contextmanager
+    def unsharded(self, ema: bool) -> Iterator[None]:
+        """See :meth:`ShardedOptimizer.unsharded`."""
+        with unsharded(self.domains, self.rule, ema):
+            yield
+
+    def forget_backward(self) -> None:
+        """Gradients were set to None or zero: a backward that failed before leaves nothing."""
+        backward = self._backward()
+        if backward is not None:
+            backward.forget()
+
+    def _backward(self) -> Backward | None:
+        """Of the module that was taken over, once it is bound."""
+        return None if self.takeover is None else self.takeover.backward
+
+    # -- the step --------------------------------------------------------------------------------------------------
+
+    def _announce(self, kind: str, call: Call | None = None) -> None:
+        """Collective in a ``join()``: ranks that have run out do the same."""
+        if self.joining is None:
+            return
+        try:
+            self.joining.tell(kind, call)
+        except DisagreementError as error:  # the others are in a backward, say
+            if call is not None and call.problem is not None:
+                raise call.problem from error
+            raise
+
+    @in_turn
+    def step(self, closure: Callable[[], Any] | None, scaling: Callable[[], Scaling]) -> Any:
+        """Collective: one step. Returns what the closure returned.
+
+        Args:
+            scaling: tells what a GradScaler handed over; asked once the closure has run.
+        """
+        self.check_open()
+        loss, problem, scale, settled = None, None, Scaling(), None
+
+        def evaluate() -> Any:
+            self.check_weights("step()")
+            check_gathered_by_nobody(self.domains)
+            if closure is not None and not callable(closure):
+                raise TypeError(f"closure takes a function or None, found {type(closure).__name__}.")
+            return None if closure is None else closure()
+
+        run = None if self.takeover is None else self.takeover.closure
+        try:
+            loss = evaluate() if closure is None else run_closure(evaluate, run, self._backward)
+            scale = scaling()
+            backward = self._backward()
+            if self.takeover is not None and backward is not None:
+                self.takeover.check_still_covered()
+                backward.check_whole()
+        except Settled as error:
+            settled = error.error
+        except Exception as error:  # raised on every rank by run_step, so that no rank waits for this one
+            problem = error
+        if settled is not None:
+            raise settled
+        call = Call(self.defaults, scale, closure is not None, problem)
+        try:
+            self._announce("step", call)
+            self.take(call)
+            return loss
+        except BaseException:
+            backward = self._backward()
+            if closure is not None and backward is not None:
+                backward.end_closure()
+            raise
+
+    def take(self, call: Call) -> None:
+        """Collective: one step with the gradients that there are."""
+        # Released params would ask for each attribute whether it may be read.
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            outcome = self._close_released(call) if self.options.release_gradients else self._run(call)
+        self.states.consolidated = None  # a skipped step too lets masters follow weights that were written
+        self.grad_norm = outcome.grad_norm
+        self.updates += outcome.updated
+
+    def _close_released(self, call: Call) -> Outcome:
+        """The end of a step that was taken in backward."""
+        if call.problem is not None:
+            raise call.problem
+        if self._release is not None:
+            return self._release.close(self.params)
+        drop_gradients(self.params)  # before the first forward there are none
+        return NOTHING_DONE
+
+    def _run(self, call: Call) -> Outcome:
+        parties, composition = self.parties(), self.compose()
+        try:
+            composition.look(self.groups)
+            self.local_params.prepare_gradients()
+        except Exception as error:  # this rank's alone, perhaps: its tensor mates come to the exchange that follows
+            call = dataclasses.replace(call, problem=call.problem or error)
+        try:
+            composition.agree_on_gradients(self.groups, call.problem)
+            self.local_params.take_gradients(composition.sum_over)
+        except Exception as error:
+            call = dataclasses.replace(call, problem=error)
+        try:
+            return run_step(parties, composition.whole, call, self._bind_params)
+        finally:
+            self.local_params.drop_gradients()
+            self.local_params.show()
+
+    @in_turn
+    @torch.no_grad()
+    def refresh_masters(self) -> None:
+        """See :meth:`ShardedOptimizer.refresh_masters`."""
+        self.check_weights("refresh_masters()")
+        self.states.consolidated = None
+        for domain in self.domains:
+            refresh_masters(domain)
+
+    # -- states ----------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def consolidate(self, to: object) -> None:
+        """See :meth:`ShardedOptimizer.consolidate_state_dict`."""
+        self.check_open()
+        if len(self.domains) > 1:
+            raise StateError(
+                "consolidate_state_dict() gathers on one rank, and param groups have their own process_group: their "
+                "params are others on other ranks. Call state_dict() on one rank of each process_group instead."
+            )
+        domain = self.domain
+        if domain is None or domain.mesh.shard.size == 1:
+            rank_to_gather_on(to, self.ranks().size)
+            return
+        (party,) = self.parties()
+        states = consolidate(domain, to, party.groups)
+        if states is not None:
+            self.states.consolidated = {**self.states.waiting, **states}
+
+    def replace_states(self, loaded: Mapping[torch.nn.Parameter, ParamState], own: dict[Any, Any]) -> None:
+        """Takes checked states by param, and what the user keeps beside them; all others are forgotten."""
+        self.check_weights("loading states")
+        self.states.replace(loaded)
+        self.states.own = own
+
+    def copy_states(self, to: "Engine", copied: Callable[[Any], Any]) -> None:
+        """The states of this moment wait in another engine for its params.
+
+        Args:
+            copied: this optimizer's param, or anything, -> the other one's copy of it.
+        """
+        to.states.wait(
+            {to.local_params.of(copied(param)): state.copy() for param, state in self.states.all(self.groups).items()}
+        )
+        to.states.own = copied(self.states.own)
+        to.is_closed, to.grad_norm, to.updates = self.is_closed, self.grad_norm, self.updates
+
+    # -- where states rest -----------------------------------------------------------------------------------------
+
+    def offload(self, to: str | os.PathLike[str]) -> None:
+        """Collective: see :meth:`ShardedOptimizer.offload`."""
+        if not isinstance(to, str | os.PathLike):
+            raise TypeError(
+                f"optimizer.offload() takes 'cpu' or a directory, where all masters and states go, found {to!r}. "
+                "Other ways to offload are for the constructor: offload=Offload(...)."
+            )
+        self._move(Offload(to))
+
+    def reload(self) -> None:
+        """Collective: see :meth:`ShardedOptimizer.reload`."""
+        if self._away is not None:
+            self._move(None)
+
+    @in_turn
+    @torch.no_grad()
+    def _move(self, to: Offload | None) -> None:
+        self.check_open()
+        domain = self.domain
+        if len(self.domains) > 1:
+            raise ShardoptError(
+                "offload() and reload() move states on all ranks or on none, and this optimizer's params are shared by "
+                "several process groups, which could not undo what one of them did. Give each its own optimizer."
+            )
+        if domain is None or not domain.shards:
+            return
+        rests, tuning, device = self.options.rests if to is None else to, self.options.tuning, domain.device
+
+        def open_store() -> Store:
+            check_offload(rests, device)
+            return make_store(rests, tuning, device)
+
+        relocate(domain, tier_of(rests), open_store)
+        self._away = to
+
+    # -- reports and the end ---------------------------------------------------------------------------------------
+
+    def timings(self) -> Timings:
+        """See :meth:`ShardedOptimizer.timings`."""
+        return Timings.of_all([domain.timings() for domain in self.domains])
+
+    def memory(self) -> Memory:
+        """See :meth:`ShardedOptimizer.memory`."""
+        grouped = self.params
+        others = [] if self.takeover is None else list(self.takeover.module.parameters())
+        params = dict.fromkeys([*map(self.local_params.of, grouped), *others])
+        grads = [local_gradient(param) for param in dict.fromkeys([*grouped, *others])]
+        rests = self.options.rests
+        return memory_of(self.domains, params, grads, rests, tier_of(rests if self._away is None else self._away))
+
+    def describe(self) -> str:
+        """For ``repr``."""
+        words = f"stage={self.options.stage}"
+        for domain in (each for each in self.domains if each.shards):
+            words += (
+                f", ranks={domain.mesh.world.size}, buckets={len(domain.shards)}, transport={domain.transport.name}"
+            )
+        return words
+
+    @torch.no_grad()
+    def close(self) -> None:
+        """See :meth:`ShardedOptimizer.close`."""
+        self.check_weights("close()")
+        if self.takeover is not None:
+            self.takeover.close()
+        for finalizer in self._retire:
+            finalizer.detach()
+        for domain in self.domains:
+            domain.release()
+        self.local_params.show()
+        self._composition, self._away, self.is_closed = None, None, True
+        self.states = StateTable(self.rule, self.local_params)

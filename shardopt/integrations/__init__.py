@@ -1,0 +1,1 @@
+"""How do other libraries' settings become ours?"""

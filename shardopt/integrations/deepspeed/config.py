@@ -1,0 +1,157 @@
+"""A training set up from a DeepSpeed config: optimizer, loss scaler, schedule, accumulation.
+
+::
+
+    run = shardopt.from_deepspeed_config("ds_config.json", model)
+    for step, batch in enumerate(loader):
+        run.scaler.scale(loss_of(model, batch) / run.accumulation_steps).backward()
+        if (step + 1) % run.accumulation_steps == 0:
+            run.step()
+
+Every key is mapped, checked, or named: in one warning where it changes no result, in one error where it would.
+"""
+
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import LRScheduler
+
+from ...arguments import mapping
+from ...errors import ShardoptError
+from ...optim.optimizer import ShardedOptimizer
+from .ignored import check_rest
+from .keys import Keys
+from .loss_scaler import LossScale, LossScaler
+from .optimizer import optimizer_of
+from .scheduler import ScheduleLR, schedule_of
+from .sections import (
+    RENAMED,
+    SECTIONS,
+    batch_of,
+    clip_of,
+    gradient_format_of,
+    offload_of,
+    precision_of,
+    stage_of,
+    travels_as,
+    tuning_of,
+)
+
+
+@dataclass(frozen=True)
+class DeepSpeedRun:
+    """What a config asks for.
+
+    Attributes:
+        optimizer: has taken the module over.
+        scaler: disabled (``scale()`` gives its argument back) unless the config says fp16.
+        accumulation_steps: backwards before a step; divide each loss by it.
+        micro_batch_size: samples of one forward on one rank; None where the config does not say.
+        scheduler: None where the config has none.
+    """
+
+    optimizer: ShardedOptimizer
+    scaler: LossScaler
+    accumulation_steps: int
+    micro_batch_size: int | None
+    scheduler: LRScheduler | None
+
+    def step(self) -> bool:
+        """What ``engine.step()`` does at the end of accumulation; whether it was not skipped for an overflow."""
+        before = self.optimizer.updates
+        self.scaler.step(self.optimizer)
+        taken = self.optimizer.updates > before
+        self.scaler.update()
+        self.optimizer.zero_grad()
+        if taken and self.scheduler is not None:
+            self.scheduler.step()
+        return taken
+
+    def state_dict(self) -> dict[str, Any]:
+        """Of optimizer, scaler and scheduler."""
+        scheduler = None if self.scheduler is None else self.scheduler.state_dict()
+        return {"optimizer": self.optimizer.state_dict(), "scaler": self.scaler.state_dict(), "scheduler": scheduler}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        self.optimizer.load_state_dict(state_dict["optimizer"])
+        self.scaler.load_state_dict(state_dict["scaler"])
+        if self.scheduler is not None:
+            self.scheduler.load_state_dict(state_dict["scheduler"])
+
+
+def from_deepspeed_config(
+    config: Mapping[str, Any] | str | Path,
+    module: nn.Module,
+    params: Any = None,
+    *,
+    optimizer: torch.optim.Optimizer | Callable[..., torch.optim.Optimizer] | None = None,
+    auto: Mapping[str, Any] | None = None,
+    process_group: dist.ProcessGroup | None = None,
+) -> DeepSpeedRun:
+    """Sets a training up as ``deepspeed.initialize`` would.
+
+    Args:
+        config: the JSON file, or what is in it.
+        module: plain or DDP, on its device. Cast to fp16 or bf16 where the config says so, in place.
+        params: tensors or param groups; None: all of the module's. Groups that all have an ``"lr"`` need no
+            ``optimizer`` section: AdamW then.
+        optimizer: in place of that section, and before it: an optimizer of ``torch.optim`` (the sharded class of that
+            name takes over its groups and states), its class, a class of shardopt's, or a function of params that gives
+            an optimizer of ``torch.optim``.
+        auto: by dotted path (``"optimizer.params.lr"``), what stands for ``"auto"``. Sizes of buckets need none: they
+            are made of ``module.config.hidden_size``, or are the defaults.
+        process_group: the data-parallel ranks; None: those of DDP, or the default group.
+
+    Raises:
+        ShardoptError: keys that would change results, values of the wrong type, what ``"auto"`` stands for: all in one
+            message, which names the file. Nothing was changed.
+    """
+    if not isinstance(module, nn.Module):
+        raise ShardoptError(
+            f"from_deepspeed_config(config, module): module is a {type(module).__name__}, no nn.Module."
+        )
+    if params is not None and (isinstance(params, str) or not isinstance(params, Iterable)):
+        raise TypeError(f"params takes tensors or param groups, or None, found {type(params).__name__}.")
+    keys = Keys(config, mapping(auto, "auto", "{'optimizer.params.lr': 1e-4}"), SECTIONS, RENAMED)
+    micro, steps = batch_of(keys, _ranks(module, process_group))
+    dtype, scale = precision_of(keys)
+    stage = stage_of(keys)
+    first = next(module.parameters(), torch.zeros(()))
+    tuning = tuning_of(keys, module, dtype or first.dtype)
+    wanted = optimizer_of(keys, module, params, optimizer)
+    schedule = schedule_of(keys, wanted.has_betas)
+    options = {
+        "stage": stage,
+        "max_grad_norm": clip_of(keys),
+        "reduce_dtype": travels_as(keys),
+        "gradient_format": gradient_format_of(keys, dtype),
+        "tuning": tuning,
+        **offload_of(keys, stage, first.device),
+    }
+    check_rest(keys)
+    keys.finish()
+    if keys.warnings:
+        warnings.warn(f"keys of {keys.source} that change no result here: {'; '.join(keys.warnings)}.", stacklevel=2)
+    made = wanted.construct(wanted.params, **wanted.arguments, **options, module=module, process_group=process_group)
+    if wanted.states is not None:
+        made.load_state_dict(wanted.states)
+    scaler = LossScaler(scale or LossScale(), first.device.type, enabled=scale is not None)
+    scheduler = None if schedule is None else ScheduleLR(made, schedule)
+    if dtype is not None:  # last, as nothing can fail behind it; params are bound at the first forward
+        module.to(dtype)
+    return DeepSpeedRun(made, scaler, steps, micro, scheduler)
+
+
+def _ranks(module: nn.Module, process_group: dist.ProcessGroup | None) -> int:
+    if not dist.is_initialized():
+        return 1
+    if process_group is None and isinstance(module, DistributedDataParallel):
+        return dist.get_world_size(module.process_group)
+    return dist.get_world_size(process_group)

@@ -1,0 +1,135 @@
+"""Keys of a DeepSpeed config that say nothing about an optimizer: what changes no result is named in one warning.
+
+What would change results is refused, unless it is switched off: ``{"enabled": false, ...}`` asks for nothing.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from .keys import AUTO, Keys, Kind, count, flag, number
+
+_ZERO = "zero_optimization"
+
+
+def check_rest(keys: Keys) -> None:
+    """Every key that the optimizer is not made of."""
+    for path, (kind, done, why) in _ALWAYS.items():
+        found = _value(keys, path, kind, done)
+        if found != done:
+            keys.warn(path, why, found)
+    for path, why in _OTHER_RESULTS.items():
+        for name, value in _switched_on(keys, path):
+            keys.refuse(name, value, why)
+    for name in _QUANTISED:
+        if _value(keys, f"{_ZERO}.{name}", flag, False):
+            keys.refuse(f"{_ZERO}.{name}", True, "nothing is quantised on the way")
+    for path, most, why in _SPLIT_MODELS:
+        found = _value(keys, path, count, most)
+        if found > most:
+            keys.refuse(path, found, why)
+    for path, why in _INSTEAD.items():
+        _note(keys, path, f" ({why})")
+    for path in _ELSEWHERE:
+        _note(keys, path, "")
+
+
+def _value(keys: Keys, path: str, kind: Kind, default: Any) -> Any:
+    """That of DeepSpeed's own default where it is left to "auto"."""
+    if keys.is_auto(path):
+        keys.drop(path)
+    return keys.take(path, kind, default)
+
+
+def _note(keys: Keys, path: str, why: str) -> None:
+    found = keys.drop(path)
+    is_off = any(name.endswith(".enabled") and value is False for name, value in found)
+    if not is_off and any(value not in (False, AUTO) for _, value in found):
+        keys.warnings.append(f"{path}{why}")
+
+
+def _switched_on(keys: Keys, path: str) -> Iterator[tuple[str, Any]]:
+    """The first switch of a section, or the key itself, that asks for something."""
+    found = keys.drop(path)
+    switches = [(name, value) for name, value in found if name.endswith(".enabled") or name == path]
+    if any(name == f"{path}.enabled" and value in (False, AUTO) for name, value in switches):
+        return
+    asked = [(name, value) for name, value in switches or found if value not in (False, AUTO)]
+    yield from asked[:1]
+
+
+# What is done in any case, and what to say where the config says something else.
+_ALWAYS: dict[str, tuple[Kind, Any, str]] = {
+    f"{_ZERO}.overlap_comm": (flag, True, "it is always on"),
+    f"{_ZERO}.contiguous_gradients": (flag, True, "it is always on"),
+    f"{_ZERO}.reduce_scatter": (flag, True, "it is always on"),
+    f"{_ZERO}.allgather_partitions": (flag, True, "it is always on"),
+    f"{_ZERO}.stage3_gather_16bit_weights_on_model_save": (flag, True, "a saved state_dict() is whole all the same"),
+    f"{_ZERO}.stage3_gather_fp16_weights_on_model_save": (flag, True, "a saved state_dict() is whole all the same"),
+    f"{_ZERO}.offload_optimizer.ratio": (number, 1, "all masters and states are offloaded, or none"),
+    f"{_ZERO}.mics_shard_size": (number, -1, "for shards within a machine give a 2D DeviceMesh as process_group"),
+    f"{_ZERO}.zero_hpz_partition_size": (count, 1, "for shards within a machine give a 2D DeviceMesh as process_group"),
+    "prescale_gradients": (flag, False, "gradients are summed in fp32 and divided once"),
+    "gradient_predivide_factor": (number, 1, "gradients are summed in fp32 and divided once"),
+    "fp16.auto_cast": (flag, False, "give the model its inputs in fp16"),
+    "wall_clock_breakdown": (flag, False, "print(optimizer.timings()) tells it, at any time"),
+    "memory_breakdown": (flag, False, "optimizer.memory() tells it"),
+    "dump_state": (flag, False, "print(optimizer) tells it"),
+    "dataloader_drop_last": (flag, False, "the DataLoader is the script's own"),
+}
+
+# Where something else takes their place.
+_INSTEAD = {
+    "activation_checkpointing": "call torch.utils.checkpoint in the model",
+    "hybrid_engine": "generate within `with optimizer.unsharded():`",
+    "compile": "call torch.compile(model)",
+    f"{_ZERO}.allgather_bucket_size": "params are gathered in the buckets that gradients are reduced in",
+    f"{_ZERO}.stage3_prefetch_bucket_size": "the bucket that comes next is asked for early, within Tuning.live_bytes",
+    f"{_ZERO}.stage3_max_reuse_distance": "what was used longest ago goes first, beyond stage3_max_live_parameters",
+    f"{_ZERO}.sub_group_size": "a shard is updated in one launch, which needs no buffers",
+}
+
+# What they name is neither done nor needed.
+_ELSEWHERE = (
+    *("steps_per_print", "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "disable_allgather", "aio"),
+    *("comms_logger", "comms_config", "flops_profiler", "autotuning", "tensorboard", "wandb", "csv_monitor", "comet"),
+    *("monitor_config", "checkpoint", "load_universal_checkpoint", "nebula", "timers", "graph_harvesting", "pipeline"),
+    *("use_data_before_expert_parallelism", "use_data_before_expert_parallel_", "sparse_attention", "eigenvalue"),
+    *("seq_parallel_communication_data_type", "optimizer.legacy_fusion", "tensor_parallel"),
+    *("bf16.immediate_grad_update", "bf16.check_grad_overflow"),
+    *(f"{_ZERO}.offload_optimizer.{name}" for name in ("buffer_count", "fast_init", "pipeline_read", "pipeline_write")),
+    *(f"{_ZERO}.offload_optimizer.{name}" for name in ("buffer_size", "max_in_cpu", "cpuadam_cores_perc", "pipeline")),
+    *(f"{_ZERO}.offload_optimizer.{name}" for name in ("super_offload",)),
+    *(f"{_ZERO}.offload_param.{name}" for name in ("buffer_count", "buffer_size", "max_in_cpu")),
+    *(f"{_ZERO}.{name}" for name in ("use_multi_rank_bucket_allreduce", "load_from_fp32_weights", "legacy_stage1")),
+    *(f"{_ZERO}.{name}" for name in ("round_robin_gradients", "elastic_checkpoint", "ignore_unused_parameters")),
+    *(f"{_ZERO}.{name}" for name in ("stage3_model_persistence_threshold", "stage3_module_granularity_threshold")),
+    *(f"{_ZERO}.{name}" for name in ("stage3_use_all_reduce_for_fetch_params", "memory_efficient_linear")),
+    *(f"{_ZERO}.{name}" for name in ("mics_hierarchical_params_gather", "pipeline_loading_checkpoint")),
+    *(f"{_ZERO}.{name}" for name in ("override_module_apply", "log_trace_cache_warnings", "allgather_sequential")),
+    *(f"{_ZERO}.{name}" for name in ("enable_sanity_checks", "leaf_module")),
+)
+
+# Sections, and what to do in their place.
+_OTHER_RESULTS = {
+    "amp": "use torch.autocast around the forward",
+    "torch_autocast": "use torch.autocast around the forward",
+    "sparse_gradients": "sparse gradients are refused: build the embedding with sparse=False",
+    "elasticity": "the batch would depend on the number of ranks: give train_batch_size",
+    "data_efficiency": "the model would see other data: the DataLoader is the script's own",
+    "curriculum_learning": "the model would see other data: the DataLoader is the script's own",
+    "progressive_layer_drop": "layers are not dropped here",
+    "compression_training": "nothing is pruned or quantised here",
+    "quantize_training": "nothing is quantised here",
+    f"{_ZERO}.zenflow": "every gradient is used in its own step here",
+}
+_QUANTISED = (
+    *("zero_quantized_weights", "zero_quantized_gradients", "zero_quantized_nontrainable_weights"),
+    "enable_mixed_precision_lora",
+)
+
+# What splits the model itself: the largest number that splits nothing.
+_SPLIT_MODELS = (
+    ("pipeline.stages", 1, "give the params of each stage to an optimizer with norm_group="),
+    ("sequence_parallel_size", 1, "shard the sequence in the model"),
+    ("tensor_parallel.autotp_size", 1, "make params DTensors with torch's parallelize_module"),
+)

@@ -1,0 +1,233 @@
+"""A DeepSpeed config as it is written: where its keys are, what kind of value each is, what to say about the others."""
+
+import json
+import math
+import numbers
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from ...errors import ShardoptError
+
+AUTO = "auto"
+Kind = Callable[[Any], Any]  # gives the value as it is used, or raises a TypeError that says what belongs there
+
+
+# -- kinds of values ---------------------------------------------------------------------------------------------------
+
+
+def flag(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError("true or false")
+    return value
+
+
+def number(value: Any) -> float:
+    """Whole ones stay whole."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not math.isfinite(float(value)):
+        raise TypeError("a number, without quotes,")
+    return int(value) if isinstance(value, numbers.Integral) else float(value)
+
+
+def count(value: Any) -> int:
+    """``5e8`` is one too, as JSON has it."""
+    belongs = "a whole number, 0 or above, without quotes,"
+    try:
+        found = number(value)
+    except TypeError:
+        raise TypeError(belongs) from None
+    if found < 0 or found != int(found):
+        raise TypeError(belongs)
+    return int(found)
+
+
+def pair(value: Any) -> tuple[float, float]:
+    if not isinstance(value, list | tuple) or len(value) != 2:
+        raise TypeError("a list of two numbers")
+    return number(value[0]), number(value[1])
+
+
+def text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError("a text")
+    return value
+
+
+def anything(value: Any) -> Any:
+    return value
+
+
+# -- the config --------------------------------------------------------------------------------------------------------
+
+
+class Keys:
+    """The config's leaves by dotted path. Each is taken once; what is left in the end is unknown. A null says nothing.
+
+    Attributes:
+        warnings: what changes no result, in words.
+        errors: what would change results, in words.
+        unfilled: paths that need a value in place of ``"auto"``.
+    """
+
+    def __init__(
+        self,
+        config: Mapping[str, Any] | str | Path,
+        auto: Mapping[str, Any],
+        sections: Collection[str] = (),
+        renamed: Mapping[str, str] | None = None,
+    ):
+        """
+        Args:
+            auto: by dotted path, what stands for ``"auto"``.
+            sections: paths where an object belongs, and nothing else.
+            renamed: old name of a path -> the name that is taken here.
+        """
+        self.source, whole = _read(config)
+        leaves = {path: value for path, value in _leaves(whole, "") if value is not None}
+        self.warnings: list[str] = []
+        self.errors: list[str] = []
+        self.unfilled: list[str] = []
+        unknown = [path for path in auto if leaves.get(path) != AUTO]
+        if unknown:
+            raise ShardoptError(
+                f"auto= names {unknown}, which {self.source} does not leave to 'auto': the config's own value counts, "
+                "or there is none. Remove them from auto=."
+            )
+        for path, value in auto.items():
+            del leaves[path]
+            leaves.update(_leaves({path: value}, ""))
+        self._written: dict[str, str] = {}  # path that is taken -> as the config spells it
+        self._left: dict[str, Any] = {}
+        for path, value in leaves.items():
+            known = _renamed(path, renamed or {})
+            if known in self._left:
+                self.errors.append(f"{path} and {self._written[known]} are two names of one key: remove one")
+            self._left[known], self._written[known] = value, path
+        for section in sections:
+            if section in self._left:
+                value = self._left.pop(section)
+                if value == AUTO:
+                    self.unfilled.append(section)
+                else:
+                    self.errors.append(f"{self._name(section)}={_json(value)}: an object {{...}} belongs there")
+
+    def _name(self, path: str) -> str:
+        return self._written.get(path, path)
+
+    def take(self, path: str, kind: Kind, default: Any = None) -> Any:
+        """The value at ``path``, or ``default`` where it is missing, left to "auto", or of another kind."""
+        if path not in self._left:
+            return default
+        value = self._left.pop(path)
+        if isinstance(value, str) and value == AUTO:
+            self.unfilled.append(self._name(path))
+            return default
+        try:
+            return kind(value)
+        except TypeError as error:
+            self.errors.append(f"{self._name(path)}={_json(value)}: {error} belongs there")
+            return default
+
+    def names_in(self, section: str) -> list[str]:
+        """What lies under ``section.``, by the rest of its path."""
+        return [path.removeprefix(f"{section}.") for path in self._left if path.startswith(f"{section}.")]
+
+    def take_all(self, section: str, kind_of: Callable[[str], Kind] = lambda name: anything) -> dict[str, Any]:
+        """Everything under ``section.``, by the rest of its path."""
+        missing = object()
+        found = {name: self.take(f"{section}.{name}", kind_of(name), missing) for name in self.names_in(section)}
+        return {name: value for name, value in found.items() if value is not missing}
+
+    def has(self, path: str) -> bool:
+        """Whether it, or anything under it, is there and not taken yet."""
+        return path in self._left or bool(self.names_in(path))
+
+    def is_auto(self, path: str) -> bool:
+        value = self._left.get(path)
+        return isinstance(value, str) and value == AUTO
+
+    def refuse(self, path: str, value: Any, why: str) -> None:
+        """An error that names the key."""
+        self.errors.append(f"{self._name(path)}={_json(value)}: {why}")
+
+    def warn(self, path: str, why: str, value: Any = None) -> None:
+        """A part of the one warning."""
+        self.warnings.append(f"{self._name(path)}{'' if value is None else f'={_json(value)}'} ({why})")
+
+    def expect(self, path: str, value: Any, otherwise: str, kind: Kind = flag) -> None:
+        """An error that ends with ``otherwise`` unless the key is missing, left to "auto", or has this value."""
+        if self.is_auto(path):
+            self._left.pop(path)
+        found = self.take(path, kind, value)
+        if found != value:
+            self.refuse(path, found, otherwise)
+
+    def drop(self, path: str) -> list[tuple[str, Any]]:
+        """Takes it and all under it, whatever it is; (path as written, value)."""
+        paths = [each for each in self._left if each == path or each.startswith(f"{path}.")]
+        return [(self._name(each), self._left.pop(each)) for each in paths]
+
+    def finish(self) -> None:
+        """Everything that is left is an error; then they are raised together."""
+        self.errors += [f"{self._name(path)}={_json(value)}: not known here" for path, value in self._left.items()]
+        told = []
+        if self.errors:
+            told.append(
+                f"{self.source} asks for what would not be done, so that the results would be other ones: "
+                f"{'; '.join(self.errors)}. Remove or change these keys."
+            )
+        if self.unfilled:
+            dots = ", ".join(f"{path!r}: ..." for path in dict.fromkeys(self.unfilled))
+            told.append(
+                f"{self.source} leaves to 'auto' what the Hugging Face integration fills from its own arguments: give "
+                f"the values here, as from_deepspeed_config(..., auto={{{dots}}})."
+            )
+        if told:
+            raise ShardoptError(" ".join(told))
+
+
+def _read(config: Any) -> tuple[str, Mapping[str, Any]]:
+    """What to call it in messages, and what is in it."""
+    if isinstance(config, Mapping):
+        return "the DeepSpeed config", config
+    if not isinstance(config, str | Path):
+        raise ShardoptError(
+            f"a DeepSpeed config is a dict, or the path of a JSON file; found a {type(config).__name__}: there is "
+            "nothing to set up. Pass one of them."
+        )
+    try:
+        found = json.loads(Path(config).read_text(), object_pairs_hook=_no_duplicates)
+    except (ValueError, RecursionError) as error:
+        raise ShardoptError(f"{config} is no JSON that can be read ({error}): nothing was set up. Mend it.") from error
+    if not isinstance(found, Mapping):
+        raise ShardoptError(f"{config}: a DeepSpeed config is a JSON object, found a {type(found).__name__}.")
+    return str(config), found
+
+
+def _no_duplicates(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise ValueError(f"the key {key!r} is there twice")
+        found[key] = value
+    return found
+
+
+def _renamed(path: str, renamed: Mapping[str, str]) -> str:
+    for old, new in renamed.items():
+        if path == old or path.startswith(f"{old}."):
+            return new + path.removeprefix(old)
+    return path
+
+
+def _json(value: Any) -> str:
+    """As the file has it."""
+    return json.dumps(value, default=repr)[:100]
+
+
+def _leaves(section: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    for key, value in section.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value

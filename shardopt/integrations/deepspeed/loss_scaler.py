@@ -1,0 +1,92 @@
+"""A GradScaler with the three habits of DeepSpeed's that torch's has not: patience, a floor, a scale that stays."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ...errors import ShardoptError
+
+
+@dataclass(frozen=True)
+class LossScale:
+    """How the loss is scaled.
+
+    Attributes:
+        initial: scale to begin with; ``fixed`` keeps it.
+        window: steps without overflow, after the first one, until it is doubled.
+        hysteresis: overflows until it is halved; the earlier ones only skip their step.
+        refills: whether every step without overflow refills that patience, not only a doubling.
+        floor: it is never lower; an overflow there is an error.
+    """
+
+    initial: float = 2.0**16
+    fixed: bool = False
+    window: int = 1000
+    hysteresis: int = 2
+    refills: bool = False
+    floor: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not self.initial > 0 or not self.floor > 0 or self.window < 1 or self.hysteresis < 1:
+            raise ValueError(f"a loss scale is above 0, its window and hysteresis at least 1, found {self}.")
+
+
+class LossScaler(torch.amp.GradScaler):
+    """``torch.amp.GradScaler`` (unfused and fused protocol) whose ``update()`` follows a :class:`LossScale`."""
+
+    def __init__(self, scale: LossScale, device: str, enabled: bool = True):
+        super().__init__(device, init_scale=scale.initial, enabled=enabled)
+        self._rule = scale
+        self._patience = scale.hysteresis
+        self._stable = -1  # steps since the last overflow, itself not counted; as if there had been one at the start
+
+    def update(self, new_scale: float | torch.Tensor | None = None) -> None:
+        """As torch's, with another rule.
+
+        Raises:
+            ShardoptError: the gradients overflowed at the lowest scale. The step was skipped.
+        """
+        if not self.is_enabled() or new_scale is not None:
+            super().update(new_scale)
+            return
+        overflow = any(
+            bool(found)
+            for states in self._per_optimizer_states.values()
+            for found in states["found_inf_per_device"].values()
+        )
+        super().update(self._after(overflow))
+
+    def _after(self, overflow: bool) -> float:
+        rule, scale = self._rule, self.get_scale()
+        if rule.fixed:
+            return scale
+        if overflow:
+            self._stable = -1
+            if self._patience > 1:
+                self._patience -= 1
+                return scale
+            if scale <= rule.floor:
+                raise ShardoptError(
+                    f"the gradients overflow at the lowest loss scale, {scale}: a lower one would lose them to zero, "
+                    "and every step would be skipped. Look for the loss that grows, train in bf16, or lower "
+                    "min_loss_scale."
+                )
+            return max(scale / 2, rule.floor)
+        self._stable += 1
+        if rule.refills:
+            self._patience = rule.hysteresis
+        if self._stable > 0 and self._stable % rule.window == 0:
+            self._patience = rule.hysteresis
+            return scale * 2
+        return scale
+
+    def state_dict(self) -> dict[str, Any]:
+        own = {"hysteresis_left": self._patience, "stable_steps": self._stable} if self.is_enabled() else {}
+        return {**super().state_dict(), **own}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        if self.is_enabled():
+            self._patience = state_dict.get("hysteresis_left", self._rule.hysteresis)
+            self._stable = state_dict.get("stable_steps", -1)

@@ -1,0 +1,203 @@
+"""Which optimizer a DeepSpeed config asks for, or the script gave in its place: a class here, params, arguments."""
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from ...errors import ShardoptError
+from ...optim import classes as optim
+from ...optim.optimizer import ShardedOptimizer
+from ...rules.adam import adam, adam_scalars
+from .keys import Keys, Kind, anything, flag, number, pair, text
+
+Construct = Callable[..., ShardedOptimizer]
+
+
+class Wanted(NamedTuple):
+    """``construct(params, **arguments, <shardopt's keywords>)``; ``states``: a state dict to load then."""
+
+    construct: Construct
+    params: Any
+    arguments: dict[str, Any]
+    states: dict[str, Any] | None = None
+
+    @property
+    def has_betas(self) -> bool:
+        return "betas" in self.construct([torch.zeros(1)], **self.arguments).defaults
+
+
+def optimizer_of(keys: Keys, module: nn.Module, params: Any, given: Any) -> Wanted:
+    """
+    Args:
+        params: tensors or param groups; None: the module's.
+        given: what goes before the section: an optimizer, a class, or a function of params; None: the section counts.
+    """
+    if given is not None:
+        if keys.has("optimizer.type") or keys.has("optimizer.params"):
+            keys.drop("optimizer")
+            keys.warn("optimizer", "optimizer= was given, which goes first")
+        return _of_script(module, params, given)
+    whole = list(module.parameters()) if params is None else params
+    if keys.has("optimizer"):
+        return _of_section(keys, whole)
+    if _say_their_rates(whole):
+        return Wanted(optim.ShardedAdamW, whole, {})
+    keys.errors.append(
+        "no optimizer section: give the script's own as from_deepspeed_config(..., optimizer=torch.optim.AdamW("
+        "model.parameters(), lr=...)), or its class, or param groups with an 'lr' each, for AdamW"
+    )
+    return Wanted(optim.ShardedAdamW, whole, {})
+
+
+def _say_their_rates(params: Any) -> bool:
+    return (
+        isinstance(params, list | tuple) and bool(params) and all(isinstance(g, Mapping) and "lr" in g for g in params)
+    )
+
+
+# -- from the script ---------------------------------------------------------------------------------------------------
+
+
+def _of_script(module: nn.Module, params: Any, given: Any) -> Wanted:
+    if isinstance(given, ShardedOptimizer):
+        raise ShardoptError(
+            f"optimizer= takes what a {type(given).__name__} is to be made of, found one that is made: the config's "
+            "stage and offload would not reach it. Give its class, or a torch.optim optimizer."
+        )
+    inner = given.func if isinstance(given, functools.partial) else given
+    if isinstance(inner, type) and issubclass(inner, ShardedOptimizer):
+        return Wanted(given, list(module.parameters()) if params is None else params, {})
+    if not isinstance(given, torch.optim.Optimizer):
+        if not callable(given):
+            raise ShardoptError(
+                f"optimizer= takes an optimizer of torch.optim, its class, or a function of params that gives one; "
+                f"found a {type(given).__name__}: {given!r}."
+            )
+        given = given(list(module.parameters()) if params is None else params)
+        params = None
+    if params is not None:
+        raise ShardoptError(
+            "params= and an optimizer that has its own were given: one of them would be left out. Give optimizer= "
+            "alone, or its class."
+        )
+    if not isinstance(given, torch.optim.Optimizer) or isinstance(given, ShardedOptimizer):
+        raise ShardoptError(f"optimizer= gave a {type(given).__name__}: it must give an optimizer of torch.optim.")
+    return _like(given)
+
+
+def _like(given: torch.optim.Optimizer) -> Wanted:
+    """The class of that name, with the same groups and states."""
+    construct, fixed = _class_like(given)
+    known = inspect.signature(construct).parameters
+    defaults = {key: value for key, value in given.defaults.items() if key in known}
+    groups = []
+    for group in given.param_groups:
+        own = {key: value for key, value in group.items() if key not in ("param_names", *_MEANT[type(given).__name__])}
+        if "param_names" in group:
+            own["params"] = list(zip(group["param_names"], group["params"], strict=True))
+        groups.append(own)
+    return Wanted(construct, groups, {**defaults, **fixed}, given.state_dict() if given.state else None)
+
+
+def _class_like(given: torch.optim.Optimizer) -> tuple[Construct, dict[str, Any]]:
+    name = type(given).__name__
+    if type(given) is getattr(torch.optim, name, None) and f"Sharded{name}" in optim.__all__:
+        return getattr(optim, f"Sharded{name}"), {}
+    # DeepSpeed's and Apex's own kernels of the same rules.
+    if name in ("FusedAdam", "DeepSpeedCPUAdam") and type(given).__module__.split(".")[0] in ("deepspeed", "apex"):
+        decoupled = bool(getattr(given, "adam_w_mode", True))
+        if all(group.get("bias_correction", True) for group in given.param_groups):
+            return (optim.ShardedAdamW if decoupled else optim.ShardedAdam), {}
+    names = ", ".join(each.removeprefix("Sharded") for each in optim.__all__)
+    raise ShardoptError(
+        f"optimizer= is a {type(given).__module__}.{name}, whose update is not known here: another one would be done. "
+        f"Give one of torch.optim ({names}), or a subclass of shardopt.ShardedOptimizer with a rule of its own."
+    )
+
+
+class _Meant(dict[str, tuple[str, ...]]):
+    def __missing__(self, key: str) -> tuple[str, ...]:
+        return ()
+
+
+# Keys of groups that are said by the choice of the class.
+_MEANT = _Meant(FusedAdam=("bias_correction", "step"), DeepSpeedCPUAdam=("bias_correction",))
+
+
+# -- from the section --------------------------------------------------------------------------------------------------
+
+
+def _uncorrected_scalars(group: Mapping[str, Any], step: int, carried: Mapping[str, float]) -> dict[str, float]:
+    return {**adam_scalars(group, step, carried), "step_size": group["lr"], "bias_correction2_sqrt": 1.0}
+
+
+# As Adam and AdamW, with moments that are used as they are: steps begin small.
+_UNCORRECTED = replace(adam, name="adam_uncorrected", scalars=_uncorrected_scalars)
+
+
+class UncorrectedAdam(ShardedOptimizer):
+    """What ``"bias_correction": false`` asks for."""
+
+    def __init__(self, params: Any, decoupled: bool, **keywords: Any):
+        plain = optim.ShardedAdamW if decoupled else optim.ShardedAdam
+        own = {key: keywords.pop(key) for key in ("lr", "betas", "eps", "weight_decay", "amsgrad") if key in keywords}
+        super().__init__(params, plain([torch.zeros(1)], **own).defaults, rule=_UNCORRECTED, **keywords)
+
+
+# What their constructors there take where the config is silent, where it differs from the classes' here.
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "AdamW": {"weight_decay": 0.0},
+    "Adam": {"weight_decay": 0.0},
+    "Lion": {"lr": 1e-3},
+}
+_NAMES = {each.removeprefix("Sharded").lower(): each.removeprefix("Sharded") for each in optim.__all__}
+
+
+def _of_section(keys: Keys, params: Any) -> Wanted:
+    kind = keys.take("optimizer.type", text, "AdamW")
+    is_corrected = keys.take("optimizer.params.bias_correction", flag, True)
+    is_torchs = keys.take("optimizer.params.torch_adam", flag, False)
+    is_decoupled = keys.take("optimizer.params.adam_w_mode", flag, True)
+    name = _NAMES.get(kind.lower(), "")
+    if not name:
+        keys.refuse("optimizer.type", kind, f"there are {', '.join(sorted(_NAMES.values()))}")
+        keys.drop("optimizer.params")
+        return Wanted(optim.ShardedAdamW, params, {})
+    if name == "Adam" and is_decoupled:  # there "Adam" decouples its decay too, unless it is told not to
+        name = "AdamW"
+    construct: Construct = getattr(optim, f"Sharded{name}")
+    signature = inspect.signature(construct).parameters
+    known = {key: each.default for key, each in signature.items() if key not in ("params", "options")}
+    for key in keys.names_in("optimizer.params"):
+        if key not in known:
+            keys.drop(f"optimizer.params.{key}")
+            keys.errors.append(f"optimizer.params.{key}: {kind} has no such argument{_INSTEAD.get(key, '')}")
+    arguments = keys.take_all("optimizer.params", lambda key: _kind_of(known[key]))
+    arguments = {**({} if is_torchs else _DEFAULTS.get(name, {})), **arguments}
+    if not is_corrected:
+        if name not in ("Adam", "AdamW"):
+            keys.refuse("optimizer.params.bias_correction", False, f"{kind} has no such argument")
+        construct = functools.partial(UncorrectedAdam, decoupled=name == "AdamW")
+    try:
+        construct([torch.zeros(1)], **arguments)
+    except (TypeError, ValueError) as error:
+        keys.errors.append(f"optimizer.params: {str(error).removesuffix('.')}")
+        return Wanted(optim.ShardedAdamW, params, {})
+    return Wanted(construct, params, arguments)
+
+
+_INSTEAD = {"max_grad_norm": " (gradient_clipping is the key for it)"}
+
+
+def _kind_of(default: Any) -> Kind:
+    """What a constructor takes where its default is this."""
+    if isinstance(default, bool) or default is None:
+        return flag
+    if isinstance(default, tuple):
+        return pair
+    return number if isinstance(default, int | float) else anything

@@ -1,0 +1,227 @@
+"""The sections of a DeepSpeed config, one function each: what they become here."""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ...config import MIB, Offload, Tuning
+from .keys import Keys, count, flag, number, text
+from .loss_scaler import LossScale
+
+_ZERO = "zero_optimization"
+BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+
+SECTIONS = (
+    *("optimizer", "optimizer.params", "scheduler", "scheduler.params", "fp16", "bf16", "data_types", _ZERO),
+    *(f"{_ZERO}.offload_optimizer", f"{_ZERO}.offload_param"),
+)
+_SHORT = ("prefetch_bucket_size", "param_persistence_threshold", "max_live_parameters", "max_reuse_distance")
+_LONG = ("gather_16bit_weights_on_model_save", "model_persistence_threshold", "module_granularity_threshold")
+# Other names of keys: as the config may spell them -> as they are taken.
+RENAMED = {
+    "bfloat16": "bf16",
+    "fp16.master_weights_and_grads": "fp16.fp16_master_weights_and_grads",
+    **{f"{_ZERO}.{name}": f"{_ZERO}.stage3_{name}" for name in (*_SHORT, *_LONG)},
+    f"{_ZERO}.use_all_reduce_for_fetch_params": f"{_ZERO}.stage3_use_all_reduce_for_fetch_params",
+}
+
+_NAMES = {
+    torch.float32: ("fp32", "float32", "torch.float32"),
+    torch.float16: ("fp16", "float16", "torch.float16", "half"),
+    torch.bfloat16: ("bf16", "bfp16", "bfloat16", "torch.bfloat16"),
+}
+_DTYPES = {name: dtype for dtype, names in _NAMES.items() for name in names}
+
+# More than this in one bucket leaves nothing to overlap; sizes there are those of buffers that several are copied into.
+_LARGEST_BUCKET = 32 * MIB
+
+
+def batch_of(keys: Keys, ranks: int) -> tuple[int | None, int]:
+    """(samples of a forward on a rank, backwards before a step): two of three say the third."""
+    # "auto" is as good as missing where the others say it.
+    asks = keys.is_auto(BATCH[2])
+    given = []
+    for name in BATCH:
+        if keys.is_auto(name):
+            keys.drop(name)
+        found = keys.take(name, count)
+        if found == 0:
+            keys.refuse(name, found, "it is at least 1")
+        given.append(found or None)
+    total, micro, steps = given
+    if asks and total is None:
+        keys.unfilled.append(BATCH[2])
+    if micro is None and total is not None:
+        micro, rest = divmod(total, ranks * (steps or 1))
+        if rest or not micro:
+            keys.errors.append(
+                f"train_batch_size={total}: it cannot be shared by {ranks} ranks x {steps or 1} accumulation steps"
+            )
+    if steps is None:
+        steps, rest = divmod(total, micro * ranks) if total is not None and micro else (1, 0)
+        steps = max(steps, 1)
+    if total is not None and micro and total != micro * steps * ranks:
+        keys.errors.append(
+            f"train_batch_size={total}: train_micro_batch_size_per_gpu {micro} x gradient_accumulation_steps {steps} x "
+            f"{ranks} ranks are {micro * steps * ranks}"
+        )
+    return micro, steps
+
+
+def precision_of(keys: Keys) -> tuple[torch.dtype | None, LossScale | None]:
+    fp16, bf16 = (keys.take(f"{section}.enabled", flag, False) for section in ("fp16", "bf16"))
+    for section in ("fp16", "bf16"):
+        keys.expect(f"{section}.{section}_master_weights_and_grads", False, "masters are fp32 here")
+    keys.expect("bf16.bf16_optimizer_states", False, 'construct the optimizer yourself, with state_format="bf16"')
+    if fp16 and bf16:
+        keys.errors.append("fp16.enabled and bf16.enabled: one of them is")
+    if not fp16:  # then the rest of the section asks for nothing
+        for name in _OF_SCALE:
+            keys.drop(f"fp16.{name}")
+        return (torch.bfloat16 if bf16 else None), None
+    fixed = keys.take("fp16.loss_scale", number, 0)
+    power = keys.take("fp16.initial_scale_power", number, 16)
+    rule = {
+        "window": keys.take("fp16.loss_scale_window", count, 1000),
+        "hysteresis": keys.take("fp16.hysteresis", count, 2),
+        "refills": keys.take("fp16.consecutive_hysteresis", flag, False),
+        "floor": keys.take("fp16.min_loss_scale", number, 1),
+    }
+    try:
+        return torch.float16, LossScale(initial=fixed or 2.0**power, fixed=bool(fixed), **rule)
+    except (ValueError, OverflowError) as error:
+        keys.errors.append(f"fp16: {str(error).removesuffix('.')}")
+        return torch.float16, None
+
+
+_OF_SCALE = (
+    *("loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "consecutive_hysteresis"),
+    "min_loss_scale",
+)
+
+
+def stage_of(keys: Keys) -> int:
+    stage: int = keys.take(f"{_ZERO}.stage", count, 0)
+    if stage > 3:
+        keys.refuse(f"{_ZERO}.stage", stage, "0, 1, 2 or 3 is")
+        return 0
+    return stage
+
+
+def clip_of(keys: Keys) -> float | None:
+    clip: float = keys.take("gradient_clipping", number, 0.0)
+    if clip < 0:
+        keys.refuse("gradient_clipping", clip, "a norm is above 0, and 0 clips nothing")
+    return clip if clip > 0 else None
+
+
+def travels_as(keys: Keys) -> torch.dtype | None:
+    """In which gradients are reduced."""
+    asked = keys.take("communication_data_type", text)
+    if keys.take("fp32_allreduce", flag, False) and asked is None:
+        asked = "fp32"
+    if asked is not None and asked not in _DTYPES:
+        keys.refuse("communication_data_type", asked, "fp32, fp16 or bf16 is")
+    return _DTYPES.get(asked) if asked is not None else None
+
+
+def tuning_of(keys: Keys, module: nn.Module, dtype: torch.dtype) -> Tuning:
+    """Sizes are elements there and bytes here. Where nothing says how wide the model is, "auto" is the default."""
+    hidden = _hidden_size(module)
+
+    def elements(name: str, of_hidden: int | None) -> int | None:
+        path = f"{_ZERO}.{name}"
+        if keys.is_auto(path):
+            keys.drop(path)
+            return of_hidden
+        found: int | None = keys.take(path, count)
+        return found
+
+    bucket = elements("reduce_bucket_size", None if hidden is None else hidden**2)
+    keep = elements("stage3_param_persistence_threshold", None if hidden is None else 10 * hidden)
+    live = elements("stage3_max_live_parameters", None)
+    tuning = Tuning()
+    if bucket == 0:
+        keys.refuse(f"{_ZERO}.reduce_bucket_size", bucket, "it is at least 1")
+    elif bucket is not None and bucket * dtype.itemsize > _LARGEST_BUCKET:
+        keys.warn(f"{_ZERO}.reduce_bucket_size", "larger buckets overlap less: Tuning.bucket_bytes keeps its default")
+    elif bucket is not None:
+        tuning = replace(tuning, bucket_bytes=bucket * dtype.itemsize)
+    if keep is not None:
+        tuning = replace(tuning, keep_below=keep)
+    if live is not None:
+        tuning = replace(tuning, live_bytes=live * dtype.itemsize)
+    return tuning
+
+
+def _hidden_size(module: nn.Module) -> int | None:
+    """Where the Hugging Face integration looks for it."""
+    whole = module.module if isinstance(module, DistributedDataParallel) else module
+    config: Any = getattr(whole, "config", None)
+    for each in (config, getattr(config, "text_config", None)):
+        for name in ("hidden_size", "hidden_sizes", "n_embd", "d_model"):
+            found = getattr(each, name, None)
+            if found is not None:
+                return int(max(found) if isinstance(found, list | tuple) else found)
+    return None
+
+
+def offload_of(keys: Keys, stage: int, device: torch.device) -> dict[str, Any]:
+    """The ``offload=`` of the config, as a keyword for the optimizer. Nothing of it changes a result.
+
+    Args:
+        device: of the params.
+    """
+    pins = [
+        keys.take(f"{_ZERO}.{name}", flag)
+        for name in ("offload_optimizer.pin_memory", "offload_param.pin_memory", "cpu_offload_use_pin_memory")
+    ]
+    pinned = next((each for each in pins if each is not None), None)
+    states = _place_of(keys, "offload_optimizer", ("cpu_offload",))
+    params = _place_of(keys, "offload_param", ("cpu_offload_params", "cpu_offload_param"))
+    if params is not None and stage < 3:
+        keys.warn(f"{_ZERO}.offload_param", "below stage 3 params are whole on every rank")
+        params = None
+    if device.type != "cpu" and params == "cpu" and states not in (None, "cpu"):
+        keys.warn(f"{_ZERO}.offload_param", "what leaves a GPU goes where its masters do: into the file")
+        params = states
+    if states is None and params is None:
+        return {}
+    if states is None:
+        keys.warn(f"{_ZERO}.offload_param without offload_optimizer", "masters and states go with the params")
+    try:
+        found = Offload(states=states or params or "cpu", params=params)
+    except (TypeError, ValueError) as error:
+        keys.errors.append(f"{_ZERO}.offload_optimizer: {str(error).removesuffix('.')}")
+        return {}
+    return {"offload": found if pinned is None else replace(found, pin_memory=pinned)}
+
+
+def _place_of(keys: Keys, section: str, old: tuple[str, ...]) -> str | None:
+    """ "cpu", a directory, or None: where the section leaves it."""
+    path = f"{_ZERO}.{section}"
+    device = keys.take(f"{path}.device", text, "none")
+    directory: str | None = keys.take(f"{path}.nvme_path", text)
+    if any([keys.take(f"{_ZERO}.{name}", flag, False) for name in old]):
+        return "cpu"
+    if device == "nvme":
+        if not directory:
+            keys.errors.append(f"{path}.device='nvme' without nvme_path: there is no directory for its files")
+        return directory or None
+    if device not in ("none", "cpu"):
+        keys.refuse(f"{path}.device", device, "none, cpu or nvme is")
+    return "cpu" if device == "cpu" else None
+
+
+def gradient_format_of(keys: Keys, dtype: torch.dtype | None) -> str:
+    """In which sums of gradients are kept."""
+    asked = keys.take("data_types.grad_accum_dtype", text, "fp32")
+    kept = _DTYPES.get(asked)
+    if kept is torch.bfloat16 and dtype is torch.bfloat16:
+        return "bf16"
+    if kept is not torch.float32:
+        keys.refuse("data_types.grad_accum_dtype", asked, "'fp32', or with bf16 params 'bf16'")
+    return "fp32"

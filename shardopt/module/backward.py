@@ -1,0 +1,473 @@
+"""Backward, where the module was handed over: gradients go into the reducer, and come back as parts.
+
+A round is one synchronised backward. Its first gradient (or the gradient of the module's output) opens it; every
+gradient is handed to the reducer as autograd accumulates it; when autograd is done, what is left is reduced, one small
+all-reduce tells every rank each param's norm, and ``param.grad`` becomes a part.
+"""
+
+import weakref
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ..domain.agreement import View, agree
+from ..domain.domain import Domain
+from ..domain.param import Candidate, Entry
+from ..domain.shard import Shard
+from ..errors import (
+    BindingError,
+    CommunicationError,
+    DisagreementError,
+    ShardoptError,
+)
+from ..kernels.formats import Format
+from ..kernels.launch import backend_of
+from ..kernels.reductions import COLUMNS, norms_of_limbs
+from ..kernels.tables import Factors, Gradients
+from ..partition.reduce_buckets_host import RestingBucket
+from ..tensors.gradient import GradientPart
+from ..tensors.gradient_slice import Norms, Slot
+from ..tensors.part import Part
+from ..tensors.unsharded_guard import keep_pattern
+from .closure import ClosureRun
+from .gradient_report import Arrivals, Report, ReportLayout
+
+# Params whose gradients are taken by an optimizer: a second one would take half of them.
+_TAKEN: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+class Backward:
+    """Takes the gradients of a domain's params."""
+
+    def __init__(self, domain: Domain):
+        self._domain = domain
+        self._entries: list[Entry] = []
+        self._rows: dict[Shard, np.ndarray[Any, Any]] = {}  # 1D [pieces]: the number of each piece's entry
+        self._tables: dict[Shard, Gradients] = {}  # of the sums that stay where they are
+        self._staged: dict[tuple[Shard, int], Gradients] = {}  # of the others, by the address of the slot they are in
+        self._noted: dict[Shard, torch.Tensor] = {}  # what the others added up to when they last left the device
+        self._layout = ReportLayout([], 0, 1)  # of the report that ends a round
+        self._hooks: list[Any] = []
+        self.is_syncing = False  # whether this forward's backward is a round; said by the forward
+        self._lost: str | None = None  # why gradients of an unfinished round are gone
+        self.on_end: Callable[[], None] = lambda: None
+        # Where ranks may run out of batches, is told which params hold a gradient ahead of each round; by which number
+        # its sum is to be divided, if not that of all ranks.
+        self.before_round: Callable[[list[int]], int | None] | None = None
+        self._divisor = domain.mesh.world.size  # of this round
+        self.closure = ClosureRun()
+        self._failed = False  # this rank adds zeros to the rest of a round, and says so at its end
+
+    @property
+    def entries(self) -> Sequence[Entry]:
+        """In the order of binding."""
+        return self._entries
+
+    # -- params ----------------------------------------------------------------------------------------------------
+
+    def check_free(self, candidates: Sequence[Candidate]) -> None:
+        """Raises BindingError if another optimizer takes the gradient of one of them."""
+        for name, param, _ in candidates:
+            owner = _TAKEN.get(param)
+            if owner is not None and owner() not in (None, self):
+                raise BindingError(
+                    f"another optimizer already takes the gradient of {name}: each would see some of its gradients. "
+                    "Give a param to one optimizer, or close() the other one first."
+                )
+
+    def attach(self, entries: Sequence[Entry], shards: Sequence[Shard]) -> None:
+        """Takes the gradients of params that were just bound, into these shards."""
+        me = weakref.ref(self)
+        for entry in entries:
+            self._entries.append(entry)
+            _TAKEN[entry.param] = me
+            self._take_over(entry)
+            self._hooks.append(entry.param.register_post_accumulate_grad_hook(_taker(me, entry)))
+        for shard in shards:
+            numbers = {entry.index: number for number, entry in enumerate(self._entries) if entry.shard is shard}
+            self._rows[shard] = np.array([numbers[piece.param] for piece in shard.pieces], dtype=np.int64)
+            self._track(shard)
+        mesh = self._domain.mesh
+        where = [(entry.shard.bucket.layout, entry.index) for entry in self._entries]
+        self._layout = ReportLayout(where, mesh.shard.rank, mesh.world.size)
+
+    def _track(self, shard: Shard) -> None:
+        if isinstance(shard.reduced, RestingBucket):
+            shard.reduced.on_sum = _noter(weakref.ref(self), weakref.ref(shard))
+            return
+        self._tables[shard] = shard.sums
+
+    def _take_over(self, entry: Entry) -> None:
+        domain, shard, me = self._domain, entry.shard, weakref.ref(self)
+        where, its = shard.slice_of(entry.index), weakref.ref(entry)  # which has the slot
+
+        def receive(grad: torch.Tensor) -> None:
+            backward, entry = me(), its()
+            if backward is not None and entry is not None:
+                backward._receive(entry, grad)
+
+        def gather(_: torch.Tensor) -> torch.Tensor:
+            return shard.as_param(domain.gather_slices(shard, shard.reduced.total, "gradients"), entry.index).clone()
+
+        shared = domain.mesh.shard.size > 1
+        entry.slot = Slot(shard.reduced.total[where.local], where.start, receive, gather if shared else None)
+
+    def detach(self) -> None:
+        """Leaves the params to autograd again."""
+        for hook in self._hooks:
+            hook.remove()
+        for entry in self._entries:
+            if isinstance(entry.param.grad, Part):
+                entry.param.grad = None
+            _TAKEN.pop(entry.param, None)
+            entry.slot = None  # it refers to the domain, which would outlive its optimizer in a cycle
+        self._hooks, self._entries, self._rows, self._tables = [], [], {}, {}
+        self._staged, self._noted = {}, {}
+        self.is_syncing = False  # a graph of before may be run backward yet
+
+    # -- a round ---------------------------------------------------------------------------------------------------
+
+    @property
+    def is_open(self) -> bool:
+        return self._domain.reducer is not None and self._domain.reducer.is_open
+
+    def check_whole(self) -> None:
+        """Raises ShardoptError if gradients are half-reduced."""
+        if self.is_open:
+            self.abandon("backward ended before all gradients were reduced")
+        if self._lost is not None:
+            raise ShardoptError(
+                f"the gradients are those of a part of a backward only: {self._lost}. A step would train on them, so "
+                "it was refused. Call zero_grad() on every rank and go on with the next batch."
+            )
+        waiting = next((each for each in self._entries if each.slot is not None and _is_waiting(each, each.slot)), None)
+        if waiting is not None:
+            raise ShardoptError(
+                f"gradients of {waiting.name} were accumulated under no_sync() and not reduced: a step would leave "
+                "them out. Leave no_sync() for the last backward before step(), or call zero_grad()."
+            )
+
+    def abandon(self, reason: str) -> None:
+        """Gives up the open round."""
+        assert self._domain.reducer is not None
+        self._domain.reducer.leave()
+        self._lost = reason
+        self.on_end()
+        for entry in self._entries:
+            if entry.slot is not None:  # what it holds may be added to already
+                entry.slot.part = None
+
+    def forget(self) -> None:
+        """All gradients were set to None or zero."""
+        if self.is_open:
+            self.abandon("zero_grad() was called in the middle of it")
+        self._lost = None
+        for entry in self._entries:
+            if entry.slot is not None:
+                entry.slot.pending = None
+        if self._domain.reducer is not None:
+            self._domain.reducer.catch_up()
+
+    @property
+    def rounds(self) -> int:
+        """How many all ranks finished."""
+        return 0 if self._domain.reducer is None else self._domain.reducer.rounds
+
+    def fail(self, error: Exception, rounds: int) -> bool:
+        """A closure raised on this rank: tells others who wait for it in a round. See :mod:`shardopt.module.closure`.
+
+        Args:
+            rounds: how many were finished when the closure began.
+
+        Returns:
+            Whether all ranks will meet at the beginning of the step.
+        """
+        reducer = self._domain.reducer
+        if reducer is None:
+            return True
+        if reducer.tells:
+            reducer.fail(self.closure.number)
+            if self.is_open:
+                self.abandon(f"{type(error).__name__}: {error}")
+            return True
+        if self.is_open and reducer.can_meet:
+            self._failed = True
+            try:
+                self._finish()
+            except CommunicationError:  # of which the others heard, and this rank has another one
+                pass
+            finally:
+                self._failed = False
+        return (reducer.can_meet and not self._gathers_by_messages) or reducer.rounds > rounds
+
+    @property
+    def _gathers_by_messages(self) -> bool:
+        sharded = self._domain.sharded
+        return sharded is not None and sharded.gatherer.waits_for_others
+
+    def end_closure(self) -> None:
+        """All ranks know that a closure failed: they begin the next round together."""
+        if self._domain.reducer is not None:
+            self._domain.reducer.catch_up()
+
+    def open(self) -> None:
+        """Opens a round, in the outermost of the graphs that autograd is running."""
+        self._divisor, reducer, told = self._domain.mesh.world.size, self._domain.reducer, None
+        assert reducer is not None
+        if self.before_round is not None:
+            told = self.before_round([number for number, entry in enumerate(self._entries) if _is_held(entry)])
+            self._divisor = told or self._divisor
+        if told is None and self.closure.is_on and reducer.can_meet and not reducer.tells:
+            with self.closure.meeting():
+                agree(View("round", dict), self._domain.mesh.world, self._domain.device)
+        reducer.watch(self.closure.number if self.closure.is_on else 0)
+        torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+        self._begin_round()
+
+    def shadow(self, held: Collection[int], divisor: int) -> None:
+        """A round in which this rank has no gradients. ``held``: which params have one from before, on the others."""
+        for number, entry in enumerate(self._entries):
+            if entry.slot is not None:
+                entry.slot.pending = None
+            if number not in held:
+                entry.param.grad = None
+        self._divisor = divisor
+        self._begin_round()
+        self._finish()
+
+    def _begin_round(self) -> None:
+        reducer = self._domain.reducer
+        assert reducer is not None
+        held: list[set[int]] = [set() for _ in reducer.buckets]
+        absent: list[set[int]] = [set() for _ in reducer.buckets]
+        for entry in self._entries:
+            grad, slot = entry.param.grad, entry.slot
+            if not entry.param.requires_grad:
+                absent[entry.shard.number].add(entry.index)
+            if slot is None:
+                continue
+            slot.edits = []
+            if not slot.shows_in(grad):
+                slot.pending = slot.kept = None
+                continue
+            held[entry.shard.number].add(entry.index)
+            slot.add_up(self._divisor)  # if a user read or scaled the mean
+        reducer.begin(held, absent)
+        self._lost = None
+
+    def _receive(self, entry: Entry, grad: torch.Tensor) -> None:
+        """Autograd adds a gradient to a part."""
+        slot = entry.slot
+        assert slot is not None
+        if slot.pending is not None:
+            slot.pending.add_(grad.detach())
+        else:
+            # Autograd may hand the same tensor to another param. In a round it is read at once, else it must last.
+            slot.pending = grad.detach() if self.is_syncing else grad.detach().clone()
+
+    def take(self, entry: Entry) -> None:
+        """Autograd has accumulated the gradient of a param."""
+        if not self.is_syncing:
+            return
+        try:
+            if not self.is_open:
+                self.open()
+            self._deliver(entry)
+        except BaseException as error:
+            if self.is_open:
+                self.abandon(f"{type(error).__name__}: {error}")
+            raise
+
+    def _deliver(self, entry: Entry) -> None:
+        reducer, slot, param, gathered = self._domain.reducer, entry.slot, entry.param, entry.shard.gathered
+        assert reducer is not None
+        if gathered is not None and not gathered.is_here and torch._C._current_graph_task_id() != -1:
+            raise ShardoptError(
+                f"{entry.name} got a gradient while its values were released: backward may have read memory that was "
+                "given back. Its module hands a tensor on that is not in what its forward returns (an auxiliary loss "
+                "kept as an attribute, say). Return it, or construct the optimizer with "
+                f"{keep_pattern(self._domain.name_of(entry.param))} and it stays whole on every rank."
+            )
+        grad = param.grad
+        if slot is not None and slot.shows_in(grad):
+            grad, slot.pending = slot.pending, None
+        else:
+            param.grad = None
+        assert grad is not None
+        if grad.layout is not torch.strided:
+            raise ShardoptError(
+                f"the gradient of {entry.name} is sparse ({grad.layout}): only dense ones are reduced. Build the "
+                "embedding with sparse=False, or give this param to torch.optim.SparseAdam and another module to DDP."
+            )
+        reducer.deliver(entry.shard.number, entry.index, grad.detach(), entry.shard.strides(entry.index))
+
+    def _finish(self) -> None:
+        if not self.is_open:  # given up in between
+            return
+        try:
+            # Params may be released by now, and would ask for each attribute whether it may be read.
+            with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+                self._finish_round()
+        except BaseException as error:
+            if self.is_open:
+                self.abandon(f"{type(error).__name__}: {error}")
+            raise
+        self.on_end()
+
+    def _finish_round(self) -> None:
+        reducer = self._domain.reducer
+        assert reducer is not None
+        with self._domain.clock.phase("reduce"):
+            arrivals = self._reduce_rest()
+            report = self._report(arrivals)
+            if report.late.any():
+                behind = (entry for entry, is_late in zip(self._entries, report.late, strict=True) if is_late)
+                reducer.finish_late(sorted({entry.shard.number for entry in behind}))
+                report = self._report(arrivals)  # the sums are other ones now
+            reducer.end()
+            self._show(report)
+
+    def _reduce_rest(self) -> Arrivals:
+        """Reduce what is left, until every rank's sums are whole."""
+        reducer = self._domain.reducer
+        assert reducer is not None
+        held = self._deliver_rest()
+        reducer.finish()
+        where = [(entry.shard.number, entry.index) for entry in self._entries]
+        present = np.array([reducer.has_arrived(*each) for each in where], dtype=bool)
+        return Arrivals(present, held, late=np.array([reducer.is_late(*each) for each in where], dtype=bool))
+
+    def _deliver_rest(self) -> "np.ndarray[Any, Any]":
+        """Hand over the gradients of no_sync() that this backward did not touch. Returns which params were held."""
+        held = np.zeros(len(self._entries), dtype=bool)
+        for number, entry in enumerate(self._entries):
+            grad, slot = entry.param.grad, entry.slot
+            held[number] = slot is not None and slot.shows_in(grad)
+            if (slot is not None and slot.pending is not None) or (grad is not None and not held[number]):
+                self._deliver(entry)
+        return held
+
+    # -- what every rank knows -------------------------------------------------------------------------------------
+
+    def _report(self, arrivals: Arrivals) -> Report:
+        """Collective: what all ranks together know of every gradient.
+
+        Raises:
+            CommunicationError: a rank died, is late, or failed in this backward; on every rank but that one.
+            DisagreementError: some ranks have added to an earlier gradient and others have not; on every rank.
+        """
+        mesh = self._domain.mesh
+        report, error = self._own_report(arrivals)
+        mesh.world.add_up(report.vector, "telling norms of gradients")
+        if error is not None:
+            raise error
+        if report.failed:
+            raise CommunicationError(
+                f"rank {report.failed[0]} left this backward after an error of its own; look at its output. Its "
+                "gradients are missing, so params and states are unchanged: call zero_grad() on every rank and go on "
+                "together."
+            )
+        if report.held_apart.any():
+            raise DisagreementError(
+                f"{self._entries[int(report.held_apart.argmax())].name} has a gradient from an earlier backward on "
+                "some ranks and none on others: the new one was added there and not here. Call zero_grad() on every "
+                "rank, or on none."
+            )
+        return report
+
+    def _own_report(self, arrivals: Arrivals) -> tuple[Report, Exception | None]:
+        """This rank's report, and the error that made its sums impossible: the others hear of it in the report."""
+        mesh, report, error = self._domain.mesh, self._layout.blank(), None
+        report.fill_arrivals(arrivals)
+        if self._updated():
+            report.say_updated()
+        try:
+            sums = self._sums()
+            if mesh.world.rank in mesh.one_copy:  # other copies hold the same
+                report.fill_sums(sums)
+        except Exception as raised:
+            error = raised
+        if self._failed or error is not None:
+            report.say_failed(mesh.world.rank)
+        return report, error
+
+    def _sums(self) -> "np.ndarray[Any, Any]":
+        """Sum up this rank's slices: 2D [entries, COLUMNS] int64, as of ``Totals``."""
+        sums = np.zeros((len(self._entries), COLUMNS), dtype=np.int64)
+        for shard, gradients in self._tables.items():
+            self._sum_up(sums, shard, shard.kept.gradient, gradients)
+        for shard, table in self._noted.items():
+            self._fill_in(sums, shard, table)
+        return sums
+
+    def note(self, shard: Shard, total: torch.Tensor) -> None:
+        """Looks at a sum, 1D on the device, before it leaves."""
+        if not len(self._rows[shard]):
+            return
+        where = shard, total.data_ptr()
+        if where not in self._staged:  # to make a table, the host would wait for the device in mid-backward
+            self._staged[where] = shard.gradients_in(total)
+        self._noted[shard] = self._added_up(shard, shard.kept.gradient, self._staged[where])
+
+    def _sum_up(self, sums: "np.ndarray[Any, Any]", shard: Shard, grad: Format, gradients: Gradients) -> None:
+        """Fills in the rows of the params in one shard."""
+        if len(self._rows[shard]):
+            self._fill_in(sums, shard, self._added_up(shard, grad, gradients))
+
+    def _added_up(self, shard: Shard, grad: Format, gradients: Gradients) -> torch.Tensor:
+        """2D [rows, COLUMNS] int64, where the gradients are."""
+        backend = backend_of(shard.device)
+        blocks = backend.block_sums(grad, gradients, Factors(self._divisor))
+        return backend.totals(blocks, gradients).table
+
+    def _fill_in(self, sums: "np.ndarray[Any, Any]", shard: Shard, table: torch.Tensor) -> None:
+        rows = self._rows[shard]
+        sums[rows] = table[: len(rows)].cpu().numpy()
+
+    def _updated(self) -> bool:
+        """Whether this rank's params or states are not those of before the round."""
+        return False
+
+    def _show(self, report: Report) -> None:
+        """Make ``param.grad`` a part wherever any rank had a gradient."""
+        two, largest, counts = norms_of_limbs(report.limbs).tolist(), report.largest.tolist(), report.nonfinite.tolist()
+        present, held = report.present.tolist(), report.held.tolist()
+        for number, entry in enumerate(self._entries):
+            slot = entry.slot
+            if slot is None or not (present[number] or held[number]):
+                continue
+            slot.divisor, slot.is_used = self._divisor, False
+            slot.norms = Norms(two[number], slot.rounded(largest[number]), counts[number])
+            if not held[number]:
+                entry.param.grad = GradientPart(slot, entry.param)
+
+
+def _noter(backward: "weakref.ref[Backward]", shard: "weakref.ref[Shard]") -> Callable[[torch.Tensor], None]:
+    # The shard has the bucket that calls this: a cycle would keep masters and states.
+    def note(total: torch.Tensor) -> None:
+        owner, where = backward(), shard()
+        if owner is not None and where is not None:
+            owner.note(where, total)
+
+    return note
+
+
+def _is_held(entry: Entry) -> bool:
+    return entry.slot is not None and entry.slot.shows_in(entry.param.grad)
+
+
+def _is_waiting(entry: Entry, slot: Slot) -> bool:
+    return slot.pending is not None and slot.shows_in(entry.param.grad)
+
+
+def _taker(backward: "weakref.ref[Backward]", entry: Entry) -> Callable[[torch.Tensor], None]:
+    # A weak reference: a module keeps its hooks, and must not keep an optimizer that was dropped.
+    def take(_: torch.Tensor) -> None:
+        owner = backward()
+        if owner is not None:
+            owner.take(entry)
+
+    return take

@@ -1,0 +1,153 @@
+"""What all ranks know of each param's gradient at the end of a backward, told by one all-reduce.
+
+A report is a vector of int64. Each rank fills in its own, and the sum over ranks is the report of all of them::
+
+    failed    updated   limbs, counts      largest
+    [ranks]   [1]       [params, 22]       [pieces]
+
+Sums of integers have the same bits in any order. Limbs and counts are added up; a fact becomes the number of ranks on
+which it holds. A sum does not keep a maximum, so every piece (the part of one param that lies in one shard) has a word
+of its own: only the owner of the piece fills it in, and each rank takes the maximum over the pieces of a param. A
+bucket of P params has at most P + ranks - 1 pieces, and one word more for each empty param.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+
+from ..kernels.reductions import LARGEST, LIMBS, NONFINITE
+from ..partition.layout import BucketLayout
+
+if TYPE_CHECKING:
+    Array = np.ndarray[Any, Any]
+
+# The words of a param: the limbs of its sum of squares, a count of elements, and three counts of ranks.
+_NONFINITE, _PRESENT, _HELD, _LATE, _WORDS = range(LIMBS, LIMBS + 5)
+
+
+class Arrivals(NamedTuple):
+    """What happened to the gradient of each param on this rank: 1D [params] bool."""
+
+    present: "Array"  # a gradient arrived in this backward
+    held: "Array"  # a gradient of an earlier backward was there when this one began
+    late: "Array"  # a gradient arrived after its bucket was sent
+
+
+class ReportLayout:
+    """Where each number lies in a report: the same on all ranks of one domain."""
+
+    def __init__(self, params: Sequence[tuple[BucketLayout, int]], shard_rank: int, ranks: int):
+        """
+        Args:
+            params: the bucket of each param and the param's index in it, in the order of the report.
+            shard_rank: which shard of each bucket this rank owns.
+            ranks: how many ranks report, replicas included.
+        """
+        self.ranks, self.num_params = ranks, len(params)
+        starts = np.array([bucket.offsets[index] for bucket, index in params], dtype=np.int64)
+        numels = np.array([bucket.numels[index] for bucket, index in params], dtype=np.int64)
+        shards = np.array([max(bucket.shard_numel, 1) for bucket, _ in params], dtype=np.int64)
+        first, last = starts // shards, (starts + np.maximum(numels, 1) - 1) // shards  # shards that the param spans
+        words = last - first + 1  # an empty param has one too, which stays 0: reduceat takes no empty runs
+        self.first_piece = np.cumsum(words) - words
+        self.num_pieces = int(words.sum())
+        is_own = (numels > 0) & (first <= shard_rank) & (shard_rank <= last)
+        self.own_params = np.flatnonzero(is_own)
+        self.own_pieces = (self.first_piece + shard_rank - first)[is_own]
+
+    def blank(self) -> "Report":
+        """A report of nothing."""
+        return Report(self)
+
+
+class Report:
+    """The report of one rank and, once it was added up over ranks, of all of them.
+
+    Attributes:
+        vector: 1D int64, in host memory.
+    """
+
+    def __init__(self, layout: ReportLayout):
+        head, body = layout.ranks + 1, layout.num_params * _WORDS
+        words = np.zeros(head + body + layout.num_pieces, dtype=np.int64)
+        self._layout, self.vector = layout, torch.from_numpy(words)
+        self._head, self._pieces = words[:head], words[head + body :]
+        self._params = words[head : head + body].reshape(layout.num_params, _WORDS)
+
+    # -- of this rank ----------------------------------------------------------------------------------------------
+
+    def fill_sums(self, sums: "Array") -> None:
+        """Fills in what this rank's shards add up to.
+
+        Only one copy of the gradients may do this.
+
+        Args:
+            sums: 2D [params, COLUMNS] int64, as of ``Totals``.
+        """
+        self._params[:, :LIMBS], self._params[:, _NONFINITE] = sums[:, :LIMBS], sums[:, NONFINITE]
+        self._pieces[self._layout.own_pieces] = sums[self._layout.own_params, LARGEST]
+
+    def fill_arrivals(self, arrivals: Arrivals) -> None:
+        self._params[:, _PRESENT], self._params[:, _HELD], self._params[:, _LATE] = arrivals
+
+    def say_updated(self) -> None:
+        """This rank's params or states are not those of before the backward."""
+        self._head[-1] = 1
+
+    def say_failed(self, rank: int) -> None:
+        """This rank's gradients are missing."""
+        self._head[rank] = 1
+
+    # -- of all ranks ----------------------------------------------------------------------------------------------
+
+    @property
+    def failed(self) -> list[int]:
+        """The ranks whose gradients are missing."""
+        ranks: list[int] = np.flatnonzero(self._head[:-1]).tolist()
+        return ranks
+
+    @property
+    def updated(self) -> bool:
+        """Whether the params or states of any rank are not those of before the backward."""
+        return bool(self._head[-1])
+
+    @property
+    def limbs(self) -> "Array":
+        """2D [params, LIMBS] int64, a view: the sums of squares of the finite elements."""
+        return self._params[:, :LIMBS]
+
+    @property
+    def nonfinite(self) -> "Array":
+        """1D [params] int64, a view: how many elements are Inf or NaN."""
+        return self._params[:, _NONFINITE]
+
+    @property
+    def largest(self) -> "Array":
+        """1D [params] fp32: the largest magnitude of the finite elements."""
+        if not self._layout.num_params:
+            return np.zeros(0, dtype=np.float32)
+        # As bits, which sort as the magnitudes do.
+        bits = np.maximum.reduceat(self._pieces, self._layout.first_piece)
+        return bits.astype(np.int32).view(np.float32)
+
+    @property
+    def present(self) -> "Array":
+        """1D [params] bool: whether a gradient arrived on any rank."""
+        return self._params[:, _PRESENT] > 0
+
+    @property
+    def held(self) -> "Array":
+        """1D [params] bool: whether a gradient of an earlier backward was there on any rank."""
+        return self._params[:, _HELD] > 0
+
+    @property
+    def held_apart(self) -> "Array":
+        """1D [params] bool: whether that differs between ranks."""
+        return self.held & (self._params[:, _HELD] < self._layout.ranks)
+
+    @property
+    def late(self) -> "Array":
+        """1D [params] bool: whether a gradient arrived on any rank after its bucket was sent."""
+        return self._params[:, _LATE] > 0

@@ -1,0 +1,126 @@
+"""Param groups: what a new one may hold, and how those of a loaded state dict match the optimizer's own."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ..config import OptionKeywords, Options, check_process_group
+from ..domain.formats import check_formats
+from ..errors import ShardoptError
+from ..rules import Rule
+from ..step.survey import check_group
+
+Group = dict[str, Any]
+
+# Accepted by torch, wrong here: what would go wrong, what to do.
+_REFUSED_FLAGS = {
+    "capturable": "the step's scalars are computed on the host, so a captured graph would replay those of one step for "
+    "ever; pass capturable=False and run the step outside of the graph",
+    "differentiable": "params are updated in place by one fused kernel, which autograd cannot see; pass "
+    "differentiable=False, or use the torch class where gradients must flow through the step",
+}
+
+
+def read_arguments(
+    name: str, params: Any, defaults: object, rule: Rule, options: OptionKeywords
+) -> tuple[Any, Rule, Options]:
+    """The arguments of an optimizer's constructor, checked: params, the rule with what the options add, the options.
+
+    Args:
+        name: of the optimizer's class.
+
+    Raises:
+        TypeError: an argument is none of what it may be.
+    """
+    if not isinstance(rule, Rule):
+        raise TypeError(f"rule takes what shardopt.rule makes of a function, found {type(rule).__name__}.")
+    if not isinstance(defaults, dict):
+        raise TypeError(f"defaults takes a dict of hyper-parameters, found {type(defaults).__name__}.")
+    unknown = [option for option in options if option not in Options.__dataclass_fields__]
+    if unknown:
+        raise TypeError(
+            f"{name}.__init__() got an unexpected keyword argument {unknown[0]!r}; beyond "
+            f"the rule's own hyper-parameters it takes {', '.join(Options.__dataclass_fields__)}."
+        )
+    if isinstance(params, torch.nn.Module):
+        if options.get("module", params) is not params:
+            raise TypeError(
+                "a module was given as the first argument and another one as module=: only one can be taken over."
+            )
+        options["module"] = params
+        params = list(params.parameters())
+    elif not isinstance(params, Iterable):
+        raise TypeError(f"params takes a module, tensors or param groups, found {type(params).__name__}.")
+    given = Options(**options)
+    if given.ema is not None:
+        rule = rule.averaging(given.ema)
+    check_formats(rule, given)
+    return params, rule, given
+
+
+def check_given(group: Any, defaults: Mapping[str, Any], options: Options, name: str) -> None:
+    """What can be wrong with a new param group before torch has filled in the defaults.
+
+    Args:
+        name: of the optimizer's class.
+
+    Raises:
+        TypeError: it is no param group.
+        ShardoptError: it asks for what a fused, host-steered update cannot do.
+    """
+    if not isinstance(group, dict) or "params" not in group:
+        raise TypeError(f"param_group must be a dict with 'params', found {type(group).__name__}.")
+    for flag, reason in _REFUSED_FLAGS.items():
+        if group.get(flag, defaults.get(flag)):
+            raise ShardoptError(f"{name} was given {flag}=True: {reason}.")
+    own = group.get("process_group")
+    check_process_group(own, "process_group of a param group")
+    if own is not None and options.module is not None:
+        raise ShardoptError(
+            "a param group has its own process_group, and the module was handed over, whose gradients are reduced "
+            "over one group: those of this group would be averaged with other params. Give the params without the "
+            "module (stage 1), and average each group's gradients over its process_group."
+        )
+
+
+def check_added(
+    group: Group, rule: Rule, check_arguments: Callable[[Mapping[str, Any]], dict[str, Any]] | None
+) -> None:
+    """What can be wrong with a new param group once it has all hyper-parameters.
+
+    Args:
+        check_arguments: of a class with torch's arguments: checks and returns those that it knows.
+
+    Raises:
+        TypeError: a param is complex, or a hyper-parameter is no number.
+        ValueError: a hyper-parameter is out of its range, or makes a scalar of the update Inf or NaN.
+    """
+    check_group(rule, group, check_arguments)
+    if any(param.is_complex() for param in group["params"]):
+        raise TypeError(
+            "complex params are not supported: the fused update would drop their imaginary part. Use "
+            "torch.view_as_real on the param, or give it to a torch.optim optimizer of its own."
+        )
+
+
+def matched(saved: list[Group], groups: Sequence[Group], defaults: Mapping[str, Any]) -> list[Group]:
+    """Saved param groups with the params of the optimizer's own in place of their numbers.
+
+    Raises:
+        ValueError: they do not match (torch's own messages).
+    """
+    if len(saved) != len(groups):
+        raise ValueError("loaded state dict has a different number of parameter groups")
+    if any(len(new["params"]) != len(own["params"]) for new, own in zip(saved, groups, strict=True)):
+        raise ValueError(
+            "loaded state dict contains a parameter group that doesn't match the size of optimizer's group"
+        )
+    for new, own in zip(saved, groups, strict=True):
+        new["params"] = own["params"]
+        for key in ("param_names", "process_group"):
+            if key in own:
+                new.setdefault(key, own[key])
+        for key, value in defaults.items():  # a dict saved before torch knew the flag
+            new.setdefault(key, value)
+    return saved

@@ -1,0 +1,336 @@
+"""What a rank that has run out of batches does while others go on, and how these tell it.
+
+torch's :class:`~torch.distributed.algorithms.join.Join` asks, in a loop, whether some rank still trains. What such a
+rank is about to do together with all others it announces first, and a rank that has run out does the same::
+
+    rank 0 (trains)          | round  |  step  | round  |  step  |
+    rank 1 (has run out)     | zeros  | update | zeros  | update |      its own shard, with the others' gradients
+
+A round is one reduction of gradients; binding, and a forward of a DDP module (which shares its buffers), are announced
+too. Where the module was not handed over, DDP reduces the gradients and shadows that by itself; what it sums on a rank
+that has run out goes nowhere, so one of the others sends its gradients ahead of the step.
+"""
+
+import functools
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook, _JoinConfig
+from torch.nn.parallel import DistributedDataParallel
+
+from ..engine import Engine
+from ..errors import DisagreementError, ShardoptError
+from ..module.backward import Backward
+from ..partition.comm.group import Ranks
+from ..step.step import Call
+from ..step.survey import Scaling, plain_numbers
+
+_OFF = _JoinConfig.construct_disabled_join_config()
+_PHASE = "telling ranks that have run out of batches"
+# What one rank adds to the sum by which another joinable (DDP) counts the ranks that go on: no count is as large.
+_STEP = 1 << 16
+_KINDS = {
+    "bind": "the first forward",
+    "forward": "a forward of DistributedDataParallel",
+    "round": "a backward",
+    "step": "step()",
+}
+
+
+class Told:
+    """What the ranks said of what they are about to do."""
+
+    def __init__(self, rows: Sequence[Mapping[str, Any]]):
+        """
+        Args:
+            rows: by rank; its ``kind`` is None of a rank that has run out.
+
+        Raises:
+            DisagreementError: they cannot go on together; on every rank.
+        """
+        self.active = [rank for rank, row in enumerate(rows) if row["kind"] is not None]
+        self.is_complete = len(self.active) == len(rows)
+        self.first = self.active[0]
+        self.facts = rows[self.first]
+        self.kind: str = self.facts["kind"]
+        self.size = len(rows)
+        for rank in range(self.size):
+            if rows[rank]["setup"] != rows[0]["setup"]:
+                raise DisagreementError(
+                    f"ranks differ in what they join with: {rows[0]['setup']} on rank 0, {rows[rank]['setup']} on rank "
+                    f"{rank}. A rank that runs out of batches could not follow the others. Give all ranks the same "
+                    "model (in DistributedDataParallel or not), param groups and options of join(), and step several "
+                    "optimizers in the order in which Join was given them."
+                )
+        for rank in self.active:
+            if rows[rank]["kind"] != self.kind and any(row.get("failed") for row in rows):
+                failed = next(rank for rank, row in enumerate(rows) if row.get("failed"))
+                raise DisagreementError(
+                    f"rank {failed} cannot take this step, so no rank does: {rows[failed]['failed']}"
+                )
+            if rows[rank]["kind"] != self.kind:
+                raise DisagreementError(
+                    f"rank {self.first} is at {_KINDS[self.kind]}, rank {rank} at {_KINDS[rows[rank]['kind']]}: a rank "
+                    "that has run out of batches cannot follow both, so none goes on. Make the same calls on all ranks "
+                    "that have a batch."
+                )
+            problem = rows[rank].get("problem") or (not self.is_complete and rows[rank].get("written"))
+            if problem:
+                raise DisagreementError(f"rank {rank} cannot go on beside ranks that have run out: {problem}")
+
+
+class Joined(Protocol):
+    """What a shadow reads and writes of the optimizer that it is of."""
+
+    engine: Engine
+    _join_config: _JoinConfig  # torch's own name for it
+
+    @property
+    def join_device(self) -> torch.device:
+        """Of the messages of ``Join``."""
+
+
+class Shadow(JoinHook):
+    """Of one optimizer, for one context."""
+
+    def __init__(self, optimizer: Joined, by_all: bool, number: int):
+        """
+        Args:
+            by_all: the mean is over all ranks; else over those that had a batch.
+            number: of the joinables of a ``Join`` each has another one, on all ranks the same.
+        """
+        self._optimizer, self._by_all, self._number = weakref.ref(optimizer), by_all, number
+        self.shadows = False  # at this moment, what another rank announced
+        self._ranks: Ranks = optimizer.engine.compose().main.mesh.world
+        self._backward: Backward | None = None
+        self._ddp: DistributedDataParallel | None = None
+        self._ddp_hook: Any = None
+        handover, me = optimizer.engine.takeover, weakref.ref(self)
+        if handover is None:
+            return
+        self._backward = backward = cast(Backward, handover.backward)
+        closure = handover.closure
+
+        def before_round(held: list[int]) -> int | None:
+            hook = me()
+            with closure.meeting():
+                told = None if hook is None else hook.announce("round", lambda: {"held": held, **edits_of(backward)})
+            return None if hook is None or told is None else hook._divisor(told)
+
+        def before_forward(*_: Any) -> None:
+            hook = me()
+            if hook is not None and hook._ddp is not None:
+                with closure.meeting():
+                    is_on = hook.announce("forward") is not None
+                # It then takes buffers from a rank that has a batch, and not from rank 0.
+                hook._ddp._join_config = _JoinConfig(is_on, throw_on_early_termination=False, is_first_joinable=False)
+
+        backward.before_round = before_round
+        handover.retire_reducer()
+        self._ddp = handover.ddp
+        if self._ddp is not None:
+            self._ddp_hook = self._ddp.register_forward_pre_hook(before_forward, prepend=True)
+
+    def leave(self) -> None:
+        """The context is left."""
+        optimizer = self._optimizer()
+        if optimizer is not None and optimizer.engine.joining is self:
+            optimizer.engine.joining, optimizer._join_config = None, _OFF
+        if self._backward is not None:
+            self._backward.before_round = None
+        if self._ddp is not None:
+            self._ddp_hook.remove()
+            self._ddp._join_config = _OFF
+
+    # -- on a rank that has a batch --------------------------------------------------------------------------------
+
+    def tell(self, kind: str, call: Call | None) -> None:
+        """Collective: announces a binding or a step."""
+        self.announce(kind, dict if call is None else functools.partial(self.step_facts, call))
+
+    def announce(self, kind: str, facts: Callable[[], dict[str, Any]] = dict) -> Told | None:
+        """Collective: says what this rank is about to do with all others; None where there is no context.
+
+        Raises:
+            DisagreementError: the ranks cannot do so together; on every rank.
+            RuntimeError: a rank has run out, and the context was asked to end there.
+        """
+        optimizer = self._optimizer()
+        if optimizer is None or self.shadows or not optimizer._join_config.enable:
+            return None
+        self._check_place(optimizer)
+        work = Join.notify_join_context(cast(Joinable, optimizer))
+        if work is not None:
+            work.wait()
+        if not optimizer._join_config.is_first_joinable:
+            self._count(optimizer, _STEP)
+        row: dict[str, Any] = {}
+        try:
+            row = facts()
+        except Exception as error:  # the others wait for this rank
+            row = {"problem": f"{type(error).__name__}: {error}"}
+        told = self._exchange(optimizer, kind, row)
+        if kind == "step" and self._backward is None and not told.is_complete:
+            self._send_gradients(optimizer, told)
+        return told
+
+    def _check_place(self, optimizer: Joined) -> None:
+        if self._backward is not None and not optimizer._join_config.is_first_joinable:
+            raise ShardoptError(
+                "Join was given others ahead of this optimizer, which took the module over: a rank that has run out of "
+                "batches would follow them first. Use `with optimizer.join():` or Join([optimizer]), with one "
+                "optimizer for the module."
+            )
+
+    def _count(self, optimizer: Joined, number: int) -> float:
+        total = torch.full((1,), float(number), device=optimizer.join_device)
+        dist.all_reduce(total, group=self._ranks.group)
+        return total.item()
+
+    def _exchange(self, optimizer: Joined, kind: str | None, facts: Mapping[str, Any]) -> Told:
+        setup = {
+            "divide_by_initial_world_size": self._by_all,
+            "DistributedDataParallel": self._ddp is not None,
+            "number of the optimizer": self._number,
+            "params": [len(group["params"]) for group in optimizer.engine.groups],
+        }
+        row = {"kind": kind, "setup": setup, **facts}
+        return Told(self._ranks.exchange_json(row, optimizer.join_device, _PHASE))
+
+    def _divisor(self, told: Told) -> int:
+        return told.size if self._by_all else len(told.active)
+
+    def step_facts(self, call: Call) -> dict[str, Any]:
+        """What a rank must know to take this step as well."""
+        optimizer = self._optimizer()
+        assert optimizer is not None
+        return {
+            "closure": call.closure,
+            "failed": None if call.problem is None else f"{type(call.problem).__name__}: {call.problem}",
+            "scaling": list(call.scaling),
+            "numbers": [plain_numbers(group) for group in optimizer.engine.groups],
+            "gradients": [_dtype_of(param.grad) for param in optimizer.engine.params],
+            **(edits_of(self._backward) if self._backward is not None else {}),
+        }
+
+    # -- on a rank that has run out --------------------------------------------------------------------------------
+
+    def main_hook(self) -> None:
+        """Does what the others announce."""
+        optimizer = self._optimizer()
+        assert optimizer is not None
+        self._check_place(optimizer)
+        if not optimizer._join_config.is_first_joinable and self._count(optimizer, 0) < _STEP:
+            raise ShardoptError(
+                "a rank still has batches and ran a forward without a step() after the one before: a rank that has run "
+                "out cannot tell which of the two follows. Call step() behind every backward in this context, or hand "
+                "the module over to the optimizer and use `with optimizer.join():`, where gradients may be accumulated."
+            )
+        self.shadows = True
+        try:
+            told = self._exchange(optimizer, None, {})
+            _SHADOWS[told.kind](self, optimizer, told)
+        finally:
+            self.shadows = False
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """All have run out: buffers of a DDP module are those of a rank that had the last batch."""
+        if self._ddp is not None and self._ddp.modules_buffers and self._ddp.forward_sync_buffers:
+            rank = self._ddp._find_common_rank(self._ranks.rank, is_last_joiner)
+            self._ddp._sync_module_buffers(rank)
+        self.leave()
+
+    def _bind(self, optimizer: Joined, told: Told) -> None:
+        optimizer.engine.bind()
+
+    def _forward(self, optimizer: Joined, told: Told) -> None:
+        ddp = self._ddp
+        assert ddp is not None
+        ddp._check_and_sync_module_buffers()
+        ddp.require_forward_param_sync = ddp._check_global_requires_backward_grad_sync(is_joined_rank=True)
+
+    def _round(self, optimizer: Joined, told: Told) -> None:
+        assert self._backward is not None
+        _follow_edits(self._backward, told.facts["edits"])
+        self._backward.shadow(told.facts["held"], self._divisor(told))
+
+    def _step(self, optimizer: Joined, told: Told) -> None:
+        facts = told.facts
+        follow_numbers(optimizer.engine.groups, facts["numbers"])
+        if self._backward is not None:
+            _follow_edits(self._backward, facts["edits"])
+            for param, dtype in zip(optimizer.engine.params, facts["gradients"], strict=True):
+                if dtype is None:
+                    param.grad = None
+        else:
+            self._send_gradients(optimizer, told)
+        scale, overflow = facts["scaling"]
+        optimizer.engine.take(Call(optimizer.engine.defaults, Scaling(scale, overflow), facts["closure"], None))
+
+    def _send_gradients(self, optimizer: Joined, told: Told) -> None:
+        """Collective: from the first rank that has a batch to those that have none. They are alike on all that have."""
+        for param, dtype in zip(optimizer.engine.params, told.facts["gradients"], strict=True):
+            if dtype is None or dtype == _SPARSE:  # which a step refuses
+                grad = None
+            elif self._ranks.rank == told.first:
+                grad = param.grad
+            else:
+                grad = torch.empty_like(param, dtype=getattr(torch, dtype), requires_grad=False)
+            if grad is not None:
+                self._ranks.broadcast([grad], _PHASE, root=told.first)
+            if self.shadows:
+                param.grad = grad
+
+
+_SHADOWS = {"bind": Shadow._bind, "forward": Shadow._forward, "round": Shadow._round, "step": Shadow._step}
+_SPARSE = "sparse"
+
+
+def _dtype_of(grad: torch.Tensor | None) -> str | None:
+    if grad is None:
+        return None
+    return str(grad.dtype).removeprefix("torch.") if grad.layout is torch.strided else _SPARSE
+
+
+def edits_of(backward: Backward) -> dict[str, Any]:
+    """What was done to reduced gradients in place, each rank to its own slice, since this was asked last."""
+    edits: dict[str, list[Any]] = {}
+    written = None
+    for number, entry in enumerate(backward.entries):
+        slot = entry.slot
+        if slot is None or not slot.shows_in(entry.param.grad):
+            continue
+        if slot.edits:
+            edits[str(number)], slot.edits = slot.edits, []
+        if slot.was_written:
+            written = (
+                f"the gradient of {entry.name} was written to through .local or a view of it, which they could not "
+                "repeat. Scale and clamp gradients as a whole (clip_grad_norm_, clip_grad_value_, mul_)."
+            )
+    return {"edits": edits, "written": written}
+
+
+def _follow_edits(backward: Backward, edits: Mapping[str, Sequence[Sequence[Any]]]) -> None:
+    for number, entry in enumerate(backward.entries):
+        slot, grad = entry.slot, cast(Any, entry.param.grad)
+        if slot is None or not slot.shows_in(grad):  # which the ranks will find out together
+            continue
+        for name, *arguments in edits.get(str(number), ()):
+            getattr(grad, name)(*arguments)
+        slot.edits = []
+
+
+def follow_numbers(groups: Sequence[dict[str, Any]], numbers: Sequence[Mapping[str, Any]]) -> None:
+    """Hyper-parameters of param groups become those of a rank that goes on, whose scheduler may have moved them."""
+    for group, theirs in zip(groups, numbers, strict=True):
+        own = plain_numbers(group)
+        for key, value in theirs.items():
+            if key not in own or own[key] == value:
+                continue
+            if isinstance(group[key], torch.Tensor):
+                group[key].fill_(value)
+            else:
+                group[key] = tuple(value) if isinstance(group[key], tuple) else value

@@ -1,0 +1,128 @@
+"""What is told of an option in one place, its field: default, meaning, check, what ranks compare, the planner's flag.
+
+::
+
+    @dataclass(frozen=True)
+    class Tuning:
+        seed: int = option(0, "of what is rounded by chance", partial(whole, least=0))
+
+        def __post_init__(self) -> None:
+            check_fields(self, "Tuning.")
+
+The fields are the one list. The dataclass checks itself by them, ranks compare them (:func:`compared`), the planner and
+its command line take those that have a :class:`Flag`, ``scripts/options.py`` writes the tables of the documentation.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Literal, NamedTuple, TypeVar, get_args, get_origin
+
+import torch
+
+from .arguments import set_frozen
+
+Value = TypeVar("Value")
+Check = Callable[[Any, str], Any]
+"""(what was given, its name for the message) -> what is kept: Python's own type of it."""
+
+
+class Flag(NamedTuple):
+    """How the planner and its command line take an option."""
+
+    help: str
+    label: str  # of a way that has it, in the planner's table
+    value: Any = True  # what the bare flag stands for; unused where the field's type lists choices
+
+
+class Told(NamedTuple):
+    """What a field tells beside its name, type and default."""
+
+    meaning: str  # one line of Markdown, for the tables of the documentation
+    check: Check
+    compared: Callable[[Any], Any] | None
+    local: str  # why ranks may differ in it; empty: they must not
+    flag: Flag | None
+
+
+def option(
+    default: Value,
+    meaning: str,
+    check: Check,
+    *,
+    compared: Callable[[Any], Any] | None = None,
+    local: str = "",
+    flag: Flag | None = None,
+) -> Value:
+    """A field of a frozen dataclass of options.
+
+    Args:
+        check: what it accepts; None is let through where it is the default.
+        compared: what ranks compare of a value that is not None, where that is not the value itself.
+        local: why ranks may differ in it. Without a reason they must agree.
+        flag: of an option that the planner knows.
+    """
+    told = Told(meaning, check, compared, local, flag)
+    return dataclasses.field(default=default, metadata={"told": told})
+
+
+def told(options: Any) -> Iterator[tuple[dataclasses.Field[Any], Told]]:
+    """The fields of a dataclass of options, or of an instance, in order."""
+    return ((each, each.metadata["told"]) for each in dataclasses.fields(options))
+
+
+def check_fields(instance: Any, prefix: str = "") -> None:
+    """Checks each field of a frozen dataclass by itself, and keeps what the check returns.
+
+    Raises:
+        TypeError, ValueError: what the check raises, by the field's name behind ``prefix``.
+    """
+    for field, said in told(instance):
+        value = getattr(instance, field.name)
+        if value is not None or field.default is not None:
+            set_frozen(instance, {field.name: said.check(value, f"{prefix}{field.name}")})
+
+
+def compared(options: Any) -> dict[str, Any]:
+    """All options that ranks must agree on, as JSON."""
+    return {
+        field.name: _as_json(getattr(options, field.name), said.compared)
+        for field, said in told(options)
+        if not said.local
+    }
+
+
+def _as_json(value: Any, reduced: Callable[[Any], Any] | None = None) -> Any:
+    if reduced is not None and value is not None:
+        value = reduced(value)
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, torch.dtype):
+        return str(value)
+    if isinstance(value, Mapping):  # the order in which it was written says nothing
+        return {key: _as_json(value[key]) for key in sorted(value)}
+    if isinstance(value, tuple | list):
+        return list(map(_as_json, value))
+    return compared(value)  # options in an option
+
+
+class Planned(NamedTuple):
+    """An option that the planner and its command line take."""
+
+    name: str
+    default: Any
+    choices: tuple[str, ...]  # empty: it is given or not
+    flag: Flag
+
+
+def planned(options: Any) -> Iterator[Planned]:
+    """Those that have a flag."""
+    for field, said in told(options):
+        if said.flag is not None:
+            yield Planned(field.name, field.default, choices_of(field.type), said.flag)
+
+
+def choices_of(kind: Any) -> tuple[str, ...]:
+    """The words that a type lists, itself or as a part of a union."""
+    if get_origin(kind) is Literal:
+        return get_args(kind)
+    return next((found for part in get_args(kind) if (found := choices_of(part))), ())

@@ -1,0 +1,70 @@
+"""Every state on one rank, with all ranks' help."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ..arguments import whole
+from ..domain.agreement import agree_on_call
+from ..domain.domain import Domain
+from ..domain.param import Entry, Group, named_params
+from ..domain.param_state import ParamState
+from ..domain.shard import Shard
+from .shard_io import names_of
+
+
+def consolidate(domain: Domain, to: object, groups: Sequence[Group]) -> dict[torch.nn.Parameter, ParamState] | None:
+    """Collective: every bound param's state as whole tensors in host memory, on the rank ``to``; None elsewhere.
+
+    Raises:
+        TypeError or ValueError: ``to`` is no rank; DisagreementError on the ranks that were given one.
+    """
+    world = domain.mesh.world
+    names = [list(dict.fromkeys((*shard.states, *shard.masters))) for shard in domain.shards]
+
+    def read() -> dict[str, Any]:
+        return {"rank to gather on": rank_to_gather_on(to, world.size), "states of buckets": names}
+
+    given = agree_on_call("consolidate_state_dict()", read, world, domain.device)
+    return _gathered(domain, given["rank to gather on"], names, groups)
+
+
+def rank_to_gather_on(to: object, size: int) -> int:
+    """``to`` as one of that many ranks.
+
+    Raises:
+        TypeError: no number.
+        ValueError: no rank has it.
+    """
+    what = f"consolidate_state_dict(to=) is the rank to gather on, there are {size} ranks: to"
+    return whole(to, what, least=0, most=size - 1)
+
+
+def _gathered(
+    domain: Domain, to: int, names: Sequence[Sequence[str]], groups: Sequence[Group]
+) -> dict[torch.nn.Parameter, ParamState] | None:
+    states: dict[torch.nn.Parameter, ParamState] = {}
+    for _, param, group in named_params(groups):
+        entry = domain.entries.get(param)
+        if entry is not None:
+            nothing = dict.fromkeys(names_of(domain, entry, group), torch.empty(0))  # which is replaced below
+            states[param] = ParamState(entry.step, dict(entry.carried), nothing)
+    members: dict[Shard, list[Entry]] = defaultdict(list)
+    for param in states:
+        members[domain.entries[param].shard].append(domain.entries[param])
+    (coordinate,) = domain.mesh.world.exchange([domain.mesh.shard.rank], domain.device, "finding a rank")[to]
+    # One state of one bucket at a time, so that the other ranks' slices never lie here all at once.
+    for shard, its_names in zip(domain.shards, names, strict=True):
+        for name in its_names:
+            own = domain.read_together(shard, name, domain.mesh.world).to(shard.device)
+            parts = domain.mesh.shard.collect(own, coordinate, f"consolidating {name}")
+            whole = None if parts is None else torch.cat([part.cpu() for part in parts])
+            for entry in members[shard]:
+                if whole is not None and name in states[entry.param].tensors:
+                    # Cloned: a view would bring the whole bucket along into a file.
+                    states[entry.param].tensors[name] = shard.as_param(whole, entry.index).clone()
+    if domain.mesh.world.rank != to:
+        return None
+    return {param: state for param, state in states.items() if domain.entries[param].has_state}

@@ -1,0 +1,73 @@
+"""State dicts in torch's format: params by number, states by name."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ..domain.param import Group, named_params, without_process_group
+from ..domain.param_state import ParamState
+from ..errors import StateError
+from .table import StateTable
+
+
+def to_state_dict(groups: Sequence[Group], states: Mapping[Any, Any]) -> dict[str, Any]:
+    """``{"state": {number: {...}}, "param_groups": [...]}``.
+
+    Args:
+        states: by param; what has another key is the user's own and keeps it.
+    """
+    index: dict[int, int] = {}
+    for number, param in enumerate(param for group in groups for param in group["params"]):
+        index.setdefault(id(param), number)  # of a param that is listed twice torch takes the first
+    numbered = [
+        {key: [index[id(param)] for param in value] if key == "params" else value for key, value in group.items()}
+        for group in map(without_process_group, groups)
+    ]
+    shown = {
+        index.get(id(key), key): dict(state) if isinstance(key, torch.Tensor) else state
+        for key, state in states.items()
+    }
+    return {"state": shown, "param_groups": numbered}
+
+
+def copied(state_dict: object) -> dict[str, Any]:
+    """A shallow copy, for hooks to change.
+
+    Raises:
+        TypeError: it is no state dict.
+    """
+    if not isinstance(state_dict, dict) or not {"state", "param_groups"} <= state_dict.keys():
+        raise TypeError(
+            f"state_dict takes what state_dict() returned, with 'state' and 'param_groups', found a "
+            f"{type(state_dict).__name__}. Nothing was changed."
+        )
+    return state_dict.copy()
+
+
+def read_state_dict(
+    state_dict: Mapping[str, Any], groups: Sequence[Group], table: StateTable
+) -> tuple[dict[torch.nn.Parameter, ParamState], dict[Any, Any]]:
+    """The states by param, checked, and what is the user's own. Nothing is changed.
+
+    Args:
+        groups: the dict's groups with params in place of their numbers.
+
+    Raises:
+        StateError: tensors are missing, unknown or of other shapes.
+    """
+    keys = [key for group in state_dict["param_groups"] for key in group["params"]]
+    owners = dict(zip(keys, named_params(groups), strict=True))
+    loaded, own, of_params = {}, {}, {int, *map(type, keys)}
+    for key, state in state_dict["state"].items():
+        if type(key) not in of_params:
+            own[key] = state
+            continue
+        if key not in owners:
+            raise StateError(
+                f"the state dict has a state for {key!r}, which none of its param groups lists: it was edited or "
+                "belongs to another optimizer. Load the dict as it was saved."
+            )
+        name, param, group = owners[key]
+        loaded[param] = table.read(state, group, param, name)
+    return loaded, own

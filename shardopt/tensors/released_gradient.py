@@ -1,0 +1,80 @@
+"""What ``param.grad`` is once its gradient was used and released: something that cannot be taken for a gradient."""
+
+from typing import Any, Self
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from ..errors import ShardoptError, StateError
+from .part import Part
+
+aten = torch.ops.aten
+
+
+def second_backward() -> ShardoptError:
+    """The error for one that begins before ``step()``."""
+    return ShardoptError(
+        "a second backward began before step(), with release_gradients=True: the gradients of the first were used for "
+        "an update and are gone, so that these could not be added to them. Call step() after each backward (sum the "
+        "losses of several into one). If the first was of another module's loss, which runs through this one, freeze "
+        "this one's params meanwhile (requires_grad_(False)): they were updated. To accumulate, construct the "
+        "optimizer without release_gradients."
+    )
+
+
+class ReleasedGradient(Part):
+    """``param.grad`` between a backward and its step: the mean gradient, which was used and is gone.
+
+    It can be zeroed, which changes nothing; all else would be a silent zero, and is refused.
+    """
+
+    whose: str
+
+    @staticmethod
+    def __new__(cls, whose: str, like: torch.Tensor) -> Self:
+        gradient = cls._wrapper(like, like.dtype, like.device)
+        gradient.start, gradient.whose = 0, whose
+        return gradient
+
+    @property
+    def local(self) -> torch.Tensor:
+        raise self._gone("it was read")
+
+    def full_tensor(self) -> torch.Tensor:
+        raise self._gone("full_tensor() was called on it")
+
+    def _gone(self, what: str) -> StateError:
+        return StateError(
+            f"the gradient of {self.whose} was used for the update and released while backward ran "
+            f"(release_gradients=True), and {what}: clipping, scaling, accumulating or logging it would come too late "
+            "and miss it. optimizer.grad_norm is the norm of all gradients, behind step(). For anything else construct "
+            "the optimizer without release_gradients; if a GradScaler scaled the loss, the update that was made is "
+            "wrong: load a checkpoint."
+        )
+
+    def _refused(self, call: str) -> StateError:
+        return self._gone(f"{call} was called on it")
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"ReleasedGradient(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        return ReleasedGradient(self.whose, self)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise self._gone("it was to be saved")
+
+    @classmethod
+    def _answer(cls, function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        gradients = [each for each in tree_leaves((arguments, keywords)) if isinstance(each, cls)]
+        if function is aten.detach.default:
+            return cls(gradients[0].whose, gradients[0])
+        if function is aten.zero_.default:
+            return gradients[0]
+        if function is aten._foreach_zero_.default:
+            for each in arguments[0]:
+                each.zero_()
+            return None
+        if function is aten.add_.Tensor and torch._C._current_graph_task_id() != -1:
+            raise second_backward()
+        raise gradients[0]._gone(f"{function} was called on it")

@@ -1,0 +1,118 @@
+"""``python -m shardopt import``: checkpoints of other libraries, in our format."""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ..checkpoint.foreign.from_dcp import INDEX, read_dcp
+from ..checkpoint.foreign.from_deepspeed import find_tag, read_deepspeed
+from ..checkpoint.foreign.from_torch import Hints, read_torch
+from ..checkpoint.foreign.import_foreign import plan_import, write_import
+from ..checkpoint.foreign.recognise import optimizer_names, recognise
+from ..checkpoint.foreign.source import Foreign
+from ..errors import CheckpointError
+
+KINDS = ("torch", "dcp", "deepspeed")
+
+
+def add_import(commands: Any) -> argparse.ArgumentParser:
+    """Adds it to the subparsers of the command line."""
+    command: argparse.ArgumentParser = commands.add_parser(
+        "import",
+        help="turn a checkpoint of torch, FSDP2 or DeepSpeed into one of shardopt",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="Writes what another library saved as a checkpoint that load_checkpoint() reads at any number of\n"
+        "ranks and stage: params, masters, moments, step counts, param groups, buffers. SOURCE is\n\n"
+        "  torch      an optimizer's state dict and a model's, as torch.save wrote them (the model's may be a\n"
+        "             safetensors file), or one file with both; ZeroRedundancyOptimizer's consolidated dict is one\n"
+        "  dcp        a folder of torch.distributed.checkpoint: FSDP2, and what else saves there\n"
+        "  deepspeed  a folder of DeepSpeed's ZeRO stage 1, 2 or 3, of any number of ranks\n\n"
+        "These files are pickles. This command alone reads such files, with restricted loaders: tensors, numbers and\n"
+        "text come through, classes of torch's and DeepSpeed's formats as inert stand-ins, anything else is an error.\n"
+        "No code of a file is run. Schedulers, loss scalers and random numbers are not taken over.",
+    )
+    command.add_argument("sources", metavar="SOURCE", type=Path, nargs="+", help="files or a folder, as above")
+    command.add_argument("output", metavar="OUT", type=Path, help="a directory of checkpoints; made if missing")
+    command.add_argument("--from", dest="kind", choices=KINDS, help="what SOURCE is; found out where it is not given")
+    command.add_argument(
+        "--optimizer",
+        choices=optimizer_names(),
+        metavar="NAME",
+        help="which torch.optim class it was, where that is not clear",
+    )
+    command.add_argument(
+        "--names", metavar="FILE", type=Path, help="names of the optimizer's params, in its order, one a line"
+    )
+    for option, told in (
+        ("--frozen", "tensors of the model that are params without an optimizer"),
+        ("--buffers", "tensors of the model that are buffers"),
+        ("--drop", "tensors of the model to leave out: second names of tied params"),
+    ):
+        command.add_argument(
+            option, metavar="PATTERN", action="append", default=[], help=f"{told}: a name or 'layer.*'"
+        )
+    return command
+
+
+def run_import(options: argparse.Namespace, progress: Any) -> Path:
+    """``progress`` makes a progress line from a title and the number of bytes.
+
+    Raises:
+        CheckpointError: nothing was written.
+    """
+    foreign = _read(options)
+    optimizer = recognise(foreign, options.optimizer)
+    line: list[Any] = []
+    plan = plan_import(foreign, optimizer, lambda nbytes: line[0].advance(nbytes))
+    line.append(progress(f"writing {options.output}", sum(piece.nbytes for piece in plan.pieces)))
+    try:
+        return write_import(plan, options.output)
+    finally:
+        line[0].end()
+
+
+def _read(options: argparse.Namespace) -> Foreign:
+    sources: Sequence[Path] = options.sources
+    absent = [path for path in sources if not path.exists()]
+    if absent:
+        raise CheckpointError(f"{absent[0]} is not there: nothing was imported. Give what was saved, then OUT.")
+    kind = options.kind or _kind(sources)
+    hints = Hints(_names(options.names), options.frozen, options.buffers, options.drop)
+    if kind == "torch":
+        return read_torch(sources, hints)
+    if len(sources) != 1 or not sources[0].is_dir():
+        raise CheckpointError(
+            f"--from {kind} reads one folder, {len(sources)} sources were given: nothing was imported."
+        )
+    return read_dcp(sources[0], hints) if kind == "dcp" else read_deepspeed(sources[0])
+
+
+def _kind(sources: Sequence[Path]) -> str:
+    if all(path.is_file() for path in sources):
+        return "torch"
+    folder = sources[0]
+    found = (
+        [
+            kind
+            for kind, is_it in (("dcp", (folder / INDEX).is_file()), ("deepspeed", find_tag(folder) is not None))
+            if is_it
+        ]
+        if len(sources) == 1
+        else []
+    )
+    if len(found) != 1:
+        raise CheckpointError(
+            f"{folder} is {' and '.join(found) or f'no folder with {INDEX} or with *_optim_states.pt files'}: what it "
+            f"is cannot be told for certain, so nothing was imported. Say it with --from, one of {', '.join(KINDS)}."
+        )
+    return found[0]
+
+
+def _names(path: Path | None) -> list[str] | None:
+    if path is None:
+        return None
+    try:
+        return [line.strip() for line in path.read_text().splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"--names {path}: {error}. Give a text file with one name a line.") from error

@@ -1,0 +1,444 @@
+"""What a training will need, before it starts: bytes on a rank by kind and tier, bytes that move, what fits.
+
+The layouts are those that the optimizer makes, so padding, small params that stay whole and buckets are counted as they
+will be. Activations, and what the allocator and the communication library keep, are not.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any, Literal, NamedTuple, Protocol, get_args
+
+import torch
+from torch import nn
+
+from ..arguments import whole
+from ..config import GradientFormat, Master, Options, StateFormat, Tuning
+from ..domain.bucket_plan import PlannedBucket, plan_buckets
+from ..domain.formats import Kept, kept_for
+from ..domain.param import Candidate
+from ..domain.param_names import matching
+from ..kernels.formats import BlockFormat, Format
+from ..offload import gradients as landing
+from ..offload.disk.file_io import PAGE, padded
+from ..offload.disk.pipeline import SLOTS
+from ..option import planned
+from ..partition.layout import BLOCK, BucketLayout
+from ..partition.placement import Placement, Placements
+from ..partition.reducer import BUCKETS_UNDER_WAY, BYTES_UNDER_WAY
+from ..rules import Rule
+
+_FP32 = 4
+KINDS = ("param", "gradient", "master", "state", "buffer", "window", "ddp")
+Tier = Literal["device", "host", "disk"]
+TIERS: tuple[Tier, ...] = get_args(Tier)
+PLANNED = tuple(planned(Options))  # options that a way has, by their names
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to run a training.
+
+    Attributes:
+        stage: what is sharded.
+        has_module: whether the module is handed over; without it DDP reduces gradients, and keeps its buckets.
+        dtype: of params.
+        master, state_format, gradient_format, ema, release_gradients: as the options of these names.
+        tier: where masters and states rest: "device", "host" (``offload="cpu"``) or "disk".
+        sums_rest: whether their sums rest in host memory (``Offload(gradients="cpu")``).
+    """
+
+    stage: int
+    has_module: bool
+    dtype: torch.dtype
+    master: Master = "fp32"
+    state_format: StateFormat = "fp32"
+    tier: Tier = "device"
+    gradient_format: GradientFormat = "fp32"
+    ema: float | None = None
+    release_gradients: bool = False
+    sums_rest: bool = False
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Those of :class:`shardopt.config.Options` that differ from their defaults, but for stage and offload."""
+        found = {each.name: getattr(self, each.name) for each in PLANNED}
+        return {each.name: found[each.name] for each in PLANNED if found[each.name] != each.default}
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether all of fp32 is kept of masters, states and sums of gradients."""
+        if self.dtype is torch.float32:
+            return self.state_format == "fp32"
+        return (self.state_format, self.gradient_format) == ("fp32", "fp32") and self.master in ("fp32", "split")
+
+    def __str__(self) -> str:
+        name = f"stage {self.stage}" + ("" if self.has_module else ", params only")
+        parts = [f"{name}, {str(self.dtype).removeprefix('torch.')}"]
+        given = self.options
+        parts += [
+            f"{each.flag.label} {given[each.name]}" if each.choices else each.flag.label
+            for each in PLANNED
+            if each.name in given
+        ]
+        parts += [f"on {self.tier}"] * (self.tier != "device")
+        parts += ["gradients on host"] * self.sums_rest
+        return ", ".join(parts)
+
+
+@dataclass(frozen=True)
+class Need:
+    """What one way needs on one rank.
+
+    Attributes:
+        bytes: by kind and tier: those of ``opt.memory()`` between steps, at most (``buffer``: as many as can be under
+            way); ``window``: params gathered while modules run; ``ddp``: the buckets of DistributedDataParallel.
+        formula: bytes a param for N ranks, without padding, buffers and window; small params keep fp32 states.
+        moved: bytes in a step of one backward: that one rank receives ("wire"), that stream through a GPU and back
+            where states or sums of gradients rest in host memory ("bus"; between CPUs and their memory none does), that
+            its disk reads and writes ("disk").
+    """
+
+    way: Way
+    bytes: dict[str, dict[str, int]]
+    formula: str
+    moved: dict[str, int]
+
+    def on(self, tier: str) -> int:
+        """Bytes of all kinds on a tier."""
+        return sum(tiers.get(tier, 0) for tiers in self.bytes.values())
+
+    @property
+    def file(self) -> int:
+        """Bytes of the file on the disk, which holds masters and states twice."""
+        return 2 * self.on("disk")
+
+
+WAYS = tuple(
+    Way(stage, has_module, dtype)
+    for dtype in (torch.float32, torch.bfloat16)
+    for stage, has_module in ((0, False), (0, True), (1, False), (1, True), (2, True), (3, True))
+)
+
+
+def possible(way: Way) -> Way:
+    """The same where it can be. Only bf16 params have other masters than fp32, and sums of gradients in bf16. Gradients
+    are released at stage 0 and 1, with the module, and states on the device (host memory is another place for params on
+    a GPU only, where binding refuses both); of those that are, no sum is kept in any format. Sums rest elsewhere at
+    stage 2 and 3, beside states that do."""
+    is_low = way.dtype is torch.bfloat16
+    releases = way.release_gradients and way.has_module and way.stage < 2 and way.tier == "device"
+    return replace(
+        way,
+        master=way.master if is_low else "fp32",
+        gradient_format=way.gradient_format if is_low and way.has_module and not releases else "fp32",
+        release_gradients=releases,
+        sums_rest=way.sums_rest and way.has_module and way.stage >= 2 and way.tier != "device",
+    )
+
+
+def every_way(ways: Sequence[Way] = WAYS) -> list[Way]:
+    """These in every combination of master, formats of states and gradients, and tiers."""
+    searched = [each for each in PLANNED if each.choices]
+    names = [*(each.name for each in searched), "tier", "sums_rest"]
+    choices = product(*(each.choices for each in searched), TIERS, (False, True))
+    changes: list[dict[str, Any]] = [dict(zip(names, each, strict=True)) for each in choices]
+    return list(dict.fromkeys(possible(replace(way, **each)) for way, each in product(ways, changes)))
+
+
+class Updates(Protocol):
+    """What a plan reads of an optimizer, or of :func:`shardopt.optim.recipe`."""
+
+    @property
+    def rule(self) -> Rule: ...
+
+    @property
+    def defaults(self) -> dict[str, Any]: ...
+
+
+def plan(module: nn.Module, optimizer: Updates, ranks: int, way: Way, options: Options | None = None) -> Need:
+    """Args:
+    module: on any device, the meta device too; its params' dtypes are those of ``way`` instead.
+    optimizer: any instance of the class, for its rule and hyper-parameters; it is not touched.
+    options: tuning and ``reduce_dtype`` are read from them.
+    """
+    return Planner(module, optimizer, ranks, options).need(way)
+
+
+class _Laid(NamedTuple):
+    """What ways have in common that differ in nothing but where things rest. In bytes."""
+
+    kept: Kept  # of params that are large enough
+    states: tuple[str, ...]
+    param: int
+    gradient: int  # sums of them
+    master: int
+    state: int
+    rows: int
+    under_way: int
+    slots: int
+    staging: int
+    window: int
+    gathered: int  # elements that forward and backward gather
+
+
+class Planner:
+    """Plans of one model, optimizer and number of ranks: what many ways have in common is laid out once."""
+
+    def __init__(self, module: nn.Module, optimizer: Updates, ranks: int, options: Options | None = None):
+        """Arguments as for :func:`plan`.
+
+        Raises:
+            TypeError, ValueError: no module, a model without params, or no rank.
+        """
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"module takes an nn.Module, found {type(module).__name__}.")
+        self._ranks = whole(ranks, "ranks", least=1)
+        self._optimizer, self._options = optimizer, options or Options()
+        self._shapes = [param.shape for param in module.parameters()]
+        if not self._shapes:
+            raise ValueError(f"{type(module).__name__} has no params: nothing would be sharded.")
+        self._device, self._module = next(module.parameters()).device, module
+        self._numel = sum(param.numel() for param in module.parameters())
+        self._candidates: dict[torch.dtype, list[Candidate]] = {}
+        self._laid: dict[Way, _Laid] = {}
+
+    def need(self, way: Way) -> Need:
+        """What this way needs on one rank."""
+        laid, numel, ranks, given = self._lay(way), self._numel, self._ranks, self._options
+        kinds: dict[str, dict[str, int]] = {kind: {} for kind in KINDS}
+
+        def add(kind: str, tier: str, nbytes: int) -> None:
+            kinds[kind][tier] = kinds[kind].get(tier, 0) + nbytes
+
+        add("param", "device", laid.param)
+        add("master", way.tier, laid.master)
+        add("state", way.tier, laid.state)
+        add("buffer", "device", laid.rows)
+        if way.has_module:
+            add("gradient", _sums_tier(way), 0 if way.release_gradients else laid.gradient)
+            add("buffer", "device", laid.under_way + (laid.slots if way.sums_rest else 0))
+        else:
+            add("gradient", "device", numel * way.dtype.itemsize)
+            add("ddp", "device", numel * way.dtype.itemsize * (ranks > 1))
+        if way.tier == "disk":
+            add("buffer", "host", laid.staging)
+        add("window", "device", laid.window)
+        moved = {
+            "wire": _on_the_wire(numel, laid.gathered, ranks, way, laid.kept, given),
+            # Masters and states come and go; sums go, and come where the GPU has the states.
+            "bus": 2 * sum(kinds[kind].get("host", 0) for kind in ("master", "state"))
+            + kinds["gradient"].get("host", 0) * (2 if way.tier == "host" else 1),
+            "disk": 2 * sum(kinds[kind].get("disk", 0) for kind in ("master", "state")),
+        }
+        return Need(way, kinds, _formula(way, laid.kept, laid.states), moved)
+
+    def _lay(self, way: Way) -> _Laid:
+        common = replace(way, tier="device", sums_rest=False, release_gradients=False)
+        if common not in self._laid:
+            self._laid[common] = self._lay_out(common)
+        return self._laid[common]
+
+    def _lay_out(self, way: Way) -> _Laid:
+        given, ranks = self._options, self._ranks
+        tuning, reduced = given.tuning, given.reduce_dtype or way.dtype
+        asked = Options(
+            module=self._module if way.has_module else None,
+            stage=way.stage,
+            **way.options,
+            reduce_dtype=given.reduce_dtype if way.has_module else None,
+            tuning=tuning,
+        )
+        rule = self._optimizer.rule
+        if way.ema is not None and rule.average is None:
+            rule = rule.averaging(way.ema)
+        shards = ranks if Placements.of_stage(way.stage).state is Placement.SHARD else 1
+
+        def bucket_bytes(_: torch.device) -> int:
+            return tuning.bucket_bytes_of(self._device, way.has_module)
+
+        counted: dict[Any, _Alike] = {}
+        candidates = self._of_dtype(way.dtype)
+        named = matching(self._module, tuning.keep) if way.stage == 3 else ()
+        pairs = zip(candidates, self._module.parameters(), strict=True)
+        kept_whole = {mine for (_, mine, _), theirs in pairs if theirs in named}
+        for bucket in plan_buckets(candidates, rule, asked, shards, bucket_bytes, kept_whole):
+            # Layers are alike, and so are their buckets.
+            key = bucket.layout, bucket.kept.key, bucket.is_released
+            found = counted.get(key)
+            counted[key] = _Alike(bucket, 1 if found is None else found.number + 1)
+        alike = list(counted.values())
+        sizes: dict[str, int] = dict.fromkeys(("param", "gradient", "master", "state", "rows"), 0)
+        for bucket, count in alike:
+            for kind, nbytes in _of_bucket(bucket, way, ranks // shards):
+                sizes[kind] += count * nbytes
+        released = [(bucket.layout, count) for bucket, count in alike if bucket.is_released]
+        whole_window = sum(layout.numel * count for layout, count in released) * way.dtype.itemsize
+        largest = max((layout.numel for layout, _ in released), default=0) * way.dtype.itemsize
+        return _Laid(
+            kept=kept_for(rule, asked, way.dtype, tuning.compress_from),
+            states=rule.variant(self._optimizer.defaults).states,
+            **sizes,
+            under_way=_under_way(alike, reduced, ranks),
+            slots=_slots(alike, reduced, ranks),
+            staging=_staging(alike, way, tuning),
+            window=min(whole_window, tuning.live_bytes + largest),
+            gathered=sum(sum(layout.numels) * count for layout, count in released),
+        )
+
+    def _of_dtype(self, dtype: torch.dtype) -> list[Candidate]:
+        if dtype not in self._candidates:
+            params = [nn.Parameter(torch.empty(shape, dtype=dtype, device="meta")) for shape in self._shapes]
+            self._candidates[dtype] = [("", param, self._optimizer.defaults) for param in params]
+        return self._candidates[dtype]
+
+
+class _Alike(NamedTuple):
+    """Buckets of one layout and one format."""
+
+    bucket: PlannedBucket
+    number: int
+
+
+def _itemsize(format: Format | None) -> float:
+    """Bytes an element, its share of a block's scale included."""
+    if format is None:
+        return 0
+    return format.itemsize + (_FP32 / BLOCK if isinstance(format, BlockFormat) else 0)
+
+
+def _of_bucket(bucket: PlannedBucket, way: Way, copies: int) -> Iterator[tuple[str, int]]:
+    """(kind, bytes) between steps. ``copies`` of one shard sum its gradients in equal parts."""
+    shard, numel = bucket.layout.shard_numel, bucket.layout.numel
+    yield "param", (shard if bucket.is_released else numel) * way.dtype.itemsize
+    yield "gradient", BucketLayout((shard,), copies).numel * bucket.kept.gradient.itemsize
+    yield "master", int(shard * _itemsize(bucket.kept.master))
+    yield "state", sum(int(shard * _itemsize(bucket.kept.states[name])) for name in bucket.states)
+    yield "rows", shard // BLOCK * 4  # the row of each block
+
+
+def _sums_tier(way: Way) -> Tier:
+    return "host" if way.sums_rest else "device"
+
+
+def _under_way(alike: Sequence[_Alike], dtype: torch.dtype, ranks: int) -> int:
+    """Most bytes of buffers that gradients are reduced in: some are filled while others travel."""
+    layouts = [(BucketLayout(each.bucket.layout.numels, ranks), each.number) for each in alike]
+    # A lone gradient that needs no padding is its own buffer.
+    sizes = [(each.numel * dtype.itemsize, count) for each, count in layouts if each.numels != (each.numel,)]
+    largest = max((size for size, _ in sizes), default=0)
+    return min(sum(count for _, count in sizes), _most_under_way(largest)) * largest
+
+
+def _most_under_way(nbytes: int) -> int:
+    """Buckets of so many bytes."""
+    return max(BUCKETS_UNDER_WAY, BYTES_UNDER_WAY // max(nbytes, 1)) + 1
+
+
+def _slots(alike: Sequence[_Alike], dtype: torch.dtype, ranks: int) -> int:
+    """Most bytes of slots that sums are made in which rest elsewhere; one more of them is on its way up."""
+    buckets = [each.bucket for each in alike]
+    least = min((BucketLayout(bucket.layout.numels, ranks).numel * dtype.itemsize for bucket in buckets), default=0)
+    largest = max((bucket.layout.shard_numel * bucket.kept.gradient.itemsize for bucket in buckets), default=0)
+    number = sum(each.number for each in alike)
+    return max(landing.SLOTS, min(number, _most_under_way(least) + 1)) * largest
+
+
+def _staging(alike: Sequence[_Alike], way: Way, tuning: Tuning) -> int:
+    """Bytes of memory that states on a disk take: slots, and params as before the step."""
+    chunk_bytes = padded(max(tuning.chunk_bytes, PAGE))
+    turns, slot, kept = 0, 0, 0
+    for bucket, count in alike:
+        shard = bucket.layout.shard_numel
+        elements = min(chunk_bytes // _FP32, shard)
+        streams = [bucket.kept.master, *(bucket.kept.states[name] for name in bucket.states)]
+        planes = [nbytes for format in streams if format is not None for nbytes in _plane_bytes(format, elements)]
+        slot = max(slot, sum(map(padded, planes)))
+        turns += count * -(-shard // max(elements, 1)) * bool(planes)
+        kept += count * shard * way.dtype.itemsize
+    return kept + min(SLOTS, turns) * slot
+
+
+def _plane_bytes(format: Format, elements: int) -> list[int]:
+    scales = [elements // BLOCK * _FP32] if isinstance(format, BlockFormat) else []
+    return [elements * format.itemsize, *scales]
+
+
+def _formula(way: Way, kept: Kept, states: Sequence[str]) -> str:
+    """ "2 + 4/N, host 12/N": that of the device, then those of other tiers which keep something."""
+    placed = Placements.of_stage(way.stage)
+    gradient = (
+        0 if way.release_gradients else kept.gradient.itemsize,
+        Placement.SHARD if way.stage else Placement.REPLICATE,
+    )
+    if not way.has_module:
+        gradient = (2 * way.dtype.itemsize, Placement.REPLICATE)  # and DDP's buckets
+    sizes: list[tuple[str, float, Placement]] = [("device", way.dtype.itemsize, placed.param)]
+    sizes += [(_sums_tier(way), *gradient)]
+    sizes += [(way.tier, _itemsize(kept.master), placed.state)]
+    sizes += [(way.tier, _itemsize(kept.states[name]), placed.state) for name in states]
+
+    def of(tier: str) -> str:
+        whole = sum(size for where, size, placement in sizes if (where, placement) == (tier, Placement.REPLICATE))
+        parts = sum(size for where, size, placement in sizes if (where, placement) == (tier, Placement.SHARD))
+        return " + ".join([f"{round(whole, 2):g}"] * bool(whole) + [f"{round(parts, 2):g}/N"] * bool(parts))
+
+    others = [tier for tier in TIERS[1:] if tier == way.tier or (way.sums_rest and tier == "host")]
+    return ", ".join([of("device"), *(f"{tier} {of(tier) or 0}" for tier in others)])
+
+
+def _on_the_wire(numel: int, gathered: int, ranks: int, way: Way, kept: Kept, options: Options) -> int:
+    """In units of (ranks - 1) / ranks of the params: an all-reduce is two.
+
+    At stage 3 that of modules that fill their buckets: one that several share is gathered again for each of them.
+    """
+    travels = (options.reduce_dtype or way.dtype).itemsize
+    # At stage 3 forward and backward gather, in place of the one gathering behind the update.
+    again = gathered * way.dtype.itemsize
+    if not way.has_module:
+        gradients, params = 2 * way.dtype.itemsize, way.stage and way.dtype.itemsize
+    elif way.stage == 0 and way.release_gradients:
+        gradients, params = travels * ranks, 0  # every rank receives all that the others have
+    elif way.stage == 0:
+        gradients, params = travels + kept.gradient.itemsize, 0  # sums come back as they are kept
+    else:
+        gradients, params = travels, way.dtype.itemsize
+    return (numel * (gradients + params) + again) * (ranks - 1) // ranks
+
+
+def cheapest(needs: Sequence[Need], device_bytes: int, host_bytes: int | None = None) -> Need | None:
+    """Of those that fit, the one of least :func:`cost`, but what keeps all of fp32 before what does not; None if none
+    fits."""
+    fitting = [need for need in needs if fits(need, device_bytes, host_bytes)]
+    return min(fitting, key=lambda need: (not need.way.is_exact, *cost(need), need.on("device")), default=None)
+
+
+def cost(need: Need) -> tuple[int, int, int]:
+    """Bytes of a step by how slow they are: of the disk, the bus, the wire."""
+    return need.moved["disk"], need.moved["bus"], need.moved["wire"]
+
+
+def fits(need: Need, device_bytes: int, host_bytes: int | None = None) -> bool:
+    return need.on("device") <= device_bytes and (host_bytes is None or need.on("host") <= host_bytes)
+
+
+class _Shapes(nn.Module):
+    """Params without values, by shape."""
+
+    def __init__(self, shapes: Sequence[tuple[int, ...]]):
+        super().__init__()
+        self.values = nn.ParameterList(nn.Parameter(torch.empty(shape, device="meta")) for shape in shapes)
+
+
+def transformer(numel: int) -> nn.Module:
+    """A decoder of about this many params (the embedding takes what is left), on the meta device."""
+    numel = whole(numel, "numel (params of a model whose layers are laid out)", least=1, most=10**15)
+    layers = max(1, round((numel / (12 * 128**2)) ** (1 / 3)))  # width 128 x depth, as is usual
+    width = max(1, int((0.95 * numel / (12 * layers)) ** 0.5) // 16 * 16) if numel > 10_000 else 0
+    shapes = [shape for _ in range(layers) for shape in _layer(width)] if width else []
+    left = numel - sum(rows * columns for rows, columns in shapes)
+    return _Shapes([(left, 1), *shapes])
+
+
+def _layer(width: int) -> Iterator[tuple[int, int]]:
+    yield from ((width, 1), (3 * width, width), (width, width), (width, 1), (4 * width, width), (width, 4 * width))

@@ -1,0 +1,88 @@
+"""``python -m shardopt plan``: the table and the chart."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from .plan import KINDS, TIERS, Need, Way, cheapest, cost, fits, possible
+
+_HATCHES = {"device": None, "host": "//", "disk": "xx"}
+
+
+def table(needs: Sequence[Need], numel: int, device_bytes: int | None, host_bytes: int | None = None) -> str:
+    """One row a way, GB (10^9 bytes); columns that say nothing are left out."""
+    kinds = [kind for kind in KINDS if any(need.bytes[kind].get("device") for need in needs)]
+    head = ["way", *kinds, "device", "host", "disk", "a param", "formula", "wire a step", "bus", "disk I/O", "fits"]
+    rows = [head]
+    for need in needs:
+        sizes = [*(need.bytes[kind].get("device", 0) for kind in kinds), *map(need.on, TIERS)]
+        a_param = f"{sum(map(need.on, TIERS)) / numel:.2f}"
+        moved = [_gigabytes(need.moved[way]) for way in ("wire", "bus", "disk")]
+        enough = "" if device_bytes is None else "yes" if fits(need, device_bytes, host_bytes) else "no"
+        rows.append([str(need.way), *map(_gigabytes, sizes), a_param, need.formula, *moved, enough])
+    shown = [column for column in range(len(head)) if any(row[column] not in ("", "-") for row in rows[1:])]
+    widths = {column: max(len(row[column]) for row in rows) for column in shown}
+    lines = []
+    for row in rows:
+        cells = [row[0].ljust(widths[0]), *(row[column].rjust(widths[column]) for column in shown[1:])]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
+
+
+def call(optimizer: str, way: Way) -> str:
+    """The line that makes an optimizer of this way."""
+    keywords = [f"stage={way.stage}"]
+    keywords += [f"{name}={value!r}" for name, value in possible(way).options.items()]
+    rests = repr("cpu" if way.tier == "host" else "/a/directory")
+    rests = f"Offload({rests}, gradients='cpu')" if way.sums_rest else rests
+    keywords += [f"offload={rests}"] * (way.tier != "device")
+    return f"Sharded{optimizer}({'model' if way.has_module else 'model.parameters()'}, {', '.join(keywords)})"
+
+
+def advice(needs: Sequence[Need], optimizer: str, device_bytes: int, host_bytes: int | None = None) -> tuple[str, bool]:
+    """The cheapest that fits, in words; whether there is one."""
+    best = cheapest(needs, device_bytes, host_bytes)
+    if best is None:
+        least = min(needs, key=lambda need: need.on("device"))
+        rest = f" and {least.on('host') / 1e9:.1f} GB of the host's" if least.on("host") else ""
+        return (
+            f"none fits: {least.way} needs least, {least.on('device') / 1e9:.1f} GB of the device{rest}. Take more "
+            "ranks or larger devices."
+        ), False
+    lines = [_line("cheapest that fits", best, optimizer, device_bytes)]
+    coarse = cheapest([need for need in needs if not need.way.is_exact], device_bytes, host_bytes)
+    if best.way.is_exact and coarse is not None and cost(coarse) < cost(best):
+        lines.append(_line("with less precision", coarse, optimizer, device_bytes))
+    return "\n".join(lines), True
+
+
+def _line(title: str, need: Need, optimizer: str, device_bytes: int) -> str:
+    left = (device_bytes - need.on("device")) / 1e9
+    return f"{title}: {need.way}; it leaves {left:.1f} GB for activations\n    {call(optimizer, need.way)}"
+
+
+def _gigabytes(nbytes: int) -> str:
+    return "-" if not nbytes else f"{nbytes / 1e9:.2f}" if nbytes >= 10**7 else f"{nbytes / 1e9:.1e}"
+
+
+def chart(needs: Sequence[Need], device_bytes: int | None, path: Path) -> None:
+    """Stacked bars into ``path`` (.png, .svg, .pdf), what rests elsewhere hatched; needs matplotlib (the extra
+    "plots")."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 0.45 * len(needs) + 1.5), layout="constrained")
+    axes = figure.subplots()
+    names = [str(need.way) for need in needs]
+    starts = [0.0] * len(needs)
+    for tier in TIERS:
+        for index, kind in enumerate(KINDS):
+            sizes = [need.bytes[kind].get(tier, 0) / 1e9 for need in needs]
+            if any(sizes):
+                label, alpha = (kind, 1.0) if tier == "device" else (f"{kind}, {tier}", 0.4)
+                axes.barh(names, sizes, left=starts, label=label, alpha=alpha, color=f"C{index}", hatch=_HATCHES[tier])
+            starts = [start + size for start, size in zip(starts, sizes, strict=True)]
+    if device_bytes is not None:
+        axes.axvline(device_bytes / 1e9, color="black", linestyle="--", label="device memory")
+    axes.invert_yaxis()
+    axes.set_xlabel("GB of a rank")
+    figure.legend(loc="outside right upper")  # the best place inside takes seconds to find among hundreds of bars
+    figure.savefig(path)

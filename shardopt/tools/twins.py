@@ -1,0 +1,116 @@
+"""The two kernels of a rule side by side: one step each from the same values, compared bit for bit.
+
+On a machine with a GPU the Triton kernel is the compiled one; elsewhere Triton's interpreter runs it on the CPU.
+"""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..kernels.formats import FP32, format_of
+from ..kernels.launch import Backend, backend_of
+from ..kernels.spec import StepSpec
+from ..kernels.tables import BLOCK, Factors, Gradients, Streams
+from ..rules import Rule
+
+# Params of one shard: a partial block, one element, exactly a block, several blocks with a rest.
+NUMELS = (300, 1, BLOCK, 3 * BLOCK + 77)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One tensor after the step."""
+
+    tensor: str
+    elements: int
+    different: int  # elements whose bits differ
+
+
+def compare(
+    rule: Rule, groups: Sequence[dict[str, Any]], dtype: torch.dtype, steps: int = 3, seed: int = 0
+) -> list[Comparison]:
+    """Takes ``steps`` steps of ``rule`` natively and with Triton, on four params that take turns in ``groups``."""
+    device = triton_device()
+    variant = rule.variant(groups[0])
+    spec = StepSpec(variant, format_of(dtype, "the param"), format_of(dtype, "the gradient"))
+    native = _Run(spec, torch.device("cpu"), seed)
+    triton = _Run(spec, device, seed)
+    for step in range(1, steps + 1):
+        scalars = [rule.evaluate(variant, groups[index % len(groups)], step, {})[0] for index in range(len(NUMELS))]
+        for run, backend in ((native, backend_of(torch.device("cpu"))), (triton, triton_backend(device))):
+            run.step(backend, scalars, step)
+    return [
+        Comparison(name, mine.numel(), int((_bits(mine) != _bits(theirs.cpu())).sum()))
+        for (name, mine), theirs in zip(native.tensors().items(), triton.tensors().values(), strict=True)
+    ]
+
+
+def triton_device() -> torch.device:
+    """A GPU, or the CPU with the interpreter switched on (which must happen before Triton is imported)."""
+    if torch.cuda.is_available():
+        return torch.device("cuda")
+    os.environ["TRITON_INTERPRET"] = "1"
+    return torch.device("cpu")
+
+
+def triton_backend(device: torch.device) -> Backend:
+    """Triton's backend even for CPU tensors, which only its interpreter can update."""
+    from ..kernels.launch import Triton
+
+    return backend_of(device) if device.type == "cuda" else Triton()
+
+
+class _Run:
+    """One shard with its gradients, on one device."""
+
+    def __init__(self, spec: StepSpec, device: torch.device, seed: int):
+        self.spec, self.device = spec, device
+        self.random = np.random.default_rng(seed)
+        self.starts = np.cumsum([0, *(-(-numel // BLOCK) * BLOCK for numel in NUMELS)])
+        self.valid = torch.zeros(int(self.starts[-1]), dtype=torch.bool)
+        for start, numel in zip(self.starts, NUMELS, strict=False):
+            self.valid[start : start + numel] = True
+        master = self._values() * self.valid
+        self.param = master.to(spec.param.dtype).to(device)
+        self.master = None if spec.param is FP32 else master.to(device)
+        self.states = {name: (self._values().abs() * self.valid).to(device) for name in spec.variant.states}
+
+    def _values(self) -> torch.Tensor:
+        """Both signs, magnitudes from 1e-12 to 1e2."""
+        signs = self.random.choice([-1.0, 1.0], len(self.valid))
+        return torch.from_numpy((signs * 10.0 ** self.random.uniform(-12, 2, len(self.valid))).astype(np.float32))
+
+    def step(self, backend: Backend, scalars: Sequence[Sequence[float]], step: int) -> None:
+        grads = [
+            grad.to(self.spec.grad.dtype).to(self.device)
+            for grad in torch.split(self._values(), np.diff(self.starts).tolist())
+        ]
+        rows = [
+            (grad.data_ptr() - int(start) * grad.element_size(), int(start) + numel)
+            for grad, start, numel in zip(grads, self.starts, NUMELS, strict=False)
+        ]
+        row_of_block = np.repeat(np.arange(len(NUMELS)), np.diff(self.starts) // BLOCK).astype(np.int32)
+        gradients = Gradients(
+            torch.from_numpy(row_of_block).to(self.device), torch.tensor(rows, dtype=torch.int64).to(self.device), True
+        )
+        table = torch.tensor(scalars, dtype=torch.float32).to(self.device)
+        streams = Streams(self.param, self.master, tuple(self.states.values()))
+        backend.step(self.spec, streams, gradients, table, Factors(unscale=1 / 3, clip=0.7))
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()  # the gradients of this step may be freed from here on
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """What the step wrote, padding left out."""
+        masters = {} if self.master is None else {"master": self.master}
+        everything = {"param": self.param, **masters, **self.states}
+        return {name: tensor[self.valid.to(self.device)] for name, tensor in everything.items()}
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Bit patterns; every NaN counts as the same one (payloads are not promised)."""
+    bits = tensor.view(torch.int32 if tensor.element_size() == 4 else torch.int16)
+    return torch.where(tensor.isnan(), torch.full_like(bits, -1), bits)

@@ -1,0 +1,264 @@
+"""Trains a model of the user's own beside ``torch.optim``, at every stage, and tells where they part.
+
+::
+
+    def build():
+        torch.manual_seed(0)
+        return MyModel()
+
+    print(shardopt.verify(build, batches))                # on one rank, or on every rank of a group
+    print(shardopt.verify(build, batches, ways=[{"offload": "cpu"}, {"state_format": "int8"}]))
+
+Both run freely: a difference in one step is in all that follow.
+"""
+
+import copy
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ..arguments import number, whole
+from ..optim.classes import ShardedAdamW
+from ..optim.optimizer import ShardedOptimizer
+
+Loss = Callable[[nn.Module, Any], torch.Tensor]
+Make = Callable[..., torch.optim.Optimizer]
+Values = dict[str, torch.Tensor]
+_STAGES = (0, 1, 2, 3)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One way beside torch.
+
+    Attributes:
+        stage: what was sharded.
+        largest: over all params after the last step: the largest difference, as a share of how far the param of torch
+            moved at its most.
+        step: the first after which a param differed by more than the tolerance; None if none did.
+        name: of that param, the first in the module's order.
+        found: by how much it differed then, as ``largest``.
+        way: the keywords that it was tried with.
+        loss: of the last step on this rank: how much it is above torch's, as a share of that.
+        is_expected: torch does not keep what this way keeps: states of less than fp32, or masters of params that are.
+    """
+
+    stage: int
+    largest: float
+    step: int | None = None
+    name: str | None = None
+    found: float = 0.0
+    way: str = ""
+    loss: float = 0.0
+    is_expected: bool = False
+
+    def __str__(self) -> str:
+        title = f"stage {self.stage}" + (f", {self.way}" if self.way else "")
+        if self.step is None:
+            return f"{title}: agrees, largest difference {self.largest:.1e} of the way"
+        if self.is_expected:
+            return (
+                f"{title}: other formats than torch's; it ends {self.largest:.1e} of the way from torch's params, and "
+                f"{self.loss:+.2%} from its loss"
+            )
+        return (
+            f"{title}: DIFFERS from step {self.step} on, first in {self.name} by {self.found:.1e} of the way (largest "
+            f"in the end {self.largest:.1e})"
+        )
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What :func:`verify` found; prints as a line for each way."""
+
+    differences: tuple[Difference, ...]
+    tolerance: float
+
+    @property
+    def agrees(self) -> bool:
+        """Where the formats are torch's."""
+        return all(each.step is None or each.is_expected for each in self.differences)
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.differences))
+
+
+def verify(
+    build: Callable[[], nn.Module],
+    batches: Iterable[Any],
+    steps: int = 20,
+    *,
+    optimizer: Callable[..., ShardedOptimizer] = ShardedAdamW,
+    reference: Make | None = None,
+    loss: Loss | None = None,
+    stages: Sequence[int] = _STAGES,
+    ways: Sequence[Mapping[str, Any]] = ({},),
+    tolerance: float = 1e-3,
+    **arguments: Any,
+) -> Verdict:
+    """Every rank of the default group must call it; without one it runs alone.
+
+    Args:
+        build: a new module, with the same values at every call.
+        batches: at least ``steps`` of them are kept; fewer are repeated.
+        optimizer: a class of shardopt's, or what makes one of ``(module, stage=..., **arguments)``.
+        reference: makes torch's of ``(params, **arguments)``; None: the class of the same name.
+        loss: of (module, batch), to run backward from; None: ``module(batch)``, or its ``.loss``.
+        ways: what shardopt's optimizer alone is given, one after the other at every stage: ``{"offload": "cpu"}``,
+            ``{"master": "split", "state_format": "int8"}``. Where a format is not torch's, the difference is told and
+            does not count.
+        tolerance: what share of the way that a param moved may differ.
+        **arguments: of both (``lr=``, ``weight_decay=``).
+
+    Raises:
+        TypeError: an argument is of another type.
+        ValueError: no batch, stage, way or step; a tolerance that is no number from 0 on; a ``build`` whose models
+            differ; no torch class of that name.
+    """
+    steps, tolerance = whole(steps, "steps", least=1), number(tolerance, "tolerance", least=0)
+    stages, ways = _listed(stages, "stages"), _listed(ways, "ways")
+    stages = [whole(stage, "each of stages", least=0, most=3) for stage in stages]
+    for way in ways:
+        if not isinstance(way, Mapping):
+            raise TypeError(f"each of ways is a dict of keywords, such as {{'offload': 'cpu'}}, found {way!r}.")
+    _check_functions(build, optimizer, reference, loss)
+    if not isinstance(batches, Iterable) or isinstance(batches, str | Mapping):
+        raise TypeError(f"batches takes what yields batches, found {type(batches).__name__}.")
+    kept = list(itertools.islice(batches, steps))
+    if not kept:
+        raise ValueError("verify() needs at least one batch to train on.")
+    name = getattr(optimizer, "__name__", "").removeprefix("Sharded")
+    make = reference or getattr(torch.optim, name, None)
+    if make is None:
+        raise ValueError(
+            f"torch.optim has no {name or 'class of this name'} to compare with: pass reference=, which makes an "
+            "optimizer of (params, **arguments)."
+        )
+    first = _built(build)
+    start = _values(first)
+    module = _built(build, first, start)
+    del first
+    wrapped = DistributedDataParallel(module) if dist.is_initialized() and dist.get_world_size() > 1 else module
+    theirs = make(list(module.parameters()), **copy.deepcopy(arguments))
+    expected = []
+    for step in range(steps):
+        reached = _train(wrapped, theirs, kept[step % len(kept)], loss)
+        expected.append((_values(module), reached))
+    run = _Run(start, expected, kept, loss, tolerance)
+    found = []
+    for way, stage in itertools.product(ways, stages):
+        mine = _built(build, module, start)
+        opt = optimizer(mine, stage=stage, **way, **copy.deepcopy(arguments))
+        found.append(_compare(mine, opt, run, stage, way))
+        opt.close()
+    return Verdict(tuple(found), tolerance)
+
+
+def _listed(values: Any, what: str) -> list[Any]:
+    if isinstance(values, str | Mapping) or not isinstance(values, Iterable):
+        raise TypeError(f"{what} takes a list, found {values!r}.")
+    found = list(values)
+    if not found:
+        raise ValueError(f"{what} is empty: nothing would be compared, and the verdict would agree.")
+    return found
+
+
+def _check_functions(build: object, optimizer: object, reference: object, loss: object) -> None:
+    if isinstance(build, nn.Module) or not callable(build):
+        raise TypeError(f"build takes a function that makes a model, found {type(build).__name__}.")
+    if not callable(optimizer):
+        raise TypeError(f"optimizer takes a class of shardopt's, found {type(optimizer).__name__}.")
+    for what, value in (("reference", reference), ("loss", loss)):
+        if value is not None and not callable(value):
+            raise TypeError(f"{what} takes a function or None, found {type(value).__name__}.")
+
+
+def _built(build: Callable[[], nn.Module], before: nn.Module | None = None, start: Values | None = None) -> nn.Module:
+    """A new module, of the values that the first one had.
+
+    Raises:
+        TypeError: it is no module.
+        ValueError: it was made before, or has other values: the difference would be taken for one of training.
+    """
+    module = build()
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"build() must return an nn.Module, found {type(module).__name__}.")
+    advice = "Make a new, equally seeded model in build(): torch.manual_seed(0); return MyModel()."
+    if module is before:
+        raise ValueError(f"build() returned the same module twice, which is trained by then. {advice}")
+    values = _values(module)
+    if start is not None:
+        differing = [name for name in (*start, *values) if not _are_equal(start.get(name), values.get(name))]
+        if differing:
+            raise ValueError(f"build() gave {differing[0]} other values than its first call. {advice}")
+    return module
+
+
+def _are_equal(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+    if one is None or other is None or (one.shape, one.dtype) != (other.shape, other.dtype):
+        return False
+    return torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
+
+
+class _Run(NamedTuple):
+    """What torch's training was like."""
+
+    start: Values
+    expected: Sequence[tuple[Values, float]]  # params and loss after each step
+    batches: Sequence[Any]
+    loss: Loss | None
+    tolerance: float
+
+
+def _compare(
+    module: nn.Module, optimizer: ShardedOptimizer, run: _Run, stage: int, way: Mapping[str, Any]
+) -> Difference:
+    first: tuple[int | None, str | None, float] = (None, None, 0.0)
+    shares: dict[str, float] = {}
+    above = 0.0
+    is_low = any(param.dtype is not torch.float32 for param in module.parameters())
+    for step, (theirs, their_loss) in enumerate(run.expected):
+        reached = _train(module, optimizer, run.batches[step % len(run.batches)], run.loss)
+        above = (reached - their_loss) / abs(their_loss) if their_loss else 0.0
+        with optimizer.unsharded():
+            mine = _values(module)
+        shares = {name: _share(mine[name], value, run.start[name]) for name, value in theirs.items()}
+        over = next((name for name, share in shares.items() if not share <= run.tolerance), None)
+        if first[0] is None and over is not None:
+            first = step + 1, over, shares[over]
+    described = ", ".join(f"{key}={value!r}" for key, value in way.items())
+    is_expected = is_low or way.get("state_format", "fp32") != "fp32"
+    largest = max(shares.values(), default=0.0)
+    return Difference(stage, largest, *first, described, above, is_expected)
+
+
+def _share(mine: torch.Tensor, theirs: torch.Tensor, start: torch.Tensor) -> float:
+    if not theirs.numel():
+        return 0.0
+    difference = float((mine.double() - theirs.double()).abs().max())
+    if difference == 0:
+        return 0.0
+    return difference / max(float((theirs.double() - start.double()).abs().max()), torch.finfo(torch.float32).tiny)
+
+
+def _values(module: nn.Module) -> Values:
+    return {name: param.detach().clone() for name, param in module.named_parameters()}
+
+
+def _train(module: nn.Module, optimizer: torch.optim.Optimizer, batch: Any, loss: Loss | None) -> float:
+    """The loss before this step."""
+    optimizer.zero_grad()
+    if loss is not None:
+        value = loss(module, batch)
+    else:
+        output = module(**batch) if isinstance(batch, dict) else module(batch)
+        value = getattr(output, "loss", output)
+    value.backward()
+    optimizer.step()
+    return float(value.detach())

@@ -1,0 +1,160 @@
+"""What ranks tell each other at the end of a backward: one sum over ranks has every param's sums, maximum and facts."""
+
+import math
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn import Parameter
+
+from shardopt import CommunicationError, ShardedSGD, Tuning
+from shardopt.kernels.launch import Native
+from shardopt.kernels.reductions import COLUMNS, LARGEST, LIMBS, NONFINITE
+from shardopt.module.gradient_report import Arrivals, Report, ReportLayout
+from shardopt.partition.layout import BLOCK, BucketLayout
+from tests.support.ranks import Pool
+from tests.support.training import raises
+
+# -- the vector --------------------------------------------------------------------------------------------------------
+
+NUMELS = ((300, 0, 700, 1), (0,), (0, 0), (5 * BLOCK,), (1, 1, 1, 40 * BLOCK + 1, 1))
+SPLIT = [(shards, copies) for shards in (1, 2, 3, 8, 50) for copies in (1, 2)]
+
+
+@pytest.mark.parametrize(("shards", "copies"), SPLIT)
+def test_the_sum_over_ranks_is_the_report_of_all(shards: int, copies: int) -> None:
+    """Drawn numbers for each piece: sums, maxima and facts are those of all pieces, whoever had them."""
+    buckets = [BucketLayout(numels, shards) for numels in NUMELS]
+    params = [(bucket, index) for bucket in buckets for index in range(len(bucket.numels))]
+    ranks, generator = shards * copies, np.random.default_rng(shards)
+    limbs = np.zeros((len(params), LIMBS), dtype=np.int64)
+    largest, nonfinite = np.zeros(len(params), dtype=np.float32), np.zeros(len(params), dtype=np.int64)
+    facts = generator.random((3, ranks, len(params))) < 1 / ranks
+    facts[1, :, 0] = True  # on all ranks
+    facts[1, :, 1] = np.arange(ranks) == ranks - 1
+    reports = []
+    for rank in range(ranks):
+        sums = np.zeros((len(params), COLUMNS), dtype=np.int64)
+        layout = ReportLayout(params, rank % shards, ranks)
+        for number, (bucket, index) in enumerate(params):
+            if any(piece.param == index for piece in bucket.pieces(rank % shards)):
+                value = np.float32(generator.random() * 10.0 ** generator.integers(-40, 38))
+                sums[number] = generator.integers(0, 1 << 40, COLUMNS)
+                sums[number, LARGEST] = value.view(np.int32)
+                if rank < shards:
+                    limbs[number] += sums[number, :LIMBS]
+                    nonfinite[number] += sums[number, NONFINITE]
+                    largest[number] = max(largest[number], value)
+        report = layout.blank()
+        report.fill_arrivals(Arrivals(*facts[:, rank]))
+        if rank < shards:
+            report.fill_sums(sums)
+        reports.append(report)
+    assert {len(report.vector) for report in reports} == {len(reports[0].vector)}
+    pieces = sum(len(bucket.pieces(rank)) for bucket in buckets for rank in range(shards))
+    empty = sum(bucket.numels.count(0) for bucket in buckets)
+    assert layout.num_pieces == pieces + empty <= len(params) + len(buckets) * (shards - 1)
+    found = layout.blank()
+    found.vector.copy_(torch.stack([report.vector for report in reports]).sum(dim=0))
+    assert np.array_equal(found.limbs, limbs) and np.array_equal(found.nonfinite, nonfinite)
+    assert np.array_equal(found.largest, largest) and found.largest.dtype == np.float32
+    for mine, fact in zip((found.present, found.held, found.late), facts, strict=True):
+        assert np.array_equal(mine, fact.any(axis=0))
+    assert np.array_equal(found.held_apart, facts[1].any(axis=0) & ~facts[1].all(axis=0))
+    assert not found.held_apart[0] and found.held_apart[1] == (ranks > 1)
+    assert not found.failed and not found.updated
+
+
+def test_who_failed_and_whether_anything_moved() -> None:
+    """Also of no params at all."""
+    for params in ([], [(BucketLayout((3,), 4), 0)]):
+        total = Report(ReportLayout(params, 0, 4))
+        for rank in range(4):
+            report = ReportLayout(params, rank, 4).blank()
+            if rank % 2:
+                report.say_failed(rank)
+            if rank == 2:
+                report.say_updated()
+            total.vector += report.vector
+        assert total.failed == [1, 3] and total.updated and len(total.largest) == len(params)
+
+
+# -- between ranks -----------------------------------------------------------------------------------------------------
+
+
+class Product(nn.Module):
+    """The gradient of its weight is what it is given."""
+
+    def __init__(self, numel: int) -> None:
+        super().__init__()
+        self.weight = Parameter(torch.ones(numel))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.weight * x).sum()
+
+
+def each_piece_may_hold_the_largest(stage: int, mesh: bool) -> None:
+    numel, size = 12 * BLOCK, dist.get_world_size()
+    model = Product(numel)
+    group = init_device_mesh("cpu", (2, size // 2)) if mesh else None
+    opt = ShardedSGD(model, lr=0.1, stage=stage, process_group=group)
+    for at in range(0, numel, BLOCK):
+        opt.zero_grad()
+        x = torch.ones(numel)
+        x[at], x[at - 1] = -7.0 - at, math.inf if at else 1.0
+        model(x).backward()
+        grad: Any = model.weight.grad
+        norms = [float(torch.linalg.vector_norm(grad, order)) for order in (2, math.inf)]
+        if at:
+            assert all(map(math.isnan, norms)) and not grad.isfinite().all()
+            x[at - 1] = 1.0
+            opt.zero_grad()
+            model(x).backward()
+            norms = [float(torch.linalg.vector_norm(model.weight.grad, order)) for order in (2, math.inf)]
+        assert norms[1] == 7.0 + at
+        torch.testing.assert_close(norms[0], float(x.double().norm()), rtol=1e-6, atol=0.0)
+    opt.close()
+
+
+@pytest.mark.parametrize(("stage", "world", "mesh"), [(0, 2, False), (2, 3, False), (3, 3, False), (2, 4, True)])
+def test_each_piece_may_hold_the_largest(stage: int, world: int, mesh: bool, ranks: Pool) -> None:
+    ranks.run(each_piece_may_hold_the_largest, stage, mesh, world=world)
+
+
+# -- one rank fails ----------------------------------------------------------------------------------------------------
+
+
+def one_rank_cannot_sum_up(stage: int, neighbours: bool) -> None:
+    """Memory runs out on rank 1 where it sums its slices up: the others hear of it at once, and all go on."""
+    rank, numel = dist.get_rank(), 6 * BLOCK
+    model = Product(numel)
+    opt = ShardedSGD(model, lr=0.5, stage=stage, tuning=Tuning(neighbours=neighbours))
+    totals = Native.totals
+
+    def fails(*arguments: Any) -> Any:
+        if rank == 1:
+            raise MemoryError("no room for sums")
+        return totals(*arguments)
+
+    for _ in range(2):
+        with patch.object(Native, "totals", fails):
+            error = (MemoryError, "no room") if rank == 1 else (CommunicationError, "rank 1 left this backward")
+            with raises(*error):
+                model(torch.ones(numel)).backward()
+        opt.zero_grad()
+        model(torch.full((numel,), 2.0)).backward()
+        opt.step()
+    with opt.unsharded():
+        assert torch.equal(model.weight, torch.full((numel,), -1.0))
+    opt.close()
+
+
+@pytest.mark.parametrize("neighbours", [True, False])
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_one_rank_cannot_sum_up(stage: int, neighbours: bool, ranks: Pool) -> None:
+    ranks.run(one_rank_cannot_sum_up, stage, neighbours, world=2)
