@@ -104,7 +104,7 @@ def give_devices(module: nn.Module, world: Ranks) -> list[torch.Tensor]:
     """Turns tensors on the meta device into ones on the device to train on; params still without memory, or values."""
     fresh: list[torch.Tensor] = [*meta_params(module)]
     others = [param.device for param in module.parameters() if not param.is_meta]
-    device = others[0] if others else _device_to_train_on(world)
+    device = others[0] if others else device_to_train_on(world)
     recurrent = [each for each in module.modules() if isinstance(each, nn.RNNBase)]
     for layers in recurrent:
         layers._flat_weight_refs = []  # weak references, with which no param could be exchanged
@@ -133,7 +133,7 @@ def _with_values(param: nn.Parameter, values: torch.Tensor) -> torch.Tensor:
     return new
 
 
-def _device_to_train_on(world: Ranks) -> torch.device:
+def device_to_train_on(world: Ranks) -> torch.device:
     if torch.cuda.is_available() and (world.group is None or world.carries(torch.device("cuda"))):
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")

@@ -63,7 +63,8 @@ class Told:
                 raise DisagreementError(
                     f"ranks differ in what they join with: {rows[0]['setup']} on rank 0, {rows[rank]['setup']} on rank "
                     f"{rank}. A rank that runs out of batches could not follow the others. Give all ranks the same "
-                    "model (in DistributedDataParallel or not), param groups and options of join()."
+                    "model (in DistributedDataParallel or not), param groups and options of join(), and step several "
+                    "optimizers in the order in which Join was given them."
                 )
         for rank in self.active:
             if rows[rank]["kind"] != self.kind and any(row.get("failed") for row in rows):
@@ -96,12 +97,13 @@ class Joined(Protocol):
 class Shadow(JoinHook):
     """Of one optimizer, for one context."""
 
-    def __init__(self, optimizer: Joined, by_all: bool):
+    def __init__(self, optimizer: Joined, by_all: bool, number: int):
         """
         Args:
             by_all: the mean is over all ranks; else over those that had a batch.
+            number: of the joinables of a ``Join`` each has another one, on all ranks the same.
         """
-        self._optimizer, self._by_all = weakref.ref(optimizer), by_all
+        self._optimizer, self._by_all, self._number = weakref.ref(optimizer), by_all, number
         self.shadows = False  # at this moment, what another rank announced
         self._ranks: Ranks = optimizer.engine.compose().main.mesh.world
         self._backward: Backward | None = None
@@ -193,6 +195,7 @@ class Shadow(JoinHook):
         setup = {
             "divide_by_initial_world_size": self._by_all,
             "DistributedDataParallel": self._ddp is not None,
+            "number of the optimizer": self._number,
             "params": [len(group["params"]) for group in optimizer.engine.groups],
         }
         row = {"kind": kind, "setup": setup, **facts}
