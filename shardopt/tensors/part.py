@@ -68,6 +68,8 @@ class Part(torch.Tensor):
         wrapper: Self = torch.Tensor._make_wrapper_subclass(
             cls, like.size(), strides=like.stride(), dtype=dtype, device=device
         )
+        # C functions that ask no class (torch.utils.dlpack.to_dlpack) then raise, where they would hand out address 0.
+        torch._C._set_throw_on_mutable_data_ptr(wrapper)
         return wrapper
 
     @property

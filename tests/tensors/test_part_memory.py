@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file, save_model
 from torch import nn
+from torch.utils.dlpack import to_dlpack
 
 from shardopt import Part, ShardedAdamW, StateError, Tuning
 from tests.support.ranks import Pool
@@ -97,6 +98,12 @@ def has_no_address(stage: int) -> None:
         ):
             with raises(StateError):
                 refused()
+        # C functions ask no class: the error is torch's own.
+        for call in (to_dlpack, torch._C._to_dlpack_versioned):
+            with raises(RuntimeError, "Cannot access data pointer"):
+                call(part)
+        with raises((RuntimeError, StateError), "untyped_storage() was" if part is parts[1] else ""):  # type: ignore[arg-type]
+            part.untyped_storage().share_memory_()
     if stage == 2:
         with raises(StateError, "optimizer.close() before module.share_memory()"):
             model.share_memory()
