@@ -448,6 +448,7 @@ class Engine:
     def _run(self, call: Call) -> Outcome:
         parties, composition = self.parties(), self.compose()
         try:
+            composition.compare_norm_groups()
             composition.look(self.groups)
             self.local_params.prepare_gradients()
         except Exception as error:  # this rank's alone, perhaps: its tensor mates come to the exchange that follows
