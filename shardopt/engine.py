@@ -447,8 +447,8 @@ class Engine:
 
     def _run(self, call: Call) -> Outcome:
         parties, composition = self.parties(), self.compose()
+        composition.compare_norm_groups(call.problem)
         try:
-            composition.compare_norm_groups()
             composition.look(self.groups)
             self.local_params.prepare_gradients()
         except Exception as error:  # this rank's alone, perhaps: its tensor mates come to the exchange that follows

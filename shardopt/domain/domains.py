@@ -126,16 +126,17 @@ class Domains:
         """The ranks that hold the same params of a group."""
         return self.others.get(group.get("process_group"), self.main).mesh.world
 
-    def compare_norm_groups(self) -> None:
-        """Collective, once: a rank with a ``norm_group`` meets ranks that one without it never would.
+    def compare_norm_groups(self, problem: Exception | None) -> None:
+        """Collective, once: a rank with a ``norm_group`` meets ranks in a step that a rank without it never would.
 
         Raises:
-            DisagreementError: it was given on some ranks only.
+            Exception: this rank's problem.
+            DisagreementError: another rank's, or the group was given on some ranks only. All ranks raise.
         """
         if self._has_compared:
             return
         given = {"options.norm_group": self.options.norm_group is not None}
-        agree(StepDigest(given, lambda: given), self.main.mesh.world, self.main.device)
+        agree(StepDigest(given, lambda: given, problem), self.main.mesh.world, self.main.device)
         self._has_compared = True
 
     def look(self, groups: Sequence[Group]) -> None:
