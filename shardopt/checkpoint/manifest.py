@@ -8,15 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import CheckpointError
-from .records import (
-    File,
-    Key,
-    Tensor,
-    check_apart,
-    count,
-    tensors_from_json,
-    tensors_to_json,
-)
+from .records import File, Key, Tensor, check_apart, count, tensors_from_json, tensors_to_json
 from .schema import check_schema
 
 VERSION = 1

@@ -12,15 +12,7 @@ from ..errors import CheckpointError
 from ..kernels.formats import FP32, format_of
 from ..rules.rule import EMA
 from ..tensors.strides import flattened
-from .elements import (
-    Elements,
-    Flat,
-    InShard,
-    flat_of,
-    is_dense,
-    same_order,
-    strides_of,
-)
+from .elements import Elements, Flat, InShard, flat_of, is_dense, same_order, strides_of
 from .fit import Fit
 from .manifest import Manifest
 from .model import Model, ModelParam

@@ -20,24 +20,9 @@ from ..partition.layout import BLOCK
 from ..partition.mesh import Mesh
 from ..tensors.part import Part
 from . import gradients, rng, values
-from .elements import (
-    Elements,
-    Flat,
-    InShard,
-    KeptElements,
-    chunks_of,
-    flat_of,
-    strides_of,
-)
+from .elements import Elements, Flat, InShard, KeptElements, chunks_of, flat_of, strides_of
 from .model import Model, ModelParam, plain_name
-from .records import (
-    NAME_OF_DTYPE,
-    Key,
-    Tensor,
-    Tensors,
-    tensors_from_json,
-    tensors_to_json,
-)
+from .records import NAME_OF_DTYPE, Key, Tensor, Tensors, tensors_from_json, tensors_to_json
 
 
 @dataclass(frozen=True)
