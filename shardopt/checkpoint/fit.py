@@ -74,7 +74,7 @@ class _Fitting:
         self._check_ties(taken)
         self._buffers()
         self._extra_states()
-        if self.model.optimizers:
+        if self.model.engines:
             self._groups(taken)
         return self.found
 
@@ -121,7 +121,7 @@ class _Fitting:
             self._note(f"param {home.name!r} is of {home.param.dtype}, in the checkpoint of {tensor.dtype}")
         else:
             self.found.params[home.name] = saved
-            if self.model.optimizers and self._states_fit(home, saved):
+            if self.model.engines and self._states_fit(home, saved):
                 self.found.states[home.name] = saved
 
     def _states_fit(self, home: ModelParam, saved: str) -> bool:
@@ -131,7 +131,7 @@ class _Fitting:
                 where = "in the checkpoint" if about["optimizer"] is None else "here"
                 self._note(f"param {name!r} is in no optimizer {where}")
             return False
-        rule = self.model.optimizers[home.optimizer].rule
+        rule = self.model.engines[home.optimizer].rule
         theirs = self.manifest.optimizers[about["optimizer"]]["rule"]
         if theirs != rule.name:
             self._note(f"the states of {name!r} are those of {theirs!r}, here it is updated by {rule.name!r}")
@@ -185,10 +185,10 @@ class _Fitting:
 
     def _groups(self, taken: Mapping[str, str]) -> None:
         saved = self.manifest.optimizers
-        if len(saved) != len(self.model.optimizers):
-            self._note(f"{len(self.model.optimizers)} optimizers were given, the checkpoint holds {len(saved)}")
-        for number, (theirs, optimizer) in enumerate(zip(saved, self.model.optimizers, strict=False)):
-            own = self.model.names_in(optimizer)
+        if len(saved) != len(self.model.engines):
+            self._note(f"{len(self.model.engines)} optimizers were given, the checkpoint holds {len(saved)}")
+        for number, (theirs, engine) in enumerate(zip(saved, self.model.engines, strict=False)):
+            own = self.model.names_in(engine)
             if len(own) != len(theirs["groups"]):
                 self._note(f"optimizer {number} has {len(own)} param groups, in the checkpoint {len(theirs['groups'])}")
             for index, (names, group) in enumerate(zip(own, theirs["groups"], strict=False)):

@@ -14,7 +14,8 @@ from ..errors import CheckpointError, ShardoptError
 from ..optim.optimizer import ShardedOptimizer
 from ..rules.rule import EMA
 from . import gradients, rng, values
-from .call import as_list, check_module, directory_of
+from .call import check_module, directory_of, engines_of
+from .engine import Engine
 from .fit import Fit, fit
 from .hyper import check_groups
 from .manifest import Manifest
@@ -69,8 +70,8 @@ def load_checkpoint(
         TypeError, ValueError: an argument is of another type, by its name.
     """
     check_module(module)
-    optimizers = as_list(optimizer)
-    meeting = meeting_of(optimizers, module)
+    engines = engines_of(optimizer)
+    meeting = meeting_of(engines, module)
     problem: Problem = None
     root = Path()
     try:
@@ -80,7 +81,7 @@ def load_checkpoint(
     meeting.share(problem, "reading the arguments")
     checkpoint = _open(root, meeting)
     with checkpoint, torch.no_grad():
-        return _load(checkpoint, module, optimizers, strict, meeting)
+        return _load(checkpoint, module, engines, strict, meeting)
 
 
 def _open(directory: Path, meeting: Meeting) -> Checkpoint:
@@ -110,14 +111,12 @@ def _open(directory: Path, meeting: Meeting) -> Checkpoint:
     return checkpoint
 
 
-def _load(
-    checkpoint: Checkpoint, module: nn.Module, optimizers: list[ShardedOptimizer], strict: bool, meeting: Meeting
-) -> Loaded:
+def _load(checkpoint: Checkpoint, module: nn.Module, engines: list[Engine], strict: bool, meeting: Meeting) -> Loaded:
     manifest, path = checkpoint.manifest, checkpoint.path
     problem: Problem = None
     fitting, loading = Fit(), Loading(checkpoint, meeting)
     try:
-        model = Model(module, optimizers)
+        model = Model(module, engines)
         model.check_loadable()
         fitting = fit(manifest, model)
         if strict and fitting.mismatches:
@@ -125,23 +124,23 @@ def _load(
                 f"{path} does not fit this model: {fitting.describe()}. Nothing was loaded. Give the model and "
                 "optimizers that it was saved with; strict=False loads what fits and lists the rest."
             )
-        check_groups(manifest, fitting, optimizers)
+        check_groups(manifest, fitting, engines)
     except Exception as error:
         problem = error
     meeting.share(problem, "comparing the checkpoint with the model")
     try:
-        for each in optimizers:
-            each.engine.ensure_bound()
+        for each in engines:
+            each.ensure_bound()
     except Exception as error:
         problem = error
     meeting.share(problem, "binding params")
     try:
-        model = Model(module, optimizers)  # params have shards now
+        model = Model(module, engines)  # params have shards now
         loading.prepare(model, fitting)
     except Exception as error:
         problem = error
     meeting.share(problem, "checking the checkpoint")
-    loading.change(model, fitting, optimizers)
+    loading.change(model, fitting, engines)
     return Loaded(loading.extra, path, int(manifest.info["step"]), fitting.mismatches, loading.losses)
 
 
@@ -191,7 +190,7 @@ class Loading:
     def _find(self, name: str) -> torch.Tensor:
         return self._small[Key("extra", name, "value")]
 
-    def change(self, model: Model, fitting: Fit, optimizers: Sequence[ShardedOptimizer]) -> None:
+    def change(self, model: Model, fitting: Fit, engines: Sequence[Engine]) -> None:
         """Collective: fills every target, then counters, groups, random numbers.
 
         Raises:
@@ -201,15 +200,15 @@ class Loading:
         problem: Problem = None
         try:
             with ExitStack() as stores:
-                for optimizer in optimizers:
-                    _before_writing(optimizer)
-                    for domain in optimizer.engine.domains:
+                for engine in engines:
+                    _before_writing(engine)
+                    for domain in engine.domains:
                         stores.enter_context(domain.epoch.loading())
                         if domain.shards:
                             stores.enter_context(domain.all_or_nothing())
                 for target in self._plan.targets:
                     target.fill(self._checkpoint)
-                self._commit(model, fitting, optimizers)
+                self._commit(model, fitting, engines)
         except ShardoptError as error:
             problem = error
         except Exception as error:
@@ -221,16 +220,16 @@ class Loading:
         try:
             self._meeting.share(problem, "loading a checkpoint")
         except ShardoptError as error:
-            for optimizer in optimizers:
-                for domain in optimizer.engine.domains:
+            for engine in engines:
+                for domain in engine.domains:
                     domain.break_off(f"while loading a checkpoint: {error}", by_load=True)
             raise
         if not fitting.mismatches:  # everything was replaced
-            for optimizer in optimizers:
-                for domain in optimizer.engine.domains:
+            for engine in engines:
+                for domain in engine.domains:
                     domain.make_good()
 
-    def _commit(self, model: Model, fitting: Fit, optimizers: Sequence[ShardedOptimizer]) -> None:
+    def _commit(self, model: Model, fitting: Fit, engines: Sequence[Engine]) -> None:
         for name, home in model.homes.items():
             saved = fitting.states.get(name)
             if home.entry is not None and name in fitting.params:
@@ -254,11 +253,11 @@ class Loading:
                 about = self._manifest.info.get("gradients", {}).get(saved_as)
                 own = self._plan.gradients.get(home.param)
                 gradients.restore(home.param, home.entry.slot, about, own, self._meeting.world.size)
-        for number, optimizer in enumerate(optimizers):
-            optimizer.engine.states.consolidated = None
-            owned = {param for group in optimizer.engine.local_groups() for param in group["params"]}
-            optimizer.engine.states.wait({p: state for p, state in self._plan.waiting.items() if p in owned})
-            for index, group in enumerate(optimizer.param_groups):
+        for number, engine in enumerate(engines):
+            engine.states.consolidated = None
+            owned = {param for group in engine.local_groups() for param in group["params"]}
+            engine.states.wait({p: state for p, state in self._plan.waiting.items() if p in owned})
+            for index, group in enumerate(engine.groups):
                 if (number, index) in fitting.groups:
                     _update_group(group, values.decode(fitting.groups[number, index], self._find))
         for saved_as, own_name in fitting.modules.items():
@@ -282,9 +281,9 @@ def _forget(home: ModelParam) -> None:
     begin_states(home.shard, home.index, home.entry.initial)
 
 
-def _before_writing(optimizer: ShardedOptimizer) -> None:
+def _before_writing(engine: Engine) -> None:
     """Collective: no rank still gathers what is about to be overwritten, and nothing gathered stays."""
-    domain = optimizer.engine.compose().main
+    domain = engine.compose().main
     if domain.sharded is not None:
         domain.gatherer.write_slice(lambda: None)
 

@@ -127,7 +127,7 @@ class _Planner:
             self._slice(home, key)
 
     def _states(self, home: ModelParam, saved: str) -> None:
-        keeps_average = home.optimizer is not None and self.model.optimizers[home.optimizer].rule.average is not None
+        keeps_average = home.optimizer is not None and self.model.engines[home.optimizer].rule.average is not None
         kinds = [kind for kind in self.kinds[saved] if kind != "param" and (kind != EMA or keeps_average)]
         if home.entry is not None and home.shard is not None:
             home.shard.ensure_states(kind for kind in kinds if kind != "master")

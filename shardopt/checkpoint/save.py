@@ -13,7 +13,7 @@ from ..errors import CheckpointError, ShardoptError
 from ..optim.optimizer import ShardedOptimizer
 from . import files, publish
 from .background import Background, Saving
-from .call import Request, as_list, check_module, read_request
+from .call import Request, check_module, engines_of, read_request
 from .meeting import Desk, Meeting, Problem
 from .model import Model, meeting_of, unwrapped
 from .plan_save import SavePlan, plan_save
@@ -64,10 +64,10 @@ def save_checkpoint(
         TypeError, ValueError: an argument is of another type or out of range, by its name.
     """
     check_module(module)
-    optimizers = as_list(optimizer)
+    engines = engines_of(optimizer)
     background = _BACKGROUNDS.setdefault(unwrapped(module), Background())
     background.settle()
-    meeting = meeting_of(optimizers, module)
+    meeting = meeting_of(engines, module)
     request: Request | None = None
     plan: SavePlan | None = None
     problem: Problem = None
@@ -78,7 +78,7 @@ def save_checkpoint(
     meeting.check_apart(Path() if request is None else request.root)
     if request is not None:
         try:
-            plan = plan_save(Model(module, optimizers), request.extra, request.step, request.full_precision)
+            plan = plan_save(Model(module, engines), request.extra, request.step, request.full_precision)
             plan = replace(plan, must_be_finite=not request.allow_nonfinite)
         except Exception as error:
             problem = error
