@@ -11,7 +11,6 @@ from ..rules.rule import EMA
 from . import values
 from .manifest import Manifest
 from .model import Model, ModelParam, plain_name
-from .records import Tensor
 
 _LISTED = 8  # mismatches that an error names
 
@@ -48,10 +47,7 @@ def fit(manifest: Manifest, model: Model) -> Fit:
 class _Fitting:
     def __init__(self, manifest: Manifest, model: Model):
         self.manifest, self.model, self.found = manifest, model, Fit()
-        self.kinds: dict[str, dict[str, Tensor]] = {}
-        for key, tensor in manifest.of("params"):
-            if not key.is_of_scales:
-                self.kinds.setdefault(key.name, {})[key.kind] = tensor
+        self.kinds = manifest.kinds
         self.buffers = {key.name: tensor for key, tensor in manifest.of("buffers")}
         self.canonical = {alias: name for name, about in manifest.params.items() for alias in (name, *about["aliases"])}
 
@@ -59,7 +55,7 @@ class _Fitting:
 
     def run(self) -> Fit:
         taken: dict[str, str] = {}
-        for name, home in self.model.homes.items():
+        for name, home in self.model.params.items():
             saved = next((self.canonical[each] for each in (name, *home.aliases) if each in self.canonical), None)
             if saved is None:
                 self._note(f"param {name!r} {_shape(home.param)} is missing in the checkpoint{self._renamed(home)}")
@@ -88,7 +84,7 @@ class _Fitting:
     def _is_others(self, saved: str) -> bool:
         """Whether other ranks hold it: those of another process group, of as many as there are here."""
         turn = self.manifest.params[saved].get("turn")
-        own = {tuple(home.turn) for home in self.model.homes.values() if home.turn is not None}
+        own = {tuple(home.turn) for home in self.model.params.values() if home.turn is not None}
         return turn is not None and tuple(turn) not in own and turn[1] in {total for _, total in own}
 
     def _note(self, mismatch: str) -> None:
@@ -98,12 +94,12 @@ class _Fitting:
         alike = [
             name
             for name, kinds in self.kinds.items()
-            if name not in self.model.homes and kinds["param"].shape == tuple(home.param.shape)
+            if name not in self.model.params and kinds["param"].shape == tuple(home.param.shape)
         ]
         return f" (renamed from {alike[0]!r}?)" if len(alike) == 1 else ""
 
     def _check_ties(self, taken: Mapping[str, str]) -> None:
-        for name, home in self.model.homes.items():
+        for name, home in self.model.params.items():
             apart = {self.canonical[each] for each in (name, *home.aliases) if each in self.canonical}
             for saved in sorted(apart - taken.keys()):
                 self._note(f"param {name!r} is tied to {saved!r} here and not in the checkpoint")

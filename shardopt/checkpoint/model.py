@@ -46,15 +46,15 @@ class Model:
 
     module: nn.Module
     engines: Sequence[Engine]
-    homes: dict[str, ModelParam] = field(init=False)
+    params: dict[str, ModelParam] = field(init=False)
     buffers: dict[str, torch.Tensor] = field(init=False)
 
     def __post_init__(self) -> None:
         self.module = unwrapped(self.module)
-        self.homes = {home.name: home for home in self._find_homes()}
+        self.params = {home.name: home for home in self._find_params()}
         self.buffers = dict(_persistent_buffers(self.module))
 
-    def _find_homes(self) -> Iterator[ModelParam]:
+    def _find_params(self) -> Iterator[ModelParam]:
         names: dict[nn.Parameter, list[str]] = {}
         for name, param in self.module.named_parameters(remove_duplicate=False):
             names.setdefault(param, []).append(plain_name(name))
@@ -125,7 +125,7 @@ class Model:
 
     def names_in(self, engine: Engine) -> list[list[str]]:
         """Names of the params of each group."""
-        name_of = {home.param: name for name, home in self.homes.items()}
+        name_of = {home.param: name for name, home in self.params.items()}
         return [[name_of[param] for param in group["params"]] for group in engine.local_groups()]
 
     @property

@@ -95,17 +95,13 @@ def plan_load(manifest: Manifest, model: Model, fit: Fit) -> LoadPlan:
 class _Planner:
     def __init__(self, manifest: Manifest, model: Model):
         self.manifest, self.model, self.made = manifest, model, LoadPlan()
-        self.kinds: dict[str, list[str]] = {}
-        for key, _ in manifest.of("params"):
-            if not key.is_of_scales:
-                self.kinds.setdefault(key.name, []).append(key.kind)
         self.accumulated: dict[str, list[str]] = {}
         for key, _ in manifest.of("gradients"):
             self.accumulated.setdefault(key.name, []).append(key.kind)
 
     def plan(self, fit: Fit) -> LoadPlan:
         for name, saved in fit.params.items():
-            home = self.model.homes[name]
+            home = self.model.params[name]
             if home.param.is_meta:
                 raise CheckpointError(
                     f"{name!r} is on the meta device and has no memory to load into: give its optimizer too, which "
@@ -128,7 +124,7 @@ class _Planner:
 
     def _states(self, home: ModelParam, saved: str) -> None:
         keeps_average = home.optimizer is not None and self.model.engines[home.optimizer].rule.average is not None
-        kinds = [kind for kind in self.kinds[saved] if kind != "param" and (kind != EMA or keeps_average)]
+        kinds = [kind for kind in self.manifest.kinds[saved] if kind != "param" and (kind != EMA or keeps_average)]
         if home.entry is not None and home.shard is not None:
             home.shard.ensure_states(kind for kind in kinds if kind != "master")
             for kind in kinds:

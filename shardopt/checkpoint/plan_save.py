@@ -153,12 +153,12 @@ class _Planner:
         group_of = {
             param: group for engine in model.engines for group in engine.local_groups() for param in group["params"]
         }
-        params = {name: self._param(home, group_of.get(home.param, {})) for name, home in model.homes.items()}
+        params = {name: self._param(home, group_of.get(home.param, {})) for name, home in model.params.items()}
         for name, buffer in model.buffers.items():
             # Ranks may hold others (running statistics): DDP too lets those of rank 0 count.
             self._whole(Key("buffers", name, "value"), buffer, on_rank_0=True)
         optimizers = [self._optimizer(number) for number in range(len(model.engines))]
-        reduced = {name: about for name, home in model.homes.items() if (about := self._gradient(home)) is not None}
+        reduced = {name: about for name, home in model.params.items() if (about := self._gradient(home)) is not None}
         is_counted = step is None
         if step is None:
             step = max((each["step"] for each in params.values()), default=0)
