@@ -73,13 +73,7 @@ def load_checkpoint(
     check_module(module)
     engines = engines_of(optimizer)
     meeting = meeting_of(engines, module)
-    problem: Problem = None
-    root = Path()
-    try:
-        root, strict = directory_of(directory), flag(strict, "strict")
-    except Exception as error:
-        problem = error
-    meeting.share(problem, "reading the arguments")
+    root, strict = meeting.together(lambda: (directory_of(directory), flag(strict, "strict")), "reading the arguments")
     checkpoint = _open(root, meeting)
     with checkpoint, torch.no_grad():
         return _load(checkpoint, module, engines, strict, meeting)
@@ -88,25 +82,15 @@ def load_checkpoint(
 def _open(directory: Path, meeting: Meeting) -> Checkpoint:
     """Collective: opens the same checkpoint on all ranks."""
     phase = "opening a checkpoint"
-    problem: Problem = None
-    name: str | None = None
-    try:
-        if meeting.world.rank == 0:
-            found = find(directory)
-            name = None if found == directory else found.name
-    except Exception as error:
-        problem = error
-    meeting.share(problem, phase)
-    name = meeting.from_rank_0(name, phase)
-    checkpoint: Checkpoint | None = None
-    try:
-        checkpoint = Checkpoint(directory if name is None else directory / name)
-    except Exception as error:
-        problem = error
-    meeting.share(problem, phase)
-    assert checkpoint is not None
-    digest = checkpoint.digest
-    meeting.compare(lambda: {"the manifest's digest": digest}, phase)
+
+    def newest() -> str | None:
+        """Returns the name of rank 0's, or None if the directory itself is a checkpoint."""
+        found = directory if meeting.world.rank else find(directory)
+        return None if found == directory else found.name
+
+    name = meeting.from_rank_0(meeting.together(newest, phase), phase)
+    checkpoint = meeting.together(lambda: Checkpoint(directory if name is None else directory / name), phase)
+    meeting.compare({"the manifest's digest": checkpoint.digest}, phase)
     step = int(checkpoint.manifest.info["step"])
     meeting.compare_beyond({"the step of the checkpoint of each part of the model": step}, phase)
     return checkpoint
@@ -114,9 +98,9 @@ def _open(directory: Path, meeting: Meeting) -> Checkpoint:
 
 def _load(checkpoint: Checkpoint, module: nn.Module, engines: list[Engine], strict: bool, meeting: Meeting) -> Loaded:
     manifest, path = checkpoint.manifest, checkpoint.path
-    problem: Problem = None
-    fitting, loading = Fit(), Loading(checkpoint, meeting)
-    try:
+    loading = Loading(checkpoint, meeting)
+
+    def compare() -> Fit:
         model = Model(module, engines)
         model.check_loadable()
         fitting = fit(manifest, model)
@@ -126,21 +110,16 @@ def _load(checkpoint: Checkpoint, module: nn.Module, engines: list[Engine], stri
                 f"fit this model: {fitting.describe()}. Nothing was loaded."
             )
         check_groups(manifest, fitting, engines)
-    except Exception as error:
-        problem = error
-    meeting.share(problem, "comparing the checkpoint with the model")
-    try:
-        for each in engines:
-            each.ensure_bound()
-    except Exception as error:
-        problem = error
-    meeting.share(problem, "binding params")
-    try:
-        model = Model(module, engines)  # params have shards now
-        loading.prepare(model, fitting)
-    except Exception as error:
-        problem = error
-    meeting.share(problem, "checking the checkpoint")
+        return fitting
+
+    def bind() -> Model:
+        for engine in engines:
+            engine.ensure_bound()
+        return Model(module, engines)  # params have shards now
+
+    fitting = meeting.together(compare, "comparing the checkpoint with the model")
+    model = meeting.together(bind, "binding params")
+    meeting.together(lambda: loading.prepare(model, fitting), "checking the checkpoint")
     loading.change(model, fitting)
     return Loaded(loading.extra, path, int(manifest.info["step"]), fitting.mismatches, loading.plan.losses())
 

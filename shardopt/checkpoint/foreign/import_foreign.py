@@ -13,10 +13,10 @@ from ...errors import CheckpointError, StateError
 from ...optim.classes import Recipe
 from ...partition.comm.group import Ranks
 from .. import files, publish, values
-from ..meeting import Desk
+from ..meeting import FileSignals
 from ..plan_save import Piece, SavePlan
 from ..records import NAME_OF_DTYPE, Key, Tensor, Tensors
-from ..write import Run, as_checkpoint_error
+from ..write import RankWriter, as_checkpoint_error
 from .recognise import plain_hyper
 from .source import Foreign, ForeignParam, Values
 
@@ -125,7 +125,7 @@ def write_import(plan: SavePlan, root: Path) -> Path:
     except OSError as error:
         raise as_checkpoint_error(error, root) from error
     try:
-        Run(site, lock, plan, Desk(site, 0, 1, Ranks(None, None).seconds), None, 0, 1).run()
+        RankWriter(site, lock, plan, FileSignals(site, Ranks.alone()), None).run()
     except BaseException:
         with suppress(OSError, CheckpointError):
             publish.abandon(site)
