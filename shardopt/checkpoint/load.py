@@ -202,10 +202,10 @@ class Loading:
             param = model.params[name]
             if param.entry is not None:
                 self._commit_param(param, param.entry, fitting.states.get(name))
-                if param.entry.slot is not None:
+                if param.entry.gradient_slice is not None:
                     about = self._manifest.info.get("gradients", {}).get(saved)
                     own = self.plan.gradients.get(param.param)
-                    gradients.restore(param.param, param.entry.slot, about, own, self._meeting.world.size)
+                    gradients.restore(param.param, param.entry.gradient_slice, about, own, self._meeting.world.size)
         for number, engine in enumerate(model.engines):
             engine.states.consolidated = None
             owned = {param for group in engine.local_groups() for param in group["params"]}
