@@ -55,17 +55,19 @@ def _disk(directory: Path, tuning: Tuning) -> DiskStore:
     return DiskStore(directory, tuning.chunk_bytes, tuning.timeout or _PATIENCE)
 
 
-def _beside(device: torch.device, lanes: CopyStreams, rests: Offload, tuning: Tuning) -> Store:
+def _beside(device: torch.device, streams: CopyStreams, rests: Offload, tuning: Tuning) -> Store:
     """For params that are not in the host's memory."""
     pages = _pages(rests)
     if rests.directory is not None:
-        return CpuStepStore(lanes, pages, _disk(rests.directory, tuning))
+        return CpuStepStore(streams, pages, _disk(rests.directory, tuning))
     host = HostStore(pages, tuning.chunk_bytes)
     if rests.step == "gpu":
-        return RingStore(device, lanes, host)
+        return RingStore(device, streams, host)
     if rests.step == "cpu":
-        return CpuStepStore(lanes, pages, host)
-    return MeasuredStore(lanes, host, {"gpu": RingStore(device, lanes, host), "cpu": CpuStepStore(lanes, pages, host)})
+        return CpuStepStore(streams, pages, host)
+    return MeasuredStore(
+        streams, host, {"gpu": RingStore(device, streams, host), "cpu": CpuStepStore(streams, pages, host)}
+    )
 
 
 def _pages(rests: Offload) -> Pages:

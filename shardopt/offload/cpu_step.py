@@ -45,10 +45,10 @@ class CpuStepStore:
 
     note: str | None = None
 
-    def __init__(self, lanes: CopyStreams, pages: Pages, rests: Store):
+    def __init__(self, streams: CopyStreams, pages: Pages, rests: Store):
         """``rests`` fetches chunks into host memory."""
         self.tier, self.is_final = rests.tier, rests.is_final
-        self._lanes, self._pages, self._rests = lanes, pages, rests
+        self._streams, self._pages, self._rests = streams, pages, rests
         # Where updates write this rank's params, 1D in host memory.
         self._params: weakref.WeakKeyDictionary[ShardStorage, torch.Tensor] = weakref.WeakKeyDictionary()
         self._slots: list[torch.Tensor] = []
@@ -74,7 +74,7 @@ class CpuStepStore:
         inside = [self._inside(chunk) for chunk in chunks]
         self._rests.prefetch(inside)
         self._make_slots(max((_slot_bytes(chunk) for chunk in chunks), default=0), len(chunks))
-        self._waiting, self._behind = deque(zip(chunks, inside, strict=True)), self._lanes.now()
+        self._waiting, self._behind = deque(zip(chunks, inside, strict=True)), self._streams.now()
         for slot in self._slots:
             self._enter(slot)
 
@@ -105,12 +105,12 @@ class CpuStepStore:
         copies = [*map(Copy, gradients, chunk.gradients)]
         if chunk.param is not None and inside.param is not None and chunk.reads_param:
             copies.append(Copy(inside.param, chunk.param))
-        self._turns[chunk] = _Turn(inside, slot, gradients, self._lanes.take(copies, self._behind))
+        self._turns[chunk] = _Turn(inside, slot, gradients, self._streams.to_host(copies, self._behind))
 
     def fetch(self, chunk: Chunk) -> Fetched:
         turn = self._turns[chunk]
         # Gradients come behind kernels that run behind the last step's params: those are no longer on their way up.
-        self._lanes.settle(turn.here)
+        self._streams.synchronize(turn.here)
         streams, param, _ = self._rests.fetch(turn.inside)
         return Fetched(streams, param, turn.gradients)
 
@@ -127,8 +127,8 @@ class CpuStepStore:
         if chunk.param is not None and inside.param is not None:
             copies = [Copy(chunk.param[each], inside.param[each]) for each in chunk.written]
             # Behind all that still reads the params; what is asked for from now on reads these.
-            self._sent = self._lanes.bring(copies, self._lanes.now())
-            self._lanes.join(self._sent)
+            self._sent = self._streams.to_device(copies, self._streams.now())
+            self._streams.wait(self._sent)
 
     def flush(self) -> None:
         self._rests.flush()
@@ -149,7 +149,7 @@ class CpuStepStore:
     def _end_turns(self) -> None:
         """Until nothing is copied that a step which failed had asked for."""
         for turn in self._turns.values():
-            self._lanes.settle(turn.here)
+            self._streams.synchronize(turn.here)
         self._turns = {}
         self._waiting.clear()
 
@@ -157,7 +157,7 @@ class CpuStepStore:
         """Until nothing is copied: also params of the last step."""
         self._end_turns()
         if self._sent is not None:
-            self._lanes.settle(self._sent)
+            self._streams.synchronize(self._sent)
             self._sent = None
 
     @property

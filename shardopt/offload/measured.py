@@ -28,9 +28,9 @@ class MeasuredStore(FinalStore):
 
     tier = "host"
 
-    def __init__(self, lanes: CopyStreams, host: HostStore, ways: Mapping[str, _Way]):
+    def __init__(self, streams: CopyStreams, host: HostStore, ways: Mapping[str, _Way]):
         """``ways``: by the names that ``Offload.step`` gives them."""
-        self._lanes, self._host, self._ways = lanes, host, dict(ways)
+        self._streams, self._host, self._ways = streams, host, dict(ways)
         self._homes: weakref.WeakSet[ShardStorage] = weakref.WeakSet()
         self._seconds: dict[str, list[float]] = {name: [] for name in ways}
         self._now = next(iter(ways))
@@ -51,7 +51,7 @@ class MeasuredStore(FinalStore):
 
     def prefetch(self, chunks: Sequence[Chunk]) -> None:
         if self.note is None:
-            self._lanes.settle(self._lanes.now())  # what backward left to do is not the step's
+            self._streams.synchronize(self._streams.now())  # what backward left to do is not the step's
             self._began = time.perf_counter()
         self._way.prefetch(chunks)
 
@@ -65,7 +65,7 @@ class MeasuredStore(FinalStore):
         self._way.flush()
         if self._began is not None:
             self._way.settle()
-            self._lanes.settle(self._lanes.now())
+            self._streams.synchronize(self._streams.now())
             self._seconds[self._now].append(time.perf_counter() - self._began)
             self._began = None
             self._go_on()

@@ -55,8 +55,8 @@ class RingStore(FinalStore):
 
     tier = "host"
 
-    def __init__(self, device: torch.device, lanes: CopyStreams, host: HostStore):
-        self._device, self._lanes, self._host = device, lanes, host
+    def __init__(self, device: torch.device, streams: CopyStreams, host: HostStore):
+        self._device, self._streams, self._host = device, streams, host
         self._slots: list[_Slot] = []
         self._slot_bytes = 0
         self._waiting: deque[Chunk] = deque()
@@ -99,41 +99,41 @@ class RingStore(FinalStore):
             self._slots, self._slot_bytes = [], nbytes
         while len(self._slots) < min(SLOTS, len(self._waiting)):
             # The allocator hands out what kernels before this point may still use.
-            self._slots.append(_Slot(self._slot_bytes, self._device, self._lanes.now()))
+            self._slots.append(_Slot(self._slot_bytes, self._device, self._streams.now()))
 
     def _enter(self, slot: _Slot) -> None:
         if self._waiting:
             chunk = self._waiting.popleft()
             turn = self._turns[chunk] = _Turn(slot, parts_of(chunk), chunk.gradients)
             copies = [*map(Copy, turn.streams, turn.resting), *map(Copy, turn.gradients, chunk.gradients)]
-            turn.here = self._lanes.bring(copies, slot.free)
+            turn.here = self._streams.to_device(copies, slot.free)
             self._read = turn.here if chunk.gradients else self._read
 
     def fetch(self, chunk: Chunk) -> Fetched:
         if not _moves(chunk):
             return Fetched((), chunk.param, ())
         turn = self._turns[chunk]
-        self._lanes.join(turn.here)
+        self._streams.wait(turn.here)
         return Fetched(turn.streams, chunk.param, turn.gradients)
 
     def write_back(self, chunk: Chunk) -> None:
         if _moves(chunk):
             turn = self._turns.pop(chunk)
-            taken = self._lanes.take([*map(Copy, turn.resting, turn.streams)], self._lanes.now())
+            taken = self._streams.to_host([*map(Copy, turn.resting, turn.streams)], self._streams.now())
             turn.slot.free = self._written = taken
             self._enter(turn.slot)
 
     def flush(self) -> None:
         """Until gradients were read: behind a step they are whoever's who scales or zeroes them."""
         if self._read is not None:
-            self._lanes.settle(self._read)
+            self._streams.synchronize(self._read)
             self._read = None
 
     def settle(self) -> None:
         """Until host memory holds what was written back."""
         written = self._written  # other ranks read in a thread of their own
         if written is not None:
-            self._lanes.settle(written)
+            self._streams.synchronize(written)
             self._written = None
 
     @property

@@ -150,7 +150,7 @@ def _find_ready(domain: Domain, groups: Sequence[Group]) -> list[Ready]:
 def _ready(domain: Domain, entry: ParamRecord, group: int, number: int, grad: torch.Tensor) -> Ready:
     if isinstance(grad, GradientPart) and grad.slot is entry.slot:
         slot = grad.whole_slot()
-        return Ready(entry, group, slot.total, number, slot.start, slot, entry.shard.reduced.at_rest)
+        return Ready(entry, group, slot.total, number, slot.start, slot, entry.shard.reduced.is_on_host)
     # Zeros are their own mean, if all ranks have them: one that has other values raises this on all of them. So torch's
     # get_state_dict() and set_state_dict() make states: they assign zeros and take a step.
     if entry.slot is not None and domain.mesh.world.size > 1 and not _is_zero(grad):
