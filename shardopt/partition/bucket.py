@@ -34,8 +34,8 @@ class Bucket:
         self._present = list(range(len(self.params)))  # those that have not left
         self.layout = layout
         first = params[0]
-        self._room = Memory(layout.numel, first.dtype, first.device)
-        self.flat = self._room.tensor  # 1D, padding stays zero
+        self._memory = Memory(layout.numel, first.dtype, first.device)
+        self.flat = self._memory.tensor  # 1D, padding stays zero
         self._shapes = tuple((param.size(), dense_strides(param)) for param in self.params)
         try:
             self._take_in(fresh, is_released)
@@ -58,25 +58,25 @@ class Bucket:
     @property
     def nbytes(self) -> int:
         """Of the whole bucket, here or not."""
-        return self._room.nbytes
+        return self._memory.nbytes
 
     @property
     def resident_bytes(self) -> int:
-        return self._room.nbytes if self._room.is_there else 0
+        return self._memory.nbytes if self._memory.is_allocated else 0
 
     def drop(self) -> None:
         """Gives the memory back. Params, and what autograd saved of them, stay views of the same empty storage."""
         self.hide()
-        self._room.give_back()
+        self._memory.free()
 
     def hide(self) -> None:
         """Params must not be read any more."""
         for index in self._present:
             self.params[index].__class__ = self._classes[index][1]
 
-    def take_room(self) -> None:
+    def allocate(self) -> None:
         """Memory for the whole bucket again, at another address perhaps; it holds anything."""
-        self._room.take()
+        self._memory.allocate()
 
     def show(self) -> None:
         """The values are whole: params may be read again."""
@@ -87,7 +87,7 @@ class Bucket:
         """How often each param, which is here, was written in place."""
         return [(self.params[index], self.params[index]._version) for index in self._present]
 
-    def let_go(self, param: torch.nn.Parameter) -> None:
+    def remove_param(self, param: torch.nn.Parameter) -> None:
         """Gives one param, which is here, storage of its own; its place stays empty."""
         with torch.no_grad():
             param.data = param.detach().clone(memory_format=torch.preserve_format)
@@ -102,10 +102,10 @@ class Bucket:
         """How many tensors lie in the memory."""
         return int(torch._C._storage_Use_Count(self.flat.untyped_storage()._cdata))
 
-    def leave_memory(self) -> None:
+    def move_params_out(self) -> None:
         """The params, which are here, move to other memory, without their values; other views keep this one."""
-        self._room = Memory(self.layout.numel, self.dtype, self.device)
-        self.flat = self._room.tensor
+        self._memory = Memory(self.layout.numel, self.dtype, self.device)
+        self.flat = self._memory.tensor
         with torch.no_grad():
             for index in self._present:
                 self.params[index].data = self.view(self.flat, index, self.params[index])
@@ -141,9 +141,9 @@ class Bucket:
 
     def release(self) -> None:
         """Gives every param storage of its own again; in a bucket that is not there, none has values to take along."""
-        if not self._room.is_there:
+        if not self._memory.is_allocated:
             self.show()
         with torch.no_grad():
             for index, param in enumerate(self.params):
-                if index in self._present and self.holds(index) and self._room.is_there:
+                if index in self._present and self.holds(index) and self._memory.is_allocated:
                     param.data = param.detach().clone(memory_format=torch.preserve_format)
