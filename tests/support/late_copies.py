@@ -147,21 +147,21 @@ def as_on_a_gpu(streams: type[CopyStreams]) -> Iterator[None]:
     """Params on the CPU are offloaded as those on a GPU are: by the same stores, with these streams."""
 
     def beside(rests: Offload, tuning: Any) -> Any:
-        return tiers._beside(CPU, streams(), rests, tuning)
+        return tiers._gpu_store(CPU, streams(), rests, tuning)
 
     def landing(rests: Offload | None, device: torch.device) -> Any:
         if rests is None or rests.gradients is None:
             return None
         return HostLanding(CPU, streams(), tiers._pages(rests))
 
+    def offloads_params(offload: Offload | None, device: torch.device) -> bool:
+        return offload is not None and offload.params is not None
+
     with ExitStack() as stack:
-        stack.enter_context(patch("shardopt.domain.tiers._beside_cpu", beside))
+        stack.enter_context(patch("shardopt.domain.tiers._cpu_store", beside))
         stack.enter_context(patch("shardopt.domain.bind.make_landing", landing))
         stack.enter_context(patch("shardopt.domain.tiers.register_with_cuda", None))
         for module in ("domain.bind", "engine"):
             stack.enter_context(patch(f"shardopt.{module}.check_offload", lambda rests, *_: None))
-        away = patch(
-            "shardopt.domain.domain.params_rest", lambda rests, device: rests is not None and rests.params is not None
-        )
-        stack.enter_context(away)
+        stack.enter_context(patch("shardopt.domain.domain.offloads_params", offloads_params))
         yield

@@ -136,7 +136,7 @@ def _make_folder(held: int, path: Path) -> int:
 
 
 def _remove(handle: _FolderHandle, file: AlignedFile | None) -> None:
-    """Removes file and folder, unless they were replaced. Does nothing in a forked child, which holds the same
+    """Removes file and folder, unless they were replaced, and closes them. A forked child only closes its
     descriptors.
     """
     if os.getpid() == handle.pid:
@@ -209,8 +209,9 @@ def _owner(page: bytes) -> dict[str, Any]:
 
 
 def _is_alive(owner: dict[str, Any]) -> bool:
-    """True if the process named in the page runs, for file systems without locks. Boot and start time tell it from a
-    later process of the same number.
+    """True if the process named in the page runs; needed on file systems without locks.
+
+    Boot and start time tell the process from a later one of the same number.
     """
     pid = owner.get("pid")
     return isinstance(pid, int) and owner.get("boot") == _boot() and owner.get("start") == _start_of(pid) is not None

@@ -58,7 +58,7 @@ class DiskStorage:
 
     tier = "disk"
     device = torch.device("cpu")
-    is_apart = False
+    updates_on_host = False
 
     def __init__(self, store: "DiskStore", numel: int, dtype: torch.dtype):
         self._store, self._segments, self._numel = store, store.segments, numel
