@@ -92,11 +92,11 @@ class Report:
     def fill_arrivals(self, arrivals: Arrivals) -> None:
         self._params[:, _PRESENT], self._params[:, _HELD], self._params[:, _LATE] = arrivals
 
-    def say_updated(self) -> None:
+    def mark_updated(self) -> None:
         """This rank's params or states are not those of before the backward."""
         self._head[-1] = 1
 
-    def say_failed(self, rank: int) -> None:
+    def mark_failed(self, rank: int) -> None:
         """This rank's gradients are missing."""
         self._head[rank] = 1
 
