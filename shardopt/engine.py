@@ -35,7 +35,7 @@ from .domain.unsharded import check_gathered_by_nobody, check_weights, unsharded
 from .errors import DisagreementError, ShardoptError, StateError
 from .module.backward import Backward
 from .module.closure import RaiseNow, run_closure
-from .module.materialize import check_materialisable, check_unused, meta_params
+from .module.materialize import check_materializable, check_unused, meta_params
 from .module.takeover import ModuleTakeover
 from .offload.store import Store
 from .partition.comm.group import Ranks
@@ -305,7 +305,7 @@ class Engine:
             numbers = [plain_numbers(group) for group in self.groups]
             check_numbers(numbers, self.defaults)
             if takeover.fresh or meta_params(takeover.module):
-                check_materialisable(takeover.module, state_dict, takeover.fresh)
+                check_materializable(takeover.module, state_dict, takeover.fresh)
             else:
                 check_unused(state_dict)
         except Exception as error:
