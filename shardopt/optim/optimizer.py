@@ -172,7 +172,7 @@ class ShardedOptimizer(torch.optim.Optimizer, JoinableOptimizer):
     def refresh_masters(self) -> None:
         """Makes master weights follow params that were written through ``.data``, which leaves no trace. Local.
 
-        In-place writes (``load_state_dict``, ``copy_``) are noticed without this call. Call it on every rank that wrote.
+        In-place writes (``load_state_dict``, ``copy_``) are noticed without it. Call it on every rank that wrote.
         """
         self.engine.refresh_masters()
 
