@@ -194,7 +194,11 @@ def test_each_allocation_of_the_binding_of_one_rank_fails_once(tmp_path: Path, r
 
 
 def one_rank_fails(way: str, folder: str, failing_rank: int | None) -> tuple[str, int]:
-    """Steps in which allocations fail on one rank, one after the other; the others are told, and nobody steps."""
+    """Steps in which allocations fail on one rank, one after the other; the others are told, and nobody steps.
+
+    Autograd's own allocations fail as well. shardopt takes no part in those errors: it tells the others in the
+    zero_grad() that every error asks for, and gives back there what stage 3 had gathered.
+    """
     rank = dist.get_rank()
     model, opt = make(way, Path(folder))
     opt.bind()
@@ -205,12 +209,14 @@ def one_rank_fails(way: str, folder: str, failing_rank: int | None) -> tuple[str
             before, number = digest(opt), number + 1
             with failing(number if step and rank == failing_rank else None, least=1024) as meter:
                 try:
-                    opt.zero_grad()
                     backward(model, step)
                     opt.step()
                     done = True
-                except (MemoryError, ShardoptError):
+                except (MemoryError, ShardoptError) as error:
+                    opt.zero_grad()
                     assert digest(opt) == before
+                    assert "did not come" not in str(error), "this rank waited for its deadline"
+            opt.zero_grad()
             told = torch.tensor([float(done), float(meter.has_failed)])
             dist.all_reduce(told)
             assert told[0] in (0, 2), "one rank stepped and another did not"
@@ -222,7 +228,6 @@ def one_rank_fails(way: str, folder: str, failing_rank: int | None) -> tuple[str
     return found, number - 1
 
 
-@pytest.mark.slow  # minutes of waiting: each failure in a backward is noticed by the other rank in its own time
 @pytest.mark.parametrize("way", ["stage 2 of bf16", "stage 3"])
 def test_each_allocation_of_one_rank_fails_once(way: str, tmp_path: Path, ranks: Pool) -> None:
     expected = ranks.run(one_rank_fails, way, str(tmp_path), None, world=2)
