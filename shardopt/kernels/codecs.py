@@ -93,9 +93,14 @@ def join(param: torch.Tensor, rest: torch.Tensor, format: Format) -> torch.Tenso
     return (upper + lower).view(torch.float32)
 
 
+def rounds_to_even(master: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
+    """Returns a mask: True where a step with fp32 masters rounds the master to this param; all 1D."""
+    return master.to(param.dtype) == param
+
+
 def rounds_to(master: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
     """Returns a mask: True where an fp32 master rounds to its param; all 1D. Ties go to even, or as in ``split``."""
-    to_even = master.to(param.dtype) == param
+    to_even = rounds_to_even(master, param)
     if param.dtype is not torch.bfloat16:
         return to_even
     return to_even | ((master.view(torch.int32) + 0x8000 >> 16).short() == param.view(torch.int16))

@@ -34,7 +34,7 @@ class ParamUpdate:
         start: index in the param of the first element of ``grad``.
         gradient_slice: the slice whose ``total`` is ``grad``; None for a gradient that is not reduced by shardopt.
         divisor: number by which ``grad`` still has to be divided; 1 for a mean.
-        on_host: true if ``grad`` is in host memory and the param is on a device.
+        is_on_host: true if ``grad`` is in host memory and the param is on a device.
     """
 
     entry: ParamRecord
@@ -44,7 +44,7 @@ class ParamUpdate:
     start: int = 0
     gradient_slice: GradientSlice | None = None
     divisor: int = 1
-    on_host: bool = False
+    is_on_host: bool = False
 
 
 class Scalars(NamedTuple):
@@ -69,7 +69,7 @@ class Launch:
     updates: Mapping[int, ParamUpdate]  # row -> param
     divisor: int  # of every gradient: how many were added up
     noise: Noise | None  # None if everything is rounded to nearest
-    on_host: bool  # true if the gradients are in host memory and the shard is on a device
+    is_on_host: bool  # true if the gradients are in host memory and the shard is on a device
 
 
 def scalars_of(domain: Domain, numbers: Sequence[dict[str, Any]], updates: Sequence[ParamUpdate]) -> Scalars:
@@ -114,17 +114,17 @@ def launches_of(
     for row, piece in enumerate(shard.pieces):
         each = updates.get(piece.param)
         if each is not None:
-            rows[variants[each.group], each.grad.dtype, each.divisor, each.on_host][row] = each
-    for (variant, dtype, divisor, on_host), members in rows.items():
+            rows[variants[each.group], each.grad.dtype, each.divisor, each.is_on_host][row] = each
+    for (variant, dtype, divisor, is_on_host), members in rows.items():
         spec = shard.spec(variant, format_of(dtype, "a gradient"))
-        gradients = shard.gradients({row: (each.grad, each.start) for row, each in members.items()}, on_host)
+        gradients = shard.gradients({row: (each.grad, each.start) for row, each in members.items()}, is_on_host)
         device = shard.home.device
         backend_of(device).prepare(spec, device, gradients.aligned)
         table = np.zeros((shard.num_rows, len(variant.scalars)), dtype=np.float32)
         for row, each in members.items():
             table[row] = scalars.values[each.entry]
         noise = _noise(seed, shard, members) if spec.needs_noise else None
-        yield Launch(shard, spec, gradients, torch.from_numpy(table).to(device), members, divisor, noise, on_host)
+        yield Launch(shard, spec, gradients, torch.from_numpy(table).to(device), members, divisor, noise, is_on_host)
 
 
 def _noise(seed: int, shard: Shard, members: Mapping[int, ParamUpdate]) -> Noise:

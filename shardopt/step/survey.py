@@ -109,9 +109,9 @@ def _with_gradient(domain: Domain, update: ParamUpdate, grad: torch.Tensor) -> P
     entry = update.entry
     if isinstance(grad, GradientPart) and grad.gradient_slice is entry.gradient_slice:
         own = grad.whole_slice()
-        on_host = entry.shard.reduced.at_rest
+        is_on_host = entry.shard.reduced.is_on_host
         return replace(
-            update, grad=own.total, start=own.start, gradient_slice=own, divisor=own.divisor, on_host=on_host
+            update, grad=own.total, start=own.start, gradient_slice=own, divisor=own.divisor, is_on_host=is_on_host
         )
     # Zeros are their own mean, if all ranks have them: one that has other values raises this on all of them. So torch's
     # get_state_dict() and set_state_dict() make states: they assign zeros and take a step.

@@ -81,9 +81,10 @@ class ShardUpdate(NamedTuple):
         return [self._chunk(chunk, launches) for chunk in self.shard.chunks(names, pieces)]
 
     def _chunk(self, chunk: Chunk, launches: list[Launch]) -> ChunkUpdate:
-        updates_on_host = chunk.home.is_apart
+        updates_on_host = chunk.home.updates_on_host
         runs = [
-            None if launch.on_host == updates_on_host else _runs(launch, chunk.start, chunk.stop) for launch in launches
+            None if launch.is_on_host == updates_on_host else _runs(launch, chunk.start, chunk.stop)
+            for launch in launches
         ]
         moved = tuple(run.values for each in runs if each is not None for run in each)
         written = self._written(chunk) if updates_on_host else ()

@@ -93,10 +93,10 @@ class UpdateInBackward(Backward):
 
     # -- params ----------------------------------------------------------------------------------------------------
 
-    def _take_over(self, entry: ParamRecord) -> None:
+    def _attach_slice(self, entry: ParamRecord) -> None:
         """Does nothing: no gradient is ever shown."""
 
-    def _track(self, shard: Shard) -> None:
+    def _watch_sums(self, shard: Shard) -> None:
         me, there = weakref.ref(self), weakref.ref(shard)  # weak: a cycle would keep masters and states alive
 
         def use(total: torch.Tensor, arrived: AbstractSet[int]) -> None:
@@ -137,14 +137,14 @@ class UpdateInBackward(Backward):
             why = f"in a backward with release_gradients=True that had updated some buckets: {reason}"
             self._domain.break_off(why)
 
-    def take(self, entry: ParamRecord) -> None:
+    def take_gradient(self, entry: ParamRecord) -> None:
         if not self.is_syncing:
             raise ShardoptError(
                 "with release_gradients=True run the module's own forward (or call optimizer.bind() before), and call "
                 f"backward() outside of no_sync(), once a step: {entry.name} got a gradient under no_sync(), or after "
                 "no forward of the module that was handed over, which would have to be kept for a later backward."
             )
-        super().take(entry)
+        super().take_gradient(entry)
 
     def open(self) -> None:
         if self._outcome is not None and not any(entry.param.requires_grad for entry in self._entries):
@@ -197,7 +197,7 @@ class UpdateInBackward(Backward):
         with torch.no_grad(), domain.clock.phase("update"):
             if not self._is_usable(shard, total):
                 return
-            if domain.mesh.world.size > 1 and len(arrived) < shard.passing.num_params:
+            if domain.mesh.world.size > 1 and len(arrived) < len(shard.bucket.params):
                 current.waiting[shard] = total
                 return
             launches = self._launches(shard, total, arrived)
@@ -212,7 +212,7 @@ class UpdateInBackward(Backward):
     def _is_usable(self, shard: Shard, total: torch.Tensor) -> bool:
         """Notes the norms of a sum. False if it holds an Inf or NaN that must not reach params."""
         assert self._round is not None
-        self._sum_up(self._round.sums, shard, format_of(total.dtype, "a gradient"), shard.gradients_in(total))
+        self._add_totals(self._round.sums, shard, format_of(total.dtype, "a gradient"), shard.gradients_in(total))
         nonfinite = self._round.sums[self._rows[shard], NONFINITE].any()
         return not nonfinite or self._domain.options.tuning.nonfinite == "propagate"
 
