@@ -78,8 +78,8 @@ def scales_of(largest: torch.Tensor, format: BlockFormat) -> torch.Tensor:
     """Returns the fp32 scales of blocks, from the bits of their largest magnitudes; NaN and Inf stay as they are."""
     magnitudes = largest.clamp(max=NAN_BITS).view(torch.float32)
     scales = magnitudes * torch.tensor(1.0 / format.largest, device=largest.device)
-    half, kept = 1 << (SCALE_DROPPED_BITS - 1), -1 << SCALE_DROPPED_BITS
-    rounded = ((scales.view(torch.int32) + half) & kept).view(torch.float32).clamp(SMALLEST_SCALE, format.largest_scale)
+    half, mask = 1 << (SCALE_DROPPED_BITS - 1), -1 << SCALE_DROPPED_BITS
+    rounded = ((scales.view(torch.int32) + half) & mask).view(torch.float32).clamp(SMALLEST_SCALE, format.largest_scale)
     return torch.where(largest == 0, 0.0, torch.where(magnitudes <= LARGEST_FP32, rounded, magnitudes))
 
 

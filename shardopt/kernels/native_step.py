@@ -91,7 +91,7 @@ class _Text:
     advance: list[str] = field(default_factory=list)  # to the next element's noise
     keep: list[str] = field(default_factory=list)  # in the first of two loops: puts new values on the stack
     scale: list[str] = field(default_factory=list)  # between the two loops
-    kept: dict[str, str] = field(default_factory=dict)  # variable of a state in 8 bits -> how it is read back
+    reread: dict[str, str] = field(default_factory=dict)  # variable of a state in 8 bits -> how it is read back
 
 
 def _pointers(spec: StepSpec) -> list[str]:
@@ -143,12 +143,12 @@ def step_source(spec: StepSpec) -> str:
 
 def _loops(text: _Text, rule: list[str]) -> list[str]:
     """Returns the loop over the elements of a block, or two loops if a state is in 8 bits."""
-    if not text.kept:
+    if not text.reread:
         return _loop([*text.load, *rule, *text.store, *text.advance])
     again = list(rule)
-    for variable, kept in text.kept.items():
+    for variable, value in text.reread.items():
         last = max((at for at, line in enumerate(again) if line.startswith(f"{variable} = ")), default=-1)
-        again.insert(last + 1, f"{variable} = {kept}")
+        again.insert(last + 1, f"{variable} = {value}")
     first, second = [*text.load, *rule, *text.keep], [*text.load, *again, *text.store, *text.advance]
     return [*_loop(first), *text.scale, *_loop(second)]
 
@@ -215,7 +215,7 @@ def _add_block_state(text: _Text, name: str, format: BlockFormat, stream: int, n
         f"store_f32({name}_new, i - start, state_{name}, {new_stream})",
         f"{name}_largest = larger({name}_largest, magnitude_{word}(state_{name}))",
     ]
-    text.kept[f"state_{name}"] = f"load_f32({name}_new, i - start, {new_stream})"
+    text.reread[f"state_{name}"] = f"load_f32({name}_new, i - start, {new_stream})"
     text.scale += [
         f"{name}_new_scale = scale_of({name}_largest, {1 / format.largest!r}, {format.largest_scale!r})",
         f"store_f32({name}_scales_at, block, {name}_new_scale, TABLE)",

@@ -80,12 +80,12 @@ def step_kernel(
         param = join(upper, tl.load(master_ptr + offsets, mask=active, other=0), MASTER)
     states = ()
     for index in tl.static_range(len(state_ptrs)):
-        kept = tl.load(state_ptrs[index] + offsets, mask=active, other=0)
+        stored = tl.load(state_ptrs[index] + offsets, mask=active, other=0)
         if STATES[index][0] == "block":
             scales = tl.load(scale_ptrs[index] + blocks, mask=inside, other=0.0)
-            states = states + (decode(kept, scales, STATES[index]),)  # noqa: RUF005
+            states = states + (decode(stored, scales, STATES[index]),)  # noqa: RUF005
         else:
-            states = states + (widen(kept, STATES[index][0]),)  # noqa: RUF005
+            states = states + (widen(stored, STATES[index][0]),)  # noqa: RUF005
 
     grad_ptrs = grad_at.to(tl.pointer_type(GRAD_TYPE))[:, None] + offsets
     if ALIGNED:
@@ -177,8 +177,8 @@ def launch_step(
     step_kernel[(triton.cdiv(num_blocks, BLOCKS_PER_PROGRAM),)](
         streams.param.view(spec.param.storage),
         streams.param.view(spec.param.storage) if streams.master is None else streams.master,
-        tuple(kept.view(format.storage) for kept, format in zip(streams.states, spec.states, strict=True)),
-        tuple(kept if (scales := streams.scale(i)) is None else scales for i, kept in enumerate(streams.states)),
+        tuple(state.view(format.storage) for state, format in zip(streams.states, spec.states, strict=True)),
+        tuple(state if (scales := streams.scale(i)) is None else scales for i, state in enumerate(streams.states)),
         gradients.row_of_block,
         gradients.rows,
         scalars,
