@@ -1,10 +1,10 @@
-"""The tables of kernel launches: which params of a shard one launch updates, with which scalars and which noise."""
+"""The plan of a step: the tables of its launches, and which params each one updates, with which scalars and noise."""
 
 import hashlib
 import struct
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,6 +15,7 @@ from ..domain.param import ParamRecord
 from ..domain.shard import Shard
 from ..kernels.formats import ROOT2, format_of
 from ..kernels.launch import backend_of
+from ..kernels.reductions import LIMBS
 from ..kernels.spec import StepSpec
 from ..kernels.tables import Gradients, Noise
 from ..rules import Variant
@@ -70,6 +71,27 @@ class Launch:
     divisor: int  # of every gradient: how many were added up
     noise: Noise | None  # None if everything is rounded to nearest
     is_on_host: bool  # true if the gradients are in host memory and the shard is on a device
+
+
+class GradientStats(NamedTuple):
+    """What the gradients hold, as far as the decision needs it."""
+
+    nonfinite: int = 0  # Inf and NaN in this rank's shards
+    limbs: tuple[int, ...] = (0,) * LIMBS  # sum of squares of this rank's shards
+    witness: int = 0  # bits of a float64: a sample that must be alike on all ranks, see survey.py
+    norm: float | None = None  # 2-norm of all gradients, where every rank knows it
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """What this rank would do."""
+
+    updates: list[ParamUpdate] = field(default_factory=list)
+    launches: list[Launch] = field(default_factory=list)
+    scalars: Scalars = field(default_factory=lambda: Scalars({}, {}))
+    states: dict[Shard, dict[str, None]] = field(default_factory=dict)  # names each shard needs, the same on all ranks
+    written: list[ParamRecord] = field(default_factory=list)  # params that others wrote since the last step
+    stats: GradientStats = field(default_factory=GradientStats)
 
 
 def scalars_of(domain: Domain, numbers: Sequence[dict[str, Any]], updates: Sequence[ParamUpdate]) -> Scalars:

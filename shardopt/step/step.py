@@ -33,8 +33,8 @@ from ..errors import ShardoptError
 from ..kernels.reductions import sum_of_squares
 from ..kernels.tables import Factors
 from ..partition.comm.group import Ranks
-from .launches import Launch
-from .survey import Scaling, StepPlan, survey
+from .launches import Launch, StepPlan
+from .survey import Scaling, survey
 from .update import update_and_gather
 
 # Keeps a norm of zero from dividing, as in torch.nn.utils.clip_grad_norm_.

@@ -9,7 +9,7 @@ import itertools
 import math
 import struct
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +23,7 @@ from ..kernels.launch import backend_of
 from ..kernels.reductions import LIMBS
 from ..kernels.tables import BLOCK, Factors
 from ..tensors.gradient import GradientPart
-from .launches import Launch, ParamUpdate, Scalars, plan_launches, scalars_of
+from .launches import GradientStats, Launch, ParamUpdate, StepPlan, plan_launches, scalars_of
 
 
 class Scaling(NamedTuple):
@@ -31,27 +31,6 @@ class Scaling(NamedTuple):
 
     scale: float = 1.0
     overflow: bool = False
-
-
-class GradientStats(NamedTuple):
-    """What the gradients hold, as far as the decision needs it."""
-
-    nonfinite: int = 0  # Inf and NaN in this rank's shards
-    limbs: tuple[int, ...] = (0,) * LIMBS  # sum of squares of this rank's shards
-    witness: int = 0  # bits of a float64: a sample that must be alike on all ranks, see _witness
-    norm: float | None = None  # 2-norm of all gradients, where every rank knows it
-
-
-@dataclass(frozen=True)
-class StepPlan:
-    """What this rank would do."""
-
-    updates: list[ParamUpdate] = field(default_factory=list)
-    launches: list[Launch] = field(default_factory=list)
-    scalars: Scalars = field(default_factory=lambda: Scalars({}, {}))
-    states: dict[Shard, dict[str, None]] = field(default_factory=dict)  # names each shard needs, the same on all ranks
-    written: list[ParamRecord] = field(default_factory=list)  # params that others wrote since the last step
-    stats: GradientStats = field(default_factory=GradientStats)
 
 
 def survey(domain: Domain, groups: Sequence[Group], numbers: Sequence[dict[str, Any]], scaling: Scaling) -> StepPlan:

@@ -23,8 +23,7 @@ from ..kernels.launch import backend_of
 from ..kernels.tables import BLOCK, Factors, Gradients, Streams
 from ..offload.store import Chunk, Fetched
 from ..partition.comm.transport import Gather
-from .launches import Launch
-from .survey import StepPlan
+from .launches import Launch, StepPlan
 
 _HALF_WAY = "Some shards are updated, others are not: do not go on training from here; restart from a checkpoint."
 
