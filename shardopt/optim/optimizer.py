@@ -117,7 +117,7 @@ class ShardedOptimizer(torch.optim.Optimizer, JoinableOptimizer):
         Inside, ranks run independently. In-place writes to params stay if all ranks write the same.
 
         Args:
-            ema: shows the moving average of the weights instead (``ema=0.999`` at construction). Writes inside are lost.
+            ema: shows the moving average of the weights instead (``ema=0.999`` at construction); writes are lost.
         """
         return self.engine.unsharded(ema)
 
@@ -132,7 +132,7 @@ class ShardedOptimizer(torch.optim.Optimizer, JoinableOptimizer):
 
         Raises:
             ValueError: a param is in another group, or a hyper-parameter is out of range.
-            ShardoptError: the group asks for ``capturable``, ``differentiable`` or a process group that cannot be honoured.
+            ShardoptError: the group asks for ``capturable``, ``differentiable`` or a process group beside a module.
             TypeError: a param is complex, or a hyper-parameter is no number.
         """
         check_given(param_group, self.defaults, self.options, type(self).__name__)
@@ -153,8 +153,8 @@ class ShardedOptimizer(torch.optim.Optimizer, JoinableOptimizer):
         """Updates every param that has a gradient. Collective; threads of one process take turns.
 
         Args:
-            closure: re-evaluates the model and returns the loss, on every rank or on none. An exception of one rank's closure
-                is raised on all (:mod:`shardopt.module.closure`).
+            closure: re-evaluates the model and returns the loss, on every rank or on none. What one rank's closure
+                raises is raised on all (:mod:`shardopt.module.closure`).
 
         Returns:
             The closure's result.
@@ -172,7 +172,7 @@ class ShardedOptimizer(torch.optim.Optimizer, JoinableOptimizer):
     def refresh_masters(self) -> None:
         """Makes master weights follow params that were written through ``.data``, which leaves no trace. Local.
 
-        In-place writes (``load_state_dict``, ``copy_``) are noticed without this call. Call it on every rank that wrote.
+        In-place writes (``load_state_dict``, ``copy_``) are noticed without it. Call it on every rank that wrote.
         """
         self.engine.refresh_masters()
 
@@ -207,7 +207,7 @@ class ShardedOptimizer(torch.optim.Optimizer, JoinableOptimizer):
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Gathers every state in host memory of rank ``to``, whose ``state_dict()`` is plain tensors until the next step.
 
-        Collective. Raises TypeError or ValueError if ``to`` is no rank.
+        Collective. TypeError or ValueError: ``to`` is no rank.
         """
         self.engine.consolidate(to)
 
@@ -247,10 +247,7 @@ class ShardedOptimizer(torch.optim.Optimizer, JoinableOptimizer):
         self.engine.offload(to)
 
     def reload(self) -> None:
-        """Brings master weights and states back to where the constructor's ``offload`` says. Collective.
-
-        After an OffloadError they are where they were, on every rank.
-        """
+        """Undoes :meth:`offload`; after an OffloadError nothing moved, on any rank. Collective."""
         self.engine.reload()
 
     def __deepcopy__(self: Optimizer, memo: dict[int, Any]) -> Optimizer:
