@@ -96,6 +96,7 @@ def rest_split24(bits: Any) -> Any:
 @njit(**COMPILE_OPTIONS)
 def draw(element: Any, key: Any, other_key: Any, stream: Any) -> Any:
     """Returns 32 random bits: lowbias32 (https://nullprogram.com/blog/2018/07/31) with a key before each half."""
+    # Any odd factor will do: it gives the streams of one element (param and states) other bits each.
     x = differ(i32(element), add(key, mul(i32(stream), i32(58169239))))
     x = mul(differ(x, shr(x, i32(16))), i32(2146121005))
     x = add(x, other_key)

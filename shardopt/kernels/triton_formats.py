@@ -78,6 +78,7 @@ def part_master(x, MASTER: tl.constexpr):
 @triton.jit
 def draw(element, key, other_key, STREAM: tl.constexpr):
     """Returns 32 random bits: lowbias32 (https://nullprogram.com/blog/2018/07/31) with a key before each half."""
+    # Any odd factor will do: it gives the streams of one element (param and states) other bits each.
     x = element ^ (key + STREAM * 58169239)
     x = (x ^ shr(x, 16)) * 2146121005
     x = x + other_key
