@@ -1,5 +1,5 @@
 """How is the arithmetic executed, and in what number format?
 
 One rule becomes a Triton kernel on GPUs and native vector code on CPUs, from one tree, with the same bits. Formats say
-what masters, states and gradients are kept in. Nothing here knows a rank, a bucket or a tier.
+in which numbers masters, states and gradients are stored. Nothing here knows a rank, a bucket or a tier.
 """

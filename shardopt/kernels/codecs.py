@@ -1,6 +1,6 @@
-"""Formats of masters and states, encoded and decoded outside of a step: where values are loaded, saved and shown.
+"""Quantizes and dequantizes masters and states outside of a step: where values are loaded, saved and shown.
 
-The same bits as the kernels', in a handful of torch operations on whole tensors, on whatever device they lie.
+The bits are the same as the kernels', from a handful of torch operations on whole tensors, on any device.
 """
 
 from typing import NamedTuple
@@ -20,28 +20,28 @@ from .tables import BLOCK
 
 
 class Encoded(NamedTuple):
-    """What is kept of 1D values."""
+    """1D values as a format stores them."""
 
     items: torch.Tensor  # 1D [numel], of the format's dtype
     scales: torch.Tensor | None = None  # 1D [blocks] fp32, of a block format
 
 
 def encode(values: torch.Tensor, format: Format) -> Encoded:
-    """1D fp32 values in ``format``; those of a block format begin on a block.
+    """Quantizes 1D fp32 values; the first value of a block format begins a block.
 
-    Where a kernel rounds by chance, this rounds to nearest.
+    Everything is rounded to nearest, also where a kernel uses stochastic rounding.
     """
     return _encode_blocks(values, format) if isinstance(format, BlockFormat) else Encoded(values.to(format.dtype))
 
 
-def decode(kept: Encoded, format: Format) -> torch.Tensor:
-    """1D [numel] fp32; the items themselves where they are that."""
+def decode(encoded: Encoded, format: Format) -> torch.Tensor:
+    """Dequantizes to 1D [numel] fp32; returns the items themselves where they are fp32."""
     if not isinstance(format, BlockFormat):
-        return kept.items.float()
-    assert kept.scales is not None
-    numel, codes = kept.items.numel(), kept.items.int()
+        return encoded.items.float()
+    assert encoded.scales is not None
+    numel, codes = encoded.items.numel(), encoded.items.int()
     fractions = ((codes & format.top) << format.shift).add_(format.offset_bits).view(torch.float32) - format.offset
-    values = fractions * kept.scales.repeat_interleave(BLOCK)[:numel]
+    values = fractions * encoded.scales.repeat_interleave(BLOCK)[:numel]
     return torch.where(codes > format.top, -values, values)
 
 
@@ -50,10 +50,10 @@ def _encode_blocks(values: torch.Tensor, format: BlockFormat) -> Encoded:
     padded = torch.nn.functional.pad(values.float(), (0, -numel % BLOCK))
     magnitudes = magnitude_bits(padded, format).view(-1, BLOCK)
     scales = scales_of(magnitudes.amax(1) if magnitudes.numel() else magnitudes[:, 0], format)
-    inverses = 1.0 / scales.clamp(min=SMALLEST_SCALE)  # IEEE: of two tensors' elements, on every device
+    inverses = 1.0 / scales.clamp(min=SMALLEST_SCALE)  # a tensor divides a tensor: IEEE division on every device
     offset_fractions = magnitudes.view(torch.float32) * inverses[:, None] + format.offset
     half = 1 << (format.shift - 1)
-    # The NaN of 0 * Inf has a sign on some machines, which the kernels shift into the top code as well.
+    # The NaN of 0 * Inf has a sign on some machines, which the kernels too shift into the top code.
     bits = offset_fractions.view(torch.int32) & 0x7FFFFFFF
     codes = (bits - format.offset_bits + half) >> format.shift
     codes = codes.clamp(max=format.top).view(-1)[:numel]
@@ -65,18 +65,21 @@ def _encode_blocks(values: torch.Tensor, format: BlockFormat) -> Encoded:
 
 
 def magnitude_bits(values: torch.Tensor, format: BlockFormat) -> torch.Tensor:
-    """Bits of the magnitudes, which order as these do; zero of what is negative and should not be, but for NaN."""
+    """Returns the bits of the magnitudes, which sort as these do.
+
+    A format without a sign takes negative values for zero, except NaN.
+    """
     bits = values.view(torch.int32)
     magnitudes = bits & 0x7FFFFFFF
     return magnitudes if format.has_sign else torch.where((bits < 0) & ~values.isnan(), 0, magnitudes)
 
 
 def scales_of(largest: torch.Tensor, format: BlockFormat) -> torch.Tensor:
-    """fp32 scales of blocks, from the bits of their largest magnitudes; NaN and Inf stay what they are."""
+    """Returns the fp32 scales of blocks, from the bits of their largest magnitudes; NaN and Inf stay as they are."""
     magnitudes = largest.clamp(max=NAN_BITS).view(torch.float32)
     scales = magnitudes * torch.tensor(1.0 / format.largest, device=largest.device)
-    half, kept = 1 << (SCALE_DROPPED_BITS - 1), -1 << SCALE_DROPPED_BITS
-    rounded = ((scales.view(torch.int32) + half) & kept).view(torch.float32).clamp(SMALLEST_SCALE, format.largest_scale)
+    half, mask = 1 << (SCALE_DROPPED_BITS - 1), -1 << SCALE_DROPPED_BITS
+    rounded = ((scales.view(torch.int32) + half) & mask).view(torch.float32).clamp(SMALLEST_SCALE, format.largest_scale)
     return torch.where(largest == 0, 0.0, torch.where(magnitudes <= LARGEST_FP32, rounded, magnitudes))
 
 
@@ -84,19 +87,19 @@ def scales_of(largest: torch.Tensor, format: BlockFormat) -> torch.Tensor:
 
 
 def join(param: torch.Tensor, rest: torch.Tensor, format: Format) -> torch.Tensor:
-    """The fp32 master of bf16 ``param`` and what is kept beside it. All 1D."""
+    """Returns the fp32 master of bf16 ``param``, from the low bits that are stored beside the param; all 1D."""
     upper = param.view(torch.int16).int() << 16
     lower = rest.int() if format is SPLIT else rest.int() << 8
     return (upper + lower).view(torch.float32)
 
 
 def rounds_to_even(master: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
-    """Whether each param is its fp32 master as a step with fp32 masters rounds it; all 1D."""
+    """Returns a mask: True where a step with fp32 masters rounds the master to this param; all 1D."""
     return master.to(param.dtype) == param
 
 
 def rounds_to(master: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
-    """Whether each fp32 master is that of its param; all 1D. Ties were rounded to even, or as ``split`` does."""
+    """Returns a mask: True where an fp32 master rounds to its param; all 1D. Ties go to even, or as in ``split``."""
     to_even = rounds_to_even(master, param)
     if param.dtype is not torch.bfloat16:
         return to_even
@@ -104,10 +107,10 @@ def rounds_to(master: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
 
 
 def rest_of(master: torch.Tensor, param: torch.Tensor, format: Format) -> torch.Tensor:
-    """What is to be kept beside bf16 ``param`` so that ``master`` comes back; all 1D.
+    """Returns the low bits to store beside bf16 ``param``, so that :func:`join` gives ``master`` again; all 1D.
 
-    Where the param is not the master rounded, the param counts, and nothing is kept. Of a tie that was rounded to even
-    the nearest that can be kept.
+    They are zero where the master does not round to the param: the param counts. For a tie that was rounded to even
+    they are the nearest that the format can hold.
     """
     bits, dropped = master.view(torch.int32).long(), 0 if format is SPLIT else 8
     if dropped:

@@ -1,13 +1,15 @@
 r"""How a value lies in memory: one format a stream of a kernel (param, gradient, master, each state).
 
-A kernel widens a stream to fp32 when it loads it and narrows it when it stores it; rules never learn of it. bf16 is
-moved as its bits (``int16``) and rounded by integer arithmetic: Triton's interpreter truncates where a GPU rounds.
+A kernel widens a stream to fp32 (dequantizes it) when it loads it, and narrows it (quantizes it) when it stores it;
+rules never learn of it. bf16 is moved as its bits (``int16``) and rounded by integer arithmetic: Triton's interpreter
+truncates where a GPU rounds.
 
-**Masters.** ``split`` keeps of a bf16 param's fp32 master only what the param lacks: the param is the upper half of the
-master's bits, rounded to nearest with ties away from zero, and 16 bits hold the difference, so that all of fp32 comes
-back. ``split24`` keeps 8 bits of it: the master is rounded to 16 bits of mantissa first.
+**Master weights.** ``split`` stores only those bits of a bf16 param's fp32 master that the param lacks: the param is
+the upper half of the master's bits, rounded to nearest with ties away from zero, and 16 bits hold the difference, so
+that all of fp32 comes back. ``split24`` stores 8 bits of the difference: the master is rounded to 16 bits of mantissa
+first.
 
-**Blocks in 8 bits.** 256 elements share an fp32 scale; each keeps a code that stands for a fraction of it. Codes are
+**Blocks in 8 bits.** 256 elements share an fp32 scale; each stores a code that stands for a fraction of it. Codes are
 close where values are small and wide where they are large, in straight pieces, as in telephones (ITU-T G.711). With an
 offset :math:`d`, a mantissa of :math:`m` bits and :math:`b(x)` the bits of an fp32 number :math:`x`:
 
@@ -15,21 +17,21 @@ offset :math:`d`, a mantissa of :math:`m` bits and :math:`b(x)` the bits of an f
     q(y) = \lfloor (b(|y| + d) - b(d)) / 2^{23 - m} \rceil, \qquad y(q) = b^{-1}(b(d) + q\,2^{23 - m}) - d
 
 which takes no root, logarithm or table, and has the same bits everywhere. The scale is the block's largest magnitude
-over :math:`y(q_{max})`, to 16 bits, so that what is decoded encodes to the very codes that it came from; because it is
-no power of two, an average in which nothing new arrives decays by its scale, and its codes stay. What must not be
-negative has no sign bit, and what is above zero never becomes zero there: a second moment is divided by.
+over :math:`y(q_{max})`, rounded to 16 bits, so that a decoded block encodes to the very codes that it came from. The
+scale is no power of two: an average in which nothing new arrives decays by its scale, and its codes stay. A state that
+must not be negative has no sign bit, and a value above zero never becomes zero there: a second moment is a divisor.
 
-**Rounding.** To nearest, but for two kinds. A param without a master is rounded *randomly*, up with the probability of
-what is cut off, by a hash of (seed, step, param, element). And what is averaged over a thousand steps is *dithered*:
-a step changes it by less than half a gap between two numbers of 8 or 16 bits, so that rounded to nearest it would stay
-where it is. Instead of one half is added
+**Rounding** is to nearest, with two exceptions. A param without a master gets *stochastic rounding*: up with the
+probability of the part that is cut off, by a hash of (seed, step, param, element). An average over a thousand steps is
+*dithered*: a step changes it by less than half the gap between two numbers of 8 or 16 bits, so that rounded to nearest
+it would stay where it is. Instead of one half the kernel adds
 
 .. math::
     \{ i \varphi + t \sqrt 2 \}
 
 the fractional part, for element :math:`i` of the param in its step :math:`t`, with :math:`\varphi` the golden ratio:
-spread more evenly over elements and steps than random numbers are, and one multiplication. An element is then off by
-less than a gap, and right on average. The largest of a block has the top code whatever is added.
+which is spread more evenly over elements and steps than random numbers are, and costs one multiplication. An element
+is then off by less than a gap, and right on average. The largest of a block has the top code whatever is added.
 """
 
 import math
@@ -45,16 +47,16 @@ from ..errors import BindingError
 class Format:
     """A number format."""
 
-    name: str  # as it is spelled in both kernels
+    name: str  # in the text of both kernels, and in checkpoints
     dtype: torch.dtype  # of the tensor that the user sees
     storage: torch.dtype  # what a kernel loads and stores
     itemsize: int  # bytes an element
-    rounding: str = "nearest"  # by a kernel's step; elsewhere all are rounded to nearest
+    rounding: str = "nearest"  # in a kernel's step: "nearest", "random" or "dithered"; elsewhere to nearest
 
 
 @dataclass(frozen=True)
 class BlockFormat(Format):
-    """8-bit codes with a scale for each block; see above."""
+    """8-bit codes with a scale for each block; see the docstring of this file."""
 
     has_sign: bool = True
     mantissa: int = 4
@@ -70,19 +72,19 @@ class BlockFormat(Format):
 
     @property
     def top(self) -> int:
-        """The largest code; below it a sign bit, where there is one."""
+        """The largest code. Where there is a sign bit, it is the bit above."""
         return 127 if self.has_sign else 255
 
     @property
     def largest(self) -> float:
-        """What the top code stands for, before the scale: an fp32 number of 8 or fewer bits."""
+        """The value of the top code, before the scale: an fp32 number of 8 or fewer bits."""
         bits = self.offset_bits + (self.top << self.shift)
         (value,) = struct.unpack("<f", bits.to_bytes(4, "little"))
         return float(value) - self.offset
 
     @property
     def largest_scale(self) -> float:
-        """With which the top code is still finite: an fp32 number of as many bits as every scale."""
+        """The largest scale with which the top code is finite: an fp32 number of as many bits as every scale."""
         mantissa, exponent = math.frexp(LARGEST_FP32 / self.largest)
         digits = 2 ** (24 - SCALE_DROPPED_BITS)
         return math.ldexp(math.floor(mantissa * digits) / digits, exponent)
@@ -103,28 +105,35 @@ UNSIGNED8 = BlockFormat(
 FORMATS = {
     each.name: each for each in (FP32, BF16, FP16, BF16_RANDOM, BF16_DITHERED, SPLIT, SPLIT24, SIGNED8, UNSIGNED8)
 }
-# Fractions of 2**32 for the dither: the golden ratio's, made odd, and that of the root of 2.
+# Fractions of 2**32 for the dither: of the golden ratio, made odd, and of the root of 2.
 GOLDEN, ROOT2 = 0x9E3779B1, 0x6A09E667
 
-# Rounding the scale may take the block's largest this far below the top code, of 2**18 or more to the next: dithered,
-# it would now and then get the code below, and what is decoded would have another scale.
+# The scale's rounding may take a block's largest element this far below the top code, where codes are 2**18 or more
+# apart. Dithered, it would now and then get the code below, and the decoded block would have another scale.
 BELOW_TOP = 1 << 9
-# A block's scale is rounded to 16 bits of mantissa, and is never subnormal: its inverse would be infinite.
+# A block's scale is rounded to 16 bits of mantissa. It is never subnormal: its inverse would be infinite.
 SCALE_DROPPED_BITS = 8
 SMALLEST_SCALE = 2.0**-126
 LARGEST_FP32 = (2 - 2.0**-23) * 2.0**127
-NAN_BITS = 0x7FC00000  # of every NaN that is stored: which one arithmetic makes depends on the machine
+NAN_BITS = 0x7FC00000  # of every NaN that is stored: the bits of a NaN that arithmetic makes depend on the machine
 
 _BY_DTYPE = {format.dtype: format for format in (FP32, BF16, FP16)}
 
 
 def format_of(dtype: torch.dtype, what: str) -> Format:
-    """The format of a tensor's dtype; ``what`` names the tensor in the error."""
+    """Returns the format of a tensor's dtype.
+
+    Args:
+        what: names the tensor in the error.
+
+    Raises:
+        BindingError: no format has this dtype.
+    """
     try:
         return _BY_DTYPE[dtype]
     except KeyError:
         raise BindingError(
-            f"{what} is {str(dtype).removeprefix('torch.')}; updates are computed in fp32 for float32, bfloat16 and "
-            "float16 tensors, so that precision or the imaginary part would be lost silently: cast it, or give it to "
-            "a torch.optim optimizer of its own."
+            f"cast the tensor, or give it to a torch.optim optimizer of its own: {what} is "
+            f"{str(dtype).removeprefix('torch.')}, and updates are computed in fp32 for float32, bfloat16 and float16 "
+            "tensors, so that precision or the imaginary part would be lost silently."
         ) from None

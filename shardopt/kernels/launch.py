@@ -1,4 +1,4 @@
-"""How is it executed? The native kernel for CPU tensors, Triton's for GPU tensors; the same bits from both."""
+"""Chooses how kernels are executed: native code for CPU tensors, Triton for GPU tensors; the same bits from both."""
 
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
@@ -16,10 +16,10 @@ from .versions import require
 
 
 class Backend(Protocol):
-    """One way to execute."""
+    """One way to execute kernels."""
 
     def prepare(self, spec: StepSpec, device: torch.device, aligned: bool) -> None:
-        """Compiles the kernel, before the ranks agree on a step: a failure changes nothing."""
+        """Compiles the kernel. Called before the ranks agree on a step, so that a failure changes nothing."""
 
     def step(
         self,
@@ -28,31 +28,31 @@ class Backend(Protocol):
         gradients: Gradients,
         scalars: torch.Tensor,  # 2D [num_rows, len(spec.variant.scalars)] fp32
         factors: Factors,
-        noise: Noise | None = None,  # where something is not rounded to nearest
+        noise: Noise | None = None,  # None if everything is rounded to nearest
     ) -> None:
         """Updates the shard in place: ``rule(param, grad * unscale * clip, states)``.
 
-        The divisor is to be 1 here: divided before, or :meth:`Factors.folded`. A quotient an element would be 5 to 7 %
-        of AdamW's step on a CPU.
+        The divisor must be 1 here: gradients were divided before, or their divisor is :meth:`Factors.folded`. A
+        quotient an element would be 5 to 7 % of AdamW's step on a CPU.
         """
 
     def block_sums(self, grad: Format, gradients: Gradients, factors: Factors) -> BlockSums:
-        """Sums of squares, largest magnitudes and counts of non-finite elements of ``grad / divisor * unscale``.
+        """Returns sums of squares, largest magnitudes and non-finite counts of ``grad / divisor * unscale``.
 
-        ``factors.clip`` is not looked at: it follows from the norm that these sums are for.
+        ``factors.clip`` is ignored: it follows from the norm that these sums are for.
         """
 
     def totals(self, sums: BlockSums, gradients: Gradients) -> Totals:
-        """What the blocks' sums add up to, for each row of the table that they were taken with."""
+        """Adds up the blocks' sums, for each row of the table that they were taken with."""
 
     def count_nonfinite(self, grad: Format, gradients: Gradients) -> int:
-        """How many elements of the gradients are Inf or NaN."""
+        """Returns how many elements of the gradients are Inf or NaN."""
 
 
 class Native:
     """Compiled by Numba for the CPU, over chunks of the shard on a pool of threads.
 
-    What is small is done in NumPy: a torch operation on a table of some size would wake torch's own threads, which then
+    Small tables are made in NumPy: a torch operation on a table of some size would wake torch's own threads, which then
     spin for milliseconds on the cores that the pool needs.
     """
 
@@ -163,7 +163,7 @@ class Triton:
 
 @cache
 def backend_of(device: torch.device) -> Backend:
-    """The backend for tensors on ``device``; its compiler is loaded here, at first use."""
+    """Returns the backend for tensors on ``device``, and loads its compiler at first use."""
     native = device.type == "cpu"
     require("numba" if native else "triton", f"{device.type} tensors")
     return Native() if native else Triton()

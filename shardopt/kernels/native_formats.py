@@ -1,7 +1,7 @@
-"""Numba spellings of the formats that take more than a cast: split masters, rounding by chance, blocks in 8 bits.
+"""Numba spellings of the formats that take more than a cast: split masters, stochastic rounding, blocks in 8 bits.
 
-``formats.py`` says what they are; ``codecs.py`` and ``triton_formats.py`` give the same bits. All on int32 words:
-Numba's own operators would widen to 64 bits, and halve the width of a vector.
+``formats.py`` defines them; ``codecs.py`` and ``triton_formats.py`` give the same bits. All words are int32: Numba's
+own operators would widen to 64 bits, and halve the width of a vector.
 """
 
 from typing import Any
@@ -41,7 +41,7 @@ _HALF_SCALE, _KEPT_OF_SCALE = 1 << (SCALE_DROPPED_BITS - 1), -1 << SCALE_DROPPED
 
 @njit(**COMPILE_OPTIONS)
 def one_nan(x: Any) -> Any:
-    """The same NaN for all, which rounding cannot turn into infinity or -0."""
+    """Replaces every NaN by one that rounding cannot turn into infinity or -0."""
     return where(x != x, from_bits(i32(NAN_BITS)), x)
 
 
@@ -60,13 +60,13 @@ def join_split24(param: Any, rest: Any) -> Any:
 
 @njit(**COMPILE_OPTIONS)
 def rounded_split(x: Any) -> Any:
-    """The master's bits."""
+    """Returns the master's bits."""
     return to_bits(one_nan(x))
 
 
 @njit(**COMPILE_OPTIONS)
 def rounded_split24(x: Any) -> Any:
-    """Its upper 24 bits, rounded to nearest, ties away from zero."""
+    """Returns the master's upper 24 bits, rounded to nearest, ties away from zero."""
     return shr(add(to_bits(one_nan(x)), i32(0x80)), i32(8))
 
 
@@ -90,12 +90,13 @@ def rest_split24(bits: Any) -> Any:
     return i8(sub(bits, shl(i32(upper_split24(bits)), i32(8))))
 
 
-# -- rounding by chance ------------------------------------------------------------------------------------------------
+# -- stochastic rounding and dither ------------------------------------------------------------------------------------
 
 
 @njit(**COMPILE_OPTIONS)
 def draw(element: Any, key: Any, other_key: Any, stream: Any) -> Any:
-    """32 random bits (Wellons' lowbias32, https://nullprogram.com/blog/2018/07/31, with a key before each half)."""
+    """Returns 32 random bits: lowbias32 (https://nullprogram.com/blog/2018/07/31) with a key before each half."""
+    # Any odd factor will do: it gives the streams of one element (param and states) other bits each.
     x = differ(i32(element), add(key, mul(i32(stream), i32(58169239))))
     x = mul(differ(x, shr(x, i32(16))), i32(2146121005))
     x = add(x, other_key)
@@ -105,13 +106,16 @@ def draw(element: Any, key: Any, other_key: Any, stream: Any) -> Any:
 
 @njit(**COMPILE_OPTIONS)
 def dither(element: Any, phase: Any, stream: Any) -> Any:
-    """32 bits that are spread evenly over elements and steps."""
+    """Returns 32 bits that are spread evenly over elements and steps."""
     return add(add(mul(i32(element), i32(GOLDEN)), phase), mul(i32(stream), i32(58169239)))
 
 
 @njit(**COMPILE_OPTIONS)
 def narrow_bf16_up(x: Any, bits: Any) -> Any:
-    """Up where the upper half of these bits and what is cut off overflow; infinity is next to the largest number."""
+    """Rounds to bf16: up if the upper half of ``bits`` plus the part that is cut off overflow.
+
+    Infinity is next to the largest number.
+    """
     return u16(shr(add(to_bits(one_nan(x)), shr(bits, i32(16))), i32(16)))
 
 
@@ -132,7 +136,7 @@ def decode_unsigned8(code: Any, scale: Any, shift: Any, offset_bits: Any, offset
 
 @njit(**COMPILE_OPTIONS)
 def _at_least_zero(x: Any) -> Any:
-    """A NaN stays one. Written as x86's ``max`` is, which takes one operation."""
+    """Returns the larger of x and 0; a NaN stays a NaN. LLVM makes x86's ``max`` of this spelling, one operation."""
     return where(f32(0.0) > x, f32(0.0), x)
 
 
@@ -143,13 +147,13 @@ def magnitude_signed8(x: Any) -> Any:
 
 @njit(**COMPILE_OPTIONS)
 def magnitude_unsigned8(x: Any) -> Any:
-    # What an x86 makes of 0 * Inf is a NaN with a sign, which would count for less than zero.
+    # abs() last: the NaN of 0 * Inf has a sign on x86, and its bits would count as less than zero.
     return to_bits(abs(_at_least_zero(x)))
 
 
 @njit(**COMPILE_OPTIONS)
 def scale_of(largest: Any, to_scale: Any, largest_scale: Any) -> Any:
-    """From the bits of the block's largest magnitude."""
+    """Returns a block's scale, from the bits of its largest magnitude."""
     magnitude = from_bits(smaller(largest, i32(NAN_BITS)))
     scale = magnitude * f32(to_scale)
     rounded = from_bits(both(add(to_bits(scale), i32(_HALF_SCALE)), i32(_KEPT_OF_SCALE)))
@@ -166,16 +170,16 @@ def inverse_of(scale: Any) -> Any:
 
 @njit(**COMPILE_OPTIONS)
 def least_of(largest: Any) -> Any:
-    """The least code of what is above zero in a block: 1 where anything is.
+    """Returns the smallest code of a value above zero: 1 in a block that holds one, else 0.
 
-    Of a constant 1 LLVM would make a comparison and three more operations for each vector.
+    LLVM would turn a constant 1 into a comparison and three more operations for each vector.
     """
     return shr(sub(i32(0), largest), i32(31))
 
 
 @njit(**COMPILE_OPTIONS)
 def _above_offset(value: Any, inverse: Any, offset_bits: Any, offset: Any) -> Any:
-    """Bits from which a code is what is left when the lower ones are cut off."""
+    """Returns the bits of a code, with the lower bits that rounding cuts off."""
     return add(to_bits(value * inverse + f32(offset)), i32(-offset_bits))
 
 
@@ -190,7 +194,7 @@ def encode_signed8(x: Any, inverse: Any, noise: Any, least: Any, shift: Any, off
 def encode_unsigned8(x: Any, inverse: Any, noise: Any, least: Any, shift: Any, offset_bits: Any, offset: Any) -> Any:
     value = _at_least_zero(x)
     bits = _above_offset(value, inverse, offset_bits, offset)
-    # Dithered: to nearest, as what has a sign is rounded, the largest has the top code by itself.
+    # Only dither needs this: rounded to nearest, as in encode_signed8, the largest has the top code by itself.
     up = larger(shr(noise, i32(32 - shift)), sub(bits, i32((255 << shift) - 2 * BELOW_TOP)))
     code = larger(shr(add(bits, up), i32(shift)), smaller(to_bits(value), least))
     return u8(smaller(code, i32(255)))

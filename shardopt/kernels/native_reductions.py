@@ -1,4 +1,4 @@
-"""Native twin of the block sums; ``reductions.py`` says what they are."""
+"""Block sums in native code; ``reductions.py`` defines them."""
 
 import functools
 from collections.abc import Callable
@@ -25,12 +25,12 @@ from .tables import BLOCK
 
 @functools.cache
 def compile_block_sums(grad: Format) -> Callable[..., None]:
-    """The kernel ``(first, last, row_of_block, rows, divisor, unscale, mantissa, exponent, largest, nonfinite)``."""
+    """Compiles ``(first, last, row_of_block, rows, divisor, unscale, mantissa, exponent, largest, nonfinite)``."""
     load, widen, _, _ = FORMATS[grad.name]
     i32, i64 = types.int32, types.int64
 
     def block_sums(first, last, row_of_block, rows, divisor, unscale, mantissa, exponent, largest, nonfinite):
-        scaled = scratch_i32(BLOCK)  # bits of one block's magnitudes: read twice, divided once
+        scaled = scratch_i32(BLOCK)  # bits of one block's magnitudes: divided once, read twice
         for block in range(first, last):
             row = load_i32(row_of_block, block, TABLE)
             start = block * BLOCK
@@ -65,7 +65,7 @@ def compile_block_sums(grad: Format) -> Callable[..., None]:
 
 @functools.cache
 def compile_add_blocks() -> Callable[..., None]:
-    """The kernel ``(num_blocks, row_of_block, mantissa, exponent, largest, nonfinite, totals)``: adds to the totals."""
+    """Compiles ``(num_blocks, row_of_block, mantissa, exponent, largest, nonfinite, totals)``; it adds to totals."""
     low_mask = (1 << LIMB_BITS) - 1
     i64 = types.int64
 
@@ -91,7 +91,7 @@ def compile_add_blocks() -> Callable[..., None]:
 
 @functools.cache
 def compile_count_nonfinite(grad: Format) -> Callable[..., None]:
-    """The kernel ``(first, last, row_of_block, rows, counts)``."""
+    """Compiles ``(first, last, row_of_block, rows, counts)``."""
     load, widen, _, _ = FORMATS[grad.name]
     i32 = types.int32
 

@@ -1,6 +1,6 @@
 """The native kernel: one pass over a shard on the CPU, compiled by Numba from the rule's source.
 
-For AdamW on bf16 params with fp32 masters the text that is compiled reads (shortened)::
+For AdamW on bf16 params with fp32 masters, Numba compiles this text (shortened)::
 
     def adam(first, last, row_of_block, rows, scalars, noise, unscale, clip, param_at, master_at, exp_avg_at, ...):
         for block in range(first, last):
@@ -18,11 +18,11 @@ For AdamW on bf16 params with fp32 masters the text that is compiled reads (shor
                 store_fp32(master_at, i, param, 2)
                 store_bf16(param_at, i, narrow_bf16(param), 1)
 
-A block of a skipped param has an end of 0 in its row, and is passed over.
+The row of a skipped param has an end of 0, and the kernel passes over its blocks.
 
-A state in 8 bits cannot be stored before its block's scale is known, so a block is then gone over twice, by the same
-statements. The first loop keeps on the stack what is new of such states, and finds the largest. The second one reads
-it back right behind the rule's last assignment to each, and does all the storing::
+A state in 8 bits cannot be stored before its block's scale is known, so two loops go over a block, with the same
+statements. The first loop keeps the new values of such states on the stack, and finds the largest. The second one reads
+them back right after the rule's last assignment to each, and does all the storing::
 
             for i in range(start, start + count):
                 ... loads, the rule ...
@@ -34,8 +34,8 @@ it back right behind the rule's last assignment to each, and does all the storin
                 state_exp_avg = load_f32(exp_avg_new, i - start, 5)
                 ... the rest of the rule, stores ...
 
-LLVM leaves out of each loop what nothing in it depends on: of AdamW the first decodes and averages, and the second
-has the root, the divisions and the encoding, which different units of a core do at the same time.
+LLVM drops from each loop whatever nothing in it depends on: for AdamW the first one decodes and averages, and the
+second one has the root, the divisions and the encoding, which different units of a core do at the same time.
 """
 
 import functools
@@ -58,7 +58,7 @@ _PARAM, _MASTER, _FIRST_STATE = 1, 2, 3  # streams; the gradient is 0
 
 @functools.cache
 def compile_step(spec: StepSpec) -> Callable[..., None]:
-    """The compiled kernel; safe to call from several threads, each on its own range of blocks, without the GIL."""
+    """Compiles the kernel; several threads may call it, each on its own range of blocks, without the GIL."""
     import numba
 
     from . import native_formats, native_words
@@ -73,7 +73,7 @@ def compile_step(spec: StepSpec) -> Callable[..., None]:
 
 
 def _names(words: ModuleType, formats: ModuleType) -> dict[str, Any]:
-    """What the text may call; what it does not costs nothing."""
+    """Returns all that the text may call; a name that it does not use costs nothing."""
     names = {**vars(formats), **vars(words), **words.RULE_WORDS, "min": min}
     for name, (load, widen, store, narrow) in words.FORMATS.items():
         names |= {f"load_{name}": load, f"widen_{name}": widen, f"store_{name}": store, f"narrow_{name}": narrow}
@@ -89,9 +89,9 @@ class _Text:
     load: list[str] = field(default_factory=list)  # for each element
     store: list[str] = field(default_factory=list)
     advance: list[str] = field(default_factory=list)  # to the next element's noise
-    keep: list[str] = field(default_factory=list)  # for each element, instead of storing, until scales are known
+    keep: list[str] = field(default_factory=list)  # in the first of two loops: puts new values on the stack
     scale: list[str] = field(default_factory=list)  # between the two loops
-    kept: dict[str, str] = field(default_factory=dict)  # variable of a state in 8 bits -> how it is read back
+    reread: dict[str, str] = field(default_factory=dict)  # variable of a state in 8 bits -> how it is read back
 
 
 def _pointers(spec: StepSpec) -> list[str]:
@@ -105,7 +105,7 @@ def _pointers(spec: StepSpec) -> list[str]:
 
 
 def step_source(spec: StepSpec) -> str:
-    """The kernel's text, as compiled."""
+    """Returns the kernel's text."""
     variant, text = spec.variant, _Text()
     for index, name in enumerate(variant.scalars):
         text.block.append(f"s_{name} = load_f32(scalars, row * {len(variant.scalars)} + {index}, TABLE)")
@@ -142,13 +142,13 @@ def step_source(spec: StepSpec) -> str:
 
 
 def _loops(text: _Text, rule: list[str]) -> list[str]:
-    """Over the elements of a block."""
-    if not text.kept:
+    """Returns the loop over the elements of a block, or two loops if a state is in 8 bits."""
+    if not text.reread:
         return _loop([*text.load, *rule, *text.store, *text.advance])
     again = list(rule)
-    for variable, kept in text.kept.items():
+    for variable, value in text.reread.items():
         last = max((at for at, line in enumerate(again) if line.startswith(f"{variable} = ")), default=-1)
-        again.insert(last + 1, f"{variable} = {kept}")
+        again.insert(last + 1, f"{variable} = {value}")
     first, second = [*text.load, *rule, *text.keep], [*text.load, *again, *text.store, *text.advance]
     return [*_loop(first), *text.scale, *_loop(second)]
 
@@ -173,19 +173,19 @@ def _stored(text: _Text, at: str, value: str, format: Format, stream: int) -> st
 
 
 def _noise(text: _Text, value: str, format: Format, stream: int) -> str:
-    """32 bits: the chance of rounding up."""
+    """Returns an expression of 32 bits that are added before lower bits are cut off."""
     if format.rounding == "random":
         return f"draw(add(i32(i), first_element), key, other_key, {stream})"
     if format.rounding == "nearest":
         return _HALF
-    # From element to element it is one addition, which LLVM does not find by itself.
+    # One addition leads from element to element; LLVM does not find that by itself.
     text.block.append(f"{value}_dither = dither(add(i32(start), first_element), phase, {stream})")
     text.advance.append(f"{value}_dither = add({value}_dither, i32({GOLDEN}))")
     return f"{value}_dither"
 
 
 def _add_param(text: _Text, spec: StepSpec) -> None:
-    """The value that is updated, and where it goes."""
+    """Adds the loads and stores of the value that is updated: the param, its master, or both halves of a master."""
     if not spec.has_master:
         text.load.append(f"param = {_loaded('param_at', spec.param, _PARAM)}")
         text.store.append(_stored(text, "param_at", "param", spec.param, _PARAM))
@@ -215,7 +215,7 @@ def _add_block_state(text: _Text, name: str, format: BlockFormat, stream: int, n
         f"store_f32({name}_new, i - start, state_{name}, {new_stream})",
         f"{name}_largest = larger({name}_largest, magnitude_{word}(state_{name}))",
     ]
-    text.kept[f"state_{name}"] = f"load_f32({name}_new, i - start, {new_stream})"
+    text.reread[f"state_{name}"] = f"load_f32({name}_new, i - start, {new_stream})"
     text.scale += [
         f"{name}_new_scale = scale_of({name}_largest, {1 / format.largest!r}, {format.largest_scale!r})",
         f"store_f32({name}_scales_at, block, {name}_new_scale, TABLE)",

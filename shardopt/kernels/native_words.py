@@ -1,8 +1,8 @@
 """Numba spellings of the words that kernels use: memory by address, bits, rounding, the vocabulary of rules.
 
-Kernels take raw addresses: a NumPy array argument costs a microsecond each to unbox, and its wrap-around indexing keeps
-LLVM from using full vectors. Loads and stores of different streams are marked as not aliasing; without the mark the
-vectoriser gives up beyond a few streams (its run-time checks grow with their square).
+Kernels take raw addresses: a NumPy array takes a microsecond to unbox, and its wrap-around indexing keeps LLVM from
+using full vectors. Loads and stores of different streams are marked as not aliasing; without the mark the vectoriser
+gives up beyond a few streams (its run-time checks grow with their square).
 """
 
 from collections.abc import Callable
@@ -22,14 +22,14 @@ _LLVM_TYPES = {
     types.int32: ir.IntType(32),
     types.int64: ir.IntType(64),
 }
-# Streams a kernel may hold: gradient, param, master, states, what is new of each state. Tables, and what there is one
-# of for a block, are read and written through stream TABLE.
+# Streams that a kernel may hold: gradient, param, master, states, new values of each state. Stream TABLE is for tables
+# and for all that a block has one of.
 MAX_STREAMS = 32
 TABLE = MAX_STREAMS - 1
 
 
 def _mark_stream(builder: Any, instruction: Any, stream: int) -> None:
-    """This access touches memory of its stream only (LLVM's scoped no-alias metadata)."""
+    """Marks an access: it touches memory of its stream only (LLVM's scoped no-alias metadata)."""
     module = builder.module
     domain = module.add_metadata(["shardopt streams"])
     scopes = [module.add_metadata([f"stream {index}", domain]) for index in range(MAX_STREAMS)]
@@ -112,7 +112,7 @@ abs = _make_unary(types.float32, types.float32, _llvm_unary("fabs"))
 
 
 def _make_i32(emit: Callable[[Any, Any, Any], Any]) -> Any:
-    """A word on two int32. Numba's own operators widen to 64 bits, which halves the width of a vector."""
+    """Makes a word on two int32. Numba's own operators widen to 64 bits, which halves the width of a vector."""
 
     @intrinsic
     def word(typing_context: Any, x: Any, y: Any) -> Any:
@@ -140,7 +140,7 @@ larger, smaller = _make_i32(_larger), _make_i32(_smaller)
 
 @intrinsic
 def where(typing_context: Any, condition: Any, x: Any, y: Any) -> Any:
-    """A select, never a branch: a branch inside the loop would stop it from being vectorised."""
+    """Selects, never branches: a branch inside the loop would stop it from being vectorised."""
 
     def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.select(*arguments)
@@ -150,7 +150,7 @@ def where(typing_context: Any, condition: Any, x: Any, y: Any) -> Any:
 
 @intrinsic(prefer_literal=True)
 def scratch_i32(typing_context: Any, count: Any) -> Any:
-    """The address of ``count`` (a constant of Python) int32, or fp32, on the thread's own stack."""
+    """Returns the address of ``count`` (a Python constant) int32 or fp32 on the thread's own stack."""
 
     def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         with builder.goto_entry_block():
@@ -161,11 +161,11 @@ def scratch_i32(typing_context: Any, count: Any) -> Any:
     return types.int64(count), emit
 
 
-# An intrinsic or a type wherever it can be one: each function that Numba compiles costs it 50 ms or more.
+# Words are intrinsics or types wherever they can be: Numba takes 50 ms or more to compile a function.
 f32 = types.float32
 
-# IEEE arithmetic as written: no fastmath, so LLVM neither reorders nor contracts into FMA; NumPy's error model, because
-# Python's would test every divisor for zero.
+# IEEE arithmetic as written. No fastmath: LLVM must neither reorder nor contract into FMA. NumPy's error model: that of
+# Python would test every divisor for zero.
 COMPILE_OPTIONS = {"nogil": True, "error_model": "numpy", "boundscheck": False, "fastmath": False}
 
 
@@ -196,7 +196,7 @@ def widen_bf16(x: Any) -> Any:
 
 @njit(**COMPILE_OPTIONS)
 def narrow_bf16(x: Any) -> Any:
-    """Round to nearest, ties to even; a NaN keeps being one (0x7fc0) instead of rounding up to infinity or -0."""
+    """Rounds to nearest, ties to even. A NaN becomes 0x7fc0: rounded bits could be infinity or -0."""
     bits = types.uint32(to_bits(x))
     rounded = (bits + types.uint32(0x7FFF) + ((bits >> types.uint32(16)) & types.uint32(1))) >> types.uint32(16)
     return types.uint16(types.uint32(0x7FC0) if x != x else rounded)
@@ -212,7 +212,7 @@ RULE_WORDS = {
     "clamp": clamp,
     "where": where,
 }
-# format name -> (load, widen, store, narrow); what takes more is in native_formats.py
+# Format name -> (load, widen, store, narrow); native_formats.py has the formats that take more than a cast.
 FORMATS: dict[str, tuple[Any, Any, Any, Any]] = {
     "fp32": (load_f32, same, store_f32, same),
     "bf16": (load_u16, widen_bf16, store_u16, narrow_bf16),

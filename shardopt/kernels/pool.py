@@ -1,8 +1,8 @@
 """Threads that run native kernels over ranges of blocks.
 
-Another library may have set the caller's thread to flush subnormals to zero (``torch.set_flush_denormal``, code built
-with ``-ffast-math``), and then bits would depend on which thread took which block. They are kept here, as on the GPU:
-the threads are our own, and the caller's is used only for what is short, after a look at its mode.
+Subnormals are kept, as on the GPU. Another library may have set the caller's thread to flush them to zero
+(``torch.set_flush_denormal``, code built with ``-ffast-math``), and then bits would depend on which thread took which
+block. So the threads are the pool's own; the caller's thread runs only short work, after a check of its mode.
 """
 
 import itertools
@@ -14,16 +14,16 @@ from concurrent.futures import ThreadPoolExecutor, wait
 import numpy as np
 import torch
 
-# A thread takes a range of blocks at a time: short enough that one that was held up is helped by the others, long
-# enough that starting (a few microseconds in the interpreter) does not show beside rules that move little.
+# A thread takes a range of blocks at a time: short enough that the others can help a thread that was held up, long
+# enough that the start of a range (a few microseconds in the interpreter) does not show beside rules that move little.
 RANGES_PER_THREAD = 8
-BLOCKS_PER_RANGE = 1024  # at least: 1 MiB of fp32 a stream
+BLOCKS_PER_RANGE = 1024  # at least; 1 MiB of fp32 a stream
 
 _SUBNORMAL = np.float32(2.0**-149)
 
 _lock = threading.Lock()
 _pools: dict[int, ThreadPoolExecutor] = {}
-# A forked child (a DataLoader worker) has the table but not the threads.
+# A forked child (a DataLoader worker) has the table but not the threads, and would wait for them forever.
 os.register_at_fork(after_in_child=_pools.clear)
 
 

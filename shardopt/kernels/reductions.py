@@ -7,8 +7,8 @@ largest biased exponent of the block, an element is truncated to :math:`q\,2^{E-
 
     S * 2**(2 E - 306),  E in 1..254      ->      18 limbs of 32 bits, each kept in an int64
 
-Limbs are added without carries (up to 2**30 blocks), on any device, by any collective, in any order: integer sums. Only
-the total is rounded, once, to float64.
+Limbs are integer sums: they are added without carries (up to 2**30 blocks), on any device, by any collective, in any
+order. Only the total is rounded, once, to float64.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ from .tables import Gradients
 
 LIMBS = 18
 LIMB_BITS = 32
-# A row of totals: the limbs, then these two.
+# Columns of a row of totals, after the limbs: the largest magnitude and the count of non-finite elements.
 LARGEST, NONFINITE = LIMBS, LIMBS + 1
 COLUMNS = LIMBS + 2
 _BASE = 2 - 306  # the binary exponent of bit 0 of limb 0
@@ -31,7 +31,7 @@ _LIMB_WEIGHTS = np.ldexp(1.0, LIMB_BITS * np.arange(LIMBS) + _BASE)
 
 @dataclass(frozen=True)
 class BlockSums:
-    """What one pass over the gradients of a shard leaves for each of its blocks."""
+    """The results of one pass over the gradients of a shard, for each of its blocks."""
 
     mantissa: torch.Tensor  # 1D [num_blocks] int64: S, the finite elements' squares
     exponent: torch.Tensor  # 1D [num_blocks] int32: E
@@ -44,7 +44,7 @@ class BlockSums:
         return BlockSums(*(torch.zeros_like(gradients.row_of_block, dtype=kind) for kind in kinds))
 
     def totals(self, gradients: Gradients) -> "Totals":
-        """What the blocks add up to, in torch's operations: integer sums and maxima, so that their order is free."""
+        """Adds up the blocks by torch's operations: integer sums and maxima, so that their order is free."""
         row_at = gradients.row_of_block.long() * COLUMNS
         bit = 2 * self.exponent.clamp(min=1).long() - 2
         limb, shift = row_at + bit // LIMB_BITS, bit % LIMB_BITS
@@ -66,7 +66,7 @@ class BlockSums:
 
 
 class Total(NamedTuple):
-    """What the blocks of a whole shard add up to."""
+    """The sums over the blocks of a whole shard."""
 
     limbs: tuple[int, ...]
     nonfinite: int
@@ -74,10 +74,10 @@ class Total(NamedTuple):
 
 @dataclass(frozen=True)
 class Totals:
-    """What the blocks of each row add up to: one row a param, as in ``tables.py``; zeros where nothing was summed.
+    """The sums over the blocks of each row: one row a param, as in ``tables.py``; zeros where nothing was summed.
 
-    All of it is one tensor, so that one message carries it. Rows of several shards and ranks are joined by adding the
-    limbs and the counts, and taking the larger magnitude.
+    All sums are one tensor, so that one message carries them. To join rows of several shards and ranks, add the limbs
+    and the counts, and take the larger magnitude.
     """
 
     table: torch.Tensor  # 2D [num_rows, COLUMNS] int64, on the device of the gradients
@@ -98,26 +98,26 @@ class Totals:
         return self.table[:, NONFINITE]
 
     def of_shard(self, uncounted: Sequence[int] = ()) -> Total:
-        """All rows together; of the ``uncounted`` ones only what is not finite."""
+        """Adds up all rows; ``uncounted`` rows add only their count of non-finite elements."""
         table = self.table.cpu().numpy()  # in NumPy: see launch.Native; one copy from a GPU
         limbs = table[:, :LIMBS].sum(axis=0) - table[list(uncounted), :LIMBS].sum(axis=0)
         return Total(tuple(limbs.tolist()), int(table[:, NONFINITE].sum()))
 
 
 def sum_of_squares(limbs: Sequence[int]) -> float:
-    """The total that limbs (already added over ranks) stand for, rounded once to float64; infinity beyond its range."""
+    """Returns the value of limbs that were added over ranks, rounded once to float64; infinity beyond its range."""
     total = sum(limb << (LIMB_BITS * index) for index, limb in enumerate(limbs))
     return float(np.ldexp(*_mantissa(total), dtype=np.float64))
 
 
 def norms_of_limbs(limbs: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any]":
-    """2-norms of many sums at once, 2D [n, 18] int64 to 1D [n] float64: within 2 ulp, and a function of the limbs."""
-    # Scaling by powers of two is exact. Added one after the other, from the smallest: sum() has an order of its own.
+    """Returns 2-norms of many sums, 2D [n, 18] int64 to 1D [n] float64: within 2 ulp, and a function of the limbs."""
+    # Scaling by powers of two is exact. The terms are added one by one, from the smallest: sum() has its own order.
     total = np.add.accumulate(limbs.astype(np.float64) * _LIMB_WEIGHTS, axis=1)[:, -1]
     return np.sqrt(total)
 
 
 def _mantissa(total: int) -> tuple[float, int]:
-    """``total * 2**_BASE`` as (float, exponent), correctly rounded (Python rounds int to float to nearest even)."""
+    """Returns ``total * 2**_BASE`` as (float, exponent), correctly rounded: Python rounds int to float to even."""
     excess = max(total.bit_length() - 1000, 0)  # int to float overflows beyond 2**1024
     return float(total >> excess), excess + _BASE

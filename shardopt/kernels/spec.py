@@ -11,9 +11,9 @@ class StepSpec:
     """What a kernel is compiled for.
 
     Attributes:
-        master: in which the fp32 value behind a param of low precision is kept; None: not at all. Of an fp32 param
-            nothing is kept in any case.
-        states: of each of the variant's states; none given: all in fp32.
+        master: format of the fp32 master of a param of low precision; None for no master. An fp32 param has none in any
+            case.
+        states: formats of the variant's states; if none are given, all are fp32.
     """
 
     variant: Arithmetic
@@ -32,10 +32,10 @@ class StepSpec:
 
     @property
     def reads_param(self) -> bool:
-        """Whether the param's own bits are needed: an fp32 master says it all."""
+        """True if the kernel reads the param: not if an fp32 master holds its full value."""
         return not self.has_master or self.master is not FP32
 
     @property
     def needs_noise(self) -> bool:
-        """Whether anything is not rounded to nearest."""
+        """True unless everything is rounded to nearest."""
         return any(each.rounding != "nearest" for each in (self.param, *self.states))

@@ -1,8 +1,8 @@
-"""From a rule's straight-line source to the text of a native loop body and of a Triton function.
+"""Translates a rule's straight-line source to the text of a native loop body and of a Triton function.
 
-Both are printed from one parsed tree, statement by statement, in the order in which the rule was written. What differs
-is the spelling: Triton's plain ``/`` and ``sqrt`` compile to approximations, so they become ``div_rn`` and ``sqrt_rn``;
-Numba's bare literals are float64, so they become ``f32(...)``.
+Both are printed from one parsed tree, statement by statement, in the order in which the rule was written. Only the
+spelling differs: Triton's plain ``/`` and ``sqrt`` compile to approximations, so they become ``div_rn`` and
+``sqrt_rn``; Numba's bare literals are float64, so they become ``f32(...)``.
 """
 
 import ast
@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 
 class Arithmetic(Protocol):
-    """What the kernels ask of a rule's variant."""
+    """A rule's variant, as the kernels see it: ``kernels/`` imports nothing of ``rules/``."""
 
     def __hash__(self) -> int: ...
 
@@ -33,12 +33,12 @@ class Arithmetic(Protocol):
 
 
 def native_body(variant: Arithmetic) -> list[str]:
-    """The rule as statements on fp32 scalars, to be placed inside the native kernel's loop."""
+    """Returns the rule as statements on fp32 scalars, for the inside of the native kernel's loop."""
     return _spell(variant.source, _Native())
 
 
 def triton_function(variant: Arithmetic) -> str:
-    """The rule as a function ``(param, grad, states, scalars) -> (param, states)`` on tiles; states are a tuple."""
+    """Returns the rule as the text of a function ``(param, grad, states, scalars) -> (param, states)`` on tiles."""
     lines = [f"def {variant.rule}(param, grad, states, scalars):"]
     lines += [f"    state_{name} = states[{index}]" for index, name in enumerate(variant.states)]
     lines += [f"    s_{name} = scalars[{index}]" for index, name in enumerate(variant.scalars)]
@@ -48,10 +48,11 @@ def triton_function(variant: Arithmetic) -> str:
 
 
 def function_from_source(text: str, kind: str, names: Mapping[str, Any]) -> Callable[..., Any]:
-    """The one function that ``text`` (ours, printed from a checked tree) defines, with ``names`` as its globals.
+    """Returns the one function that ``text`` defines, with ``names`` as its globals.
 
-    ``linecache`` is told of the text because Triton reads a kernel through ``inspect``, and for tracebacks. Nothing is
-    run here: the function's code object is taken out of the compiled module.
+    The text is shardopt's own, printed from a checked tree. ``linecache`` gets it because Triton reads a kernel through
+    ``inspect``, and for tracebacks. Nothing is run here: the function's code object is taken out of the compiled
+    module.
     """
     file = f"<shardopt {kind} {hashlib.sha256(text.encode()).hexdigest()[:12]}>"
     linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)

@@ -1,4 +1,4 @@
-"""Triton spellings of the formats that take more than a cast; ``formats.py`` says what they are.
+"""Triton spellings of the formats that take more than a cast; ``formats.py`` defines them.
 
 Blocks are rows: tiles are 2D [BLOCKS, 256], scales 1D [BLOCKS].
 """
@@ -36,13 +36,13 @@ def from_bits(bits):
 
 @triton.jit
 def shr(bits, width: tl.constexpr):
-    """Zeros come in from above."""
+    """Shifts right; zeros come in from above."""
     return (bits.to(tl.uint32, bitcast=True) >> width).to(tl.int32, bitcast=True)
 
 
 @triton.jit
 def one_nan_bits(x):
-    """The same NaN for all, which rounding cannot turn into infinity or -0."""
+    """Returns the bits of x, the same ones for every NaN: rounding cannot turn them into infinity or -0."""
     return tl.where(x != x, _NAN, bits_of(x))
 
 
@@ -51,7 +51,7 @@ def one_nan_bits(x):
 
 @triton.jit
 def join(param, rest, MASTER: tl.constexpr):
-    """The fp32 master; the param as its bits in int16."""
+    """Returns the fp32 master; the param comes as its bits in int16."""
     upper = param.to(tl.int32) << 16
     if MASTER == "split":
         return from_bits(upper + rest.to(tl.int32))
@@ -61,7 +61,7 @@ def join(param, rest, MASTER: tl.constexpr):
 
 @triton.jit
 def part_master(x, MASTER: tl.constexpr):
-    """The bits of the bf16 param, and what is kept beside it."""
+    """Returns the bits of the bf16 param, and the master's low bits that are stored beside it."""
     bits = one_nan_bits(x)
     if MASTER == "split":
         upper = shr(bits + 0x8000, 16)
@@ -72,12 +72,13 @@ def part_master(x, MASTER: tl.constexpr):
         return upper.to(tl.int16), (bits - (upper << 8)).to(tl.int8)
 
 
-# -- rounding by chance ------------------------------------------------------------------------------------------------
+# -- stochastic rounding and dither ------------------------------------------------------------------------------------
 
 
 @triton.jit
 def draw(element, key, other_key, STREAM: tl.constexpr):
-    """32 random bits (Wellons' lowbias32, https://nullprogram.com/blog/2018/07/31, with a key before each half)."""
+    """Returns 32 random bits: lowbias32 (https://nullprogram.com/blog/2018/07/31) with a key before each half."""
+    # Any odd factor will do: it gives the streams of one element (param and states) other bits each.
     x = element ^ (key + STREAM * 58169239)
     x = (x ^ shr(x, 16)) * 2146121005
     x = x + other_key
@@ -87,13 +88,13 @@ def draw(element, key, other_key, STREAM: tl.constexpr):
 
 @triton.jit
 def dither(element, phase, STREAM: tl.constexpr):
-    """32 bits that are spread evenly over elements and steps."""
+    """Returns 32 bits that are spread evenly over elements and steps."""
     return element * _GOLDEN + (phase + STREAM * 58169239)
 
 
 @triton.jit
 def narrow_up(x, bits):
-    """bf16, up where the upper half of these bits and what is cut off overflow."""
+    """Rounds to bf16: up if the upper half of ``bits`` plus the part that is cut off overflow."""
     return shr(one_nan_bits(x) + shr(bits, 16), 16).to(tl.int16)
 
 
@@ -116,7 +117,7 @@ def decode(codes, scales, FORMAT: tl.constexpr):
 
 @triton.jit
 def encode(x, valid, noise, FORMAT: tl.constexpr):
-    """Codes, and the scales of their blocks; what is not valid does not count. The noise is 32 bits of each element."""
+    """Returns codes and the scales of their blocks; invalid elements do not count. Noise is 32 bits an element."""
     HAS_SIGN: tl.constexpr = FORMAT[1]
     SHIFT: tl.constexpr = FORMAT[2]
     OFFSET_BITS: tl.constexpr = FORMAT[3]

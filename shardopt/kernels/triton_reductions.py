@@ -1,4 +1,4 @@
-"""Triton twin of the block sums; ``reductions.py`` says what they are."""
+"""Block sums in Triton; ``reductions.py`` defines them."""
 
 from typing import Any
 
@@ -23,7 +23,7 @@ def load_gradients(
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """This program's blocks [BLOCKS], which of them exist, their gradients [BLOCKS, BLOCK], zero where none."""
+    """Returns this program's blocks [BLOCKS], which of them exist, and their gradients [BLOCKS, BLOCK] or zeros."""
     blocks = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
     inside = blocks < num_blocks
     row = tl.load(row_of_block_ptr + blocks, mask=inside, other=0).to(tl.int64)
@@ -101,15 +101,15 @@ def count_nonfinite_kernel(
 
 
 def launch_block_sums(grad: Format, gradients: Gradients, factors: Factors, sums: BlockSums) -> None:
-    """One launch for the whole shard, on the current stream."""
+    """Launches once for the whole shard, on the current CUDA stream."""
     columns = (sums.mantissa, sums.exponent, sums.largest, sums.nonfinite)
-    # An int would be compiled for anew.
+    # Floats: Triton would compile the kernel again for an int.
     numbers = (float(factors.divisor), float(factors.unscale))
     _launch(block_sums_kernel, grad, gradients, *columns, gradients.num_blocks, *numbers)
 
 
 def launch_count_nonfinite(grad: Format, gradients: Gradients, counts: torch.Tensor) -> None:
-    """One launch for the whole shard, on the current stream."""
+    """Launches once for the whole shard, on the current CUDA stream."""
     _launch(count_nonfinite_kernel, grad, gradients, counts, gradients.num_blocks)
 
 

@@ -1,7 +1,7 @@
 """The Triton kernel: one pass over a shard on a GPU, generic over the rule, its states and the formats.
 
-The rule arrives as a compile-time function, the states as a tuple of pointers. Everything that changes from step to
-step (scalars, gradient addresses, which params are skipped) is data, so that nothing is compiled twice.
+The rule is a compile-time function, the states are a tuple of pointers. Everything that changes from step to step
+(scalars, gradient addresses, which params are skipped) is data, so that nothing is compiled twice.
 """
 
 import functools
@@ -19,10 +19,11 @@ from .triton_formats import decode, dither, draw, encode, join, narrow_up, part_
 from .triton_words import RULE_WORDS, narrow, widen
 
 # Blocks of 256 that one program updates, and its warps: 8 elements a thread, which is one 128-bit access for 16-bit
-# streams and two for fp32. One warp to a block: Triton lays out streams of 4 and of 2 bytes differently, and within a
-# warp it converts between the two by shuffles. Judged from the machine code for sm_90, AdamW on bf16: 63 registers, no
-# shared memory. With 4 blocks and 4 warps it takes 80, exchanges all it stores through shared memory behind 5 barriers,
-# and spills in some formats; with 4 and 8 it takes 47 and neither, but 16-bit streams are then 64 bits wide.
+# streams and two for fp32. One warp a block: Triton lays out streams of 4 and of 2 bytes differently, and within a warp
+# it converts between the two by shuffles. In the machine code for sm_90, AdamW on bf16 takes 63 registers and no shared
+# memory. With 4 blocks and 4 warps it takes 80, exchanges all that it stores through shared memory with 5 barriers, and
+# spills in some formats; with 4 blocks and 8 warps it takes 47 and does neither, but accesses to 16-bit streams are
+# then 64 bits wide.
 BLOCKS_PER_PROGRAM = 1
 NUM_WARPS = 1
 
@@ -32,26 +33,26 @@ GRAD_TYPES = {"fp32": tl.float32, "bf16": tl.int16, "fp16": tl.float16}
 @triton.jit(do_not_specialize=["num_blocks", "unscale", "clip"])
 def step_kernel(
     param_ptr,  # [num_blocks * 256] PARAM
-    master_ptr,  # [num_blocks * 256] MASTER; the param itself where there is none
+    master_ptr,  # [num_blocks * 256] MASTER; the param if there is no master
     state_ptrs,  # tuple of [num_blocks * 256], each in its format of STATES
-    scale_ptrs,  # tuple of [num_blocks] fp32; the state itself where it has no scales
+    scale_ptrs,  # tuple of [num_blocks] fp32; the state itself if it has no scales
     row_of_block_ptr,  # [num_blocks] int32
     rows_ptr,  # [num_rows, 2] int64: address of the gradient of element 0 of the shard; end of the param in the shard
     scalars_ptr,  # [num_rows, NUM_SCALARS] fp32
     noise_ptr,  # [num_rows, 4] int32: two keys, what makes an element of the shard one of the param, a phase
     num_blocks,
-    unscale,  # fp32: 1 / loss scale, a power of two that is still to be divided by included
+    unscale,  # fp32: 1 / loss scale; includes 1 / divisor for a power of two
     clip,  # fp32: factor of the global-norm clipping
     RULE: tl.constexpr,  # (param, grad, states, scalars) -> (param, states)
     NUM_SCALARS: tl.constexpr,
     PARAM: tl.constexpr,  # format names
     GRAD: tl.constexpr,
-    MASTER: tl.constexpr,  # "" where there is none
+    MASTER: tl.constexpr,  # "" if there is no master
     STATES: tl.constexpr,  # of each state: (format name,), or ("block", the numbers of a block format)
     ROUNDINGS: tl.constexpr,  # tuple, of each state
     NEEDS_NOISE: tl.constexpr,
     GRAD_TYPE: tl.constexpr,
-    ALIGNED: tl.constexpr,  # whether every gradient starts on 16 bytes
+    ALIGNED: tl.constexpr,  # True if every gradient starts on 16 bytes
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
@@ -62,8 +63,8 @@ def step_kernel(
     grad_at = tl.load(rows_ptr + row * 2)
     end = tl.load(rows_ptr + row * 2 + 1)
     start = blocks * BLOCK
-    # The masks of param and states are constant along a block, which keeps their accesses 128 bits wide: a shard is a
-    # whole number of blocks, and what pads a param's last block is computed on zeros and never read.
+    # The masks of param and states are constant along a block, which keeps their accesses 128 bits wide. A shard is a
+    # whole number of blocks; the padding of a param's last block is computed on zeros and never read.
     active = (inside & (start < end))[:, None]
     offsets = start[:, None] + tl.arange(0, BLOCK)[None, :]  # [BLOCKS, 256]
 
@@ -79,12 +80,12 @@ def step_kernel(
         param = join(upper, tl.load(master_ptr + offsets, mask=active, other=0), MASTER)
     states = ()
     for index in tl.static_range(len(state_ptrs)):
-        kept = tl.load(state_ptrs[index] + offsets, mask=active, other=0)
+        stored = tl.load(state_ptrs[index] + offsets, mask=active, other=0)
         if STATES[index][0] == "block":
             scales = tl.load(scale_ptrs[index] + blocks, mask=inside, other=0.0)
-            states = states + (decode(kept, scales, STATES[index]),)  # noqa: RUF005
+            states = states + (decode(stored, scales, STATES[index]),)  # noqa: RUF005
         else:
-            states = states + (widen(kept, STATES[index][0]),)  # noqa: RUF005
+            states = states + (widen(stored, STATES[index][0]),)  # noqa: RUF005
 
     grad_ptrs = grad_at.to(tl.pointer_type(GRAD_TYPE))[:, None] + offsets
     if ALIGNED:
@@ -132,12 +133,12 @@ def step_kernel(
 
 @functools.cache
 def rule_function(variant: Arithmetic) -> Any:
-    """The rule as a jit function that :func:`step_kernel` takes."""
+    """Returns the rule as a jit function that :func:`step_kernel` calls."""
     return triton.jit(function_from_source(triton_function(variant), "triton", RULE_WORDS))
 
 
 def constants(spec: StepSpec, aligned: bool) -> dict[str, Any]:
-    """The kernel's compile-time arguments."""
+    """Returns the kernel's compile-time arguments."""
     return {
         "RULE": rule_function(spec.variant),
         "NUM_SCALARS": len(spec.variant.scalars),
@@ -169,21 +170,21 @@ def launch_step(
     factors: Factors,
     noise: Noise | None = None,
 ) -> None:
-    """One launch for the whole shard, on the current stream."""
+    """Launches once for the whole shard, on the current CUDA stream."""
     num_blocks = gradients.num_blocks
     if num_blocks == 0:
         return
     step_kernel[(triton.cdiv(num_blocks, BLOCKS_PER_PROGRAM),)](
         streams.param.view(spec.param.storage),
         streams.param.view(spec.param.storage) if streams.master is None else streams.master,
-        tuple(kept.view(format.storage) for kept, format in zip(streams.states, spec.states, strict=True)),
-        tuple(kept if (scales := streams.scale(i)) is None else scales for i, kept in enumerate(streams.states)),
+        tuple(state.view(format.storage) for state, format in zip(streams.states, spec.states, strict=True)),
+        tuple(state if (scales := streams.scale(i)) is None else scales for i, state in enumerate(streams.states)),
         gradients.row_of_block,
         gradients.rows,
         scalars,
         gradients.row_of_block if noise is None else noise.rows,
         num_blocks,
-        float(factors.unscale),  # an int would be compiled for anew
+        float(factors.unscale),  # Triton would compile the kernel again for an int
         float(factors.clip),
         **constants(spec, gradients.aligned),
         num_warps=NUM_WARPS,
@@ -193,7 +194,7 @@ def launch_step(
 
 @functools.cache
 def compile_by_empty_launch(spec: StepSpec, device: torch.device, aligned: bool) -> None:
-    """Makes Triton compile :func:`step_kernel` for ``spec``: one launch over a block whose only row is skipped."""
+    """Compiles :func:`step_kernel` for ``spec``, by a launch over one block whose only row is skipped."""
 
     def block(dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros(BLOCK, dtype=dtype, device=device)

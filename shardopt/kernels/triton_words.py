@@ -1,4 +1,4 @@
-"""Triton spellings of the words that kernels use: the vocabulary of rules, widening and rounding."""
+"""Triton spellings of the words that kernels use: the vocabulary of rules, widening and narrowing."""
 
 import triton
 import triton.language as tl
@@ -26,7 +26,7 @@ def clamp(x, low, high):
 
 @triton.jit
 def widen(x, FORMAT: tl.constexpr):
-    """To fp32, exactly. bf16 arrives as its bits in int16."""
+    """Dequantizes to fp32, exactly; bf16 comes as its bits in int16."""
     if FORMAT == "bf16" or FORMAT == "bf16_random" or FORMAT == "bf16_dithered":
         return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
     else:
@@ -35,7 +35,7 @@ def widen(x, FORMAT: tl.constexpr):
 
 @triton.jit
 def narrow(x, FORMAT: tl.constexpr):
-    """From fp32, to nearest, ties to even. The bf16 of a NaN is 0x7fc0: rounding its bits could give infinity or -0."""
+    """Rounds fp32 to nearest, ties to even. A NaN becomes 0x7fc0 in bf16: rounded bits could be infinity or -0."""
     if FORMAT == "bf16":
         bits = x.to(tl.uint32, bitcast=True)
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16

@@ -1,7 +1,8 @@
 """What is the arithmetic?
 
-A rule is one update, written once on fp32 scalars: a file for each; ``words.py`` has the vocabulary, ``rule.py`` the
-decorator for rules of one's own. Nothing here knows a kernel, a rank or a tier.
+A rule is one update, written once on fp32 scalars, in a file of its own. ``rule.py`` has the decorator that makes
+rules, ``words.py`` the words that a rule may use, and ``language.py`` reads it. Nothing here knows a kernel, a rank or
+a tier.
 """
 
 from .rule import Rule, Variant, rule

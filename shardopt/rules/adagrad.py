@@ -25,7 +25,7 @@ def adagrad_scalars(group: Mapping[str, Any], step: int, carried: Mapping[str, f
     }
 
 
-# A sum that only grows: what a step adds is soon less than half a step of any shorter format.
+# The sum only grows: what a step adds is soon less than half the gap between two numbers of any shorter format.
 @rule(
     states=("sum",),
     nonnegative=("sum",),

@@ -31,7 +31,7 @@ def asgd_scalars(group: Mapping[str, Any], step: int, carried: Mapping[str, floa
     }
 
 
-# An average over more and more steps: what one of them changes is soon lost in any shorter format.
+# The average is over more and more steps: what one of them changes is soon lost in any shorter format.
 @rule(states=("ax",), carried=("eta", "mu"), tolerates={"ax": "fp32"}, scalars=asgd_scalars)
 def asgd(param, grad, state, s, flags):
     if flags.maximize:

@@ -30,6 +30,11 @@ _FP32_MAX, _FP32_SMALLEST = 3.4028234663852886e38, 2.0**-149
 
 
 def parse_rule(function: Callable[..., Any]) -> ast.FunctionDef:
+    """Returns the tree of a function's source.
+
+    Raises:
+        RuleError: the source cannot be read, or is no ``def``.
+    """
     try:
         text = textwrap.dedent(inspect.getsource(function))
     except (OSError, TypeError) as error:
@@ -39,12 +44,18 @@ def parse_rule(function: Callable[..., Any]) -> ast.FunctionDef:
         ) from None
     tree = ast.parse(text).body[0]
     if not isinstance(tree, ast.FunctionDef):
-        raise RuleError(f"a rule is written with `def`; found {type(tree).__name__} in {text.splitlines()[0]!r}.")
+        raise RuleError(f"write a rule with `def`: found {type(tree).__name__} in {text.splitlines()[0]!r}.")
     return tree
 
 
 class RuleReader:
-    """Walks a rule's tree: checks it, resolves its flags, spells it as straight-line source."""
+    """Walks a rule's tree: checks it, resolves its flags, spells it as straight-line source.
+
+    Attributes:
+        flags: names of all flags that the body asks for, in order; from :meth:`check` on.
+        scalars_seen: names of the scalars that the last flattened form reads, in order of first use.
+        states_seen: names of the states that it reads or writes.
+    """
 
     def __init__(self, function: Callable[..., Any], tree: ast.FunctionDef, states: tuple[str, ...]):
         self.function = function
@@ -78,12 +89,13 @@ class RuleReader:
     # -- statements ------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Reads the rule under every setting of its flags: what is accepted here can be compiled with any of them."""
+        """Reads the rule under every setting of its flags: an accepted rule can be compiled with any of them."""
         self.flags = dict.fromkeys(_flag_names(self.tree, self.flag))
         for values in itertools.product((False, True), repeat=len(self.flags)):
             self.flatten(dict(zip(self.flags, values, strict=True)))
 
     def flatten(self, flags: Mapping[str, bool]) -> list[str]:
+        """Returns the straight-line source under one setting of the flags, a list of assignments."""
         self.kinds = {"param": "number", "grad": "number"}
         self.scalars_seen, self.states_seen = {}, set()
         body = self.tree.body
@@ -244,7 +256,7 @@ def _flag_names(tree: ast.FunctionDef, flag: str | None) -> list[str]:
 
 
 def _bound(function: Callable[..., Any], name: str) -> object:
-    """What a name means where the function was written; None where it means nothing."""
+    """Returns the value of a name where the function was written; None if it has none there."""
     if name in function.__code__.co_freevars and function.__closure__:
         try:
             return function.__closure__[function.__code__.co_freevars.index(name)].cell_contents

@@ -22,7 +22,7 @@ from .words import sqrt, where
 
 
 def rectification(beta2: float, step: int) -> float:
-    """:math:`r_t`, or 0 while :math:`\\rho_t \\le 5`."""
+    """Returns :math:`r_t`, or 0 while :math:`\\rho_t \\le 5`."""
     longest = 2 / (1 - beta2) - 1
     length = longest - 2 * step * beta2**step / one_minus_power(beta2, step)
     if length <= 5:

@@ -7,8 +7,8 @@
         state.momentum = s.beta * state.momentum + grad
         return param - s.lr * sign(state.momentum)
 
-The function is never called in training. Its source is parsed when it is decorated; whatever lies outside the
-vocabulary is refused with its line. From that one tree come the Triton and the native kernel (``kernels/``).
+Training never calls the function. Its source is parsed when it is decorated; whatever lies outside the vocabulary is
+refused with its line. The Triton kernel and the native kernel come from that one tree (``kernels/``).
 
 What a body may hold:
 
@@ -35,11 +35,11 @@ ScalarFunction = Callable[[Mapping[str, Any], int, Mapping[str, float]], Mapping
 
 EMA = "ema"
 _EMA_RATE = "ema_rate"
-_ROUNDS_TO_INF = 2.0**128 - 2.0**103  # the least float64 that does
-# Keys of a param's entry in a state dict, and names of the kernels' other streams.
+_ROUNDS_TO_INF = 2.0**128 - 2.0**103  # the least float64 that rounds to an infinite fp32 number
+# Other keys of a param's state in a state dict, and names of the kernels' other streams.
 _RESERVED = ("step", "master", EMA, "param", "grad")
-# A native kernel tells 32 streams apart: gradient, param, master, tables, and of each state the old and the new. With
-# the average of the weights that leaves room for these.
+# A native kernel tells 32 streams apart: gradient, param, master, tables, and two for each state (its old and its new
+# values). With one more state for the average of the weights that leaves room for 12.
 MAX_STATES = 12
 
 
@@ -60,20 +60,20 @@ class Variant:
 
 @dataclass(frozen=True)
 class Rule:
-    """What the decorator :func:`rule` makes of a function."""
+    """An update rule; the decorator :func:`rule` makes it of a function."""
 
     name: str
     states: tuple[str, ...]  # every state that some flags may need
     flags: tuple[str, ...]  # keys of the param group whose truth the body asks for
-    carried: tuple[str, ...]  # scalars handed back at the param's next step, such as NAdam's product of momenta
-    counts_steps: bool  # whether torch's state dict of this optimizer holds "step"
+    carried: tuple[str, ...]  # scalars that the param's next step gets, such as NAdam's product of momenta
+    counts_steps: bool  # True if torch's state dict of this optimizer holds "step"
     nonnegative: frozenset[str]  # states that are never below zero
-    tolerated: Mapping[str, str] = field(repr=False, compare=False, hash=False)  # states that need more than int8
+    tolerated: Mapping[str, str] = field(repr=False, compare=False, hash=False)  # states that need more than 8 bits
     scalars: ScalarFunction = field(repr=False)
     function: Callable[..., Any] = field(repr=False)
     tree: ast.FunctionDef = field(repr=False, compare=False, hash=False)
     average: float | None = None  # decay of the weights' moving average, where there is one
-    # state -> hyper-parameter that it is filled with as soon as its param is the optimizer's; empty: at a first step
+    # State -> hyper-parameter that fills it as soon as its param is bound. Other states are made at a first step.
     initial: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False, hash=False)
 
     def averaging(self, decay: float) -> "Rule":
@@ -82,30 +82,34 @@ class Rule:
         .. math::
             \bar\theta_1 = \theta_1, \qquad \bar\theta_t = \bar\theta_{t-1} + (1 - d)(\theta_t - \bar\theta_{t-1})
 
-        of the param after its update, with its own count of steps: what ``torch.optim.swa_utils.AveragedModel`` with
-        ``get_ema_multi_avg_fn(d)`` holds if it is updated after every step. A param that is not updated keeps its
-        average.
+        :math:`\theta_t` is the param after its update, and :math:`t` counts the param's own steps. The average is the
+        one that ``torch.optim.swa_utils.AveragedModel`` with ``get_ema_multi_avg_fn(d)`` holds if it is updated after
+        every step. A param that is not updated keeps its average.
         """
-        # A step changes it by a thousandth of a difference, which 8 bits would round away.
+        # A step changes the average by a thousandth of a difference, which 8 bits would round away.
         tolerated = {**self.tolerated, EMA: "bf16"}
         return replace(self, states=(*self.states, EMA), tolerated=tolerated, average=decay)
 
     def tolerates(self, state: str) -> str:
-        """The coarsest of "fp32", "bf16" and "int8" that the state may be kept in."""
+        """Returns the coarsest of "fp32", "bf16" and "int8" that the state may be stored in."""
         return self.tolerated.get(state, "int8")
 
     def initial_values(self, group: Mapping[str, Any]) -> dict[str, float]:
-        """What a param's states are filled with before its first step; empty where it has none until then."""
-        kept = self.variant(group).states if self.initial else ()
-        return {state: float(group[key]) for state, key in self.initial.items() if state in kept}
+        """Returns the values that fill a param's states before its first step; empty if it has no states until then."""
+        states = self.variant(group).states if self.initial else ()
+        return {state: float(group[key]) for state, key in self.initial.items() if state in states}
 
     def variant(self, group: Mapping[str, Any]) -> Variant:
-        """The straight-line form for this param group's flags."""
+        """Returns the straight-line form for the flags of a param group.
+
+        Raises:
+            RuleError: the group lacks the key of a flag.
+        """
         missing = [name for name in self.flags if name not in group]
         if missing:
             raise RuleError(
-                f"rule {self.name!r} asks for flags.{missing[0]}, and the param group has no {missing[0]!r} (it has "
-                f"{sorted(group)}): which branch to take is unknown; add it to the optimizer's defaults."
+                f"add {missing[0]!r} to the optimizer's defaults: rule {self.name!r} asks for flags.{missing[0]}, and "
+                f"the param group has only {sorted(group)}, so that which branch to take is unknown."
             )
         variant = _variant(self, tuple(bool(group[name]) for name in self.flags))
         return variant if self.average is None else _averaging(variant)
@@ -113,25 +117,33 @@ class Rule:
     def evaluate(
         self, variant: Variant, group: Mapping[str, Any], step: int, carried: Mapping[str, float]
     ) -> tuple[tuple[float, ...], dict[str, float]]:
-        """The scalars of ``variant`` for one param at ``step`` (from 1), and what it carries to its next step.
+        """Computes the scalars of ``variant`` for one param.
+
+        Args:
+            step: of this param, counted from 1.
+            carried: scalars from the param's last step.
+
+        Returns:
+            The scalars in the order of the variant, and those carried to the param's next step.
 
         Raises:
-            ShardoptError: one of them is no finite fp32 number: every param of the group would become Inf or NaN.
+            ShardoptError: a scalar is no finite fp32 number: every param of the group would become Inf or NaN.
+            RuleError: the rule's scalars function does not return one of them.
         """
         try:
             values = dict(self.scalars(group, step, carried))
         except (ArithmeticError, TypeError, ValueError) as error:
             raise self._refuse_scalars(group, step, f"cannot be computed ({error})") from error
         if self.average is not None:
-            # The first average is the param itself: the zeros that the state begins with do not count.
+            # The first average is the param itself: the state begins with zeros, which must not count.
             values[_EMA_RATE] = 1.0 if step == 1 else 1.0 - self.average
         try:
             scalars = tuple(float(values[name]) for name in variant.scalars)
             carries = {name: float(values[name]) for name in self.carried}
         except KeyError as error:
             raise RuleError(
-                f"rule {self.name!r} needs the scalar {error}, which its scalars function did not return "
-                f"(it returned {sorted(values)}): the update cannot be computed; add it to the returned dict."
+                f"add {error} to the dict that the scalars function returns: rule {self.name!r} needs the scalar "
+                f"{error} to compute its update, and the function returned {sorted(values)}."
             ) from None
         except (ArithmeticError, TypeError, ValueError) as error:
             raise self._refuse_scalars(group, step, f"are no numbers ({error})") from error
@@ -141,7 +153,7 @@ class Rule:
         return scalars, carries
 
     def _refuse_scalars(self, group: Mapping[str, Any], step: int, why: str) -> ShardoptError:
-        others = ("foreach", "fused")  # hints, which no update reads
+        others = ("foreach", "fused")  # no update reads these hints
         numbers = {key: each for key, each in group.items() if not isinstance(each, bool | str) and key not in others}
         return ShardoptError(
             f"set finite hyper-parameters within their ranges: the scalars of step {step} {why}, so params and states "
@@ -159,21 +171,22 @@ def rule(
     tolerates: Mapping[str, str] | None = None,
     initial: Mapping[str, str] | None = None,
 ) -> Callable[[Callable[..., Any]], Rule]:
-    """Decorate a function ``(param, grad, state, s)`` or ``(param, grad, state, s, flags)`` as an update rule.
+    """Makes a rule of a function ``(param, grad, state, s)`` or ``(param, grad, state, s, flags)``.
 
     Args:
         scalars: ``(group, step, carried) -> {name: float}``: hyper-parameters of the param group (plain numbers) and
-            the param's step, counted from 1, to the run-time scalars that the body reads as ``s.<name>``. Computed
-            once a step in float64 on the host, rounded once to fp32, the same on every rank and for every chunk.
-        states: names of the tensors kept for each element, zero at a param's first step.
+            the param's step, counted from 1, to the run-time scalars that the body reads as ``s.<name>``. They are
+            computed once a step in float64 on the host and rounded once to fp32, the same on every rank and for every
+            chunk.
+        states: names of the states, each with one value an element, which is zero at a param's first step.
         carried: names of scalars that are kept for a param and handed to ``scalars`` at its next step.
-        counts_steps: whether ``state_dict()`` shows ``"step"``, as most of torch's optimizers do.
+        counts_steps: True if ``state_dict()`` shows ``"step"``, as most of torch's optimizers do.
         nonnegative: states that are never below zero: in 8 bits they have no sign, and what is above zero stays so.
-        tolerates: the coarsest format that a state may be kept in, ``"fp32"`` or ``"bf16"``, where that is not
-            ``"int8"``: sums that only grow, and what is subtracted from something nearly equal.
+        tolerates: the coarsest format that a state may be stored in, ``"fp32"`` or ``"bf16"``, where that is not
+            ``"int8"``: for sums that only grow, and for what is subtracted from something nearly equal.
         initial: states that ``state_dict()`` shows before a param's first step, and the key of the param group that
-            tells their value, as torch's Adagrad does from its construction on. It is for those who look and load:
-            the body meets zeros or this at a first step, so give it a scalar for ``step == 1``.
+            tells their value, as torch's Adagrad does from its construction on. Only ``state_dict()`` and loading use
+            it: at a first step the body meets zeros or this value, so give it a scalar for ``step == 1``.
 
     Raises:
         RuleError: the body leaves the vocabulary; the message names file and line.
@@ -191,14 +204,15 @@ def rule(
     for index, name in enumerate(names):
         if not name.isidentifier() or name in _RESERVED or name in names[:index]:
             raise RuleError(
-                f"found {name!r} among the states {states} and carried scalars {carried}: it would meet another entry "
-                f"of the state dict; choose different identifiers, none of {', '.join(_RESERVED)}."
+                f"choose different identifiers for states and carried scalars, none of {', '.join(_RESERVED)}: "
+                f"{name!r} would meet another entry of the state dict. Found the states {states} and the carried "
+                f"scalars {carried}."
             )
 
     _check_declared(states, nonnegative, tolerates or {}, initial or {})
     if len(states) > MAX_STATES:
         raise RuleError(
-            f"found {len(states)} states; a kernel has room for {MAX_STATES}. Keep fewer, or split the rule."
+            f"declare fewer states, or split the rule: found {len(states)}, and a kernel has room for {MAX_STATES}."
         )
 
     def decorate(function: Callable[..., Any]) -> Rule:
@@ -228,9 +242,9 @@ def _check_declared(
     unknown = [name for name in (*nonnegative, *tolerates, *initial) if name not in states]
     if unknown or not set(tolerates.values()) <= {"fp32", "bf16", "int8"}:
         raise RuleError(
-            f"nonnegative={nonnegative}, tolerates={dict(tolerates)} and initial={dict(initial)} name "
-            f"{unknown or 'formats'} that are no states of the rule ({states}) or no formats: it would have no effect. "
-            "Formats are 'fp32', 'bf16' and 'int8'."
+            "name only states of the rule and the formats 'fp32', 'bf16' and 'int8' in nonnegative, tolerates and "
+            f"initial: {unknown or 'a format'} would have no effect. Found nonnegative={nonnegative}, "
+            f"tolerates={dict(tolerates)} and initial={dict(initial)}; the states are {states}."
         )
 
 

@@ -1,21 +1,21 @@
-"""What several rules' scalars share. All of it is float64 on the host."""
+"""Arithmetic that the scalars of several rules share, in float64 on the host."""
 
 import math
 
 
 def one_minus_power(beta: float, step: int) -> float:
-    """``1 - beta ** step``, without cancellation for betas near 1, for any step up to 2**53."""
+    """Returns ``1 - beta ** step``, without cancellation for betas near 1, for any step up to 2**53."""
     return 1.0 if beta == 0.0 else -math.expm1(step * math.log(beta))
 
 
 def lerp(weight: float) -> dict[str, float]:
-    """The scalars with which a rule spells ``average.lerp_(value, weight)``::
+    """Returns the scalars with which a rule spells ``average.lerp_(value, weight)``::
 
         base = where(s.lerp_from_end > 0, grad, state.average)
         state.average = base + s.lerp * (grad - state.average)
 
-    As in torch, the nearer end is the base. So a weight of 1 (``beta1 = 0``) gives the gradient itself; counted from
-    the old average, a gradient far smaller than it would be lost in ``average + (grad - average)``.
+    As in torch, the nearer end is the base. So a weight of 1 (``beta1 = 0``) gives the gradient itself. With the old
+    average as the base, a gradient far smaller than it would be lost in ``average + (grad - average)``.
     """
     from_end = weight >= 0.5
     return {"lerp": weight - 1 if from_end else weight, "lerp_from_end": float(from_end)}

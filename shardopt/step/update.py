@@ -1,8 +1,7 @@
-"""What there is to do once a step is decided: shard by shard, and in each of them chunk by chunk.
+"""The update of one step, once it is decided: shard by shard, and in each shard chunk by chunk through the store.
 
-Where an update does not run where backward left the gradients (it runs on the CPU and they are on a device, or they
-rest in host memory and it runs on the device), a chunk names those that it needs as runs, and a table is made of the
-copies::
+A kernel may run where the gradients are not: on the CPU for gradients on a device, or on a device for gradients in host
+memory. A chunk then names its gradients as runs, the store copies each run, and a table is made of the copies::
 
     shard       | w1 w1 | w1 .. | w2 .. | w3 w3 |        a chunk of four blocks, .. the padding of a last block
     gradients   | w1 w1   w1 ..   w2 |  w3 w3 |          two runs: w3's was allocated by itself
@@ -16,22 +15,28 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from ..domain.agreement import StepDigest, agree
 from ..domain.domain import Domain
-from ..domain.shard import Shard
-from ..kernels.tables import BLOCK, Gradients
+from ..domain.shard import Shard, scales_name
+from ..errors import CommunicationError
+from ..kernels.launch import backend_of
+from ..kernels.tables import BLOCK, Factors, Gradients, Streams
 from ..offload.store import Chunk, Fetched
-from .survey import Launch, StepPlan
+from ..partition.comm.transport import Gather
+from .launches import Launch, StepPlan
+
+_HALF_WAY = "Some shards are updated, others are not: do not go on training from here; restart from a checkpoint."
 
 
 class GradientRun(NamedTuple):
-    """Gradients that lie in memory as in the shard: those of a whole chunk, where the reducer summed them."""
+    """Gradients that lie in memory as they lie in the shard; the reducer's sums are one run for a whole chunk."""
 
     first: int  # element of the shard
     values: torch.Tensor  # 1D; between params it holds anything
     rows: list[int]
 
-    def and_then(self, other: "GradientRun") -> "GradientRun | None":
-        """The two as one, if the other one follows in memory as it does in the shard."""
+    def joined(self, other: "GradientRun") -> "GradientRun | None":
+        """Returns both as one run; None unless ``other`` follows in memory as it does in the shard."""
         ours, theirs = self.values, other.values
         if ours.untyped_storage().data_ptr() != theirs.untyped_storage().data_ptr():
             return None
@@ -49,7 +54,7 @@ class ChunkUpdate(NamedTuple):
     runs: Sequence[Sequence[GradientRun] | None]  # of each launch; None where gradients are read where they are
 
     def tables(self, fetched: Fetched) -> list[Gradients]:
-        """The gradients of each launch, for these elements alone."""
+        """Makes the table of gradients of each launch, for the elements of this chunk alone."""
         start, stop, copies = self.chunk.start, self.chunk.stop, iter(fetched.gradients)
         return [
             launch.gradients.part(start, stop, launch.spec.grad.itemsize)
@@ -60,30 +65,34 @@ class ChunkUpdate(NamedTuple):
 
 
 class ShardUpdate(NamedTuple):
-    """What there is to do for one shard."""
+    """The update of one shard."""
 
     shard: Shard
-    states: Iterable[str]  # that it needs, the same on all ranks
+    states: Iterable[str]  # names of those that it needs, the same on all ranks
     launches: list[Launch]
 
-    def tasks(self) -> list[ChunkUpdate]:
-        """None where this rank holds nothing of what is updated."""
+    def chunks(self) -> list[ChunkUpdate]:
+        """Makes missing states, divides sums of gradients, and lists the chunks that hold what is updated."""
         self.shard.ensure_states(self.states)
-        names = dict.fromkeys(name for launch in self.launches for name in launch.spec.variant.states)
-        pieces = [self.shard.pieces[row] for launch in self.launches for row in launch.ready]
-        return [self._task(chunk) for chunk in self.shard.chunks(names, pieces)]
+        launches = [_divided(launch) for launch in self.launches]
+        names = dict.fromkeys(name for launch in launches for name in launch.spec.variant.states)
+        pieces = [self.shard.pieces[row] for launch in launches for row in launch.updates]
+        return [self._chunk(chunk, launches) for chunk in self.shard.chunks(names, pieces)]
 
-    def _task(self, chunk: Chunk) -> ChunkUpdate:
-        apart = chunk.home.updates_on_host
-        runs = [None if launch.at_rest == apart else _runs(launch, chunk.start, chunk.stop) for launch in self.launches]
+    def _chunk(self, chunk: Chunk, launches: list[Launch]) -> ChunkUpdate:
+        updates_on_host = chunk.home.updates_on_host
+        runs = [
+            None if launch.is_on_host == updates_on_host else _runs(launch, chunk.start, chunk.stop)
+            for launch in launches
+        ]
         moved = tuple(run.values for each in runs if each is not None for run in each)
-        written = self._written(chunk) if apart else ()
-        return ChunkUpdate(replace(chunk, gradients=moved, written=written), self.launches, runs)
+        written = self._written(chunk) if updates_on_host else ()
+        return ChunkUpdate(replace(chunk, gradients=moved, written=written), launches, runs)
 
     def _written(self, chunk: Chunk) -> tuple[slice, ...]:
-        """Elements of the chunk that are updated, and padding between them."""
+        """Returns the elements of the chunk that are updated, with the padding between them."""
         found: list[slice] = []
-        for row in sorted(row for launch in self.launches for row in launch.ready):
+        for row in sorted(row for launch in self.launches for row in launch.updates):
             piece = self.shard.pieces[row]
             first, last = max(piece.shard_start, chunk.start), min(piece.shard_end, chunk.stop)
             if first < last:
@@ -93,31 +102,44 @@ class ShardUpdate(NamedTuple):
         return tuple(found)
 
 
-def works_of(domain: Domain, seen: StepPlan) -> list[ShardUpdate]:
-    """In the order in which they are done."""
+def _divided(launch: Launch) -> Launch:
+    """Returns a launch whose divisor a kernel can fold into its factors: a power of two.
+
+    Sums with another divisor are divided in place: one more pass over this rank's slices.
+    """
+    if Factors(launch.divisor).folded() is not None:
+        return launch
+    for each in launch.updates.values():
+        assert each.gradient_slice is not None
+        each.gradient_slice.divide()
+    return replace(launch, divisor=1)
+
+
+def shard_updates(domain: Domain, plan: StepPlan) -> list[ShardUpdate]:
+    """Lists the updates of all shards, in the order in which they are made."""
     launches: dict[Shard, list[Launch]] = defaultdict(list)
-    for launch in seen.launches:
+    for launch in plan.launches:
         launches[launch.shard].append(launch)
     # Backward order reversed: the first layers' params, which the next forward needs first, arrive first.
-    return [ShardUpdate(shard, seen.states[shard], launches[shard]) for shard in reversed(domain.shards)]
+    return [ShardUpdate(shard, plan.states[shard], launches[shard]) for shard in reversed(domain.shards)]
 
 
 def _runs(launch: Launch, start: int, stop: int) -> list[GradientRun]:
-    """What elements [start, stop) of the shard have of a launch's gradients."""
+    """Lists the gradients of a launch that belong to elements [start, stop) of the shard."""
     runs: list[GradientRun] = []
-    for row, each in sorted(launch.ready.items()):
+    for row, each in sorted(launch.updates.items()):
         piece = launch.shard.pieces[row]
         first, last = max(piece.shard_start, start), min(piece.shard_end, stop)
         if first < last:
             offset = each.grad.storage_offset() + piece.start - each.start + first - piece.shard_start
             run = GradientRun(first, each.grad.as_strided((last - first,), (1,), offset), [row])
-            joined = runs[-1].and_then(run) if runs else None
+            joined = runs[-1].joined(run) if runs else None
             runs[len(runs) - (joined is not None) :] = [joined or run]
     return runs
 
 
 def _table(shard: Shard, chunk: Chunk, copied: Sequence[tuple[GradientRun, torch.Tensor]]) -> Gradients:
-    """Of runs that were copied to where the update runs."""
+    """Makes the table of runs that were copied to where the kernel runs."""
     rows = np.zeros((shard.num_rows, 2), dtype=np.int64)
     for run, copy in copied:
         grad_at = copy.data_ptr() - (run.first - chunk.start) * copy.element_size()
@@ -127,3 +149,128 @@ def _table(shard: Shard, chunk: Chunk, copied: Sequence[tuple[GradientRun, torch
     row_of_block = shard.host_row_of_block if device.type == "cpu" else shard.row_of_block
     blocks = slice(chunk.start // BLOCK, -(-chunk.stop // BLOCK))
     return Gradients(row_of_block[blocks], torch.from_numpy(rows).to(device), aligned)
+
+
+# -- through the store, and to the other ranks -------------------------------------------------------------------------
+
+
+def update_and_gather(domain: Domain, plan: StepPlan, factors: Factors) -> Exception | None:
+    """Collective: launches every update of this rank and gathers the buckets that any rank updated.
+
+    Args:
+        factors: of every gradient; each launch has a divisor of its own.
+
+    Returns:
+        Why no rank updated anything after all. An error is raised where that is not certain.
+    """
+    if domain.links is None:  # nothing is bound: every param is frozen
+        return None
+    if domain.sharded is not None:
+        domain.gatherer.drop_all()  # the next forward gathers params anew: whole params here would be out of date
+    updates = shard_updates(domain, plan)
+    domain.epoch.begin_step()
+    if not domain.store.is_final:
+        undone = _update_or_roll_back(domain, updates, factors)
+        if undone is not None:
+            return undone
+    _update_in_memory_and_gather(domain, updates, {each.entry.shard for each in plan.updates}, factors)
+    return None
+
+
+def _update_or_roll_back(domain: Domain, updates: Sequence[ShardUpdate], factors: Factors) -> Exception | None:
+    """Collective: keeps what was updated if every rank's store could write it; else puts all back and returns why."""
+    store = domain.store
+    problem: Exception | None = None
+    try:
+        try:
+            store.begin()
+            chunks = [chunk for update in updates for chunk in update.chunks()]
+            store.prefetch([each.chunk for each in chunks])
+            update_chunks(domain, chunks, factors)
+            with domain.clock.phase("write back"):
+                store.flush()
+        except Exception as error:
+            problem = error
+        try:
+            with domain.clock.phase("agree"):
+                agree(StepDigest("stored", dict, problem), domain.mesh.world, domain.device)
+        except CommunicationError:
+            raise
+        except Exception as error:
+            store.roll_back()
+            return error
+    except BaseException:
+        store.roll_back()
+        raise
+    store.commit()
+    return None
+
+
+def _update_in_memory_and_gather(
+    domain: Domain, updates: Sequence[ShardUpdate], updated: set[Shard], factors: Factors
+) -> None:
+    """Collective: updates what lies in memory (on a disk it was updated), and sends every shard as soon as it is."""
+    gather = domain.transport.gather("gathering updated params")
+    problem: Exception | None = None
+    chunks: dict[Shard, list[ChunkUpdate]] = {}
+    try:
+        if domain.store.is_final:
+            chunks = {update.shard: update.chunks() for update in updates}
+            domain.store.prefetch([chunk.chunk for each in chunks.values() for chunk in each])
+    except Exception as error:  # the other ranks wait for this rank's shards: they are told once all have met
+        problem = error
+    for update in updates:
+        try:
+            if problem is None:
+                update_chunks(domain, chunks.get(update.shard, ()), factors)
+        except Exception as error:
+            problem = error
+        if update.shard in updated and update.shard.gathered is None:
+            gather.start(update.shard.window)
+    try:
+        if any(chunks.values()):
+            domain.store.flush()
+    except Exception as error:
+        problem = problem or error
+    _finish(domain, gather, problem)
+
+
+def _finish(domain: Domain, gather: Gather, problem: Exception | None) -> None:
+    try:
+        with domain.clock.phase("gather"):
+            gather.finish(failed=problem is not None)
+    except CommunicationError as error:
+        if problem is None:
+            raise CommunicationError(f"{error} {_HALF_WAY}") from error
+    domain.transport.traffic.params += gather.received
+    if problem is not None:
+        problem.add_note(_HALF_WAY)
+        raise problem
+
+
+def update_chunks(domain: Domain, chunks: Iterable[ChunkUpdate], factors: Factors) -> None:
+    """Fetches each chunk, updates it, and writes it back."""
+    store, clock = domain.store, domain.clock
+    for each in chunks:
+        with clock.phase("fetch"):
+            fetched = store.fetch(each.chunk)
+        with clock.phase("update"):
+            for launch, gradients in zip(each.launches, each.tables(fetched), strict=True):
+                _launch(launch, each.chunk, fetched, gradients, factors)
+        with clock.phase("write back"):
+            store.write_back(each.chunk)
+
+
+def _launch(launch: Launch, chunk: Chunk, fetched: Fetched, gradients: Gradients, factors: Factors) -> None:
+    streams = dict(zip(chunk.names, fetched.streams, strict=True))
+    names = launch.spec.variant.states
+    states = tuple(streams[name] for name in names)
+    scales = tuple(streams.get(scales_name(name)) for name in names)
+    folded = factors._replace(divisor=launch.divisor).folded()
+    assert folded is not None  # ShardUpdate.chunks() divided all others
+    master = streams.get("master") if launch.spec.has_master else None
+    noise = None if launch.noise is None else launch.noise.part(chunk.start)
+    param = streams["param"] if fetched.param is None else fetched.param
+    backend_of(param.device).step(
+        launch.spec, Streams(param, master, states, scales), gradients, launch.scalars, folded, noise
+    )

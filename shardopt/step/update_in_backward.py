@@ -7,15 +7,15 @@
     update               |  0     |  1       |  2   tell, agree, gather, commit
     live       [0]      [0 1]    [1 2]      [2]     no gradient is left
 
-What a step decides with all gradients at hand cannot be decided here, and is refused: clipping, loss scaling, a second
-backward. When backward returns, the step was taken, on all ranks alike; ``step()`` says so and lets the next one begin.
-An error in the midst of a backward leaves some buckets updated and others not, on each rank others: the domain is
-broken then.
+Whatever a step decides with all gradients at hand (clipping, loss scaling, a second backward) cannot be decided here,
+and is refused. When backward returns, all ranks have taken the step; ``step()`` returns its outcome and lets the next
+one begin. An error in the midst of a backward leaves some buckets updated and others not, on each rank others: the
+domain is broken then.
 
-An update writes to params while backward goes on. Autograd accumulates the gradient of a param when all that used it
-has run backward, so nobody reads it any more; whoever does all the same (a graph that was given ``param.detach()``)
-meets a version that moved on, and autograd's own error; but for a checkpoint, which runs that graph's forward anew in
-backward, with what the param is by then.
+An update writes to params while backward goes on. Autograd accumulates the gradient of a param after all that used the
+param has run backward, so nobody reads it any more. A graph that was given ``param.detach()`` reads it all the same: it
+meets a version that moved on, and autograd's own error. An activation checkpoint is not caught: it runs its forward
+again in backward, with what the param is by then.
 """
 
 import math
@@ -28,6 +28,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..domain.agreement import StepDigest, agree
 from ..domain.bind import checksum
 from ..domain.domain import Domain
 from ..domain.hyperparameters import check_numbers, plain_numbers
@@ -43,42 +44,24 @@ from ..module.gradient_report import Report
 from ..rules import Variant
 from ..tensors.gradient_slice import divide_
 from ..tensors.released_gradient import ReleasedGradient, second_backward
-from .step import (
-    NOTHING_DONE,
-    Call,
-    Outcome,
-    check_unbroken,
-    close_step,
-    skip,
-    update_early,
-    view_of,
-)
-from .survey import (
-    GradientStats,
-    Launch,
-    Place,
-    Ready,
-    Scaling,
-    StepPlan,
-    launches_of,
-    placed,
-    scalars_of,
-    states_of_shards,
-)
+from .launches import GradientStats, Launch, ParamUpdate, StepPlan, launches_of, scalars_of
+from .step import NOTHING_DONE, Call, Outcome, check_unbroken, commit, digest_of, skip
+from .survey import Scaling, placed_params, states_of_shards, written_params
+from .update import ShardUpdate, update_and_gather, update_chunks
 
 
 @dataclass
 class _Round:
-    """One backward: what it updates with, as it was when the backward began, and how far it has come."""
+    """One backward: what it updates with, as of its beginning, and how far it has come."""
 
     numbers: list[dict[str, Any]]  # hyper-parameters of each group
     variants: list[Variant]
-    places: dict[ParamRecord, Place]
+    updates: dict[ParamRecord, ParamUpdate]  # of all bound params of the groups, without gradients
     states: dict[Shard, dict[str, None]]
     written: list[ParamRecord]  # params that others wrote since the last step
-    bits: dict[str, int]  # sums of theirs, to be compared
-    sums: "np.ndarray[Any, Any]"  # 2D [entries, COLUMNS] int64: of this rank's slices
-    # Sums of buckets of which not all gradients came on this rank: others may have had the rest.
+    bits: dict[str, int]  # sums of the bits of these weights, to be compared between ranks
+    sums: "np.ndarray[Any, Any]"  # 2D [entries, COLUMNS] int64: totals of this rank's slices
+    # Sums of buckets for which not all gradients came on this rank: other ranks may have had the rest.
     waiting: dict[Shard, torch.Tensor] = field(default_factory=dict)
     updated: bool = False
 
@@ -90,47 +73,49 @@ class UpdateInBackward(Backward):
     """Takes the gradients of a domain's params, and the steps."""
 
     def __init__(self, domain: Domain, begin: Begin):
-        """``begin`` is called when a backward begins to update, for the param groups and their defaults.
+        """
+        Args:
+            begin: called when a backward begins to update; returns the param groups and their defaults.
 
         Raises:
             BindingError: gradients are summed in two directions of a mesh.
         """
         if domain.mesh.is_hybrid:
             raise BindingError(
-                "release_gradients=True was given with a 2D DeviceMesh: what the copies of a shard add up to is known "
-                "when all buckets are reduced, and none could be released before. Give a process group, or a mesh of "
-                "one dimension; or leave release_gradients away."
+                "give a process group or a mesh of one dimension, or omit release_gradients: with a 2D DeviceMesh the "
+                "sum over the copies of a shard is known only once all buckets are reduced, so that none could be "
+                "released before."
             )
         super().__init__(domain)
         self._begin = begin
         self._round: _Round | None = None
-        self._outcome: Outcome | None = None  # of the backward that no step() has followed yet
+        self._outcome: Outcome | None = None  # of a backward that no step() has followed yet
 
     # -- params ----------------------------------------------------------------------------------------------------
 
     def _attach_slice(self, entry: ParamRecord) -> None:
-        """No gradient is ever shown."""
+        """Does nothing: no gradient is ever shown."""
 
     def _watch_sums(self, shard: Shard) -> None:
-        me, there = weakref.ref(self), weakref.ref(shard)  # a cycle would keep masters and states
+        me, there = weakref.ref(self), weakref.ref(shard)  # weak: a cycle would keep masters and states alive
 
         def use(total: torch.Tensor, arrived: AbstractSet[int]) -> None:
-            release, shard = me(), there()
-            if release is not None and shard is not None:
-                release._use(shard, total, arrived)
+            updates, shard = me(), there()
+            if updates is not None and shard is not None:
+                updates._use(shard, total, arrived)
 
         shard.passing.on_sum = use
 
     # -- a round ---------------------------------------------------------------------------------------------------
 
     def close(self, params: Sequence[torch.nn.Parameter]) -> Outcome:
-        """What the last backward did, once.
+        """Returns what the last backward did, once.
 
         Args:
             params: of all groups; their gradients are None from now on.
 
         Raises:
-            ShardoptError: it did not end, or there are gradients that it did not bring.
+            ShardoptError: the backward did not end, or there are gradients that it did not bring.
         """
         self.check_whole()
         drop_gradients(params)
@@ -147,24 +132,23 @@ class UpdateInBackward(Backward):
         super().abandon(reason)
         self._round = None
         assert self._domain.reducer is not None
-        # On any rank a bucket was updated only if it had left all of them.
+        # A bucket was updated on any rank only if all ranks had sent theirs.
         if self._domain.reducer.has_started:
-            why = f"a backward with release_gradients=True, of which some buckets were used: {reason}"
+            why = f"in a backward with release_gradients=True that had updated some buckets: {reason}"
             self._domain.break_off(why)
 
     def take_gradient(self, entry: ParamRecord) -> None:
         if not self.is_syncing:
             raise ShardoptError(
-                f"{entry.name} got a gradient under no_sync(), or behind no forward of the module that was handed "
-                "over, with release_gradients=True: it would have to be kept for a later backward. Run the module's "
-                "own forward, or call optimizer.bind() before, and call backward() outside of no_sync(), once a step; "
-                "or construct the optimizer without release_gradients."
+                "with release_gradients=True run the module's own forward (or call optimizer.bind() before), and call "
+                f"backward() outside of no_sync(), once a step: {entry.name} got a gradient under no_sync(), or after "
+                "no forward of the module that was handed over, which would have to be kept for a later backward."
             )
         super().take_gradient(entry)
 
     def open(self) -> None:
         if self._outcome is not None and not any(entry.param.requires_grad for entry in self._entries):
-            return  # it runs through a frozen module, and adds nothing to the gradients that were used
+            return  # the backward runs through a frozen module, and adds nothing to the gradients that were used
         try:
             if self._outcome is not None:
                 raise second_backward()
@@ -181,17 +165,16 @@ class UpdateInBackward(Backward):
         is_streaming = domain.device.type != "cpu" and domain.store.tier != "device"
         if not domain.store.is_final or is_streaming:
             raise ShardoptError(
-                f"a backward began while masters and states are offloaded ({domain.store.tier}), with "
-                "release_gradients=True: buckets are updated one by one, and updates from there belong together. Call "
-                "reload() on every rank first."
+                "call reload() on every rank before a backward with release_gradients=True: masters and states are "
+                f"offloaded ({domain.store.tier}), where updates are made together and not bucket by bucket."
             )
         numbers = [plain_numbers(group) for group in groups]
         check_numbers(numbers, defaults)
-        places = {place.entry: place for place in placed(domain, groups)}
-        for place in {place.group: place for place in places.values()}.values():  # before the first bucket is updated
-            group, entry = numbers[place.group], place.entry
+        updates = {each.entry: each for each in placed_params(domain, groups)}
+        for each in {each.group: each for each in updates.values()}.values():  # before the first bucket is updated
+            group, entry = numbers[each.group], each.entry
             domain.rule.evaluate(domain.rule.variant(group), group, entry.step + 1, entry.carried)
-        written = [entry for entry in self._entries if entry.param._version != entry.version]
+        written = written_params(domain)
         with torch.no_grad():
             follow_written_params(domain)
         bits = {}
@@ -200,49 +183,65 @@ class UpdateInBackward(Backward):
         variants = [domain.rule.variant(group) for group in numbers]
         states = states_of_shards(domain, groups, numbers)
         sums = np.zeros((len(self._entries), COLUMNS), dtype=np.int64)
-        return _Round(numbers, variants, places, states, written, bits, sums)
+        return _Round(numbers, variants, updates, states, written, bits, sums)
 
     def _use(self, shard: Shard, total: torch.Tensor, arrived: AbstractSet[int]) -> None:
-        """The sum of a bucket is there: 1D, this rank's slice."""
-        assert self._round is not None
-        with torch.no_grad(), self._domain.clock.phase("update"):
-            if not self._look_at(shard, total):
+        """Updates with the sum of a bucket, once it is reduced.
+
+        Args:
+            total: 1D, this rank's slice of the sum.
+            arrived: indices of the params whose gradients came on this rank.
+        """
+        current, domain = self._round, self._domain
+        assert current is not None
+        with torch.no_grad(), domain.clock.phase("update"):
+            if not self._is_usable(shard, total):
                 return
-            if self._domain.mesh.world.size > 1 and len(arrived) < len(shard.bucket.params):
-                self._round.waiting[shard] = total
+            if domain.mesh.world.size > 1 and len(arrived) < len(shard.bucket.params):
+                current.waiting[shard] = total
                 return
             launches = self._launches(shard, total, arrived)
-            self._round.updated |= bool(launches)
-            update_early(self._domain, shard, self._round.states[shard], launches)
+            current.updated |= bool(launches)
+            self._update_shard(shard, launches)
             # Also of params of which other ranks hold all: whoever still needs one meets the same error on all ranks.
             params = [shard.bucket.params[index] for index in arrived]
-            places, entries = self._round.places, self._domain.entries
-            torch.autograd.graph.increment_version([param for param in params if entries[param] in places])
+            torch.autograd.graph.increment_version(
+                [param for param in params if domain.entries[param] in current.updates]
+            )
 
-    def _look_at(self, shard: Shard, total: torch.Tensor) -> bool:
-        """Whether the sum may be used."""
+    def _is_usable(self, shard: Shard, total: torch.Tensor) -> bool:
+        """Notes the norms of a sum. False if it holds an Inf or NaN that must not reach params."""
         assert self._round is not None
         self._add_totals(self._round.sums, shard, format_of(total.dtype, "a gradient"), shard.gradients_in(total))
-        spoilt = self._round.sums[self._rows[shard], NONFINITE].any()
-        return not spoilt or self._domain.options.tuning.nonfinite == "propagate"
+        nonfinite = self._round.sums[self._rows[shard], NONFINITE].any()
+        return not nonfinite or self._domain.options.tuning.nonfinite == "propagate"
 
     def _launches(self, shard: Shard, total: torch.Tensor, present: AbstractSet[int]) -> list[Launch]:
-        """What updates the present params of a shard with their sum over ranks."""
+        """Makes the launches that update the present params of a shard with their sum over ranks."""
         current, domain = self._round, self._domain
         assert current is not None
         divisor = domain.mesh.world.size
         if Factors(divisor).folded() is None:
             divide_(total, divisor)
             divisor = 1
-        ready = {}
+        updates = {}
         for piece in shard.pieces:
-            place = current.places.get(domain.entries[shard.bucket.params[piece.param]])
-            if piece.param in present and place is not None:
+            update = current.updates.get(domain.entries[shard.bucket.params[piece.param]])
+            if piece.param in present and update is not None:
                 grad = total[piece.shard_start : piece.shard_end]
-                ready[piece.param] = Ready(place.entry, place.group, grad, place.number, piece.start)
-        scalars = scalars_of(domain, current.numbers, list(ready.values()))
-        launches = launches_of(shard, current.variants, ready, scalars, domain.options.tuning.seed)
-        return [replace(launch, divisor=divisor) for launch in launches]
+                updates[piece.param] = replace(update, grad=grad, start=piece.start, divisor=divisor)
+        scalars = scalars_of(domain, current.numbers, list(updates.values()))
+        return list(launches_of(shard, current.variants, updates, scalars, domain.options.tuning.seed))
+
+    def _update_shard(self, shard: Shard, launches: list[Launch]) -> None:
+        """Phase 5 of one shard, in memory, ahead of the rest of its step."""
+        assert self._round is not None
+        domain, chunks = self._domain, ShardUpdate(shard, self._round.states[shard], launches).chunks()
+        if chunks:
+            domain.epoch.begin_step()
+        domain.store.prefetch([each.chunk for each in chunks])
+        update_chunks(domain, chunks, Factors())
+        domain.store.flush()
 
     # -- its end ---------------------------------------------------------------------------------------------------
 
@@ -269,11 +268,10 @@ class UpdateInBackward(Backward):
         is_skipped = bool(nonfinite) and self._domain.options.tuning.nonfinite != "propagate"
         if is_skipped and report.updated:
             raise ShardoptError(
-                f"{nonfinite} elements of the gradients are Inf or NaN{self._where(report)}, and buckets without any "
-                "were updated before (release_gradients=True): some params took the step and others did not. "
-                "Construct model and optimizer anew and load a checkpoint; "
-                'Tuning(nonfinite="propagate") would go on as torch does, and without release_gradients '
-                "such a step is skipped or refused as a whole."
+                "construct model and optimizer anew and load a checkpoint, without release_gradients (such a step is "
+                'then skipped or refused as a whole) or with Tuning(nonfinite="propagate"), which goes on as torch '
+                f"does: {nonfinite} elements of the gradients are Inf or NaN{self._where(report)}, and buckets without "
+                "any were updated before, so some params took the step and others did not."
             )
         if not is_skipped:
             self._close(current, present, norm)
@@ -287,7 +285,7 @@ class UpdateInBackward(Backward):
         self._outcome = Outcome(updated=not is_skipped, grad_norm=norm)
 
     def _keep_versions(self, current: _Round) -> None:
-        """No update was made, but some versions moved. Of params that others wrote the next backward is told again."""
+        """Takes back that versions moved: no update was made. The next backward finds written params again."""
         for entry in self._entries:
             if entry not in current.written:
                 entry.version = entry.param._version
@@ -296,28 +294,40 @@ class UpdateInBackward(Backward):
         if report.late.any():
             name = self._entries[int(report.late.argmax())].name
             raise ShardoptError(
-                f"another gradient of {name} arrived in a backward in which it had been used already "
-                "(release_gradients=True): a reentrant activation checkpoint hands over the gradients of a param that "
-                "is used elsewhere too one by one. Use checkpoint(..., use_reentrant=False), or construct the "
-                "optimizer without release_gradients."
+                "use checkpoint(..., use_reentrant=False), or construct the optimizer without release_gradients: "
+                f"another gradient of {name} arrived in a backward in which it had been used already. A reentrant "
+                "activation checkpoint hands over the gradients of a param that is used elsewhere too one by one."
             )
 
     def _where(self, report: Report) -> str:
         return f" (first in {self._entries[int((report.nonfinite > 0).argmax())].name})"
 
     def _close(self, current: _Round, present: Sequence[ParamRecord], norm: float) -> None:
-        """The rest of the step, together with all ranks."""
+        """Collective: the rest of the step."""
         domain, launches = self._domain, []
         indices = {shard: {entry.index for entry in present if entry.shard is shard} for shard in current.waiting}
         for shard, total in current.waiting.items():
             launches += self._launches(shard, total, indices[shard])
-        places = [current.places[entry] for entry in present if entry in current.places]
-        ready = [Ready(place.entry, place.group, torch.empty(0), place.number) for place in places]
-        scalars = scalars_of(domain, current.numbers, ready)
-        looked = GradientStats(norm=norm)
-        seen = StepPlan(ready, launches, scalars, current.states, current.written, looked)
-        view = view_of(domain, Call({}, Scaling(), closure=False, problem=None), current.numbers, seen)
-        close_step(domain, seen, replace(view, consequence=_TOO_LATE), current.bits)
+        updates = [current.updates[entry] for entry in present if entry in current.updates]
+        scalars = scalars_of(domain, current.numbers, updates)
+        plan = StepPlan(updates, launches, scalars, current.states, current.written, GradientStats(norm=norm))
+        digest = digest_of(domain, Call({}, Scaling(), closure=False, problem=None), current.numbers, plan)
+        self._agree(replace(digest, consequence=_TOO_LATE), current.bits)
+        domain.count_round()
+        update_and_gather(domain, plan, Factors())
+        commit(domain, plan)
+
+    def _agree(self, digest: StepDigest, bits: Mapping[str, int]) -> None:
+        """Collective: compares what the updates were made with.
+
+        Args:
+            bits: sums of the bits of weights that others had written, from before the updates.
+        """
+        world, device = self._domain.mesh.world, self._domain.device
+        with self._domain.clock.phase("agree"):
+            consensus = agree(digest, world, device)
+            if consensus.written and world.size > 1:
+                agree(replace(digest, key=bits, describe=lambda: dict(bits)), world, device)
 
 
 _TOO_LATE = (
@@ -330,22 +340,21 @@ def drop_gradients(params: Sequence[torch.nn.Parameter]) -> None:
     """Sets the gradients of these params to None.
 
     Raises:
-        ShardoptError: one is there that no backward handed over, so that a step would leave it out. All are as before.
+        ShardoptError: no backward handed over one of them, so that a step would omit it. All are as before.
     """
     for param in params:
         if param.grad is not None and not isinstance(param.grad, ReleasedGradient):
             raise ShardoptError(
-                f"a param of shape {tuple(param.shape)} has a gradient that no backward handed over: it was "
-                "assigned by hand, or its backward began in a submodule before the first forward of the module, "
-                "and with release_gradients=True a step would leave it out. Run forward and backward of the module "
-                "that was handed over, or call optimizer.bind() before, or construct the optimizer without "
-                "release_gradients."
+                "run forward and backward of the module that was handed over (or call optimizer.bind() before), or "
+                f"omit release_gradients: a param of shape {tuple(param.shape)} has a gradient that no backward handed "
+                "over. It was assigned by hand, or its backward began in a submodule before the first forward of the "
+                "module, and a step would omit it."
             )
     for param in params:
         param.grad = None
 
 
 def _norm(report: Report) -> float:
-    """The 2-norm of all gradients."""
+    """Returns the 2-norm of all gradients."""
     # fsum rounds once, so that the order of params cannot show.
     return math.sqrt(math.fsum((norms_of_limbs(report.limbs) ** 2).tolist()))

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import shardopt
 from shardopt import ShardedAdamW, StateError, Tuning
 from shardopt.domain.remote_states import RemoteStates
-from shardopt.step import step
+from shardopt.step import update
 from tests.states.test_one_rank_alone import same, saved
 from tests.support.moments import Moments
 from tests.support.ranks import Pool
@@ -193,7 +193,7 @@ def beside_a_step(folder: str, release: bool) -> None:
         except StateError as error:
             refused.append(f"{when}: {error}")
 
-    launch, works_of, slice_at = step._launch, step.works_of, RemoteStates.slice_at
+    launch, shard_updates, slice_at = update._launch, update.shard_updates, RemoteStates.slice_at
 
     def launched(*arguments: Any) -> None:
         launch(*arguments)
@@ -203,14 +203,14 @@ def beside_a_step(folder: str, release: bool) -> None:
             moments.say("rank 1 updates")
             moments.wait("rank 0 has read")
 
-    def works(*arguments: Any) -> Any:
+    def updates(*arguments: Any) -> Any:
         if rank == 0 and not release:  # not in its own update yet
             moments.wait("rank 1 updates")
             read("another one's update")
             moments.say("rank 0 has read")
-        return works_of(*arguments)
+        return shard_updates(*arguments)
 
-    with patch.object(step, "_launch", launched), patch.object(step, "works_of", works):
+    with patch.object(update, "_launch", launched), patch.object(update, "shard_updates", updates):
         take_step(model, opt, 2)
     dist.barrier()
     if rank == 0:

@@ -5,6 +5,7 @@ Each cheat is a context in which the real code does one thing wrong. The oracle 
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -23,12 +24,14 @@ from shardopt.partition.reduce_buckets import DeviceSum
 from shardopt.partition.reducer import Reducer
 from shardopt.step import step as step_module
 from shardopt.step import survey as survey_module
+from shardopt.step import update as update_module
+from shardopt.step.launches import Launch, scalars_of
 from tests.support.cases import Case, Keywords
 
 SECOND_MOMENTS = {"exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum", "exp_inf"}
 STEP = Native.step
 NUMBERS = step_module.plain_numbers
-SCALARS = survey_module.scalars_of
+SCALARS = scalars_of
 SUM_INTO = scatter.sum_into
 DELIVER = Reducer.deliver
 JOB = DeviceSum.reduction
@@ -87,9 +90,9 @@ def counts_one_too_many(domain: Any, numbers: Any, ready: Any) -> Any:
 # -- where shardopt reduces the gradients ------------------------------------------------------------------------------
 
 
-def not_divided(*_: Any) -> int:
+def not_divided(launch: Launch) -> Launch:
     """The sum of gradients is taken for their mean."""
-    return 1
+    return replace(launch, divisor=1)
 
 
 def last_rank_is_alone(target: Any, terms: Any, add: bool) -> None:
@@ -166,7 +169,7 @@ CHEATS: dict[str, Any] = {
 
 # These need the module handed over, several backwards before a step, and two ranks or more.
 REDUCING_CHEATS: dict[str, Any] = {
-    "gradients not divided": patch.object(survey_module, "_divisor", not_divided),
+    "gradients not divided": patch.object(update_module, "_divided", not_divided),
     "one shard's gradient not reduced": SummingBy(last_rank_is_alone),
     "later backwards dropped": SummingBy(later_backwards_dropped),
     "earlier backwards overwritten": SummingBy(earlier_backwards_overwritten),
