@@ -1,4 +1,4 @@
-"""Elements of one tensor, a chunk at a time, wherever they lie."""
+"""Reads and writes elements of one tensor a chunk at a time, in a plain tensor or in a shard."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -10,8 +10,8 @@ from ..domain.shard import Shard
 from ..tensors.strides import dense_strides, flattened, in_storage_order
 from .records import CHUNK_BYTES
 
-# Read at a time, for elements that rest on a disk: its own chunks begin elsewhere, and one is read again wherever a
-# read ends in it. So many of them are in flight.
+# Read at a time. Elements that are offloaded to a disk lie in chunks that begin elsewhere, and a read that ends
+# inside of a chunk reads that chunk twice; so reads are longer than chunks of a checkpoint.
 READ_BYTES = 4 * CHUNK_BYTES
 
 
@@ -25,7 +25,7 @@ class Elements(Protocol):
 
 @dataclass(frozen=True)
 class Flat:
-    """All of a 1D tensor."""
+    """All elements of a 1D tensor."""
 
     tensor: torch.Tensor
 
@@ -38,7 +38,7 @@ class Flat:
 
 @dataclass(frozen=True)
 class InShard:
-    """What of ``name`` ("param", "master" or a state) lies in a shard from element ``offset`` of it on."""
+    """Values of ``name`` ("param", "master" or a state) in a shard, from element ``offset`` of the shard on."""
 
     shard: Shard
     name: str
@@ -52,8 +52,8 @@ class InShard:
 
 
 @dataclass(frozen=True)
-class KeptElements:
-    """What a shard keeps in one of its streams, as it lies, from element ``offset`` of the shard on; only read.
+class RawInShard:
+    """Items of one of a shard's streams in their own format, from element ``offset`` of the shard on; only read.
 
     Elements are counted in items of the stream: one for each ``grain`` of the shard's.
     """
@@ -72,7 +72,7 @@ class KeptElements:
 
 
 def flat_of(tensor: torch.Tensor) -> torch.Tensor:
-    """1D, in storage order; a view wherever the elements fill their memory without gaps."""
+    """Returns the elements 1D, in storage order; a view wherever they fill their memory without gaps."""
     return flattened(in_storage_order(tensor.detach(), strides_of(tensor)))
 
 
@@ -81,21 +81,21 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
 
 def strides_of(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Those in which its elements are numbered: its own where it is dense, else those of a contiguous copy."""
+    """Returns the strides that number its elements: its own if it is dense, else those of a contiguous copy."""
     if any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
         return torch.empty(tensor.shape, device="meta").stride()
     return dense_strides(tensor)
 
 
 def same_order(shape: tuple[int, ...], one: tuple[int, ...], other: tuple[int, ...]) -> bool:
-    """Whether strides number the elements alike; that of a dimension of one element says nothing."""
+    """True if both strides number the elements alike; the stride of a dimension of one element does not count."""
     if 0 in shape:
         return True
     return all(size == 1 or a == b for size, a, b in zip(shape, one, other, strict=True))
 
 
 def chunks_of(read: Callable[[int, int], torch.Tensor], numel: int, dtype: torch.dtype) -> Iterator[torch.Tensor]:
-    """The elements as chunks on the host, 1D and contiguous, ``CHUNK_BYTES`` each but the last."""
+    """Yields the elements as chunks on the host, 1D and contiguous, ``CHUNK_BYTES`` each but the last."""
     step = READ_BYTES // dtype.itemsize
     for start in range(0, numel, step):
         for chunk in read(start, min(start + step, numel)).split(CHUNK_BYTES // dtype.itemsize):

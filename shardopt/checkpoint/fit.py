@@ -1,4 +1,4 @@
-"""What of a checkpoint belongs where in a model, by name; and all that does not fit. Integers and names only."""
+"""Compares a checkpoint with a model, by name: what belongs where, and all that does not fit. Reads no element."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -40,7 +40,7 @@ class Fit:
 
 
 def fit(manifest: Manifest, model: Model) -> Fit:
-    """Compares them. Changes nothing."""
+    """Returns what fits and what does not. Changes nothing."""
     return _Fitting(manifest, model).run()
 
 
@@ -82,7 +82,7 @@ class _Fitting:
                     yield name, decoded
 
     def _is_others(self, saved: str) -> bool:
-        """Whether other ranks hold it: those of another process group, of as many as there are here."""
+        """True if other ranks hold the param: those of another process group, of as many as there are here."""
         turn = self.manifest.params[saved].get("turn")
         own = {tuple(home.turn) for home in self.model.params.values() if home.turn is not None}
         return turn is not None and tuple(turn) not in own and turn[1] in {total for _, total in own}

@@ -1,8 +1,9 @@
-"""Which elements of a checkpoint this rank reads and where they go: decided first, then followed."""
+"""Plans a load: which elements of the checkpoint this rank reads, and where they go."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from .model import Model, ModelParam
 from .reader import Checkpoint, Chunk, chunks_of, needed_chunks
 from .records import Key, Tensor
 
-Deliver = Callable[[torch.Tensor], None]  # takes a whole tensor with the shape of the one that was saved
+Deliver = Callable[[torch.Tensor], Any]  # takes a whole tensor with the shape of the one that was saved
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class Target:
     offset: int
 
     def chunks(self, manifest: Manifest) -> Iterator[Chunk]:
-        """All that it is made of."""
+        """Yields all chunks that its values are made of."""
         return needed_chunks(manifest, self.key, self.start, self.stop)
 
     def fill(self, checkpoint: Checkpoint) -> None:
@@ -45,8 +46,8 @@ class Target:
 
 
 @dataclass(frozen=True)
-class Detour:
-    """A tensor that lies in another storage order here, or in no flat memory: read whole on the host, and handed on."""
+class WholeTarget:
+    """A tensor with another storage order here, or without flat memory: read whole on the host, then delivered."""
 
     key: Key
     tensor: Tensor
@@ -70,13 +71,13 @@ class LoadPlan:
         rounded: (kind, format that it was saved in, shorter one that it is kept in) -> params.
     """
 
-    targets: list[Target | Detour] = field(default_factory=list)
+    targets: list[Target | WholeTarget] = field(default_factory=list)
     gradients: dict[torch.nn.Parameter, torch.Tensor] = field(default_factory=dict)
     waiting: dict[torch.nn.Parameter, ParamState] = field(default_factory=dict)
     rounded: Counter[tuple[str, str, str]] = field(default_factory=Counter)
 
     def losses(self) -> tuple[str, ...]:
-        """What of the checkpoint's precision is not kept here, in words."""
+        """Returns in words which of the checkpoint's precision is lost here."""
         return tuple(
             f"{kind} of {count} params was saved in {saved} and is rounded to {kept}"
             for (kind, saved, kept), count in self.rounded.items()
@@ -84,7 +85,7 @@ class LoadPlan:
 
 
 def plan_load(manifest: Manifest, model: Model, fit: Fit) -> LoadPlan:
-    """The plan for what fits. Allocates states that are not there yet; changes no value.
+    """Returns the plan for what fits. Allocates states that are not there yet; changes no value.
 
     Raises:
         CheckpointError: there is no memory to load into.
@@ -104,10 +105,13 @@ class _Planner:
             home = self.model.params[name]
             if home.param.is_meta:
                 raise CheckpointError(
-                    f"{name!r} is on the meta device and has no memory to load into: give its optimizer too, which "
-                    "makes some, or call module.to_empty(device=...) first."
+                    f"give the optimizer of {name!r} too, or call module.to_empty(device=...) first: it is on the meta "
+                    "device and has no memory to load into."
                 )
-            self._param(home, Key("params", saved, "param"))
+            if home.shard is None or home.shard.gathered is None:
+                self._plain(Key("params", saved, "param"), home.param)
+            else:
+                self._slice(home, Key("params", saved, "param"))
             if name in fit.states:
                 self._states(home, saved)
             self._gradients(home, saved)
@@ -115,12 +119,8 @@ class _Planner:
             self._plain(Key("buffers", name, "value"), self.model.buffers[name])
         return self.made
 
-    def _param(self, home: ModelParam, key: Key) -> None:
-        shard = home.shard
-        if shard is None or shard.gathered is None:
-            self._plain(key, home.param)
-        else:
-            self._slice(home, key)
+    def _deliver(self, key: Key, deliver: Deliver) -> None:
+        self.made.targets.append(WholeTarget(key, self.manifest.tensors[key], deliver))
 
     def _states(self, home: ModelParam, saved: str) -> None:
         keeps_average = home.optimizer is not None and self.model.engines[home.optimizer].rule.average is not None
@@ -128,30 +128,22 @@ class _Planner:
         if home.entry is not None and home.shard is not None:
             home.shard.ensure_states(kind for kind in kinds if kind != "master")
             for kind in kinds:
+                key, format = Key("params", saved, kind), "the param"  # a master that is not kept here
                 if kind != "master" or home.shard.masters:
-                    key, kept = Key("params", saved, kind), home.shard.format_of(kind).name
+                    format = home.shard.format_of(kind).name
                     self._slice(home, key)
-                    encoding = self.manifest.tensors[key].encoding or FP32.name
-                    if kept not in (FP32.name, encoding):
-                        self.made.rounded[kind, encoding, kept] += 1
-                else:
-                    encoding = self.manifest.tensors[Key("params", saved, kind)].encoding or FP32.name
-                    self.made.rounded[kind, encoding, "the param"] += 1
+                encoding = self.manifest.tensors[key].encoding or FP32.name
+                if format not in (FP32.name, encoding):
+                    self.made.rounded[kind, encoding, format] += 1
         elif self.manifest.params[saved]["has_state"]:
             about = self.manifest.params[saved]
             state = ParamState(about["step"], carried_of(about))
             self.made.waiting[home.param] = state
             for kind in kinds:
-                self._wait_for(state, Key("params", saved, kind))
-
-    def _wait_for(self, state: ParamState, key: Key) -> None:
-        def deliver(whole: torch.Tensor) -> None:
-            state.tensors[key.kind] = whole
-
-        self.made.targets.append(Detour(key, self.manifest.tensors[key], deliver))
+                self._deliver(Key("params", saved, kind), partial(state.tensors.__setitem__, kind))
 
     def _slice(self, home: ModelParam, key: Key) -> None:
-        """What of the tensor lies in this rank's shard."""
+        """Plans the elements of a tensor that lie in this rank's shard."""
         shard, tensor = home.shard, self.manifest.tensors[key]
         assert shard is not None
         where = shard.slice_of(home.index)
@@ -168,18 +160,17 @@ class _Planner:
             ordered = flattened(shard.ordered(home.index, whole))
             elements.write(0, ordered[where.start : where.start + numel])
 
-        self.made.targets.append(Detour(key, tensor, deliver))
+        self._deliver(key, deliver)
 
     def _gradients(self, home: ModelParam, saved: str) -> None:
-        """What was accumulated since the last step."""
+        """Plans the gradients that were accumulated since the last step."""
         kinds = self.accumulated.get(saved)
         if not kinds:
             return
         if home.entry is None or home.entry.slot is None:
             raise CheckpointError(
-                f"the checkpoint holds accumulated gradients of {saved!r}, and the optimizer does not keep them: they "
-                "would be lost. Hand the module over (ShardedAdamW(module, ...)), without release_gradients, as it was "
-                "when it was saved."
+                "hand the module over (ShardedAdamW(module, ...)), without release_gradients, as when it was saved: "
+                f"the checkpoint's accumulated gradients of {saved!r} would be lost."
             )
         if "reduced" in kinds:
             key, kept = Key("gradients", saved, "reduced"), home.entry.slot.total.dtype
@@ -190,9 +181,8 @@ class _Planner:
         own = [kind for kind in kinds if kind != "reduced"]
         if own and self.manifest.info["world"] != world.size:
             raise CheckpointError(
-                f"the checkpoint holds gradients of {saved!r} that {self.manifest.info['world']} ranks accumulated "
-                f"under no_sync(), each its own: {world.size} ranks cannot share them out. Load it at as many ranks, "
-                "or save before no_sync()."
+                f"load this checkpoint at as many ranks, or save before no_sync(): {self.manifest.info['world']} ranks "
+                f"accumulated gradients of {saved!r} under no_sync(), which {world.size} ranks cannot divide."
             )
         if str(world.rank) in own:
             param = home.param
@@ -200,25 +190,17 @@ class _Planner:
             def deliver(whole: torch.Tensor) -> None:
                 self.made.gradients[param] = whole.to(param.device)
 
-            key = Key("gradients", saved, str(world.rank))
-            self.made.targets.append(Detour(key, self.manifest.tensors[key], deliver))
+            self._deliver(Key("gradients", saved, str(world.rank)), deliver)
 
     def _plain(self, key: Key, to: torch.Tensor) -> None:
-        """All of it, into a tensor that is whole on this rank."""
+        """Plans all elements of a tensor that is whole on this rank."""
         tensor = self.manifest.tensors[key]
         if is_dense(to) and same_order(tensor.shape, tensor.strides, strides_of(to)):
             self.made.targets.append(Target(key, tensor, 0, tensor.numel, Flat(flat_of(to)), 0))
         else:
-            self.made.targets.append(Detour(key, tensor, _copier(to)))
-
-
-def _copier(to: torch.Tensor) -> Deliver:
-    def deliver(whole: torch.Tensor) -> None:
-        to.detach().copy_(whole)
-
-    return deliver
+            self._deliver(key, to.detach().copy_)
 
 
 def carried_of(about: Mapping[str, Any]) -> dict[str, float]:
-    """Scalars that a rule hands on from step to step, to the bit."""
+    """Returns the scalars that a rule hands on from step to step, to the bit."""
     return {name: float.fromhex(value) for name, value in about["carried"].items()}

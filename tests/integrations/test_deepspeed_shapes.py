@@ -208,7 +208,7 @@ WRONG_TYPES: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"data_types": {"grad_accum_dtype": True}}, ("data_types.grad_accum_dtype=true", "a text")),
     ({"wall_clock_breakdown": "yes"}, ('wall_clock_breakdown="yes"', "true or false")),
     ({"bf16": {"enabled": False}, "bfloat16": {"enabled": False}}, ("two names of one key",)),
-    ({"compression_training": {"weight_quantization": {"shared_parameters": {"enabled": True}}}}, ("quantised",)),
+    ({"compression_training": {"weight_quantization": {"shared_parameters": {"enabled": True}}}}, ("quantized",)),
     ({"progressive_layer_drop": {"enabled": True, "theta": 0.5}}, ("progressive_layer_drop.enabled=true",)),
     ({"elasticity": {"enabled": "true"}}, ('elasticity.enabled="true"',)),
     ({"torch_autocast": {"enabled": True}}, ("torch.autocast around the forward",)),

@@ -1,4 +1,4 @@
-"""Foreign states as a checkpoint of ours: planned as one rank's, and written as such."""
+"""Writes foreign states as a checkpoint of ours: planned and written as by one rank."""
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -25,7 +25,7 @@ Advance = Callable[[int], None]
 
 @dataclass(frozen=True)
 class _Counted:
-    """Elements that tell how many bytes of them were read."""
+    """Elements that tell ``advance`` how many bytes of them were read."""
 
     values: Values
     advance: Advance
@@ -39,7 +39,7 @@ class _Counted:
 
 
 def plan_import(foreign: Foreign, recipe: Recipe, advance: Advance = lambda nbytes: None) -> SavePlan:
-    """What will be written. Reads step counts, and no large tensor.
+    """Returns the plan of what will be written. Reads step counts, and no large tensor.
 
     Raises:
         CheckpointError: something does not fit the optimizer's rule, or the format.
@@ -91,7 +91,7 @@ def _no_tensor(tensor: torch.Tensor) -> str:
 
 
 def _checked(name: str, param: ForeignParam, recipe: Recipe, group: Mapping[str, Any] | None) -> ParamState:
-    """The state as the optimizer's own ``load_state_dict`` would take it, its tensors without values."""
+    """Returns the state as the optimizer's own ``load_state_dict`` would take it, its tensors without values."""
     if group is None or not param.state:
         return ParamState()
     scalars = ("step", *recipe.rule.carried)
@@ -105,7 +105,7 @@ def _checked(name: str, param: ForeignParam, recipe: Recipe, group: Mapping[str,
     }
     step = empty.get("step", 0)
     if not isinstance(step, int | float) or step != int(step) or not 0 <= step < 1 << 62:
-        raise CheckpointError(f"the step count of {name!r} is {step!r}: the file is damaged, and nothing was written.")
+        raise CheckpointError(f"the file is damaged: the step count of {name!r} is {step!r}. Nothing was written.")
     like = torch.empty(param.values.shape, device="meta")
     try:
         return ParamState.from_torch(empty, recipe.rule, group, like, repr(name))
@@ -114,7 +114,7 @@ def _checked(name: str, param: ForeignParam, recipe: Recipe, group: Mapping[str,
 
 
 def write_import(plan: SavePlan, root: Path) -> Path:
-    """Writes and publishes it beside the checkpoints that ``root`` holds; where it is.
+    """Writes and publishes the checkpoint beside those that ``root`` holds. Returns its path.
 
     Raises:
         CheckpointError: the source cannot be read after all, or the disk not written; nothing was published.

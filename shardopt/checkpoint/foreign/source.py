@@ -1,4 +1,4 @@
-"""What the files of others hold, in one form: names, shapes, and tensors that are read when they are wanted."""
+"""One form for the files of other libraries: names, shapes, and tensors that are read on demand."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
