@@ -13,7 +13,7 @@ from ..errors import CheckpointError
 from ..kernels.formats import FP32, format_of
 from ..rules.rule import EMA
 from ..tensors.strides import flattened
-from .elements import Elements, Flat, InShard, flat_of, is_dense, same_order, strides_of
+from .elements import Write, flat_of, is_dense, same_order, shard_writer, strides_of, writer_of
 from .fit import Fit
 from .manifest import Manifest
 from .model import Model, ModelParam
@@ -25,14 +25,13 @@ Deliver = Callable[[torch.Tensor], Any]  # takes a whole tensor with the shape o
 
 @dataclass(frozen=True)
 class Target:
-    """Elements ``[start, stop)`` of a saved tensor go to ``elements``, from ``offset`` on."""
+    """Elements ``[start, stop)`` of a saved tensor, and what writes them here. ``write`` counts from ``start``."""
 
     key: Key
     tensor: Tensor
     start: int
     stop: int
-    elements: Elements
-    offset: int
+    write: Write
 
     def chunks(self, manifest: Manifest) -> Iterator[Chunk]:
         """Yields all chunks that its values are made of."""
@@ -42,7 +41,7 @@ class Target:
         for chunk in chunks_of(self.key, self.tensor, self.start, self.stop):
             first, last = max(chunk.start, self.start), min(chunk.stop, self.stop)
             values = checkpoint.values(chunk)[first - chunk.start : last - chunk.start]
-            self.elements.write(self.offset + first - self.start, values)
+            self.write(first - self.start, values)
 
 
 @dataclass(frozen=True)
@@ -148,17 +147,17 @@ class _Planner:
         assert shard is not None
         where = shard.slice_of(home.index)
         numel = where.local.stop - where.local.start
-        elements: Elements = InShard(shard, key.kind, where.local.start)
+        write = shard_writer(shard, key.kind, where.local.start)
         if key.section == "gradients":
             assert home.entry is not None and home.entry.slot is not None
-            elements = Flat(home.entry.slot.total)
+            write = writer_of(home.entry.slot.total)
         if same_order(tensor.shape, tensor.strides, shard.strides(home.index)):
-            self.made.targets.append(Target(key, tensor, where.start, where.start + numel, elements, 0))
+            self.made.targets.append(Target(key, tensor, where.start, where.start + numel, write))
             return
 
         def deliver(whole: torch.Tensor) -> None:
             ordered = flattened(shard.ordered(home.index, whole))
-            elements.write(0, ordered[where.start : where.start + numel])
+            write(0, ordered[where.start : where.start + numel])
 
         self._deliver(key, deliver)
 
@@ -196,7 +195,7 @@ class _Planner:
         """Plans all elements of a tensor that is whole on this rank."""
         tensor = self.manifest.tensors[key]
         if is_dense(to) and same_order(tensor.shape, tensor.strides, strides_of(to)):
-            self.made.targets.append(Target(key, tensor, 0, tensor.numel, Flat(flat_of(to)), 0))
+            self.made.targets.append(Target(key, tensor, 0, tensor.numel, writer_of(flat_of(to))))
         else:
             self._deliver(key, to.detach().copy_)
 

@@ -19,21 +19,20 @@ from ..partition.layout import BLOCK
 from ..partition.mesh import Mesh
 from ..tensors.part import Part
 from . import gradients, rng, values
-from .elements import Elements, Flat, InShard, RawInShard, chunks_of, flat_of, strides_of
+from .elements import Read, chunks_of, flat_of, reader_of, shard_reader, stream_reader, strides_of
 from .model import Model, ModelParam, plain_name
 from .records import NAME_OF_DTYPE, Key, Tensor, Tensors, tensors_from_json, tensors_to_json
 
 
 @dataclass(frozen=True)
 class Piece:
-    """One range that this rank writes: elements ``[start, stop)`` of a tensor, in ``elements`` from ``offset`` on."""
+    """One range that this rank writes: elements ``[start, stop)`` of a tensor. ``read`` counts from ``start``."""
 
     key: Key
     tensor: Tensor  # without ranges
     start: int
     stop: int
-    elements: Elements
-    offset: int = 0
+    read: Read
 
     @property
     def numel(self) -> int:
@@ -47,10 +46,6 @@ class Piece:
     def label(self) -> str:
         """Name of the range in the rank's file."""
         return f"{self.key.section}/{self.key.name}/{self.key.kind}[{self.start}:{self.stop}]"
-
-    def read(self, start: int, stop: int) -> torch.Tensor:
-        """Returns some of the elements, counted from the start of the range, 1D."""
-        return self.elements.read(self.offset + start, self.offset + stop)
 
     def chunks(self) -> Iterator[torch.Tensor]:
         return chunks_of(self.read, self.numel, self.tensor.dtype)
@@ -232,7 +227,8 @@ class _Planner:
                 key, where = Key("gradients", home.name, "reduced"), home.shard.slice_of(home.index)
                 assert home.domain is not None
                 first, last = _own_cut(slot.total.numel(), home.domain.mesh)
-                self._add(key, tensor, where.start + first, where.start + last, Flat(slot.summed()[0]), first)
+                read = reader_of(slot.summed()[0][first:last])
+                self._add(key, tensor, where.start + first, where.start + last, read)
         if own is not None:  # accumulated under no_sync()
             key = Key("gradients", home.name, str(self.world.rank))
             self._all(key, own)
@@ -246,36 +242,36 @@ class _Planner:
         format = None if kind == "param" or self.widens else shard.format_of(kind)
         dtype = home.param.dtype if kind == "param" else torch.float32
         tensor = Tensor(tuple(home.param.shape), shard.strides(home.index), dtype, ())
-        elements: Elements = InShard(shard, kind, where.local.start)
+        read = shard_reader(shard, kind, where.local.start + first)
         if format not in (None, FP32):
             tensor = replace(tensor, dtype=format.dtype, encoding=format.name)
-            elements = RawInShard(shard, kind, where.local.start)
-        self._add(key, tensor, where.start + first, where.start + last, elements, first)
+            read = stream_reader(shard, kind, where.local.start + first)
+        self._add(key, tensor, where.start + first, where.start + last, read)
         if isinstance(format, BlockFormat):
             blocks = Tensor((-(-home.param.numel() // BLOCK),), (1,), torch.float32, ())
             start, begin = where.start // BLOCK, first // BLOCK
             end = (
                 -(-last // BLOCK) if first < last else begin
             )  # a replica that writes nothing has its cut inside of a block
-            scales = RawInShard(shard, scales_name(kind), where.local.start, BLOCK)
-            self._add(key.scales, blocks, start + begin, start + end, scales, begin)
+            read = stream_reader(shard, scales_name(kind), where.local.start + begin * BLOCK, BLOCK)
+            self._add(key.scales, blocks, start + begin, start + end, read)
 
     def _whole(self, key: Key, tensor: torch.Tensor, ranks: Ranks | None = None, on_rank_0: bool = False) -> None:
         """Plans a tensor that all of these ranks have: each writes a part of it, or rank 0 writes it."""
         ranks = ranks or self.world
         parts = (1 if ranks.rank == 0 else 0) if on_rank_0 else ranks.size
         first, last = cut(tensor.numel(), parts, ranks.rank) if parts else (0, 0)
-        self._add(key, _described(key, tensor), first, last, Flat(flat_of(tensor)), first)
+        self._add(key, _described(key, tensor), first, last, reader_of(flat_of(tensor)[first:last]))
 
     def _all(self, key: Key, tensor: torch.Tensor) -> None:
         """Plans a tensor of this rank alone."""
-        self._add(key, _described(key, tensor), 0, tensor.numel(), Flat(flat_of(tensor)), 0)
+        self._add(key, _described(key, tensor), 0, tensor.numel(), reader_of(flat_of(tensor)))
 
-    def _add(self, key: Key, tensor: Tensor, start: int, stop: int, elements: Elements, offset: int) -> None:
+    def _add(self, key: Key, tensor: Tensor, start: int, stop: int, read: Read) -> None:
         if not key.is_of_one_rank:
             self.tensors[key] = tensor
         if start < stop or key.is_of_one_rank:  # without elements too: only the piece tells that there is such a tensor
-            self.pieces.append(Piece(key, tensor, start, stop, elements, offset))
+            self.pieces.append(Piece(key, tensor, start, stop, read))
 
     def _keep(self, tensor: torch.Tensor) -> str:
         name = str(sum(key.section == "extra" for key in self.tensors))

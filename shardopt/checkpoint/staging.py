@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 
 from ..partition.memory import zeros
-from .elements import READ_BYTES, Flat
+from .elements import READ_BYTES, reader_of
 from .plan_save import Piece
 
 _ALIGNMENT = 64
@@ -39,7 +39,7 @@ class Staging:
                 source = piece.read(first, last)
                 values[first:last].copy_(source, non_blocking=source.is_cuda)
                 devices.add(source.device)
-            copied.append(replace(piece, elements=Flat(values), offset=0))
+            copied.append(replace(piece, read=reader_of(values)))
         for device in devices:
             if device.type == "cuda":
                 torch.cuda.synchronize(device)  # the copies must end before the next step writes to their sources

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,21 +22,6 @@ from .source import Foreign, ForeignParam, Values
 Advance = Callable[[int], None]
 
 
-@dataclass(frozen=True)
-class _Counted:
-    """Elements that tell ``advance`` how many bytes of them were read."""
-
-    values: Values
-    advance: Advance
-
-    def read(self, start: int, stop: int) -> torch.Tensor:
-        self.advance((stop - start) * self.values.dtype.itemsize)
-        return self.values.read(start, stop)
-
-    def write(self, start: int, values: torch.Tensor) -> None:
-        self.values.write(start, values)
-
-
 def plan_import(foreign: Foreign, recipe: Recipe, advance: Advance = lambda nbytes: None) -> SavePlan:
     """Returns the plan of what will be written. Reads step counts, and no large tensor.
 
@@ -53,8 +37,13 @@ def plan_import(foreign: Foreign, recipe: Recipe, advance: Advance = lambda nbyt
             raise CheckpointError(f"{key} is of {found.dtype}, which the file format cannot hold: nothing was written.")
         strides = torch.empty(found.shape, device="meta").stride()
         tensors[key] = described = Tensor(found.shape, tuple(strides), found.dtype, ())
+
+        def read(start: int, stop: int) -> torch.Tensor:
+            advance((stop - start) * found.dtype.itemsize)
+            return found.read(start, stop)
+
         if found.numel:
-            pieces.append(Piece(key, described, 0, found.numel, _Counted(found, advance)))
+            pieces.append(Piece(key, described, 0, found.numel, read))
 
     groups = [{**recipe.defaults, **plain_hyper(group.hyper)} for group in foreign.groups]
     group_of = {name: groups[index] for index, group in enumerate(foreign.groups) for name in group.names}

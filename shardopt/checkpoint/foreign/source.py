@@ -43,9 +43,6 @@ class Values:
             self._held = None
         return held[start:stop]
 
-    def write(self, start: int, values: torch.Tensor) -> None:
-        raise TypeError("a file of another library is not written to")
-
 
 @dataclass(frozen=True)
 class ForeignParam:
