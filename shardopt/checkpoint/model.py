@@ -51,26 +51,22 @@ class Model:
 
     def __post_init__(self) -> None:
         self.module = unwrapped(self.module)
-        self.params = {home.name: home for home in self._find_params()}
+        self.params = {member.name: member for member in self._find_params()}
         self.buffers = dict(_persistent_buffers(self.module))
 
     def _find_params(self) -> Iterator[ModelParam]:
         names: dict[nn.Parameter, list[str]] = {}
         for name, param in self.module.named_parameters(remove_duplicate=False):
             names.setdefault(param, []).append(plain_name(name))
-        owner = {
-            param: (number, group)
-            for number, engine in enumerate(self.engines)
-            for group in engine.groups
-            for param in group["params"]
-        }
+        numbered = [(number, group) for number, engine in enumerate(self.engines) for group in engine.groups]
+        owner = {param: (number, group) for number, group in numbered for param in group["params"]}
         for param, (number, _) in owner.items():
             if param not in names:
                 raise CheckpointError(
                     f"give the module that holds all params: one of shape {tuple(param.shape)} of optimizer {number} "
                     "is not in this one, has no name, and would be lost."
                 )
-        sharded = {id(param): place for place in self._shards() for param in place[1].bucket.params}
+        sharded = dict(self._sharded())
         for param, (name, *aliases) in names.items():
             if param not in owner:
                 yield self._frozen(name, tuple(aliases), param, sharded)
@@ -81,30 +77,28 @@ class Model:
             turn = composition.turn_of(group)
             domain = composition.domain_of(local)
             entry = None if domain is None else domain.entries[local]
-            home = ModelParam(name, tuple(aliases), local, number, None, None, place=place_of(param))
+            member = ModelParam(name, tuple(aliases), local, number, None, None, place=place_of(param))
             if entry is not None:
-                home = replace(home, domain=domain, shard=entry.shard, index=entry.index, entry=entry)
+                member = replace(member, domain=domain, shard=entry.shard, index=entry.index, entry=entry)
             elif id(param) in sharded:
-                home = self._frozen(name, tuple(aliases), param, sharded, number)
+                member = self._frozen(name, tuple(aliases), param, sharded, number)
             if turn is not None:
                 named = [f"{each}@{turn}" for each in (name, *aliases)]
                 world = composition.world_of(group)
-                home = replace(home, name=named[0], aliases=tuple(named[1:]), turn=turn, world=world)
-            yield home
+                member = replace(member, name=named[0], aliases=tuple(named[1:]), turn=turn, world=world)
+            yield member
 
     @staticmethod
     def _frozen(
         name: str,
         aliases: tuple[str, ...],
         param: nn.Parameter,
-        sharded: Mapping[int, tuple[Domain, Shard]],
+        sharded: Mapping[int, tuple[Domain, Shard, int]],
         number: int | None = None,
     ) -> ModelParam:
         """Finds a param that is not trained."""
         if id(param) in sharded:
-            domain, shard = sharded[id(param)]
-            at = next(index for index, each in enumerate(shard.bucket.params) if each is param)
-            return ModelParam(name, aliases, param, number, domain, shard, at)
+            return ModelParam(name, aliases, param, number, *sharded[id(param)])
         if is_sharded(param):
             raise CheckpointError(
                 f"give all optimizers that work on the module: {name!r} was sharded by an optimizer that was not "
@@ -115,17 +109,17 @@ class Model:
             param = nn.Parameter(values._local_tensor.detach(), requires_grad=False)
         return ModelParam(name, aliases, param, number, None, None, place=place_of(values))
 
-    def _shards(self) -> Iterator[tuple[Domain, Shard]]:
-        """Yields the shards of frozen params."""
+    def _sharded(self) -> Iterator[tuple[int, tuple[Domain, Shard, int]]]:
+        """Yields the id of each frozen param that is sharded, and where it lies."""
         for engine in self.engines:
             domain = engine.domain
             if domain is not None and domain.sharded is not None:
                 for shard in domain.sharded.frozen:
-                    yield domain, shard
+                    yield from ((id(param), (domain, shard, at)) for at, param in enumerate(shard.bucket.params))
 
     def names_in(self, engine: Engine) -> list[list[str]]:
         """Returns the names of the params of each group."""
-        name_of = {home.param: name for name, home in self.params.items()}
+        name_of = {member.param: name for name, member in self.params.items()}
         return [[name_of[param] for param in group["params"]] for group in engine.local_groups()]
 
     @property

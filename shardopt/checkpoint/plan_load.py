@@ -101,19 +101,19 @@ class _Planner:
 
     def plan(self, fit: Fit) -> LoadPlan:
         for name, saved in fit.params.items():
-            home = self.model.params[name]
-            if home.param.is_meta:
+            member = self.model.params[name]
+            if member.param.is_meta:
                 raise CheckpointError(
                     f"give the optimizer of {name!r} too, or call module.to_empty(device=...) first: it is on the meta "
                     "device and has no memory to load into."
                 )
-            if home.shard is None or home.shard.gathered is None:
-                self._plain(Key("params", saved, "param"), home.param)
+            if member.shard is None or member.shard.gathered is None:
+                self._plain(Key("params", saved, "param"), member.param)
             else:
-                self._slice(home, Key("params", saved, "param"))
+                self._slice(member, Key("params", saved, "param"))
             if name in fit.states:
-                self._states(home, saved)
-            self._gradients(home, saved)
+                self._states(member, saved)
+            self._gradients(member, saved)
         for name in fit.buffers:
             self._plain(Key("buffers", name, "value"), self.model.buffers[name])
         return self.made
@@ -121,59 +121,59 @@ class _Planner:
     def _deliver(self, key: Key, deliver: Deliver) -> None:
         self.made.targets.append(WholeTarget(key, self.manifest.tensors[key], deliver))
 
-    def _states(self, home: ModelParam, saved: str) -> None:
-        keeps_average = home.optimizer is not None and self.model.engines[home.optimizer].rule.average is not None
+    def _states(self, member: ModelParam, saved: str) -> None:
+        keeps_average = member.optimizer is not None and self.model.engines[member.optimizer].rule.average is not None
         kinds = [kind for kind in self.manifest.kinds[saved] if kind != "param" and (kind != EMA or keeps_average)]
-        if home.entry is not None and home.shard is not None:
-            home.shard.ensure_states(kind for kind in kinds if kind != "master")
+        if member.entry is not None and member.shard is not None:
+            member.shard.ensure_states(kind for kind in kinds if kind != "master")
             for kind in kinds:
                 key, format = Key("params", saved, kind), "the param"  # a master that is not kept here
-                if kind != "master" or home.shard.masters:
-                    format = home.shard.format_of(kind).name
-                    self._slice(home, key)
+                if kind != "master" or member.shard.masters:
+                    format = member.shard.format_of(kind).name
+                    self._slice(member, key)
                 encoding = self.manifest.tensors[key].encoding or FP32.name
                 if format not in (FP32.name, encoding):
                     self.made.rounded[kind, encoding, format] += 1
         elif self.manifest.params[saved]["has_state"]:
             about = self.manifest.params[saved]
             state = ParamState(about["step"], carried_of(about))
-            self.made.waiting[home.param] = state
+            self.made.waiting[member.param] = state
             for kind in kinds:
                 self._deliver(Key("params", saved, kind), partial(state.tensors.__setitem__, kind))
 
-    def _slice(self, home: ModelParam, key: Key) -> None:
+    def _slice(self, member: ModelParam, key: Key) -> None:
         """Plans the elements of a tensor that lie in this rank's shard."""
-        shard, tensor = home.shard, self.manifest.tensors[key]
+        shard, tensor = member.shard, self.manifest.tensors[key]
         assert shard is not None
-        where = shard.slice_of(home.index)
+        where = shard.slice_of(member.index)
         numel = where.local.stop - where.local.start
         write = shard_writer(shard, key.kind, where.local.start)
         if key.section == "gradients":
-            assert home.entry is not None and home.entry.slot is not None
-            write = writer_of(home.entry.slot.total)
-        if same_order(tensor.shape, tensor.strides, shard.strides(home.index)):
+            assert member.entry is not None and member.entry.slot is not None
+            write = writer_of(member.entry.slot.total)
+        if same_order(tensor.shape, tensor.strides, shard.strides(member.index)):
             self.made.targets.append(Target(key, tensor, where.start, where.start + numel, write))
             return
 
         def deliver(whole: torch.Tensor) -> None:
-            ordered = flattened(shard.ordered(home.index, whole))
+            ordered = flattened(shard.ordered(member.index, whole))
             write(0, ordered[where.start : where.start + numel])
 
         self._deliver(key, deliver)
 
-    def _gradients(self, home: ModelParam, saved: str) -> None:
+    def _gradients(self, member: ModelParam, saved: str) -> None:
         """Plans the gradients that were accumulated since the last step."""
         kinds = self.accumulated.get(saved)
         if not kinds:
             return
-        if home.entry is None or home.entry.slot is None:
+        if member.entry is None or member.entry.slot is None:
             raise CheckpointError(
                 "hand the module over (ShardedAdamW(module, ...)), without release_gradients, as when it was saved: "
                 f"the checkpoint's accumulated gradients of {saved!r} would be lost."
             )
         if "reduced" in kinds:
-            key, kept = Key("gradients", saved, "reduced"), home.entry.slot.total.dtype
-            self._slice(home, key)
+            key, kept = Key("gradients", saved, "reduced"), member.entry.slot.total.dtype
+            self._slice(member, key)
             if self.manifest.tensors[key].dtype.itemsize > kept.itemsize:
                 self.made.rounded["gradient", FP32.name, format_of(kept, "a gradient").name] += 1
         world = self.model.world
@@ -184,7 +184,7 @@ class _Planner:
                 f"accumulated gradients of {saved!r} under no_sync(), which {world.size} ranks cannot divide."
             )
         if str(world.rank) in own:
-            param = home.param
+            param = member.param
 
             def deliver(whole: torch.Tensor) -> None:
                 self.made.gradients[param] = whole.to(param.device)

@@ -143,12 +143,14 @@ class _Planner:
         group_of = {
             param: group for engine in model.engines for group in engine.local_groups() for param in group["params"]
         }
-        params = {name: self._param(home, group_of.get(home.param, {})) for name, home in model.params.items()}
+        params = {name: self._param(member, group_of.get(member.param, {})) for name, member in model.params.items()}
         for name, buffer in model.buffers.items():
             # Ranks may hold other running statistics; as in DDP, those of rank 0 count.
             self._whole(Key("buffers", name, "value"), buffer, on_rank_0=True)
         optimizers = [self._optimizer(number) for number in range(len(model.engines))]
-        reduced = {name: about for name, home in model.params.items() if (about := self._gradient(home)) is not None}
+        reduced = {
+            name: about for name, member in model.params.items() if (about := self._gradient(member)) is not None
+        }
         is_counted = step is None
         if step is None:
             step = max((each["step"] for each in params.values()), default=0)
@@ -176,79 +178,81 @@ class _Planner:
 
     # -- params ----------------------------------------------------------------------------------------------------
 
-    def _param(self, home: ModelParam, group: Mapping[str, Any]) -> dict[str, Any]:
-        if home.param.is_meta:
-            raise CheckpointError(f"call bind() first: {home.name!r} is on the meta device and has no values to save.")
+    def _param(self, member: ModelParam, group: Mapping[str, Any]) -> dict[str, Any]:
+        if member.param.is_meta:
+            raise CheckpointError(
+                f"call bind() first: {member.name!r} is on the meta device and has no values to save."
+            )
         state = ParamState()
         has_state = False
-        if home.entry is not None and home.shard is not None:
-            state = ParamState(home.entry.step, home.entry.carried)
-            has_state = home.entry.has_state
-        elif home.optimizer is not None:
-            loaded = self.model.engines[home.optimizer].states.waiting.get(home.param)
+        if member.entry is not None and member.shard is not None:
+            state = ParamState(member.entry.step, member.entry.carried)
+            has_state = member.entry.has_state
+        elif member.optimizer is not None:
+            loaded = self.model.engines[member.optimizer].states.waiting.get(member.param)
             if loaded is not None:
                 state, has_state = loaded, True
-        if home.shard is None:
-            self._whole(Key("params", home.name, "param"), home.param, home.world)
+        if member.shard is None:
+            self._whole(Key("params", member.name, "param"), member.param, member.world)
         else:
-            self._sharded(home, home.shard, "param")
-            if home.entry is not None and home.optimizer is not None:
-                names = self.model.engines[home.optimizer].rule.variant(group).states if has_state else ()
-                for kind in (*home.shard.masters, *(name for name in names if name in home.shard.states)):
-                    self._sharded(home, home.shard, kind)
+            self._sharded(member, member.shard, "param")
+            if member.entry is not None and member.optimizer is not None:
+                names = self.model.engines[member.optimizer].rule.variant(group).states if has_state else ()
+                for kind in (*member.shard.masters, *(name for name in names if name in member.shard.states)):
+                    self._sharded(member, member.shard, kind)
         for kind, tensor in state.tensors.items():
             if isinstance(tensor, Part):
                 raise CheckpointError(
-                    f"take a step first, or save before loading: {kind} of {home.name!r} was loaded as a part and is "
+                    f"take a step first, or save before loading: {kind} of {member.name!r} was loaded as a part and is "
                     "not bound yet, so the rest of it is not here."
                 )
-            self._whole(Key("params", home.name, kind), tensor, home.world)
+            self._whole(Key("params", member.name, kind), tensor, member.world)
         return {
-            **({} if home.place is None else {"place": str(home.place)}),
-            **({} if home.turn is None else {"turn": list(home.turn)}),
-            "aliases": list(home.aliases),
-            "optimizer": home.optimizer,
+            **({} if member.place is None else {"place": str(member.place)}),
+            **({} if member.turn is None else {"turn": list(member.turn)}),
+            "aliases": list(member.aliases),
+            "optimizer": member.optimizer,
             "step": state.step,
             "carried": {name: float(value).hex() for name, value in state.carried.items()},
             "has_state": has_state,
         }
 
-    def _gradient(self, home: ModelParam) -> dict[str, Any] | None:
+    def _gradient(self, member: ModelParam) -> dict[str, Any] | None:
         """Plans the gradient that was accumulated since the last step. Returns what all ranks know of its sum."""
-        slot, grad, about = home.entry.slot if home.entry is not None else None, home.param.grad, None
-        if slot is None or grad is None or home.shard is None:
+        slot, grad, about = member.entry.slot if member.entry is not None else None, member.param.grad, None
+        if slot is None or grad is None or member.shard is None:
             return None
         own: torch.Tensor | None = grad
         if slot.shows_in(grad):
             own = slot.pending
             if not slot.is_used:
                 about = gradients.describe(slot)
-                tensor = Tensor(tuple(home.param.shape), home.shard.strides(home.index), slot.total.dtype, ())
-                key, where = Key("gradients", home.name, "reduced"), home.shard.slice_of(home.index)
-                assert home.domain is not None
-                first, last = _own_cut(slot.total.numel(), home.domain.mesh)
+                tensor = Tensor(tuple(member.param.shape), member.shard.strides(member.index), slot.total.dtype, ())
+                key, where = Key("gradients", member.name, "reduced"), member.shard.slice_of(member.index)
+                assert member.domain is not None
+                first, last = _own_cut(slot.total.numel(), member.domain.mesh)
                 read = reader_of(slot.summed()[0][first:last])
                 self._add(key, tensor, where.start + first, where.start + last, read)
         if own is not None:  # accumulated under no_sync()
-            key = Key("gradients", home.name, str(self.world.rank))
+            key = Key("gradients", member.name, str(self.world.rank))
             self._all(key, own)
         return about
 
-    def _sharded(self, home: ModelParam, shard: Shard, kind: str) -> None:
+    def _sharded(self, member: ModelParam, shard: Shard, kind: str) -> None:
         """Plans a param in its dtype; a master or state in its format, with the scales of its blocks, or in fp32."""
-        assert home.domain is not None
-        key, where = Key("params", home.name, kind), shard.slice_of(home.index)
-        first, last = _own_cut(where.local.stop - where.local.start, home.domain.mesh)
+        assert member.domain is not None
+        key, where = Key("params", member.name, kind), shard.slice_of(member.index)
+        first, last = _own_cut(where.local.stop - where.local.start, member.domain.mesh)
         format = None if kind == "param" or self.widens else shard.format_of(kind)
-        dtype = home.param.dtype if kind == "param" else torch.float32
-        tensor = Tensor(tuple(home.param.shape), shard.strides(home.index), dtype, ())
+        dtype = member.param.dtype if kind == "param" else torch.float32
+        tensor = Tensor(tuple(member.param.shape), shard.strides(member.index), dtype, ())
         read = shard_reader(shard, kind, where.local.start + first)
         if format not in (None, FP32):
             tensor = replace(tensor, dtype=format.dtype, encoding=format.name)
             read = stream_reader(shard, kind, where.local.start + first)
         self._add(key, tensor, where.start + first, where.start + last, read)
         if isinstance(format, BlockFormat):
-            blocks = Tensor((-(-home.param.numel() // BLOCK),), (1,), torch.float32, ())
+            blocks = Tensor((-(-member.param.numel() // BLOCK),), (1,), torch.float32, ())
             start, begin = where.start // BLOCK, first // BLOCK
             end = (
                 -(-last // BLOCK) if first < last else begin

@@ -425,14 +425,6 @@ def fits(need: Need, device_bytes: int, host_bytes: int | None = None) -> bool:
     return need.on("device") <= device_bytes and (host_bytes is None or need.on("host") <= host_bytes)
 
 
-class _Shapes(nn.Module):
-    """Params without values, by shape."""
-
-    def __init__(self, shapes: Sequence[tuple[int, ...]]):
-        super().__init__()
-        self.values = nn.ParameterList(nn.Parameter(torch.empty(shape, device="meta")) for shape in shapes)
-
-
 def transformer(numel: int) -> nn.Module:
     """Returns a decoder of about this many params (the embedding takes the rest), on the meta device."""
     numel = whole(numel, "numel (params of a model whose layers are laid out)", least=1, most=10**15)
@@ -440,7 +432,7 @@ def transformer(numel: int) -> nn.Module:
     width = max(1, int((0.95 * numel / (12 * layers)) ** 0.5) // 16 * 16) if numel > 10_000 else 0
     shapes = [shape for _ in range(layers) for shape in _layer(width)] if width else []
     left = numel - sum(rows * columns for rows, columns in shapes)
-    return _Shapes([(left, 1), *shapes])
+    return nn.ParameterList(nn.Parameter(torch.empty(shape, device="meta")) for shape in [(left, 1), *shapes])
 
 
 def _layer(width: int) -> Iterator[tuple[int, int]]:

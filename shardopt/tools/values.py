@@ -2,6 +2,7 @@
 
 import argparse
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 _THOUSANDS = {"K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
@@ -48,12 +49,17 @@ def _scaled(number: str, factor: int, text: str, wanted: str) -> int:
     return round(value)
 
 
-def memory(text: str) -> int:
-    """Returns bytes, at least one."""
+def _parsed(parse: Callable[[str], int], text: str) -> int:
+    """Parses for argparse, which shows the message of its own error only."""
     try:
-        found = parse_size(text)
+        return parse(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def memory(text: str) -> int:
+    """Returns bytes, at least one."""
+    found = _parsed(parse_size, text)
     if found < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no memory: omit it for any.")
     return found
@@ -61,10 +67,7 @@ def memory(text: str) -> int:
 
 def params(text: str) -> int:
     """Returns a number of params that can be planned."""
-    try:
-        found = parse_count(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+    found = _parsed(parse_count, text)
     if found < LEAST_PARAMS:
         raise argparse.ArgumentTypeError(
             f"{text!r} is a model of {found} params: write 7B or 7e9 for seven billion. Fewer than {LEAST_PARAMS:,} "
