@@ -1,6 +1,6 @@
-"""Directories of checkpoints: made under a name that nobody reads, published by one rename, removed in the same way.
+"""Directories of checkpoints: made under a name that nobody reads, published by one rename, removed by another.
 
-What is in which order durable decides what a crash leaves:
+[Note: What a crash leaves] The order in which things become durable decides it:
 
 1. ``saving-<token>/owner-<token>``: from here on the directory is known as ours;
 2. the ranks' files, then the manifest: content first, then names;

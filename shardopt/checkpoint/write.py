@@ -23,7 +23,10 @@ from .tensor_file import Writer, header
 
 
 class RankWriter:
-    """Writes one rank's file of one checkpoint; on rank 0 publishes the checkpoint. Meets other ranks by files only."""
+    """Writes one rank's file of one checkpoint; on rank 0 publishes the checkpoint. Meets other ranks by files only.
+
+    See [Note: What a crash leaves] for the order of what it does.
+    """
 
     def __init__(self, site: Site, lock: int | None, plan: SavePlan, signals: FileSignals, keep: int | None):
         self.site, self._lock, self._plan, self._signals, self._keep = site, lock, plan, signals, keep

@@ -208,9 +208,7 @@ def importers(module: str) -> list[str]:
 
 def test_the_import_command_alone_reads_pickles() -> None:
     assert importers("unpickle") == READERS
-    assert {each for name in ("from_dcp", "from_deepspeed") for each in importers(name)} == {
-        "tools/import_command.py"
-    }
+    assert {each for name in ("from_dcp", "from_deepspeed") for each in importers(name)} == {"tools/import_command.py"}
     assert set(importers("from_torch")) == {READERS[0], "tools/import_command.py"}
     assert importers("import_command") == ["tools/checkpoint_commands.py"]
     assert importers("checkpoint_commands") == ["tools/cli.py"]
