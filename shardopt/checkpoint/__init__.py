@@ -1,6 +1,6 @@
 """How does a training survive?
 
-By checkpoints that load at any number of ranks, any stage and any bucket size, and that no crash can spoil.
+By checkpoints that load at any number of ranks, any stage and any bucket size, and that a crash leaves whole.
 
 ::
 
@@ -14,8 +14,8 @@ By checkpoints that load at any number of ranks, any stage and any bucket size, 
         saving-<token>/                      one that is being written, or was left by a crash
 
 The files are independent of the mesh: a *tensor* is cut into *ranges* of elements, in the storage order of the param,
-and each range lies in one piece in one file. Checksums are per chunk of a range, so who needs a part of a range reads,
-and proves, that part only.
+and each range lies in one piece in one file. Checksums are per chunk of a range, so a rank that needs a part of a
+range reads, and proves, that part only.
 
 Imports point down: ``save``, ``load`` -> ``background``, ``write`` -> ``plan_save``, ``plan_load``, ``fit`` ->
 ``model``; all of these -> ``reader``, ``meeting`` -> ``publish``, ``manifest`` -> ``files``, where all I/O is.

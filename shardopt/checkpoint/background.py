@@ -23,14 +23,14 @@ class Saving:
 
     @property
     def done(self) -> bool:
-        """Whether :meth:`wait` would return, or raise, at once."""
+        """True if :meth:`wait` returns, or raises, at once."""
         return self._thread is None or not self._thread.is_alive()
 
     def wait(self) -> Path:
-        """Until the checkpoint is published, on this rank alone.
+        """Waits until the checkpoint is published, on this rank alone. Returns its path.
 
         Raises:
-            CheckpointError: it could not be saved, on whatever rank; the checkpoints before it are whole.
+            CheckpointError: some rank could not save it; the checkpoints before it are whole.
         """
         if self._thread is not None:
             self._thread.join()
@@ -45,7 +45,7 @@ class Saving:
 
 
 class Background:
-    """The thread that writes a module's checkpoints, one at a time, and the memory that it writes from."""
+    """Writes a module's checkpoints in a thread, one at a time, from staging memory."""
 
     def __init__(self) -> None:
         self.staging = Staging()
@@ -69,7 +69,7 @@ class Background:
             except BaseException as error:
                 saving._problem = error
 
-        # Not a daemon: the interpreter waits for it at its end, so that a checkpoint begun is a checkpoint made.
+        # Not a daemon: the interpreter waits for the thread at its end, so that a checkpoint that was begun is made.
         thread = threading.Thread(target=work, name="shardopt-checkpoint")
         saving = Saving(writer.site.published, thread)
         self._saving = saving

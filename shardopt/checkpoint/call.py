@@ -1,4 +1,4 @@
-"""What a call of ``save_checkpoint`` or ``load_checkpoint`` says, read before ranks meet."""
+"""The arguments of ``save_checkpoint`` and ``load_checkpoint``, checked before ranks meet."""
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -13,7 +13,7 @@ from .engine import Engine
 
 
 class Request(NamedTuple):
-    """How to save, in Python's own types."""
+    """The arguments of a save, in Python's own types."""
 
     root: Path
     extra: dict[str, Any]
@@ -28,8 +28,8 @@ def check_module(module: nn.Module) -> None:
     """Raises TypeError unless this is a module."""
     if not isinstance(module, nn.Module):
         raise TypeError(
-            f"module takes the nn.Module whose names a checkpoint goes by, found {type(module).__name__}. Arguments "
-            "come in the order directory, module, optimizer."
+            f"module takes the nn.Module whose names a checkpoint goes by, found {type(module).__name__}. The order is "
+            "directory, module, optimizer."
         )
 
 
@@ -50,12 +50,12 @@ def engines_of(optimizer: object) -> list[Engine]:
     given = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
     found: list[Engine] = []
     if not given:
-        raise ValueError("optimizer is an empty list, so no states would be kept: give None for the module alone.")
+        raise ValueError("optimizer is an empty list: give None for the module alone.")
     for index, each in enumerate(given):
         if not isinstance(each, ShardedOptimizer):
             raise TypeError(
-                f"a checkpoint holds the states of shardopt's optimizers, found a {type(each).__name__}: use the "
-                "Sharded class of that name, or save its state_dict()'s tensors as extra."
+                "use the Sharded class of that name, or save its state_dict()'s tensors as extra: a checkpoint holds "
+                f"the states of shardopt's optimizers, found a {type(each).__name__}."
             )
         if any(each.engine is other for other in found):
             raise ValueError(f"optimizer lists the one at index {index} twice: list each once.")
@@ -65,7 +65,7 @@ def engines_of(optimizer: object) -> list[Engine]:
 
 
 def directory_of(directory: object) -> Path:
-    """Raises TypeError or ValueError for what is no path, or an empty one."""
+    """Returns the path. Raises TypeError or ValueError if it is none, or empty."""
     return Path(path(directory, "directory"))
 
 
@@ -78,7 +78,7 @@ def read_request(
     allow_nonfinite: object,
     full_precision: object,
 ) -> Request:
-    """Raises TypeError or ValueError, by the argument's name."""
+    """Returns the arguments checked. Raises TypeError or ValueError, by the argument's name."""
     if extra is not None and not isinstance(extra, Mapping):
         raise TypeError(f"extra takes a dict with string keys, found {type(extra).__name__}: give it a name in one.")
     return Request(

@@ -1,8 +1,6 @@
-"""Elements of one tensor, a chunk at a time, wherever they lie."""
+"""Reads and writes elements of one tensor a chunk at a time, in a plain tensor or in a shard."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
@@ -10,69 +8,45 @@ from ..domain.shard import Shard
 from ..tensors.strides import dense_strides, flattened, in_storage_order
 from .records import CHUNK_BYTES
 
-# Read at a time, for elements that rest on a disk: its own chunks begin elsewhere, and one is read again wherever a
-# read ends in it. So many of them are in flight.
+# Read at a time. Elements that are offloaded to a disk lie in chunks that begin elsewhere, and a read that ends
+# inside of a chunk reads that chunk twice; so reads are longer than chunks of a checkpoint.
 READ_BYTES = 4 * CHUNK_BYTES
 
 
-class Elements(Protocol):
-    """A row of elements that can be read and written in pieces; chunks are 1D and of the row's dtype."""
-
-    def read(self, start: int, stop: int) -> torch.Tensor: ...
-
-    def write(self, start: int, values: torch.Tensor) -> None: ...
+Read = Callable[[int, int], torch.Tensor]  # (start, stop) -> these elements, 1D
+Write = Callable[[int, torch.Tensor], object]  # takes 1D elements that belong at (start)
 
 
-@dataclass(frozen=True)
-class Flat:
-    """All of a 1D tensor."""
-
-    tensor: torch.Tensor
-
-    def read(self, start: int, stop: int) -> torch.Tensor:
-        return self.tensor[start:stop]
-
-    def write(self, start: int, values: torch.Tensor) -> None:
-        self.tensor[start : start + values.numel()].copy_(values)
+def reader_of(flat: torch.Tensor) -> Read:
+    """Reads elements of a 1D tensor."""
+    return lambda start, stop: flat[start:stop]
 
 
-@dataclass(frozen=True)
-class InShard:
-    """What of ``name`` ("param", "master" or a state) lies in a shard from element ``offset`` of it on."""
-
-    shard: Shard
-    name: str
-    offset: int
-
-    def read(self, start: int, stop: int) -> torch.Tensor:
-        return self.shard.read_chunk(self.name, self.offset + start, self.offset + stop)
-
-    def write(self, start: int, values: torch.Tensor) -> None:
-        self.shard.write_chunk(self.name, self.offset + start, values)
+def writer_of(flat: torch.Tensor) -> Write:
+    """Writes elements of a 1D tensor."""
+    return lambda start, values: flat[start : start + values.numel()].copy_(values)
 
 
-@dataclass(frozen=True)
-class KeptElements:
-    """What a shard keeps in one of its streams, as it lies, from element ``offset`` of the shard on; only read.
+def shard_reader(shard: Shard, name: str, offset: int) -> Read:
+    """Reads values of ``name`` ("param", "master" or a state) in a shard, from element ``offset`` of the shard on."""
+    return lambda start, stop: shard.read_chunk(name, offset + start, offset + stop)
+
+
+def shard_writer(shard: Shard, name: str, offset: int) -> Write:
+    """Writes values of ``name`` in a shard, from element ``offset`` of the shard on; they are encoded there."""
+    return lambda start, values: shard.write_chunk(name, offset + start, values)
+
+
+def stream_reader(shard: Shard, stream: str, offset: int, grain: int = 1) -> Read:
+    """Reads items of one of a shard's streams in their own format, from element ``offset`` of the shard on.
 
     Elements are counted in items of the stream: one for each ``grain`` of the shard's.
     """
-
-    shard: Shard
-    stream: str
-    offset: int
-    grain: int = 1
-
-    def read(self, start: int, stop: int) -> torch.Tensor:
-        first = self.offset + start * self.grain
-        return self.shard.home.read(self.stream, first, self.offset + stop * self.grain)
-
-    def write(self, start: int, values: torch.Tensor) -> None:
-        raise NotImplementedError("items are written through InShard, which encodes them.")
+    return lambda start, stop: shard.home.read(stream, offset + start * grain, offset + stop * grain)
 
 
 def flat_of(tensor: torch.Tensor) -> torch.Tensor:
-    """1D, in storage order; a view wherever the elements fill their memory without gaps."""
+    """Returns the elements 1D, in storage order; a view wherever they fill their memory without gaps."""
     return flattened(in_storage_order(tensor.detach(), strides_of(tensor)))
 
 
@@ -81,21 +55,21 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
 
 def strides_of(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Those in which its elements are numbered: its own where it is dense, else those of a contiguous copy."""
+    """Returns the strides that number its elements: its own if it is dense, else those of a contiguous copy."""
     if any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
         return torch.empty(tensor.shape, device="meta").stride()
     return dense_strides(tensor)
 
 
 def same_order(shape: tuple[int, ...], one: tuple[int, ...], other: tuple[int, ...]) -> bool:
-    """Whether strides number the elements alike; that of a dimension of one element says nothing."""
+    """True if both strides number the elements alike; the stride of a dimension of one element does not count."""
     if 0 in shape:
         return True
     return all(size == 1 or a == b for size, a, b in zip(shape, one, other, strict=True))
 
 
-def chunks_of(read: Callable[[int, int], torch.Tensor], numel: int, dtype: torch.dtype) -> Iterator[torch.Tensor]:
-    """The elements as chunks on the host, 1D and contiguous, ``CHUNK_BYTES`` each but the last."""
+def chunks_of(read: Read, numel: int, dtype: torch.dtype) -> Iterator[torch.Tensor]:
+    """Yields the elements as chunks on the host, 1D and contiguous, ``CHUNK_BYTES`` each but the last."""
     step = READ_BYTES // dtype.itemsize
     for start in range(0, numel, step):
         for chunk in read(start, min(start + step, numel)).split(CHUNK_BYTES // dtype.itemsize):

@@ -1,4 +1,4 @@
-"""A checkpoint in the form that others read: one file, streamed, a chunk at a time.
+"""Writes a checkpoint in a form that others read: one file, streamed a chunk at a time.
 
 ``safetensors``: the weights by name, in full precision (the fp32 master where there is one), and the buffers.
 ``torch``: the state dict of one optimizer, as ``torch.optim`` saves and loads it with ``weights_only=True``.
@@ -27,7 +27,7 @@ Advance = Callable[[int], None]
 
 
 def export_weights(checkpoint: Checkpoint, target: Path, advance: Advance) -> None:
-    """One safetensors file; tied params once, under their first name."""
+    """Writes one safetensors file; tied params once, under their first name."""
     manifest = checkpoint.manifest
     keys = [_weight(manifest, name) for name in manifest.params] + [key for key, _ in manifest.of("buffers")]
     keys.sort(key=lambda key: -manifest.tensors[key].values_dtype.itemsize)
@@ -48,7 +48,7 @@ def _weight(manifest: Manifest, name: str) -> Key:
 
 
 def _chunks(checkpoint: Checkpoint, key: Key, advance: Advance) -> Iterator[torch.Tensor]:
-    """Elements as a contiguous tensor has them; what was saved in another order passes through memory whole."""
+    """Yields elements in contiguous order; a tensor that was saved in another order passes through memory whole."""
     tensor = checkpoint.manifest.tensors[key]
     if same_order(tensor.shape, tensor.strides, _contiguous(tensor)):
         for chunk in chunks_of(key, tensor):
@@ -66,13 +66,13 @@ def _contiguous(tensor: Tensor) -> tuple[int, ...]:
 
 
 def export_states(checkpoint: Checkpoint, target: Path, number: int, advance: Advance) -> None:
-    """The state dict of optimizer ``number``, with the keys that torch gives params: their place in the groups."""
+    """Writes the state dict of optimizer ``number``, with torch's keys of params: their position in the groups."""
     manifest = checkpoint.manifest
     if not 0 <= number < len(manifest.optimizers):
         raise CheckpointError(f"there is no optimizer {number}: the checkpoint holds {len(manifest.optimizers)}.")
     state_dict, contents = _state_dict(checkpoint, number)
     with _new(target) as made:
-        # The file with holes where elements will be: torch writes its own format, and reads no tensor for it.
+        # Torch writes its own format with holes for the elements, and reads no tensor for that.
         with torch.serialization.skip_data():
             torch.save(state_dict, made)
         offsets = _offsets(made)
@@ -89,7 +89,7 @@ def export_states(checkpoint: Checkpoint, target: Path, number: int, advance: Ad
 
 
 def _state_dict(checkpoint: Checkpoint, number: int) -> tuple[dict[str, Any], list[Key | torch.Tensor]]:
-    """The dict, its large tensors untouched memory; and the contents of its tensors in the order of their writing."""
+    """Returns the dict, its large tensors without values; and the contents of its tensors in the order of the file."""
     manifest, optimizer = checkpoint.manifest, checkpoint.manifest.optimizers[number]
     contents: list[Key | torch.Tensor] = []
 
@@ -121,7 +121,7 @@ def _state_dict(checkpoint: Checkpoint, number: int) -> tuple[dict[str, Any], li
 
 
 def _offsets(path: Path) -> dict[int, int]:
-    """Where the bytes of each storage begin in a file of torch's, which is a zip file that compresses nothing."""
+    """Returns where the bytes of each storage begin in a file of torch's: a zip file that compresses nothing."""
     found = {}
     with zipfile.ZipFile(path) as archive, open(path, "rb") as file:
         for entry in archive.infolist():
@@ -136,7 +136,7 @@ def _offsets(path: Path) -> dict[int, int]:
 
 @contextmanager
 def _new(target: Path) -> Iterator[Path]:
-    """A file beside ``target`` that takes its place once it is whole."""
+    """Yields the path of a file beside ``target``, which replaces ``target`` once it is whole."""
     made = target.with_name(f"{target.name}.part-{secrets.token_hex(4)}")
     try:
         yield made

@@ -18,7 +18,7 @@ def make_directory(path: Path) -> None:
 
 
 def make_directories(path: Path) -> None:
-    """It and those above it that are missing, durable."""
+    """Makes the directory, and those above it that are missing, durably."""
     if not is_directory(path.parent) and path.parent != path:
         make_directories(path.parent)
     with suppress(FileExistsError):  # ranks that save another part of the model make the same parents
@@ -27,7 +27,7 @@ def make_directories(path: Path) -> None:
 
 
 def create(path: Path) -> int:
-    """A new file, open for writing.
+    """Returns a new file, open for writing.
 
     Raises:
         FileExistsError: something lies there.
@@ -36,7 +36,7 @@ def create(path: Path) -> int:
 
 
 def write(file: int, data: memoryview) -> None:
-    """All of it, at the end of the file."""
+    """Writes all of the data at the end of the file."""
     while data.nbytes:
         data = data[os.write(file, data) :]
 
@@ -50,7 +50,7 @@ def close(file: int) -> None:
 
 
 def sync_directory(path: Path) -> None:
-    """Makes the names in it durable: what was created, renamed and removed there."""
+    """Makes the names in a directory durable: what was created, renamed and removed there."""
     file = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         os.fsync(file)
@@ -59,7 +59,7 @@ def sync_directory(path: Path) -> None:
 
 
 def rename(source: Path, target: Path) -> None:
-    """Atomic; a file at ``target`` is replaced."""
+    """Renames atomically; a file at ``target`` is replaced."""
     os.rename(source, target)
 
 
@@ -68,12 +68,12 @@ def remove(path: Path) -> None:
 
 
 def remove_directory(path: Path) -> None:
-    """An empty one."""
+    """Removes an empty directory."""
     os.rmdir(path)
 
 
 def write_file(path: Path, data: bytes) -> None:
-    """A new file, durable; its name is so once the directory is synced."""
+    """Writes a new file durably; its name is durable once the directory is synced."""
     file = create(path)
     try:
         write(file, memoryview(data))
@@ -90,38 +90,39 @@ def names(path: Path) -> list[str]:
 
 
 def is_directory(path: Path) -> bool:
-    """A real one, not a link to one."""
-    try:
-        return stat.S_ISDIR(os.lstat(path).st_mode)
-    except OSError:
-        return False
+    """True for a directory, not for a link to one."""
+    return stat.S_ISDIR(_mode(path))
 
 
 def is_file(path: Path) -> bool:
-    """A real one, not a link to one."""
+    """True for a regular file, not for a link to one."""
+    return stat.S_ISREG(_mode(path))
+
+
+def _mode(path: Path) -> int:
     try:
-        return stat.S_ISREG(os.lstat(path).st_mode)
+        return os.lstat(path).st_mode
     except OSError:
-        return False
+        return 0
 
 
 def open_file(path: Path) -> int:
-    """A regular file, open for reading.
+    """Returns a regular file, open for reading.
 
     Raises:
         CheckpointError: it is missing, or a link, a pipe, a device.
     """
     try:
-        # Not blocking: the opening of a pipe would wait for a writer.
+        # Not blocking: to open a pipe would wait for a writer.
         file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
         raise CheckpointError(
-            f"{path} cannot be opened ({error.strerror}): this checkpoint is not whole, and nothing was loaded. Load "
-            "an older one of the same directory; `python -m shardopt verify` tells which are whole."
+            "load an older checkpoint of the same directory; `python -m shardopt verify` tells which are whole: "
+            f"{path} cannot be opened ({error.strerror}). Nothing was loaded."
         ) from error
     if not stat.S_ISREG(os.fstat(file).st_mode):
         os.close(file)
-        raise CheckpointError(f"{path} is no regular file: it was not read. Load another checkpoint.")
+        raise CheckpointError(f"load another checkpoint: {path} is no regular file, and was not read.")
     return file
 
 
@@ -130,7 +131,7 @@ def size(file: int) -> int:
 
 
 def read_into(file: int, buffer: memoryview, offset: int) -> int:
-    """Fills the buffer from ``offset`` on; how many bytes there were, fewer only at the end of the file."""
+    """Fills the buffer from ``offset`` on. Returns how many bytes were read: fewer only at the end of the file."""
     done = 0
     while done < buffer.nbytes:
         got = os.preadv(file, [buffer[done:]], offset + done)
@@ -141,7 +142,7 @@ def read_into(file: int, buffer: memoryview, offset: int) -> int:
 
 
 def read_file(path: Path, most: int) -> bytes:
-    """All of a file of at most ``most`` bytes.
+    """Returns all of a file of at most ``most`` bytes.
 
     Raises:
         CheckpointError: it is missing, no regular file, or larger.
@@ -158,9 +159,9 @@ def read_file(path: Path, most: int) -> bytes:
 
 
 def forget_pages(file: int, start: int = 0, nbytes: int = 0) -> None:
-    """What is read next comes from the disk, where the system allows to ask for that; from ``start`` on, or all.
+    """Drops the file's pages from memory, from ``start`` on or all, where the system can: the next read is the disk's.
 
-    Of what was just written, Linux begins to write out the pages, and goes on with that while we do something else.
+    Linux begins to write out pages that were just written, and goes on with that in the background.
     """
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(file, start, nbytes, os.POSIX_FADV_DONTNEED)
@@ -170,7 +171,7 @@ def forget_pages(file: int, start: int = 0, nbytes: int = 0) -> None:
 
 
 def hold(file: int) -> bool:
-    """Locks an open file until it is closed or this process ends in whatever way; False where another one holds it."""
+    """Locks an open file until it is closed or this process ends. Returns False if another process holds the lock."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -179,13 +180,13 @@ def hold(file: int) -> bool:
 
 
 def release(file: int) -> None:
-    """Gives a lock back and closes the file: processes that were forked meanwhile have it open too."""
+    """Gives a lock back and closes the file. Closing is not enough: processes forked meanwhile have it open too."""
     fcntl.flock(file, fcntl.LOCK_UN)
     os.close(file)
 
 
 def is_held(path: Path) -> bool:
-    """Whether a process that lives holds it."""
+    """True if a live process holds the lock of the file."""
     file = open_file(path)
     try:
         return not hold(file)
@@ -194,13 +195,13 @@ def is_held(path: Path) -> bool:
 
 
 def lock(path: Path) -> int | None:
-    """A lock on a file that is there only as long as somebody holds it, or died with it; None: another one has it."""
+    """Locks a file that exists only while it is locked, or after its holder died. Returns None if another has it."""
     while True:
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         if not hold(file):
             os.close(file)
             return None
-        with suppress(FileNotFoundError):  # whoever had it may have removed it between the two calls above
+        with suppress(FileNotFoundError):  # its last holder may have removed it between the two calls above
             if os.path.samestat(os.lstat(path), os.fstat(file)):
                 return file
         release(file)
@@ -212,7 +213,7 @@ def unlock(path: Path, file: int) -> None:
 
 
 def sizes(path: Path) -> dict[str, int]:
-    """Bytes of each thing in a directory."""
+    """Returns the size in bytes of each entry of a directory."""
     found = {}
     with os.scandir(path) as entries:
         for entry in entries:

@@ -1,4 +1,4 @@
-"""What of a checkpoint belongs where in a model, by name; and all that does not fit. Integers and names only."""
+"""Compares a checkpoint with a model, by name: what belongs where, and all that does not fit. Reads no element."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -40,7 +40,7 @@ class Fit:
 
 
 def fit(manifest: Manifest, model: Model) -> Fit:
-    """Compares them. Changes nothing."""
+    """Returns what fits and what does not. Changes nothing."""
     return _Fitting(manifest, model).run()
 
 
@@ -55,15 +55,15 @@ class _Fitting:
 
     def run(self) -> Fit:
         taken: dict[str, str] = {}
-        for name, home in self.model.params.items():
-            saved = next((self.canonical[each] for each in (name, *home.aliases) if each in self.canonical), None)
+        for name, member in self.model.params.items():
+            saved = next((self.canonical[each] for each in (name, *member.aliases) if each in self.canonical), None)
             if saved is None:
-                self._note(f"param {name!r} {_shape(home.param)} is missing in the checkpoint{self._renamed(home)}")
+                self._note(f"param {name!r} {_shape(member.param)} is missing in the checkpoint{self._renamed(member)}")
             elif saved in taken:
                 self._note(f"params {taken[saved]!r} and {name!r} are two here and one tied param in the checkpoint")
             else:
                 taken[saved] = name
-                self._param(home, saved)
+                self._param(member, saved)
         for saved, kinds in self.kinds.items():
             if saved not in taken and not self._is_others(saved):
                 self._note(f"the checkpoint's param {saved!r} {list(kinds['param'].shape)} is not in the model")
@@ -82,52 +82,54 @@ class _Fitting:
                     yield name, decoded
 
     def _is_others(self, saved: str) -> bool:
-        """Whether other ranks hold it: those of another process group, of as many as there are here."""
+        """True if other ranks hold the param: those of another process group, of as many as there are here."""
         turn = self.manifest.params[saved].get("turn")
-        own = {tuple(home.turn) for home in self.model.params.values() if home.turn is not None}
+        own = {tuple(member.turn) for member in self.model.params.values() if member.turn is not None}
         return turn is not None and tuple(turn) not in own and turn[1] in {total for _, total in own}
 
     def _note(self, mismatch: str) -> None:
         self.found.mismatches.append(mismatch)
 
-    def _renamed(self, home: ModelParam) -> str:
+    def _renamed(self, member: ModelParam) -> str:
         alike = [
             name
             for name, kinds in self.kinds.items()
-            if name not in self.model.params and kinds["param"].shape == tuple(home.param.shape)
+            if name not in self.model.params and kinds["param"].shape == tuple(member.param.shape)
         ]
         return f" (renamed from {alike[0]!r}?)" if len(alike) == 1 else ""
 
     def _check_ties(self, taken: Mapping[str, str]) -> None:
-        for name, home in self.model.params.items():
-            apart = {self.canonical[each] for each in (name, *home.aliases) if each in self.canonical}
+        for name, member in self.model.params.items():
+            apart = {self.canonical[each] for each in (name, *member.aliases) if each in self.canonical}
             for saved in sorted(apart - taken.keys()):
                 self._note(f"param {name!r} is tied to {saved!r} here and not in the checkpoint")
 
     # -- params and their states -----------------------------------------------------------------------------------
 
-    def _param(self, home: ModelParam, saved: str) -> None:
+    def _param(self, member: ModelParam, saved: str) -> None:
         tensor = self.kinds[saved]["param"]
-        if self.manifest.params[saved].get("place") != (None if home.place is None else str(home.place)):
+        if self.manifest.params[saved].get("place") != (None if member.place is None else str(member.place)):
             theirs = self.manifest.params[saved].get("place", "a plain tensor")
-            self._note(f"param {home.name!r} is {home.place or 'a plain tensor'}, in the checkpoint {theirs}")
-        elif tensor.shape != tuple(home.param.shape):
-            self._note(f"param {home.name!r} has shape {_shape(home.param)}, in the checkpoint {list(tensor.shape)}")
-        elif tensor.dtype is not home.param.dtype:
-            self._note(f"param {home.name!r} is of {home.param.dtype}, in the checkpoint of {tensor.dtype}")
+            self._note(f"param {member.name!r} is {member.place or 'a plain tensor'}, in the checkpoint {theirs}")
+        elif tensor.shape != tuple(member.param.shape):
+            self._note(
+                f"param {member.name!r} has shape {_shape(member.param)}, in the checkpoint {list(tensor.shape)}"
+            )
+        elif tensor.dtype is not member.param.dtype:
+            self._note(f"param {member.name!r} is of {member.param.dtype}, in the checkpoint of {tensor.dtype}")
         else:
-            self.found.params[home.name] = saved
-            if self.model.engines and self._states_fit(home, saved):
-                self.found.states[home.name] = saved
+            self.found.params[member.name] = saved
+            if self.model.engines and self._states_fit(member, saved):
+                self.found.states[member.name] = saved
 
-    def _states_fit(self, home: ModelParam, saved: str) -> bool:
-        about, name = self.manifest.params[saved], home.name
-        if about["optimizer"] is None or home.optimizer is None:
-            if about["optimizer"] != home.optimizer:
+    def _states_fit(self, member: ModelParam, saved: str) -> bool:
+        about, name = self.manifest.params[saved], member.name
+        if about["optimizer"] is None or member.optimizer is None:
+            if about["optimizer"] != member.optimizer:
                 where = "in the checkpoint" if about["optimizer"] is None else "here"
                 self._note(f"param {name!r} is in no optimizer {where}")
             return False
-        rule = self.model.engines[home.optimizer].rule
+        rule = self.model.engines[member.optimizer].rule
         theirs = self.manifest.optimizers[about["optimizer"]]["rule"]
         if theirs != rule.name:
             self._note(f"the states of {name!r} are those of {theirs!r}, here it is updated by {rule.name!r}")
@@ -138,7 +140,7 @@ class _Fitting:
             self._note(f"the group of {name!r} says nothing of {missing}, by which {rule.name!r} knows its states")
             return False
         needed = rule.variant(self.flags[saved]).states if about["has_state"] else ()
-        wrong = [kind for kind in self.kinds[saved] if self.kinds[saved][kind].shape != tuple(home.param.shape)]
+        wrong = [kind for kind in self.kinds[saved] if self.kinds[saved][kind].shape != tuple(member.param.shape)]
         carried = set(rule.carried) if about["has_state"] else set()
         lacking = carried - about["carried"].keys() or about["carried"].keys() - set(rule.carried)
         differ = set(kinds) ^ set(needed)

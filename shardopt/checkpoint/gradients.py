@@ -1,4 +1,4 @@
-"""Gradients that were accumulated and not used: slices of sums over ranks, and what each rank has not reduced yet."""
+"""Gradient accumulation in checkpoints: slices of sums over ranks, and gradients that a rank has not reduced yet."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,11 +10,13 @@ from ..tensors.gradient_slice import GradientSlice, Norms
 
 
 def describe(gradient_slice: GradientSlice) -> dict[str, Any]:
-    """What every rank knows of a reduced gradient, to the bit; JSON-able."""
+    """Returns what every rank knows of a reduced gradient, to the bit; JSON-able."""
     norms = gradient_slice.norms
     known = None if norms is None else [norms.two.hex(), norms.largest.hex(), norms.nonfinite]
-    # summed(): the same on all ranks, of which some may have read the mean.
-    return {"divisor": gradient_slice.summed()[1], "norms": known}
+    return {
+        "divisor": gradient_slice.summed()[1],
+        "norms": known,
+    }  # the same on all ranks, of which some may have looked
 
 
 def restore(
@@ -24,10 +26,10 @@ def restore(
     own: torch.Tensor | None,
     world_size: int,
 ) -> None:
-    """Makes ``param.grad`` what it was.
+    """Makes ``param.grad`` what it was when it was saved.
 
     Args:
-        about: of the sum that the slice holds by now, from :func:`describe`; None: there was none.
+        about: what :func:`describe` returned of the sum that ``gradient_slice`` holds by now; None: there was no sum.
         own: this rank's gradient that was not reduced.
         world_size: ranks that go on.
     """
@@ -38,11 +40,13 @@ def restore(
             return
         gradient_slice.divisor = about["divisor"]
         if gradient_slice.divisor != world_size:
-            gradient_slice.divide()  # a mean, which as many ranks as there are now can be added to
+            gradient_slice.divide()  # a mean, to which a sum over the present number of ranks can be added
         known = about["norms"]
         if known is not None:
             saved = Norms(float.fromhex(known[0]), float.fromhex(known[1]), known[2])
-            known = saved.over(1.0, param.numel(), gradient_slice.rounded)  # it may have been kept in another format
+            known = saved.over(
+                1.0, param.numel(), gradient_slice.rounded
+            )  # the sum may have had another format when it was saved
         gradient_slice.norms = known
         gradient_slice.is_used = False
         param.grad = GradientPart(gradient_slice, param)

@@ -1,4 +1,4 @@
-"""Hyper-parameters that a checkpoint holds: whether the next step can be computed from them."""
+"""Checks that the next step can be computed from a checkpoint's hyper-parameters."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -35,14 +35,13 @@ def check_groups(manifest: Manifest, fitting: Fit, engines: Sequence[Engine]) ->
                 engine.rule.evaluate(variant, plain, step + 1, carried)
         except Exception as error:
             raise CheckpointError(
-                f"the checkpoint's group {index} of optimizer {number} holds hyper-parameters that no step can be "
-                f"computed from ({type(error).__name__}: {error}): {_told(saved)}. Nothing was loaded. Load another "
-                "checkpoint."
+                f"load another checkpoint: group {index} of optimizer {number} holds hyper-parameters that no step can "
+                f"be computed from ({type(error).__name__}: {error}): {_told(saved)}. Nothing was loaded."
             ) from error
 
 
 def _check_arguments(given: Mapping[str, Any], engine: Engine) -> None:
-    """As the optimizer's class checks those of a param group."""
+    """Checks hyper-parameters as the optimizer's class checks those of a param group."""
     if engine.check_arguments is not None:
         engine.check_arguments(given)
     refused = [key for key in ("capturable", "differentiable") if given.get(key)]
@@ -51,7 +50,7 @@ def _check_arguments(given: Mapping[str, Any], engine: Engine) -> None:
 
 
 def _counts(manifest: Manifest, names: Sequence[str]) -> list[tuple[int, dict[str, float]]]:
-    """The different step counts and carried scalars of these params."""
+    """Returns the different step counts and carried scalars of these params."""
     found: dict[tuple[Any, ...], tuple[int, dict[str, float]]] = {(0,): (0, {})}
     for name in names:
         about = manifest.params[name]

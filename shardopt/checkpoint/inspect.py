@@ -1,4 +1,4 @@
-"""A checkpoint for human eyes: what it holds, and whether each byte of it is as it was written."""
+"""Tells what a checkpoint holds, and whether each of its bytes is as it was written."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -15,7 +15,7 @@ Advance = Callable[[int], None]  # told how many bytes were done
 
 
 def describe(directory: Path) -> Iterator[str]:
-    """Lines: what was saved, by whom, and a table of all tensors."""
+    """Yields lines: what was saved, by whom, and a table of all tensors."""
     path = find(directory)
     with Checkpoint(path) as checkpoint:
         manifest = checkpoint.manifest
@@ -70,7 +70,7 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
 
 
 def verify(path: Path, advance: Advance = lambda nbytes: None) -> list[str]:
-    """Reads every byte of one checkpoint; what is wrong, in words."""
+    """Reads every byte of one checkpoint. Returns what is wrong, in words."""
     try:
         checkpoint = Checkpoint(path)
     except CheckpointError as error:
@@ -100,7 +100,7 @@ def data_bytes(manifest: Manifest) -> int:
 
 
 def size(nbytes: float) -> str:
-    """Bytes in words."""
+    """Returns a number of bytes in words."""
     for unit in ("B", "KiB", "MiB"):
         if nbytes < 1024:
             return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"

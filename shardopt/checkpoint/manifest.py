@@ -20,7 +20,7 @@ _HEAD = '{"sha256": "%s",\n"manifest": '
 
 @dataclass(frozen=True)
 class Manifest:
-    """All of a checkpoint but the elements.
+    """Everything of a checkpoint but the elements.
 
     Attributes:
         info: JSON: token, sequence, step, world, versions, and the encoded ``extra``.
@@ -37,7 +37,9 @@ class Manifest:
     def __post_init__(self) -> None:
         wrong = [name for name in self.files if not FILE_NAME.fullmatch(name)]
         if wrong:
-            raise CheckpointError(f"the manifest names the file {wrong[0]!r}, which no rank can have written.")
+            raise CheckpointError(
+                f"load another checkpoint: no rank can have written the manifest's file {wrong[0]!r}."
+            )
         for key, tensor in self.tensors.items():
             tensor.check(key, self.files)
         check_apart(self.tensors)
@@ -75,22 +77,22 @@ class Manifest:
         body = data[head:]
         if data[:head] != (_HEAD % hashlib.sha256(body).hexdigest()).encode():
             raise CheckpointError(
-                f"{where} does not match its own digest: it was truncated or changed, and nothing was loaded. Load an "
-                "older checkpoint of the same directory; `python -m shardopt verify` tells which are whole."
+                "load an older checkpoint of the same directory; `python -m shardopt verify` tells which are whole: "
+                f"{where} does not match its own digest: it was truncated or changed. Nothing was loaded."
             )
         try:
             content = json.loads(body[:-2], parse_constant=_no_constant)
             if content["version"] != VERSION:
                 raise CheckpointError(
-                    f"{where} has format version {content['version']}, this shardopt reads version {VERSION}: update "
-                    "shardopt, or save again with the version that wrote it."
+                    "update shardopt, or save again with the version that wrote this checkpoint: "
+                    f"{where} has format version {content['version']}, this shardopt reads version {VERSION}."
                 )
             files = {name: File(count(one), count(two), str(sha)) for name, (one, two, sha) in content["files"].items()}
             tensors = tensors_from_json(content["tensors"])
             return Manifest(content["info"], content["params"], content["optimizers"], files, tensors)
         except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
             raise CheckpointError(
-                f"{where} is no manifest that shardopt wrote: {error!r}. Nothing was loaded. Load another checkpoint."
+                f"load another checkpoint: {where} is no manifest that shardopt wrote: {error!r}. Nothing was loaded."
             ) from error
 
 

@@ -19,18 +19,18 @@ from ..tensors.unsharded_guard import is_sharded
 from .engine import Engine
 from .meeting import Meeting
 
-# What torch puts between a module and its name when it compiles or wraps it: not a part of the model.
+# Torch puts these into names when it compiles or wraps a module: they are no part of the model.
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
 
 @dataclass(frozen=True)
 class ModelParam:
-    """Where one param lives."""
+    """One param of the model, and where its values and states lie."""
 
     name: str
     aliases: tuple[str, ...]  # its other names, where it is tied
     param: nn.Parameter  # the local one of a DTensor
-    optimizer: int | None  # index of the one that it is given to
+    optimizer: int | None  # index of the engine that has it
     domain: Domain | None  # that keeps it in a shard
     shard: Shard | None
     index: int = 0  # in the shard's bucket
@@ -42,7 +42,7 @@ class ModelParam:
 
 @dataclass
 class Model:
-    """A module and its optimizers, as checkpoints see them."""
+    """All that a checkpoint saves or fills: params by name with their engine and shard, and buffers."""
 
     module: nn.Module
     engines: Sequence[Engine]
@@ -51,26 +51,22 @@ class Model:
 
     def __post_init__(self) -> None:
         self.module = unwrapped(self.module)
-        self.params = {home.name: home for home in self._find_params()}
+        self.params = {member.name: member for member in self._find_params()}
         self.buffers = dict(_persistent_buffers(self.module))
 
     def _find_params(self) -> Iterator[ModelParam]:
         names: dict[nn.Parameter, list[str]] = {}
         for name, param in self.module.named_parameters(remove_duplicate=False):
             names.setdefault(param, []).append(plain_name(name))
-        owner = {
-            param: (number, group)
-            for number, engine in enumerate(self.engines)
-            for group in engine.groups
-            for param in group["params"]
-        }
+        numbered = [(number, group) for number, engine in enumerate(self.engines) for group in engine.groups]
+        owner = {param: (number, group) for number, group in numbered for param in group["params"]}
         for param, (number, _) in owner.items():
             if param not in names:
                 raise CheckpointError(
-                    f"a param of shape {tuple(param.shape)} of optimizer {number} is not in the module: checkpoints go "
-                    "by the module's names, so it would be lost. Give the module that holds all params."
+                    f"give the module that holds all params: one of shape {tuple(param.shape)} of optimizer {number} "
+                    "is not in this one, has no name, and would be lost."
                 )
-        sharded = {id(param): place for place in self._shards() for param in place[1].bucket.params}
+        sharded = dict(self._sharded())
         for param, (name, *aliases) in names.items():
             if param not in owner:
                 yield self._frozen(name, tuple(aliases), param, sharded)
@@ -81,51 +77,49 @@ class Model:
             turn = composition.turn_of(group)
             domain = composition.domain_of(local)
             entry = None if domain is None else domain.entries[local]
-            home = ModelParam(name, tuple(aliases), local, number, None, None, place=place_of(param))
+            member = ModelParam(name, tuple(aliases), local, number, None, None, place=place_of(param))
             if entry is not None:
-                home = replace(home, domain=domain, shard=entry.shard, index=entry.index, entry=entry)
+                member = replace(member, domain=domain, shard=entry.shard, index=entry.index, entry=entry)
             elif id(param) in sharded:
-                home = self._frozen(name, tuple(aliases), param, sharded, number)
+                member = self._frozen(name, tuple(aliases), param, sharded, number)
             if turn is not None:
                 named = [f"{each}@{turn}" for each in (name, *aliases)]
                 world = composition.world_of(group)
-                home = replace(home, name=named[0], aliases=tuple(named[1:]), turn=turn, world=world)
-            yield home
+                member = replace(member, name=named[0], aliases=tuple(named[1:]), turn=turn, world=world)
+            yield member
 
     @staticmethod
     def _frozen(
         name: str,
         aliases: tuple[str, ...],
         param: nn.Parameter,
-        sharded: Mapping[int, tuple[Domain, Shard]],
+        sharded: Mapping[int, tuple[Domain, Shard, int]],
         number: int | None = None,
     ) -> ModelParam:
-        """Of a param that is not trained."""
+        """Finds a param that is not trained."""
         if id(param) in sharded:
-            domain, shard = sharded[id(param)]
-            at = next(index for index, each in enumerate(shard.bucket.params) if each is param)
-            return ModelParam(name, aliases, param, number, domain, shard, at)
+            return ModelParam(name, aliases, param, number, *sharded[id(param)])
         if is_sharded(param):
             raise CheckpointError(
-                f"{name!r} lies in slices, by an optimizer that was not given: its values are not here. Give all "
-                "optimizers that work on the module."
+                f"give all optimizers that work on the module: {name!r} was sharded by an optimizer that was not "
+                "given, so its values are not here."
             )
         values: Any = param
         if is_dtensor(param):
             param = nn.Parameter(values._local_tensor.detach(), requires_grad=False)
         return ModelParam(name, aliases, param, number, None, None, place=place_of(values))
 
-    def _shards(self) -> Iterator[tuple[Domain, Shard]]:
-        """Those of frozen params that are sharded."""
+    def _sharded(self) -> Iterator[tuple[int, tuple[Domain, Shard, int]]]:
+        """Yields the id of each frozen param that is sharded, and where it lies."""
         for engine in self.engines:
             domain = engine.domain
             if domain is not None and domain.sharded is not None:
                 for shard in domain.sharded.frozen:
-                    yield domain, shard
+                    yield from ((id(param), (domain, shard, at)) for at, param in enumerate(shard.bucket.params))
 
     def names_in(self, engine: Engine) -> list[list[str]]:
-        """Names of the params of each group."""
-        name_of = {home.param: name for name, home in self.params.items()}
+        """Returns the names of the params of each group."""
+        name_of = {member.param: name for name, member in self.params.items()}
         return [[name_of[param] for param in group["params"]] for group in engine.local_groups()]
 
     @property
@@ -151,43 +145,42 @@ class Model:
         broken = next((each.broken for each in domains if each.broken is not None), None)
         if broken is not None:
             raise CheckpointError(
-                f"a step failed half-way ({broken}): params and states of the ranks may belong to "
-                "different steps. Nothing was saved; start anew from the last checkpoint."
+                f"start anew from the last checkpoint: a step failed half-way ({broken}), so params and states may "
+                "belong to different steps. Nothing was saved."
             )
 
     def _check_own(self) -> None:
-        """That params are the weights, and in their shards."""
+        """Raises CheckpointError unless params are the weights, and lie in their shards."""
         for engine in self.engines:
             domain = engine.domain
             if any(each.is_averaged for each in engine.domains):
                 raise CheckpointError(
-                    "params show the average of the weights at this moment: a checkpoint would hold it in their place, "
-                    "beside masters and states of others. Call this outside of `with optimizer.unsharded(ema=True):`; "
-                    "inside, save module.state_dict()."
+                    "call this outside of `with optimizer.unsharded(ema=True):`, or save module.state_dict(): params "
+                    "show the average of the weights, which the checkpoint would hold in place of the weights."
                 )
             sharded = None if domain is None else domain.sharded
             if sharded is not None and any(each.users for each in sharded.buckets):
                 raise CheckpointError(
-                    "params are gathered at this moment, and what was written to them is not yet in the shards: "
-                    "call this outside of `with optimizer.unsharded():` and of the module's own forward."
+                    "call this outside of `with optimizer.unsharded():` and of the module's forward: params are "
+                    "gathered, and writes to them are not in the shards yet."
                 )
 
 
 def world_of(engines: Sequence[Engine]) -> Ranks:
-    """All ranks that make a checkpoint together."""
+    """Returns all ranks that make a checkpoint together."""
     worlds = [engine.compose().main.mesh.world for engine in engines]
     if not worlds:
         return Ranks(None, None)
     if any((world.size, world.rank) != (worlds[0].size, worlds[0].rank) for world in worlds):
         raise CheckpointError(
-            "the optimizers work on different process groups: not every rank would know what to write. Save each with "
-            "its own module and directory."
+            "save each optimizer with its own module and directory: they work on different process groups, so not "
+            "every rank would know what to write."
         )
     return worlds[0]
 
 
 def meeting_of(engines: Sequence[Engine], module: nn.Module) -> Meeting:
-    """Collective, where an optimizer's process groups are not numbered yet."""
+    """Returns the ranks of this call. Collective where an engine's process groups are not numbered yet."""
     world, beyond = world_of(engines), []
     for engine in engines:
         engine.parties()
@@ -201,12 +194,12 @@ def meeting_of(engines: Sequence[Engine], module: nn.Module) -> Meeting:
 
 
 def device_of(module: nn.Module) -> torch.device:
-    """On which its ranks talk."""
+    """Returns the device of the tensors that the module's ranks exchange."""
     return next((param.device for param in module.parameters()), torch.device("cpu"))
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
-    """The user's own module, without what DDP and torch.compile put around it."""
+    """Returns the user's own module, without the wrappers of DDP and torch.compile."""
     while True:
         if isinstance(module, DistributedDataParallel):
             module = module.module
@@ -230,7 +223,7 @@ def _persistent_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]
                 seen.add(buffer)
                 if is_dtensor(buffer):
                     raise CheckpointError(
-                        f"buffer {plain_name(f'{prefix}.{name}')!r} is a DTensor: ranks hold others of it, and that of "
-                        "one would be saved. Make it a plain tensor, or not persistent."
+                        f"make buffer {plain_name(f'{prefix}.{name}')!r} a plain tensor, or not persistent: it is a "
+                        "DTensor, and only one rank's elements would be saved."
                     )
                 yield plain_name(f"{prefix}.{name}" if prefix else name), buffer

@@ -1,6 +1,6 @@
-"""Directories of checkpoints: made under a name that nobody reads, published by one rename, removed in the same way.
+"""Directories of checkpoints: made under a name that nobody reads, published by one rename, removed by another.
 
-What is in which order durable decides what a crash leaves:
+[Note: What a crash leaves] The order in which things become durable decides it:
 
 1. ``saving-<token>/owner-<token>``: from here on the directory is known as ours;
 2. the ranks' files, then the manifest: content first, then names;
@@ -8,9 +8,9 @@ What is in which order durable decides what a crash leaves:
 4. ``latest``, by a rename too: it names a checkpoint that exists;
 5. old ones, once the new one was verified: renamed to ``removing-<token>`` before their first file goes.
 
-Leftovers are ``saving-`` and ``removing-`` directories whose owner's lock is free, because its process ended. Who
-begins looks for owners that live, and collects leftovers, under one lock of the directory; the owner's own is held
-until all of the above is done. So nobody takes away what another one is writing: who comes second is told.
+Leftovers are ``saving-`` and ``removing-`` directories whose owner's lock is free, because its process ended. A save
+begins under one lock of the directory: it looks for live owners and collects leftovers. It holds its own owner's lock
+until all of the above is done. So no save removes files that another one writes: the second save gets an error.
 """
 
 import re
@@ -37,7 +37,7 @@ _MOST_OF_A_POINTER = 256
 
 @dataclass(frozen=True)
 class Site:
-    """Where one checkpoint is being written, and where it will be published. The same on all ranks."""
+    """The directory that one checkpoint is written in, and its name once it is published. The same on all ranks."""
 
     root: Path
     sequence: int
@@ -73,7 +73,7 @@ def begin(root: Path, step: int) -> tuple[Site, int]:
 
 @contextmanager
 def _alone(root: Path) -> Iterator[None]:
-    """One at a time."""
+    """Holds the lock under which saves into ``root`` begin."""
     last, path = time.monotonic() + LONGEST_BEGINNING, root / LOCK
     while (lock := files.lock(path)) is None:
         if time.monotonic() > last:
@@ -104,9 +104,8 @@ def _check_free(root: Path) -> None:
 
 def _taken(root: Path, found: Path) -> CheckpointError:
     return CheckpointError(
-        f"another job saves into this directory, {root}, at this moment: {found.name} is its own. Each would take the "
-        "other's files away, so nothing was saved. Give each job a directory of its own, and call wait() on an "
-        "asynchronous save before another module is saved there."
+        "give each job a directory of its own, and call wait() on an asynchronous save before another module is saved "
+        f"there: another job saves into this directory, {root}, now ({found.name} is its own). Nothing was saved."
     )
 
 
@@ -120,13 +119,13 @@ def _make_site(root: Path, step: int) -> tuple[Site, int]:
         files.sync_directory(site.saving)
         files.sync_directory(root)
     except BaseException:
-        files.release(lock)  # held for longer, it would say that somebody still writes
+        files.release(lock)  # if it stayed held, the directory would look as if a save went on
         raise
     return site, lock
 
 
 def publish(site: Site, manifest: bytes) -> None:
-    """Rank 0: all ranks' files are durable. From the return of this on, so is the checkpoint."""
+    """Rank 0: publishes the checkpoint, once all ranks' files are durable. When this returns, the checkpoint is too."""
     files.write_file(site.saving / MANIFEST, manifest)
     for name in files.names(site.saving):
         if _PART.fullmatch(name):  # all of it is in the manifest
@@ -141,7 +140,7 @@ def publish(site: Site, manifest: bytes) -> None:
 
 
 def published(root: Path) -> list[Path]:
-    """Checkpoints in this directory, the oldest first."""
+    """Returns the checkpoints in this directory, the oldest first."""
     found = [root / name for name in files.names(root) if PUBLISHED.fullmatch(name)]
     return sorted(filter(files.is_directory, found), key=lambda path: (sequence_of(path), path.name))
 
@@ -201,14 +200,14 @@ def rotate(root: Path, keep: int, newest: Path) -> None:
 
 
 def collect(root: Path) -> None:
-    """Removes what crashes left in ``root``. What bears no token of ours, or is being written by a process, stays."""
+    """Removes what crashes left in ``root``; not what has no token of ours, or is being written by a process."""
     for name in files.names(root):
         path, directory, pointer = root / name, _LEFTOVER.fullmatch(name), _POINTER.fullmatch(name)
         if pointer is not None and files.is_file(path):
             files.remove(path)
         elif directory is not None and files.is_directory(path):
             token = directory["token"]
-            if not files.names(path):  # it ended before the owner was there, or behind its removal
+            if not files.names(path):  # its process ended before it made the owner's file, or after it removed that
                 files.remove_directory(path)
             elif _is_ours(path, token) and not files.is_held(path / f"owner-{token}"):
                 _empty(path, token)
@@ -232,6 +231,6 @@ def _empty(path: Path, token: str) -> None:
 
 
 def abandon(site: Site) -> None:
-    """Rank 0: the checkpoint will not be; its directory is removed, or left to be collected."""
+    """Rank 0: gives the checkpoint up: removes its directory, or leaves it to be collected."""
     if files.is_directory(site.saving) and _is_ours(site.saving, site.token):
         _empty(site.saving, site.token)

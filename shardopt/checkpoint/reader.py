@@ -1,8 +1,9 @@
-"""A published checkpoint, read a proven chunk at a time."""
+"""Reads a published checkpoint a chunk at a time, and proves each chunk by its checksum."""
 
 import hashlib
 import zlib
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -37,7 +38,7 @@ class Chunk:
 
 
 def chunks_of_range(key: Key, tensor: Tensor, each: Range, start: int, stop: int) -> Iterator[Chunk]:
-    """The chunks of a range that hold some of the elements ``[start, stop)``."""
+    """Yields the chunks of a range that hold some of the elements ``[start, stop)``."""
     step = CHUNK_BYTES // tensor.dtype.itemsize
     first, last = max(start, each.start) - each.start, min(stop, each.stop) - each.start
     if first >= last:
@@ -50,14 +51,14 @@ def chunks_of_range(key: Key, tensor: Tensor, each: Range, start: int, stop: int
 
 
 def chunks_of(key: Key, tensor: Tensor, start: int = 0, stop: int | None = None) -> Iterator[Chunk]:
-    """In the order of the elements, all that hold some of ``[start, stop)``."""
+    """Yields all chunks that hold some of ``[start, stop)``, in the order of the elements."""
     stop = tensor.numel if stop is None else stop
     for each in sorted(tensor.ranges, key=lambda each: each.start):
         yield from chunks_of_range(key, tensor, each, start, stop)
 
 
 class Checkpoint:
-    """Open files of one checkpoint. One reader at a time: the buffer that chunks are read into is shared."""
+    """Open files of one checkpoint. For one reader at a time: chunks are read into one buffer."""
 
     def __init__(self, path: Path):
         """
@@ -81,7 +82,7 @@ class Checkpoint:
         self._open = {}
 
     def read(self, chunk: Chunk) -> torch.Tensor:
-        """Its elements, 1D on the host, until the next call.
+        """Returns the chunk's elements, 1D on the host; the next call overwrites them.
 
         Raises:
             CheckpointError: they are not those that were saved.
@@ -94,7 +95,7 @@ class Checkpoint:
         return self._buffer[: chunk.nbytes].view(chunk.dtype)
 
     def values(self, chunk: Chunk) -> torch.Tensor:
-        """What its elements stand for, 1D on the host, until the next call."""
+        """Returns the values of the chunk's elements, 1D on the host; the next call may overwrite them."""
         encoding, items = self.manifest.tensors[chunk.key].encoding, self.read(chunk)
         if not encoding:
             return items
@@ -107,7 +108,7 @@ class Checkpoint:
         return items.float()
 
     def range(self, key: Key, start: int, stop: int) -> torch.Tensor:
-        """Elements ``[start, stop)`` as they were saved, 1D, in memory of their own."""
+        """Returns elements ``[start, stop)`` as they were saved, 1D, in new memory."""
         tensor = self.manifest.tensors[key]
         flat = torch.empty(stop - start, dtype=tensor.dtype)
         for chunk in chunks_of(key, tensor, start, stop):
@@ -116,7 +117,7 @@ class Checkpoint:
         return flat
 
     def whole(self, key: Key) -> torch.Tensor:
-        """A new tensor on the host, of what was saved in whatever format: for small ones."""
+        """Returns the values of a whole tensor, on the host, in new memory."""
         tensor = self.manifest.tensors[key]
         flat = torch.empty(tensor.numel, dtype=tensor.values_dtype)
         for chunk in chunks_of(key, tensor):
@@ -142,15 +143,15 @@ class Checkpoint:
         expected, nbytes = self.manifest.files[name], files.size(file)
         if nbytes != expected.nbytes:
             raise CheckpointError(
-                f"{self.path / name} has {nbytes} bytes, {expected.nbytes} were written: it was truncated or replaced, "
-                f"so it was not read. It holds {self._content(name)}. {self._advice()}"
+                f"{self._advice()} {self.path / name} has {nbytes} bytes, {expected.nbytes} were written: it was "
+                f"truncated or replaced. It holds {self._content(name)}."
             )
         head = bytearray(expected.header_bytes)
         files.read_into(file, memoryview(head), 0)
         if hashlib.sha256(head).hexdigest() != expected.header_sha256:
             raise CheckpointError(
-                f"the header of {self.path / name} is not the one that was written: the file was damaged, or it is "
-                f"that of another rank or checkpoint. It should hold {self._content(name)}. {self._advice()}"
+                f"{self._advice()} The header of {self.path / name} is not the one that was written: the file was "
+                f"damaged, or is that of another rank or checkpoint. It should hold {self._content(name)}."
             )
 
     def _content(self, name: str) -> str:
@@ -164,20 +165,19 @@ class Checkpoint:
 
     def _damaged(self, chunk: Chunk, what: str) -> CheckpointError:
         return CheckpointError(
-            f"{self.path / chunk.file}, bytes {chunk.offset} to {chunk.offset + chunk.nbytes}, elements "
-            f"[{chunk.start}:{chunk.stop}] of {chunk.key}: {what}. Training would go on from other values than were "
-            f"saved. {self._advice()}"
+            f"{self._advice()} {self.path / chunk.file} is damaged, bytes {chunk.offset} to "
+            f"{chunk.offset + chunk.nbytes}, elements [{chunk.start}:{chunk.stop}] of {chunk.key}: {what}."
         )
 
     def _advice(self) -> str:
-        others = [path.name for path in _siblings(self.path)]
-        return (
-            f"Load another checkpoint ({', '.join(others)})." if others else "There is no other checkpoint beside it."
-        )
+        others: list[str] = []
+        with suppress(OSError):
+            others = [path.name for path in published(self.path.parent) if path.name != self.path.name][-3:]
+        return f"Load another checkpoint ({', '.join(others) or 'there is none beside this one'})."
 
 
 def needed_chunks(manifest: Manifest, key: Key, start: int = 0, stop: int | None = None) -> Iterator[Chunk]:
-    """All that the values of these elements are made of."""
+    """Yields all chunks that the values of these elements are made of."""
     tensor = manifest.tensors[key]
     stop = tensor.numel if stop is None else stop
     yield from chunks_of(key, tensor, start, stop)
@@ -190,10 +190,3 @@ def needed_chunks(manifest: Manifest, key: Key, start: int = 0, stop: int | None
 
 def _param_of(key: Key) -> Key:
     return key._replace(kind="param")
-
-
-def _siblings(path: Path) -> list[Path]:
-    try:
-        return [each for each in published(path.parent) if each.name != path.name][-3:]
-    except OSError:
-        return []

@@ -1,4 +1,4 @@
-"""What a manifest says of each tensor and file: frozen records that check themselves and turn into JSON and back."""
+"""The records of a manifest, one for each tensor and file: frozen, checked, turned into JSON and back."""
 
 import math
 from collections.abc import Mapping
@@ -11,7 +11,8 @@ import torch
 from ..errors import CheckpointError
 from ..kernels.formats import FORMATS
 
-CHUNK_BYTES = 4 << 20  # what is read, proven and written at a time; larger reads gained nothing on two kinds of disk
+# Elements are read, proven and written in chunks of this size; larger reads gained nothing on two kinds of disk.
+CHUNK_BYTES = 4 << 20
 
 DTYPES = {
     "F64": torch.float64,
@@ -41,17 +42,17 @@ class Key(NamedTuple):
 
     @property
     def is_of_one_rank(self) -> bool:
-        """Whether one rank alone has it: nothing that ranks can compare."""
+        """True if one rank alone has the tensor, so that ranks cannot compare it."""
         return self.section == "rng" or (self.section == "gradients" and self.kind != "reduced")
 
     @property
     def scales(self) -> "Key":
-        """Of the tensor that holds the scales of this one's blocks."""
+        """The key of the tensor that holds the scales of this one's blocks."""
         return self._replace(kind=f"{self.kind}{_SCALES}")
 
     @property
     def is_of_scales(self) -> bool:
-        """Whether this belongs to another tensor and is nothing by itself."""
+        """True for a tensor of scales, which means nothing without the tensor that they belong to."""
         return self.section == "params" and self.kind.endswith(_SCALES)
 
     def __str__(self) -> str:
@@ -102,7 +103,7 @@ class Tensor:
 
     @property
     def values_dtype(self) -> torch.dtype:
-        """Of what it stands for."""
+        """The dtype of the values that the elements stand for."""
         return torch.float32 if self.encoding else self.dtype
 
     @property
@@ -137,15 +138,15 @@ class Tensor:
             whole = whole and len(each.checksums) == -(-nbytes // CHUNK_BYTES)
         if not whole or len(self.shape) != len(self.strides):
             raise CheckpointError(
-                f"the ranges that were saved of {key} do not make up its {self.numel} elements: "
-                f"{[[each.start, each.stop, each.file, each.offset] for each in ordered]}. Loading it would leave "
-                "elements as they were. Load another checkpoint; if no file was changed, this is a bug in shardopt."
+                f"load another checkpoint: the saved ranges of {key} do not make up its {self.numel} elements: "
+                f"{[[each.start, each.stop, each.file, each.offset] for each in ordered]}. If no file was changed, "
+                "this is a bug in shardopt."
             )
 
 
 @dataclass(frozen=True)
 class File:
-    """One rank's file: the digest of its header ties it to this checkpoint."""
+    """One rank's file. The digest of its header ties the file to this checkpoint."""
 
     nbytes: int
     header_bytes: int
@@ -178,7 +179,7 @@ def count(value: Any) -> int:
 
 
 def check_apart(tensors: Mapping[Key, Tensor]) -> None:
-    """No byte may belong to two tensors: one of them would be another's values."""
+    """Raises CheckpointError if a byte belongs to two tensors: one of them would get the other's values."""
     spans: dict[str, list[tuple[int, int, Key]]] = {}
     for key, tensor in tensors.items():
         for each in tensor.ranges:
@@ -187,4 +188,6 @@ def check_apart(tensors: Mapping[Key, Tensor]) -> None:
     for file, its_spans in spans.items():
         for (_, end, one), (start, _, other) in pairwise(sorted(its_spans)):
             if start < end:
-                raise CheckpointError(f"{one} and {other} overlap in {file}: the manifest was not written by shardopt.")
+                raise CheckpointError(
+                    f"load another checkpoint: {one} and {other} overlap in {file}, so it was not written by shardopt."
+                )

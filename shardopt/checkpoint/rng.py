@@ -1,4 +1,4 @@
-"""Random numbers: the states of the generators that a training draws from, as tensors of bytes."""
+"""The states of random number generators that a training uses, as tensors of bytes."""
 
 import json
 import random
@@ -12,7 +12,7 @@ from ..errors import CheckpointError
 
 
 def states(device: torch.device) -> dict[str, torch.Tensor]:
-    """Of torch on the CPU and on ``device``, of Python and of NumPy: 1D uint8, by name."""
+    """Returns the states of the generators of torch (CPU and ``device``), Python and NumPy: 1D uint8, by name."""
     found = {"torch": torch.get_rng_state(), "python": _pack(random.getstate()), "numpy": _pack(_numpy_state())}
     if device.type == "cuda":
         found["cuda"] = torch.cuda.get_rng_state(device)
@@ -20,7 +20,7 @@ def states(device: torch.device) -> dict[str, torch.Tensor]:
 
 
 def check(saved: Mapping[str, torch.Tensor], device: torch.device) -> None:
-    """Sets generators of its own to what was saved.
+    """Sets new generators to what was saved, to prove that it can be done.
 
     Raises:
         CheckpointError: they are no states of generators.
@@ -36,13 +36,13 @@ def check(saved: Mapping[str, torch.Tensor], device: torch.device) -> None:
                 np.random.RandomState().set_state(_numpy_state_of(saved[kind]))
     except Exception as error:
         raise CheckpointError(
-            f"the checkpoint's random numbers of {kind!r} are no state of that generator ({type(error).__name__}: "
-            f"{error}): nothing was loaded. Load another checkpoint, or load with the {kind} that saved it."
+            f"load another checkpoint, or load with the {kind} that saved it: the random numbers of {kind!r} are no "
+            f"state of that generator ({type(error).__name__}: {error}). Nothing was loaded."
         ) from error
 
 
 def restore(saved: Mapping[str, torch.Tensor], device: torch.device) -> None:
-    """Those that were saved and exist here."""
+    """Sets the generators that were saved and exist here."""
     if "torch" in saved:
         torch.set_rng_state(saved["torch"])
     if "cuda" in saved and device.type == "cuda":

@@ -122,10 +122,11 @@ def _or_abandon(meeting: Meeting, work: Callable[[], Result], site: Site, lock: 
     """Collective: does ``work`` on all ranks; after an error on any of them the checkpoint's directory goes."""
     try:
         return meeting.together(work, phase)
-    except BaseException:
+    except BaseException as error:
         if lock is not None:
             files.release(lock)
-        if meeting.world.rank == 0:
+        # After an interrupt the directory stays, for the next save to collect: other ranks may be writing there.
+        if meeting.world.rank == 0 and isinstance(error, Exception):
             with suppress(OSError, ShardoptError):  # what is left is collected by the next save
                 publish.abandon(site)
         raise

@@ -1,6 +1,6 @@
 """One rank's file in the safetensors format: 8 bytes of length, a JSON header, then the tensors' bytes without gaps.
 
-The header is known before the first element is: so elements can be streamed behind it, and never lie in memory at once.
+The header is known before the first element is. So elements are streamed after it, and never lie in memory at once.
 """
 
 import hashlib
@@ -17,14 +17,14 @@ import torch
 from . import files
 from .records import CHUNK_BYTES, NAME_OF_DTYPE, File
 
-# From here on the checksum is taken beside the write: it would cost a quarter of the speed of a fast disk.
+# From this size on a thread takes the checksum during the write: in line it costs a quarter of a fast disk's speed.
 SMALL = 256 << 10
-# The disk begins with so many bytes while more are coming: what is left to do at the sync is little.
+# After so many bytes the disk is told to begin writing, so that little is left to do at the sync.
 BEGIN_BYTES = 16 << 20
 
 
 def header(tensors: Sequence[tuple[str, torch.dtype, Sequence[int]]], metadata: Mapping[str, str]) -> bytes:
-    """The file up to the first element, for (name, dtype, shape) of tensors in the order in which they will follow."""
+    """Returns the bytes before the first element, for (name, dtype, shape) of the tensors in the order of the file."""
     described: dict[str, Any] = {"__metadata__": dict(metadata)}
     offset = 0
     for name, dtype, shape in tensors:
@@ -32,17 +32,17 @@ def header(tensors: Sequence[tuple[str, torch.dtype, Sequence[int]]], metadata: 
         described[name] = {"dtype": NAME_OF_DTYPE[dtype], "shape": list(shape), "data_offsets": [offset, end]}
         offset = end
     text = json.dumps(described, separators=(",", ":")).encode()
-    text += b" " * ((8 - len(text)) % 16)  # so that what is mapped into memory is aligned for every dtype
+    text += b" " * ((8 - len(text)) % 16)  # so that a mapped file is aligned for every dtype
     return len(text).to_bytes(8, "little") + text
 
 
 def bytes_of(values: torch.Tensor) -> memoryview:
-    """Of a 1D tensor on the host, contiguous: no copy."""
+    """Returns the bytes of a contiguous 1D tensor on the host, without a copy."""
     return memoryview(cast(Any, values.view(torch.uint8).numpy()))
 
 
 class Writer:
-    """Streams one file and takes the checksums of what passes."""
+    """Streams one file and takes the checksum of each chunk."""
 
     def __init__(self, path: Path, head: bytes):
         self._path, self._head = path, head
@@ -75,14 +75,14 @@ class Writer:
 
     def _begin_checksum(self, data: memoryview) -> Callable[[], int]:
         if data.nbytes >= SMALL:
-            # What is saved in the background may end while the interpreter does, which takes no new work then.
+            # The interpreter may end during a save in the background; an executor then takes no new work.
             with suppress(RuntimeError):
                 return self._helper.submit(zlib.crc32, data).result
         checksum = zlib.crc32(data)
         return lambda: checksum
 
     def finish(self) -> File:
-        """Makes the content durable; the name is so once the directory is synced."""
+        """Makes the content durable; the name is durable once the directory is synced."""
         files.sync(self._file)
         self.close()
         return File(self.nbytes, len(self._head), hashlib.sha256(self._head).hexdigest())

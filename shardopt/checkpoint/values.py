@@ -19,7 +19,7 @@ Find = Callable[[str], torch.Tensor]
 
 
 def encode(value: Any, keep: Keep, where: str) -> Any:
-    """A JSON-able form of ``value``.
+    """Returns a JSON-able form of ``value``.
 
     Raises:
         CheckpointError: it holds itself, or what is neither a tensor nor JSON-able; ``where`` names the place.
@@ -30,8 +30,8 @@ def encode(value: Any, keep: Keep, where: str) -> Any:
 def _encode(value: Any, keep: Keep, where: str, level: int) -> Any:
     if level > MOST_LEVELS:
         raise CheckpointError(
-            f"{where[:200]}... goes on for more than {MOST_LEVELS} lists and dicts within each other: it holds itself, "
-            "perhaps. Nothing was saved. Save a flat copy of what is needed."
+            f"save a flat copy of what is needed: {where[:200]}... has more than {MOST_LEVELS} lists and dicts within "
+            "each other, and may hold itself. Nothing was saved."
         )
     if isinstance(value, torch.Tensor):
         return {"$tensor": keep(value)}
@@ -46,14 +46,14 @@ def _encode(value: Any, keep: Keep, where: str, level: int) -> Any:
         items_by_key = {key: _encode(item, keep, f"{where}[{key!r}]", level + 1) for key, item in value.items()}
         return {"$dict": items_by_key} if any(key.startswith("$") for key in value) else items_by_key
     raise CheckpointError(
-        f"{where} is a {type(value).__name__}{' with keys that are no strings' if isinstance(value, dict) else ''}: a "
-        "checkpoint holds tensors, numbers, strings, None, lists, tuples and dicts with string keys, so that no code "
-        "is needed to read it. Nothing was saved. Convert it first: float(x), x.tolist(), dataclasses.asdict(x)."
+        f"convert {where} first (float(x), x.tolist(), dataclasses.asdict(x)): it is a {type(value).__name__}"
+        f"{' with keys that are no strings' if isinstance(value, dict) else ''}; a checkpoint holds tensors, numbers, "
+        "strings, None, lists, tuples and dicts with string keys. Nothing was saved."
     )
 
 
 def decode(value: Any, find: Find) -> Any:
-    """What :func:`encode` was given; ``find`` gives the tensors."""
+    """Returns what :func:`encode` was given; ``find`` gives the tensors."""
     if isinstance(value, list):
         return [decode(item, find) for item in value]
     if not isinstance(value, dict):

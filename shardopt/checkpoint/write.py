@@ -1,4 +1,4 @@
-"""What one rank does for one checkpoint once the plan stands: it writes its ranges; rank 0 publishes what all wrote."""
+"""Follows a plan of a save: each rank writes its ranges, rank 0 publishes what all have written."""
 
 import hashlib
 import zlib
@@ -23,7 +23,10 @@ from .tensor_file import Writer, header
 
 
 class RankWriter:
-    """Writes one rank's file of one checkpoint; on rank 0 publishes the checkpoint. Meets other ranks by files only."""
+    """Writes one rank's file of one checkpoint; on rank 0 publishes the checkpoint. Meets other ranks by files only.
+
+    See [Note: What a crash leaves] for the order of what it does.
+    """
 
     def __init__(self, site: Site, lock: int | None, plan: SavePlan, signals: FileSignals, keep: int | None):
         self.site, self._lock, self._plan, self._signals, self._keep = site, lock, plan, signals, keep
@@ -47,8 +50,8 @@ class RankWriter:
                 self._signals.published()
         except BaseException as error:
             with suppress(OSError):
-                files.remove(self._path)  # a full disk has room again, for the next line too
-            with suppress(Exception):  # the first error is the one to tell
+                files.remove(self._path)  # a full disk has room again, for the file of the next line too
+            with suppress(Exception):  # the first error is raised
                 self._signals.failed(error)
             if isinstance(error, Exception):
                 raise as_checkpoint_error(error, self._path, self.site.published)  # noqa: B904 (it has its cause)
@@ -58,7 +61,7 @@ class RankWriter:
                 files.release(self._lock)
 
     def _write(self) -> dict[str, Any]:
-        """Streams this rank's file; what is in it, for the manifest."""
+        """Streams this rank's file. Returns what is in it, for the manifest."""
         pieces = self._plan.pieces
         described = [(piece.label, piece.tensor.dtype, _shape_in_file(piece)) for piece in pieces]
         identity = {"format": "shardopt checkpoint", "token": self.site.token, "rank": str(self._signals.rank)}
@@ -96,13 +99,12 @@ class RankWriter:
             files.close(file)
         if not whole:
             raise CheckpointError(
-                f"{self._path} was written and reads back otherwise: the disk or memory is faulty. Older checkpoints "
-                "were kept. Save to another disk."
+                f"save to another disk: {self._path} was written and reads back otherwise, so the disk or memory is "
+                "faulty. Older checkpoints were kept."
             )
 
     def _manifest(self, parts: Sequence[Mapping[str, Any]]) -> Manifest:
-        """Rank 0: what all ranks wrote, proven to be all there is to write."""
-
+        """Rank 0: returns the manifest of what all ranks wrote, which proves that nothing is missing."""
         tensors: dict[Key, Tensor] = dict(self._plan.tensors)
         for part in parts:
             for key, tensor in tensors_from_json(part["tensors"]).items():
@@ -131,16 +133,16 @@ def _checked(piece: Piece) -> Iterator[torch.Tensor]:
             if not (torch.isfinite(low) and torch.isfinite(high)):
                 wrong = at + int(torch.isfinite(chunk).logical_not().nonzero()[0])
                 raise CheckpointError(
-                    f"{piece.key} holds {float(chunk[wrong - at])} at element {wrong} (in storage order): who resumed "
-                    "from here would train on it. No checkpoint was published, those before it are whole. Go back to "
-                    "one of them, or save with allow_nonfinite=True to look at it."
+                    "go back to an older checkpoint, or save with allow_nonfinite=True to look at this one: "
+                    f"{piece.key} holds {float(chunk[wrong - at])} at element {wrong} (in storage order). Nothing was "
+                    "published."
                 )
         at += chunk.numel()
         yield chunk
 
 
 def _shape_in_file(piece: Piece) -> tuple[int, ...]:
-    """That of the tensor where all of it is here and lies as others expect it, else 1D."""
+    """Returns the tensor's shape if all of it is here and contiguous, as other readers expect; else a 1D shape."""
     tensor = piece.tensor
     contiguous = torch.empty(tensor.shape, device="meta").stride()
     whole = piece.numel == tensor.numel and tuple(tensor.strides) == tuple(contiguous)
@@ -148,15 +150,15 @@ def _shape_in_file(piece: Piece) -> tuple[int, ...]:
 
 
 def as_checkpoint_error(error: Exception, path: Path, published: Path | None = None) -> CheckpointError:
-    """What the system said, with what it means for the checkpoints; ``published``: the new one, where it is there."""
+    """Returns the system's error with what it means for the checkpoints; ``published``: the path of the new one."""
     if isinstance(error, CheckpointError):
         return error
     outcome = "No checkpoint was published, those before it are whole"
     if published is not None and files.is_directory(published):
         outcome = f"{published} is whole all the same, only `latest` or the removal of older ones is not done"
     converted = CheckpointError(
-        f"{path}: {type(error).__name__}: {error}. {outcome}. Free space, or save to another directory, and call "
-        "save_checkpoint() again."
+        f"free space, or save to another directory, and call save_checkpoint() again: {path}: {type(error).__name__}: "
+        f"{error}. {outcome}."
     )
     converted.__cause__ = error
     return converted

@@ -55,12 +55,12 @@ _PROPERTIES = """
     shape dtype device layout grad requires_grad is_leaf grad_fn ndim names is_sparse is_cuda is_cpu is_meta
     is_quantized is_mkldnn is_nested _version _backward_hooks _post_accumulate_grad_hooks grad_dtype itemsize
     nbytes retains_grad
-""".split()  # noqa: SIM905 (names read better as a text)
+""".split()
 _METHODS = """
     size stride dim numel nelement element_size is_contiguous is_floating_point is_complex storage_offset
     register_hook register_post_accumulate_grad_hook requires_grad_ __hash__ is_shared is_signed ndimension
     get_device data_ptr untyped_storage new_empty new_full new_ones new_tensor new_zeros
-""".split()  # noqa: SIM905
+""".split()
 _ALLOWED = {
     *(getattr(getattr(_Tensor, name, None), "__get__", None) for name in _PROPERTIES),
     *(getattr(getattr(_Tensor, name, None), "__set__", None) for name in ("grad", "requires_grad", "grad_dtype")),

@@ -62,12 +62,12 @@ EXIT_CODES = """exit codes:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Runs the command that was given; errors are told on one line, without a traceback."""
+    """Runs the command that was given; prints errors on one line, without a traceback."""
     try:
         code = int(options.run(options))
         sys.stdout.flush()
         return code
-    except BrokenPipeError:  # `| head` has seen enough; Python would complain again when it flushes at its end
+    except BrokenPipeError:  # `| head` has ended; without devnull Python fails again when it flushes at its end
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except KeyboardInterrupt:
@@ -88,7 +88,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 class Progress:
-    """One line on a terminal, rewritten; nothing elsewhere, and nothing for what is done at once."""
+    """Shows progress on a terminal in one line; nothing elsewhere, and nothing for what ends at once."""
 
     def __init__(self, what: str, total: int):
         self._what, self._total, self._done = what, max(total, 1), 0
@@ -106,7 +106,7 @@ class Progress:
             print(f"\r{self._what}: {done}   ", end="", file=sys.stderr, flush=True)
 
     def end(self) -> float:
-        """Seconds that it took."""
+        """Removes the line. Returns the seconds since the start."""
         if self._is_shown:
             print("\r\033[K", end="", file=sys.stderr, flush=True)
         return time.monotonic() - self._start

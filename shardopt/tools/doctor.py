@@ -1,4 +1,4 @@
-"""``python -m shardopt doctor``: what a report of a bug needs, and what a machine can do. Under 3 s."""
+"""``python -m shardopt doctor``: prints what a bug report needs, and what the machine can do. Takes under 3 s."""
 
 import contextlib
 import importlib.metadata
@@ -18,7 +18,7 @@ _PACKAGES = ("shardopt", "torch", "triton", "numba", "numpy", "transformers", "a
 
 
 def report(path: Path) -> str:
-    """One fact a line. ``path``: a directory, to be tried for direct I/O."""
+    """Returns one fact a line. ``path``: a directory in which direct I/O is tried."""
     return "\n".join(f"{name:<18} {value}" for name, value in _facts(path))
 
 
@@ -69,7 +69,7 @@ def _limit(kind: int) -> str:
 
 
 def _neighbours() -> str:
-    """Whether CPU ranks of one machine may read each other's memory."""
+    """Tells how CPU ranks of one machine may read each other's memory."""
     scope = Path("/proc/sys/kernel/yama/ptrace_scope")
     found = scope.read_text().strip() if scope.exists() else "0"
     return "ranks may read each other's memory" if found in ("0", "1") else f"through sockets (ptrace_scope {found})"

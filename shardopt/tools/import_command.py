@@ -1,4 +1,4 @@
-"""``python -m shardopt import``: checkpoints of other libraries, in our format."""
+"""``python -m shardopt import``: turns checkpoints of other libraries into ours."""
 
 import argparse
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ KINDS = ("torch", "dcp", "deepspeed")
 
 
 def add_import(commands: Any) -> argparse.ArgumentParser:
-    """Adds it to the subparsers of the command line."""
+    """Adds the command to the subparsers of the command line."""
     command: argparse.ArgumentParser = commands.add_parser(
         "import",
         help="turn a checkpoint of torch, FSDP2 or DeepSpeed into one of shardopt",
@@ -56,7 +56,7 @@ def add_import(commands: Any) -> argparse.ArgumentParser:
 
 
 def run_import(options: argparse.Namespace, progress: Any) -> Path:
-    """``progress`` makes a progress line from a title and the number of bytes.
+    """Imports. ``progress`` makes a progress line from a title and the number of bytes. Returns the checkpoint's path.
 
     Raises:
         CheckpointError: nothing was written.
@@ -76,15 +76,13 @@ def _read(options: argparse.Namespace) -> Foreign:
     sources: Sequence[Path] = options.sources
     absent = [path for path in sources if not path.exists()]
     if absent:
-        raise CheckpointError(f"{absent[0]} is not there: nothing was imported. Give what was saved, then OUT.")
+        raise CheckpointError(f"give what was saved, then OUT: {absent[0]} is not there. Nothing was imported.")
     kind = options.kind or _kind(sources)
     hints = Hints(_names(options.names), options.frozen, options.buffers, options.drop)
     if kind == "torch":
         return read_torch(sources, hints)
     if len(sources) != 1 or not sources[0].is_dir():
-        raise CheckpointError(
-            f"--from {kind} reads one folder, {len(sources)} sources were given: nothing was imported."
-        )
+        raise CheckpointError(f"give one folder to --from {kind}, found {len(sources)} sources. Nothing was imported.")
     return read_dcp(sources[0], hints) if kind == "dcp" else read_deepspeed(sources[0])
 
 
@@ -92,19 +90,12 @@ def _kind(sources: Sequence[Path]) -> str:
     if all(path.is_file() for path in sources):
         return "torch"
     folder = sources[0]
-    found = (
-        [
-            kind
-            for kind, is_it in (("dcp", (folder / INDEX).is_file()), ("deepspeed", find_tag(folder) is not None))
-            if is_it
-        ]
-        if len(sources) == 1
-        else []
-    )
+    kinds = {"dcp": (folder / INDEX).is_file(), "deepspeed": find_tag(folder) is not None}
+    found = [kind for kind, is_it in kinds.items() if is_it and len(sources) == 1]
     if len(found) != 1:
         raise CheckpointError(
-            f"{folder} is {' and '.join(found) or f'no folder with {INDEX} or with *_optim_states.pt files'}: what it "
-            f"is cannot be told for certain, so nothing was imported. Say it with --from, one of {', '.join(KINDS)}."
+            f"give --from, one of {', '.join(KINDS)}: {folder} is "
+            f"{' and '.join(found) or f'no folder with {INDEX} or with *_optim_states.pt files'}. Nothing was imported."
         )
     return found[0]
 
@@ -115,4 +106,4 @@ def _names(path: Path | None) -> list[str] | None:
     try:
         return [line.strip() for line in path.read_text().splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"--names {path}: {error}. Give a text file with one name a line.") from error
+        raise CheckpointError(f"give a text file with one name a line as --names {path}: {error}.") from error

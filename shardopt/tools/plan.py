@@ -1,4 +1,4 @@
-"""What a training will need, before it starts: bytes on a rank by kind and tier, bytes that move, what fits.
+"""Plans a training before it starts: bytes on a rank by kind and tier, bytes that move, what fits.
 
 The layouts are those that the optimizer makes, so padding, small params that stay whole and buckets are counted as they
 will be. Activations, and what the allocator and the communication library keep, are not.
@@ -41,11 +41,11 @@ class Way:
 
     Attributes:
         stage: what is sharded.
-        has_module: whether the module is handed over; without it DDP reduces gradients, and keeps its buckets.
+        has_module: the module is handed over; without it DDP reduces gradients, and keeps its buckets.
         dtype: of params.
         master, state_format, gradient_format, ema, release_gradients: as the options of these names.
-        tier: where masters and states rest: "device", "host" (``offload="cpu"``) or "disk".
-        sums_rest: whether their sums rest in host memory (``Offload(gradients="cpu")``).
+        tier: where masters and states are kept: "device", "host" (``offload="cpu"``) or "disk".
+        sums_rest: sums of gradients are offloaded to host memory (``Offload(gradients="cpu")``).
     """
 
     stage: int
@@ -61,13 +61,13 @@ class Way:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Those of :class:`shardopt.config.Options` that differ from their defaults, but for stage and offload."""
+        """The fields of :class:`shardopt.config.Options` that differ from their defaults, but for stage and offload."""
         found = {each.name: getattr(self, each.name) for each in PLANNED}
         return {each.name: found[each.name] for each in PLANNED if found[each.name] != each.default}
 
     @property
     def is_exact(self) -> bool:
-        """Whether all of fp32 is kept of masters, states and sums of gradients."""
+        """True if masters, states and sums of gradients keep all of fp32."""
         if self.dtype is torch.float32:
             return self.state_format == "fp32"
         return (self.state_format, self.gradient_format) == ("fp32", "fp32") and self.master in ("fp32", "split")
@@ -88,7 +88,7 @@ class Way:
 
 @dataclass(frozen=True)
 class Need:
-    """What one way needs on one rank.
+    """The bytes that one way needs on one rank.
 
     Attributes:
         bytes: by kind and tier: those of ``opt.memory()`` between steps, at most (``buffer``: as many as can be under
@@ -105,12 +105,12 @@ class Need:
     moved: dict[str, int]
 
     def on(self, tier: str) -> int:
-        """Bytes of all kinds on a tier."""
+        """Returns the bytes of all kinds on a tier."""
         return sum(tiers.get(tier, 0) for tiers in self.bytes.values())
 
     @property
     def file(self) -> int:
-        """Bytes of the file on the disk, which holds masters and states twice."""
+        """The bytes of the file on the disk, which holds masters and states twice."""
         return 2 * self.on("disk")
 
 
@@ -122,10 +122,12 @@ WAYS = tuple(
 
 
 def possible(way: Way) -> Way:
-    """The same where it can be. Only bf16 params have other masters than fp32, and sums of gradients in bf16. Gradients
-    are released at stage 0 and 1, with the module, and states on the device (host memory is another place for params on
-    a GPU only, where binding refuses both); of those that are, no sum is kept in any format. Sums rest elsewhere at
-    stage 2 and 3, beside states that do."""
+    """Returns the way without what cannot be.
+
+    Only bf16 params have other masters than fp32, and sums of gradients in bf16. Gradients are released at stage 0 and
+    1, with the module, and states on the device (for params on a GPU binding refuses host memory and released
+    gradients); released gradients have no sum. Sums are offloaded at stage 2 and 3, beside states that are offloaded.
+    """
     is_low = way.dtype is torch.bfloat16
     releases = way.release_gradients and way.has_module and way.stage < 2 and way.tier == "device"
     return replace(
@@ -138,7 +140,7 @@ def possible(way: Way) -> Way:
 
 
 def every_way(ways: Sequence[Way] = WAYS) -> list[Way]:
-    """These in every combination of master, formats of states and gradients, and tiers."""
+    """Returns these ways in every combination of master, formats of states and gradients, and tiers."""
     searched = [each for each in PLANNED if each.choices]
     names = [*(each.name for each in searched), "tier", "sums_rest"]
     choices = product(*(each.choices for each in searched), TIERS, (False, True))
@@ -147,7 +149,7 @@ def every_way(ways: Sequence[Way] = WAYS) -> list[Way]:
 
 
 class Updates(Protocol):
-    """What a plan reads of an optimizer, or of :func:`shardopt.optim.recipe`."""
+    """What a plan reads of an optimizer, or of a :class:`shardopt.optim.classes.Recipe`."""
 
     @property
     def rule(self) -> Rule: ...
@@ -157,16 +159,18 @@ class Updates(Protocol):
 
 
 def plan(module: nn.Module, optimizer: Updates, ranks: int, way: Way, options: Options | None = None) -> Need:
-    """Args:
-    module: on any device, the meta device too; its params' dtypes are those of ``way`` instead.
-    optimizer: any instance of the class, for its rule and hyper-parameters; it is not touched.
-    options: tuning and ``reduce_dtype`` are read from them.
+    """Returns what one way needs on one rank.
+
+    Args:
+        module: on any device, the meta device too; its params' dtypes are those of ``way`` instead.
+        optimizer: any instance of the class, for its rule and hyper-parameters; it is not touched.
+        options: tuning and ``reduce_dtype`` are read from them.
     """
     return Planner(module, optimizer, ranks, options).need(way)
 
 
-class _Laid(NamedTuple):
-    """What ways have in common that differ in nothing but where things rest. In bytes."""
+class _Sizes(NamedTuple):
+    """Sizes in bytes that are common to ways which differ only in tiers."""
 
     kept: StreamFormats  # of params that are large enough
     states: tuple[str, ...]
@@ -183,7 +187,7 @@ class _Laid(NamedTuple):
 
 
 class Planner:
-    """Plans of one model, optimizer and number of ranks: what many ways have in common is laid out once."""
+    """Plans for one model, optimizer and number of ranks. Buckets that many ways have in common are laid out once."""
 
     def __init__(self, module: nn.Module, optimizer: Updates, ranks: int, options: Options | None = None):
         """Arguments as for :func:`plan`.
@@ -201,10 +205,10 @@ class Planner:
         self._device, self._module = next(module.parameters()).device, module
         self._numel = sum(param.numel() for param in module.parameters())
         self._candidates: dict[torch.dtype, list[Candidate]] = {}
-        self._laid: dict[Way, _Laid] = {}
+        self._laid: dict[Way, _Sizes] = {}
 
     def need(self, way: Way) -> Need:
-        """What this way needs on one rank."""
+        """Returns what this way needs on one rank."""
         laid, numel, ranks, given = self._lay(way), self._numel, self._ranks, self._options
         kinds: dict[str, dict[str, int]] = {kind: {} for kind in KINDS}
 
@@ -233,13 +237,13 @@ class Planner:
         }
         return Need(way, kinds, _formula(way, laid.kept, laid.states), moved)
 
-    def _lay(self, way: Way) -> _Laid:
+    def _lay(self, way: Way) -> _Sizes:
         common = replace(way, tier="device", sums_rest=False, release_gradients=False)
         if common not in self._laid:
             self._laid[common] = self._lay_out(common)
         return self._laid[common]
 
-    def _lay_out(self, way: Way) -> _Laid:
+    def _lay_out(self, way: Way) -> _Sizes:
         given, ranks = self._options, self._ranks
         tuning, reduced = given.tuning, given.reduce_dtype or way.dtype
         asked = Options(
@@ -275,7 +279,7 @@ class Planner:
         released = [(bucket.layout, count) for bucket, count in alike if bucket.is_released]
         whole_window = sum(layout.numel * count for layout, count in released) * way.dtype.itemsize
         largest = max((layout.numel for layout, _ in released), default=0) * way.dtype.itemsize
-        return _Laid(
+        return _Sizes(
             kept=kept_for(rule, asked, way.dtype, tuning.compress_from),
             states=rule.variant(self._optimizer.defaults).states,
             **sizes,
@@ -294,21 +298,21 @@ class Planner:
 
 
 class _Alike(NamedTuple):
-    """Buckets of one layout and one format."""
+    """A number of buckets with one layout and one format."""
 
     bucket: PlannedBucket
     number: int
 
 
 def _itemsize(format: Format | None) -> float:
-    """Bytes an element, its share of a block's scale included."""
+    """Returns the bytes of an element, with its share of a block's scale."""
     if format is None:
         return 0
     return format.itemsize + (_FP32 / BLOCK if isinstance(format, BlockFormat) else 0)
 
 
 def _of_bucket(bucket: PlannedBucket, way: Way, copies: int) -> Iterator[tuple[str, int]]:
-    """(kind, bytes) between steps. ``copies`` of one shard sum its gradients in equal parts."""
+    """Yields (kind, bytes) between steps. ``copies`` of one shard sum its gradients in equal parts."""
     shard, numel = bucket.layout.shard_numel, bucket.layout.numel
     yield "param", (shard if bucket.is_released else numel) * way.dtype.itemsize
     yield "gradient", BucketLayout((shard,), copies).numel * bucket.kept.gradient.itemsize
@@ -322,7 +326,7 @@ def _sums_tier(way: Way) -> Tier:
 
 
 def _under_way(alike: Sequence[_Alike], dtype: torch.dtype, ranks: int) -> int:
-    """Most bytes of buffers that gradients are reduced in: some are filled while others travel."""
+    """Returns the most bytes of buffers that gradients are reduced in: some are filled while others are sent."""
     layouts = [(BucketLayout(each.bucket.layout.numels, ranks), each.number) for each in alike]
     # A lone gradient that needs no padding is its own buffer.
     sizes = [(each.numel * dtype.itemsize, count) for each, count in layouts if each.numels != (each.numel,)]
@@ -331,12 +335,12 @@ def _under_way(alike: Sequence[_Alike], dtype: torch.dtype, ranks: int) -> int:
 
 
 def _most_under_way(nbytes: int) -> int:
-    """Buckets of so many bytes."""
+    """Returns how many buckets of so many bytes can be in use at once."""
     return max(BUCKETS_UNDER_WAY, BYTES_UNDER_WAY // max(nbytes, 1)) + 1
 
 
 def _slots(alike: Sequence[_Alike], dtype: torch.dtype, ranks: int) -> int:
-    """Most bytes of slots that sums are made in which rest elsewhere; one more of them is on its way up."""
+    """Returns the most bytes of slots in which offloaded sums are made; one more slot is being copied."""
     buckets = [each.bucket for each in alike]
     least = min((BucketLayout(bucket.layout.numels, ranks).numel * dtype.itemsize for bucket in buckets), default=0)
     largest = max((bucket.layout.shard_numel * bucket.kept.gradient.itemsize for bucket in buckets), default=0)
@@ -345,7 +349,7 @@ def _slots(alike: Sequence[_Alike], dtype: torch.dtype, ranks: int) -> int:
 
 
 def _staging(alike: Sequence[_Alike], way: Way, tuning: Tuning) -> int:
-    """Bytes of memory that states on a disk take: slots, and params as before the step."""
+    """Returns the bytes of memory that states on a disk take: slots, and params as before the step."""
     chunk_bytes = padded(max(tuning.chunk_bytes, PAGE))
     turns, slot, kept = 0, 0, 0
     for bucket, count in alike:
@@ -365,7 +369,7 @@ def _plane_bytes(format: Format, elements: int) -> list[int]:
 
 
 def _formula(way: Way, kept: StreamFormats, states: Sequence[str]) -> str:
-    """ "2 + 4/N, host 12/N": that of the device, then those of other tiers which keep something."""
+    """Returns "2 + 4/N, host 12/N": bytes a param of the device, then of other tiers that keep something."""
     placed = Placements.of_stage(way.stage)
     gradient = (
         0 if way.release_gradients else kept.gradient.itemsize,
@@ -388,12 +392,12 @@ def _formula(way: Way, kept: StreamFormats, states: Sequence[str]) -> str:
 
 
 def _on_the_wire(numel: int, gathered: int, ranks: int, way: Way, kept: StreamFormats, options: Options) -> int:
-    """In units of (ranks - 1) / ranks of the params: an all-reduce is two.
+    """Returns the bytes that one rank receives in a step; an all-reduce is 2 (ranks - 1) / ranks of the params.
 
     At stage 3 that of modules that fill their buckets: one that several share is gathered again for each of them.
     """
     travels = (options.reduce_dtype or way.dtype).itemsize
-    # At stage 3 forward and backward gather, in place of the one gathering behind the update.
+    # At stage 3 forward and backward gather, in place of the one gathering after the update.
     again = gathered * way.dtype.itemsize
     if not way.has_module:
         gradients, params = 2 * way.dtype.itemsize, way.stage and way.dtype.itemsize
@@ -407,14 +411,13 @@ def _on_the_wire(numel: int, gathered: int, ranks: int, way: Way, kept: StreamFo
 
 
 def cheapest(needs: Sequence[Need], device_bytes: int, host_bytes: int | None = None) -> Need | None:
-    """Of those that fit, the one of least :func:`cost`, but what keeps all of fp32 before what does not; None if none
-    fits."""
+    """Returns the one of least :func:`cost` of those that fit and keep all of fp32, else of those that fit, or None."""
     fitting = [need for need in needs if fits(need, device_bytes, host_bytes)]
     return min(fitting, key=lambda need: (not need.way.is_exact, *cost(need), need.on("device")), default=None)
 
 
 def cost(need: Need) -> tuple[int, int, int]:
-    """Bytes of a step by how slow they are: of the disk, the bus, the wire."""
+    """Returns the bytes of a step, the slowest first: of the disk, the bus, the wire."""
     return need.moved["disk"], need.moved["bus"], need.moved["wire"]
 
 
@@ -422,22 +425,14 @@ def fits(need: Need, device_bytes: int, host_bytes: int | None = None) -> bool:
     return need.on("device") <= device_bytes and (host_bytes is None or need.on("host") <= host_bytes)
 
 
-class _Shapes(nn.Module):
-    """Params without values, by shape."""
-
-    def __init__(self, shapes: Sequence[tuple[int, ...]]):
-        super().__init__()
-        self.values = nn.ParameterList(nn.Parameter(torch.empty(shape, device="meta")) for shape in shapes)
-
-
 def transformer(numel: int) -> nn.Module:
-    """A decoder of about this many params (the embedding takes what is left), on the meta device."""
+    """Returns a decoder of about this many params (the embedding takes the rest), on the meta device."""
     numel = whole(numel, "numel (params of a model whose layers are laid out)", least=1, most=10**15)
     layers = max(1, round((numel / (12 * 128**2)) ** (1 / 3)))  # width 128 x depth, as is usual
     width = max(1, int((0.95 * numel / (12 * layers)) ** 0.5) // 16 * 16) if numel > 10_000 else 0
     shapes = [shape for _ in range(layers) for shape in _layer(width)] if width else []
     left = numel - sum(rows * columns for rows, columns in shapes)
-    return _Shapes([(left, 1), *shapes])
+    return nn.ParameterList(nn.Parameter(torch.empty(shape, device="meta")) for shape in [(left, 1), *shapes])
 
 
 def _layer(width: int) -> Iterator[tuple[int, int]]:

@@ -1,4 +1,4 @@
-"""``python -m shardopt plan``: the table and the chart."""
+"""``python -m shardopt plan``: prints the table, draws the chart."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,7 +9,7 @@ _HATCHES = {"device": None, "host": "//", "disk": "xx"}
 
 
 def table(needs: Sequence[Need], numel: int, device_bytes: int | None, host_bytes: int | None = None) -> str:
-    """One row a way, GB (10^9 bytes); columns that say nothing are left out."""
+    """Returns one row a way, in GB (10^9 bytes), without columns that are empty."""
     kinds = [kind for kind in KINDS if any(need.bytes[kind].get("device") for need in needs)]
     head = ["way", *kinds, "device", "host", "disk", "a param", "formula", "wire a step", "bus", "disk I/O", "fits"]
     rows = [head]
@@ -29,7 +29,7 @@ def table(needs: Sequence[Need], numel: int, device_bytes: int | None, host_byte
 
 
 def call(optimizer: str, way: Way) -> str:
-    """The line that makes an optimizer of this way."""
+    """Returns the line of code that makes an optimizer of this way."""
     keywords = [f"stage={way.stage}"]
     keywords += [f"{name}={value!r}" for name, value in possible(way).options.items()]
     rests = repr("cpu" if way.tier == "host" else "/a/directory")
@@ -39,7 +39,7 @@ def call(optimizer: str, way: Way) -> str:
 
 
 def advice(needs: Sequence[Need], optimizer: str, device_bytes: int, host_bytes: int | None = None) -> tuple[str, bool]:
-    """The cheapest that fits, in words; whether there is one."""
+    """Returns the cheapest way that fits, in words; and True if there is one."""
     best = cheapest(needs, device_bytes, host_bytes)
     if best is None:
         least = min(needs, key=lambda need: need.on("device"))
@@ -71,8 +71,7 @@ def chart(needs: Sequence[Need], device_bytes: int | None, path: Path) -> None:
 
     figure = Figure(figsize=(9, 0.45 * len(needs) + 1.5), layout="constrained")
     axes = figure.subplots()
-    names = [str(need.way) for need in needs]
-    starts = [0.0] * len(needs)
+    names, starts = [str(need.way) for need in needs], [0.0] * len(needs)
     for tier in TIERS:
         for index, kind in enumerate(KINDS):
             sizes = [need.bytes[kind].get(tier, 0) / 1e9 for need in needs]

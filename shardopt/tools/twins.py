@@ -1,4 +1,4 @@
-"""The two kernels of a rule side by side: one step each from the same values, compared bit for bit.
+"""Compares the two kernels of a rule: steps of each from the same values, compared bit for bit.
 
 On a machine with a GPU the Triton kernel is the compiled one; elsewhere Triton's interpreter runs it on the CPU.
 """
@@ -23,7 +23,7 @@ NUMELS = (300, 1, BLOCK, 3 * BLOCK + 77)
 
 @dataclass(frozen=True)
 class Comparison:
-    """One tensor after the step."""
+    """One tensor after the steps."""
 
     tensor: str
     elements: int
@@ -37,8 +37,8 @@ def compare(
     device = triton_device()
     variant = rule.variant(groups[0])
     spec = StepSpec(variant, format_of(dtype, "the param"), format_of(dtype, "the gradient"))
-    native = _Run(spec, torch.device("cpu"), seed)
-    triton = _Run(spec, device, seed)
+    native = _ShardOn(spec, torch.device("cpu"), seed)
+    triton = _ShardOn(spec, device, seed)
     for step in range(1, steps + 1):
         scalars = [rule.evaluate(variant, groups[index % len(groups)], step, {})[0] for index in range(len(NUMELS))]
         for run, backend in ((native, backend_of(torch.device("cpu"))), (triton, triton_backend(device))):
@@ -50,7 +50,7 @@ def compare(
 
 
 def triton_device() -> torch.device:
-    """A GPU, or the CPU with the interpreter switched on (which must happen before Triton is imported)."""
+    """Returns a GPU, or the CPU with Triton's interpreter switched on, which must happen before Triton is imported."""
     if torch.cuda.is_available():
         return torch.device("cuda")
     os.environ["TRITON_INTERPRET"] = "1"
@@ -58,13 +58,13 @@ def triton_device() -> torch.device:
 
 
 def triton_backend(device: torch.device) -> Backend:
-    """Triton's backend even for CPU tensors, which only its interpreter can update."""
+    """Returns Triton's backend, for CPU tensors too, which only its interpreter can update."""
     from ..kernels.launch import Triton
 
     return backend_of(device) if device.type == "cuda" else Triton()
 
 
-class _Run:
+class _ShardOn:
     """One shard with its gradients, on one device."""
 
     def __init__(self, spec: StepSpec, device: torch.device, seed: int):
@@ -80,7 +80,7 @@ class _Run:
         self.states = {name: (self._values().abs() * self.valid).to(device) for name in spec.variant.states}
 
     def _values(self) -> torch.Tensor:
-        """Both signs, magnitudes from 1e-12 to 1e2."""
+        """Returns random values of both signs, magnitudes from 1e-12 to 1e2."""
         signs = self.random.choice([-1.0, 1.0], len(self.valid))
         return torch.from_numpy((signs * 10.0 ** self.random.uniform(-12, 2, len(self.valid))).astype(np.float32))
 
@@ -104,13 +104,13 @@ class _Run:
             torch.cuda.synchronize()  # the gradients of this step may be freed from here on
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """What the step wrote, padding left out."""
+        """Returns what the steps wrote, without padding."""
         masters = {} if self.master is None else {"master": self.master}
         everything = {"param": self.param, **masters, **self.states}
         return {name: tensor[self.valid.to(self.device)] for name, tensor in everything.items()}
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Bit patterns; every NaN counts as the same one (payloads are not promised)."""
+    """Returns bit patterns; every NaN counts as the same one, as payloads are not promised."""
     bits = tensor.view(torch.int32 if tensor.element_size() == 4 else torch.int16)
     return torch.where(tensor.isnan(), torch.full_like(bits, -1), bits)

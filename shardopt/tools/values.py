@@ -1,7 +1,8 @@
-"""Values on the command line: what argparse calls ``type=``. An error says what is wanted; argparse says of what."""
+"""Values on the command line: the functions for argparse's ``type=``. Errors say what is wanted."""
 
 import argparse
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 _THOUSANDS = {"K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
@@ -11,7 +12,7 @@ _CHARTS = (".png", ".svg", ".pdf")
 
 
 def parse_size(text: str) -> int:
-    """Bytes: ``80G`` (10^9), ``80Gi`` (2^30), ``80GiB``, ``7e9``.
+    """Returns bytes: of ``80G`` (10^9), ``80Gi`` (2^30), ``80GiB``, ``7e9``.
 
     Raises:
         ValueError: it is none of these, or not finite, or negative.
@@ -28,7 +29,7 @@ def parse_size(text: str) -> int:
 
 
 def parse_count(text: str) -> int:
-    """``7B``, ``7e9`` and ``7000M`` are seven billion.
+    """Returns a count: ``7B``, ``7e9`` and ``7000M`` are seven billion.
 
     Raises:
         ValueError: it is no number, not finite, or negative.
@@ -48,23 +49,25 @@ def _scaled(number: str, factor: int, text: str, wanted: str) -> int:
     return round(value)
 
 
-def memory(text: str) -> int:
-    """Bytes, at least one."""
+def _parsed(parse: Callable[[str], int], text: str) -> int:
+    """Parses for argparse, which shows the message of its own error only."""
     try:
-        found = parse_size(text)
+        return parse(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def memory(text: str) -> int:
+    """Returns bytes, at least one."""
+    found = _parsed(parse_size, text)
     if found < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no memory: leave it out for any.")
+        raise argparse.ArgumentTypeError(f"{text!r} is no memory: omit it for any.")
     return found
 
 
 def params(text: str) -> int:
-    """Params of a model of which a plan says something."""
-    try:
-        found = parse_count(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+    """Returns a number of params that can be planned."""
+    found = _parsed(parse_count, text)
     if found < LEAST_PARAMS:
         raise argparse.ArgumentTypeError(
             f"{text!r} is a model of {found} params: write 7B or 7e9 for seven billion. Fewer than {LEAST_PARAMS:,} "
@@ -78,17 +81,17 @@ def params(text: str) -> int:
 
 
 def positive(text: str) -> int:
-    """An int from 1 to 2^31 - 1."""
+    """Returns an int from 1 to 2^31 - 1."""
     return _whole(text, 1, 2**31 - 1)
 
 
 def index(text: str) -> int:
-    """An int from 0 on."""
+    """Returns an int from 0 to 2^31 - 1."""
     return _whole(text, 0, 2**31 - 1)
 
 
 def seed(text: str) -> int:
-    """An int of 63 bits from 0 on."""
+    """Returns an int from 0 to 2^63 - 1."""
     return _whole(text, 0, 2**63 - 1)
 
 
@@ -103,7 +106,7 @@ def _whole(text: str, least: int, most: int) -> int:
 
 
 def chart_file(text: str) -> Path:
-    """A file for a chart, in a directory that is there."""
+    """Returns the path of a file for a chart, in a directory that exists."""
     path = Path(text)
     if path.suffix.lower() not in _CHARTS:
         raise argparse.ArgumentTypeError(f"{text!r} is no {', '.join(_CHARTS[:-1])} or {_CHARTS[-1]} file")

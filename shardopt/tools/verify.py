@@ -1,4 +1,4 @@
-"""Trains a model of the user's own beside ``torch.optim``, at every stage, and tells where they part.
+"""Trains a model of the user's own with shardopt and with ``torch.optim``, at every stage, and tells where they differ.
 
 ::
 
@@ -35,7 +35,7 @@ _STAGES = (0, 1, 2, 3)
 
 @dataclass(frozen=True)
 class Difference:
-    """One way beside torch.
+    """How far one way ends from torch.
 
     Attributes:
         stage: what was sharded.
@@ -75,14 +75,14 @@ class Difference:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What :func:`verify` found; prints as a line for each way."""
+    """The result of :func:`verify`; prints as a line for each way."""
 
     differences: tuple[Difference, ...]
     tolerance: float
 
     @property
     def agrees(self) -> bool:
-        """Where the formats are torch's."""
+        """True if no way with torch's formats differs."""
         return all(each.step is None or each.is_expected for each in self.differences)
 
     def __str__(self) -> str:
@@ -102,7 +102,7 @@ def verify(
     tolerance: float = 1e-3,
     **arguments: Any,
 ) -> Verdict:
-    """Every rank of the default group must call it; without one it runs alone.
+    """Compares training with shardopt and with torch. Collective over the default group, if there is one.
 
     Args:
         build: a new module, with the same values at every call.
@@ -137,8 +137,8 @@ def verify(
     make = reference or getattr(torch.optim, name, None)
     if make is None:
         raise ValueError(
-            f"torch.optim has no {name or 'class of this name'} to compare with: pass reference=, which makes an "
-            "optimizer of (params, **arguments)."
+            "pass reference=, which makes an optimizer of (params, **arguments): torch.optim has no "
+            f"{name or 'class of this name'} to compare with."
         )
     first = _built(build)
     start = _values(first)
@@ -150,7 +150,7 @@ def verify(
     for step in range(steps):
         reached = _train(wrapped, theirs, kept[step % len(kept)], loss)
         expected.append((_values(module), reached))
-    run = _Run(start, expected, kept, loss, tolerance)
+    run = _Reference(start, expected, kept, loss, tolerance)
     found = []
     for way, stage in itertools.product(ways, stages):
         mine = _built(build, module, start)
@@ -165,7 +165,7 @@ def _listed(values: Any, what: str) -> list[Any]:
         raise TypeError(f"{what} takes a list, found {values!r}.")
     found = list(values)
     if not found:
-        raise ValueError(f"{what} is empty: nothing would be compared, and the verdict would agree.")
+        raise ValueError(f"{what} is empty: nothing would be compared.")
     return found
 
 
@@ -180,7 +180,7 @@ def _check_functions(build: object, optimizer: object, reference: object, loss: 
 
 
 def _built(build: Callable[[], nn.Module], before: nn.Module | None = None, start: Values | None = None) -> nn.Module:
-    """A new module, of the values that the first one had.
+    """Returns a new module with the values that the first one had.
 
     Raises:
         TypeError: it is no module.
@@ -206,8 +206,8 @@ def _are_equal(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
     return torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
 
 
-class _Run(NamedTuple):
-    """What torch's training was like."""
+class _Reference(NamedTuple):
+    """Torch's training, to compare with."""
 
     start: Values
     expected: Sequence[tuple[Values, float]]  # params and loss after each step
@@ -217,7 +217,7 @@ class _Run(NamedTuple):
 
 
 def _compare(
-    module: nn.Module, optimizer: ShardedOptimizer, run: _Run, stage: int, way: Mapping[str, Any]
+    module: nn.Module, optimizer: ShardedOptimizer, run: _Reference, stage: int, way: Mapping[str, Any]
 ) -> Difference:
     first: tuple[int | None, str | None, float] = (None, None, 0.0)
     shares: dict[str, float] = {}
@@ -252,7 +252,7 @@ def _values(module: nn.Module) -> Values:
 
 
 def _train(module: nn.Module, optimizer: torch.optim.Optimizer, batch: Any, loss: Loss | None) -> float:
-    """The loss before this step."""
+    """Takes one step. Returns the loss before it."""
     optimizer.zero_grad()
     if loss is not None:
         value = loss(module, batch)

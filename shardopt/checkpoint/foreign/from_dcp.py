@@ -1,4 +1,4 @@
-"""A folder that ``torch.distributed.checkpoint.save`` wrote: FSDP2's, and of whatever else saves there."""
+"""Reads a folder that ``torch.distributed.checkpoint.save`` wrote: FSDP2's, and of whatever else saves there."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -25,14 +25,14 @@ def read_dcp(folder: Path, hints: Hints) -> Foreign:
         nested = _nested(_Folder(folder, index), index)
     except (AttributeError, TypeError, ValueError, IndexError, KeyError) as error:
         raise CheckpointError(
-            f"{folder / INDEX} is not laid out as torch 2.11 to 2.13 do it ({error!r}): nothing was imported. Load the "
-            "checkpoint with the torch that wrote it and save it again."
+            "load the checkpoint with the torch that wrote it and save it again: "
+            f"{folder / INDEX} is not laid out as by torch 2.11 to 2.13 ({error!r}). Nothing was imported."
         ) from error
     return from_nested(nested, f"torch.distributed.checkpoint: {folder.name}", hints)
 
 
 class _Folder:
-    """Its items by name, read when they are wanted."""
+    """The folder's items by name, read on demand."""
 
     def __init__(self, folder: Path, index: Any):
         self._folder = folder
@@ -44,12 +44,12 @@ class _Folder:
     def item(self, name: str, offset: tuple[int, ...] | None) -> Any:
         place = self._places[name].get(offset)
         if place is None:
-            raise CheckpointError(f"{self._folder}: the index has no place for {name!r} at {offset}: it is damaged.")
+            raise CheckpointError(f"{self._folder} is damaged: its index has no place for {name!r} at {offset}.")
         if getattr(place, "transform_descriptors", None):
-            raise CheckpointError(f"{self._folder}: {name!r} was compressed, which is not read. Save it without.")
+            raise CheckpointError(f"save it without compression: {self._folder} has {name!r} compressed.")
         path = self._folder / place.relative_path
         if path.resolve().parent != self._folder.resolve() or not path.is_file():
-            raise CheckpointError(f"{path}, where {name!r} should be, is no file of this folder: nothing was imported.")
+            raise CheckpointError(f"{path}, where {name!r} should be, is no file of this folder. Nothing was imported.")
         return read_item(path, int(place.offset), int(place.length))
 
     def values(self, name: str, described: Any) -> Values:
@@ -71,7 +71,7 @@ class _Folder:
         return Values(shape, dtype, load)
 
     def _check(self, name: str, shape: tuple[int, ...], boxes: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> None:
-        """Boxes lie within the tensor and apart from each other, and are as large as it together: they fill it."""
+        """Raises CheckpointError unless boxes fill the tensor: they lie in it, do not meet, and add up to its size."""
         inside = all(
             len(offsets) == len(sizes) == len(shape)
             and all(
@@ -94,13 +94,13 @@ class _Folder:
                 inside = inside and not meets
         if not inside or sum(math.prod(sizes) for _, sizes in boxes) != math.prod(shape):
             raise CheckpointError(
-                f"{self._folder}: the pieces of {name!r} do not make up its shape {list(shape)}: {boxes[:4]}. Elements "
-                "would be missing, so nothing was imported. Save the checkpoint again."
+                f"save the checkpoint again: the pieces of {name!r} in {self._folder} do not make up its shape "
+                f"{list(shape)}: {boxes[:4]}. Nothing was imported."
             )
 
 
 def _nested(folder: _Folder, index: Any) -> Any:
-    """The dict that was saved, with Values for tensors."""
+    """Returns the dict that was saved, with Values in place of tensors."""
     root: dict[Any, Any] = {}
     for name, described in index.state_dict_metadata.items():
         path = (index.planner_data or {}).get(name, (name,))
@@ -116,7 +116,7 @@ def _nested(folder: _Folder, index: Any) -> Any:
 
 
 def _is_wanted(path: tuple[Any, ...]) -> bool:
-    """Of what is no tensor, the groups of optimizers; a data loader's state may be of any class."""
+    """True for groups of optimizers. Other items that are no tensors, as a data loader's state, may be of any class."""
     return any(str(key).partition(".")[0] in ("param_groups", "state") for key in path)
 
 
@@ -125,7 +125,7 @@ def _plain(value: Any) -> Any:
 
 
 def _with_lists(value: Any) -> Any:
-    """Dicts with the keys 0, 1, ... under the name ``param_groups`` were lists."""
+    """Makes lists of dicts with the keys 0, 1, ... under the name ``param_groups``, which they were."""
     if not isinstance(value, Mapping):
         return value
     found = {key: _with_lists(item) for key, item in value.items()}
@@ -139,7 +139,7 @@ def _with_lists(value: Any) -> Any:
 
 
 def _unflattened(value: Any) -> Any:
-    """Optimizers that were saved as ``state.<param>.<kind>`` and ``param_groups.<param>.<key>`` in torch's own form."""
+    """Brings optimizers saved as ``state.<param>.<kind>`` and ``param_groups.<param>.<key>`` to torch's own form."""
     if not isinstance(value, Mapping):
         return value
     flat = [key for key in value if isinstance(key, str) and key.startswith(("state.", "param_groups."))]
@@ -156,7 +156,7 @@ def _unflattened(value: Any) -> Any:
 
 
 def _regrouped(hyper: Mapping[str, Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Params with equal hyper-parameters are one group: which they were is not in the file."""
+    """Makes one group of params with equal hyper-parameters: the file does not tell the groups."""
     groups: dict[str, dict[str, Any]] = {}
     for param, values in hyper.items():
         known = {key: value.item() if isinstance(value, Values) else value for key, value in values.items()}

@@ -27,7 +27,7 @@ LATEST = "latest"
 
 
 def find_tag(folder: Path) -> Path | None:
-    """The folder with the ranks' files: this one, or the one that its ``latest`` names; None if there are none."""
+    """Returns the folder with the ranks' files: this one, or the one that its ``latest`` names, or None."""
     for each in (folder, *_named_by(folder / LATEST)):
         if each.is_dir() and any(_OPTIM.fullmatch(path.name) for path in each.iterdir()):
             return each
@@ -49,15 +49,15 @@ def read_deepspeed(folder: Path) -> Foreign:
     tag = find_tag(folder)
     if tag is None:
         raise CheckpointError(
-            f"{folder} has no files *zero_pp_rank_*_optim_states.pt, nor has the folder that its {LATEST!r} names: "
-            "nothing was imported. Give the folder that DeepSpeed's save_checkpoint() was given, or one tag in it."
+            "give the folder that DeepSpeed's save_checkpoint() was given, or one tag in it: neither "
+            f"{folder} nor the folder that its {LATEST!r} names has files *zero_pp_rank_*_optim_states.pt."
         )
     try:
         return _Saved(tag).foreign()
     except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
         raise CheckpointError(
-            f"{tag} is not laid out as DeepSpeed 0.19 does it ({type(error).__name__}: {error}): nothing was imported. "
-            "Load it with the DeepSpeed that wrote it and save it again without its own options for checkpoints."
+            "load it with the DeepSpeed that wrote it, and save it again without options for checkpoints: "
+            f"{tag} is not laid out as by DeepSpeed 0.19 ({type(error).__name__}: {error}). Nothing was imported."
         ) from error
 
 
@@ -72,7 +72,7 @@ class _Piece:
 
 
 class _Saved:
-    """The files of all ranks, and where each param lies in them."""
+    """Reads the files of all ranks, and finds each param in them."""
 
     def __init__(self, tag: Path):
         self.tag = tag
@@ -98,8 +98,7 @@ class _Saved:
         self.bases = [each[base] for each in self.optims]
         if not all(isinstance(each, Mapping) for each in self.bases):
             raise CheckpointError(
-                f"{tag} was saved with elastic_checkpoint, without the param groups: nothing was imported. Save it "
-                "with 'elastic_checkpoint': false."
+                f"save it with 'elastic_checkpoint': false: {tag} was saved without param groups. Nothing was imported."
             )
         masters = "fp32_flat_groups" if self.stage == 3 else "single_partition_of_fp32_groups"
         self.masters: list[Sequence[torch.Tensor]] = [each[masters] for each in self.optims]
@@ -111,13 +110,13 @@ class _Saved:
             parallel = match is not None and int(match[3]) > 0
             if parallel or re.match(r"layer_\d+|expp_rank_", path.name):
                 raise CheckpointError(
-                    f"{path.name} says that the model itself was split (tensor, pipeline or expert parallelism): its "
-                    "pieces would be taken for whole params, so nothing was imported. Consolidate it with DeepSpeed."
+                    f"consolidate it with DeepSpeed: {path.name} says that the model itself was split (tensor, "
+                    "pipeline or expert parallelism). Nothing was imported."
                 )
             if match is not None and found.setdefault(int(match[2]), path) != path:
                 raise CheckpointError(
-                    f"{path.name} and {found[int(match[2])].name} are both those of one rank: two checkpoints lie in "
-                    f"{self.tag}, and nothing was imported. Move one of them away."
+                    f"move one of two checkpoints out of {self.tag}: {path.name} and {found[int(match[2])].name} are "
+                    "of one rank. Nothing was imported."
                 )
         if sorted(found) != list(range(len(found))):
             raise self._missing(f"there are those of ranks {sorted(found)}")
@@ -125,8 +124,7 @@ class _Saved:
 
     def _missing(self, what: str) -> CheckpointError:
         return CheckpointError(
-            f"{self.tag} lacks files: {what}. Slices of every param would be missing, so nothing was imported. Copy "
-            "the files of all ranks into one folder."
+            f"copy the files of all ranks into one folder: {self.tag} lacks files: {what}. Nothing was imported."
         )
 
     # -- what is where ---------------------------------------------------------------------------------------------
@@ -171,7 +169,7 @@ class _Saved:
         return places
 
     def _check_slices(self, name: str, index: int, pieces: Sequence[_Piece]) -> None:
-        """Against the tables that newer versions write of their own accord."""
+        """Compares pieces with the tables that newer versions of DeepSpeed write."""
         for rank, optim in enumerate(self.optims):
             tables = optim.get("param_slice_mappings")
             if not tables:
@@ -180,8 +178,8 @@ class _Saved:
             own = next(((each.start, each.stop - each.start) for each in pieces if each.rank == rank), None)
             if (None if told is None else (told.start, told.numel)) != own:
                 raise CheckpointError(
-                    f"{self.tag}: rank {rank}'s own table places {name!r} elsewhere than its group's order: values "
-                    "would go to the wrong params, so nothing was imported. Please report it with DeepSpeed's version."
+                    f"please report it with DeepSpeed's version: rank {rank}'s own table in {self.tag} places {name!r} "
+                    "elsewhere than its group's order. Nothing was imported."
                 )
 
     def _places_of_stage_3(self) -> dict[str, tuple[tuple[int, ...], list[_Piece]]]:
@@ -205,7 +203,7 @@ class _Saved:
         return places
 
     def _names(self, places: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
-        """Of each group's params: those in its flat vectors."""
+        """Returns the names of each group's params: those in its flat vectors."""
         found: list[tuple[str, ...]] = []
         for group in groups:
             indices = set(group["params"])
@@ -244,12 +242,12 @@ class _Saved:
     def _cut(
         self, what: str, shape: tuple[int, ...], pieces: Sequence[_Piece], flats: Sequence[torch.Tensor]
     ) -> Values:
-        """Of every rank's flat vector, what belongs to one param."""
+        """Returns the elements of one param in every rank's flat vector."""
         for each in pieces:
             if flats[each.rank].dim() != 1 or each.stop > flats[each.rank].numel():
                 raise CheckpointError(
-                    f"{self.tag}: rank {each.rank} holds {flats[each.rank].numel()} elements where {what} wants "
-                    f"[{each.start}:{each.stop}]: the file is that of another model or damaged. Nothing was imported."
+                    f"{self.tag} is damaged or of another model: rank {each.rank} holds {flats[each.rank].numel()} "
+                    f"elements where {what} wants [{each.start}:{each.stop}]. Nothing was imported."
                 )
 
         def load() -> torch.Tensor:
@@ -258,7 +256,7 @@ class _Saved:
         return Values(shape, flats[0].dtype, load)
 
     def _frozen(self, module: Mapping[str, torch.Tensor], known: set[str]) -> dict[str, Values]:
-        """Params of no group. Stage 3 tells their shapes; a name that it tells nothing of is a second one, of a tie."""
+        """Returns params of no group. Stage 3 tells their shapes; a name without one is a tied param's second name."""
         if self.stage < 3:
             return {name: Values.of(tensor) for name, tensor in module.items() if name not in known}
         found = {}
@@ -271,13 +269,13 @@ class _Saved:
         return found
 
     def _hyper(self, group: Mapping[str, Any]) -> dict[str, Any]:
-        """In torch's words: DeepSpeed's own Adams say some of it elsewhere."""
+        """Returns hyper-parameters in torch's words. DeepSpeed's own Adams tell some of them elsewhere."""
         hyper = {key: value for key, value in group.items() if key != "step"}
         if "bias_correction" in hyper:
             if not hyper.pop("bias_correction"):
                 raise CheckpointError(
-                    f"{self.tag}: its Adam works without bias correction, which shardopt's rule has: training would go "
-                    "on with other steps, so nothing was imported."
+                    f"{self.tag} is of an Adam without bias correction, which shardopt's rule has: training would take "
+                    "other steps. Nothing was imported."
                 )
             hyper.setdefault("amsgrad", False)
             told = (self.config or {}).get("optimizer") if isinstance(self.config, Mapping) else None

@@ -1,9 +1,9 @@
-"""A ``torch.optim`` state dict and a model state dict, as one or two files hold them; also what is nested like them."""
+"""Reads a ``torch.optim`` state dict and a model state dict, from one or two files or nested in one dict."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -12,7 +12,7 @@ from .name_by_order import name_by_order
 from .source import Foreign, ForeignGroup, ForeignParam, Values
 from .unpickle import read_file
 
-# The state dicts of torch's own layers say by these names what is no param.
+# Names of buffers in the state dicts of torch's own layers.
 _BUFFERS = ("*running_mean", "*running_var", "*num_batches_tracked")
 _USUAL = ("model", "module", "state_dict", "model_state_dict", "")
 
@@ -27,9 +27,7 @@ def read_torch(sources: Sequence[Path], hints: "Hints") -> Foreign:
 
 
 def _read(path: Path) -> Any:
-    if path.suffix == ".safetensors":
-        return _safetensors(path)
-    return _lazy(read_file(path))
+    return _safetensors(path) if path.suffix == ".safetensors" else _lazy(read_file(path))
 
 
 def _safetensors(path: Path) -> dict[str, Values]:
@@ -45,7 +43,7 @@ def _safetensors(path: Path) -> dict[str, Values]:
 
 
 def _lazy(value: Any) -> Any:
-    """The same containers with Values for tensors."""
+    """Returns the same containers with Values in place of tensors."""
     if isinstance(value, torch.Tensor):
         return Values.of(value)
     if isinstance(value, Mapping):
@@ -55,31 +53,23 @@ def _lazy(value: Any) -> Any:
     return value
 
 
-class Hints:
-    """What the user says where files do not.
+class Hints(NamedTuple):
+    """The user's answers where files do not tell: names and patterns of tensors."""
 
-    Attributes:
-        names: of the optimizer's params, in its order; None: found out.
-    """
-
-    def __init__(
-        self,
-        names: Sequence[str] | None = None,
-        frozen: Sequence[str] = (),
-        buffers: Sequence[str] = (),
-        drop: Sequence[str] = (),
-    ):
-        self.names, self.frozen, self.buffers, self.drop = names, frozen, buffers, drop
+    names: Sequence[str] | None = None  # of the optimizer's params, in its order
+    frozen: Sequence[str] = ()
+    buffers: Sequence[str] = ()
+    drop: Sequence[str] = ()
 
 
 def from_nested(nested: Any, origin: str, hints: Hints) -> Foreign:
-    """Of dicts in which the two lie somewhere, with Values in place of tensors."""
+    """Finds the two state dicts in nested dicts with Values in place of tensors."""
     optimizers = dict(_optimizers(nested, ()))
     if len(optimizers) != 1:
         found = [".".join(map(str, path)) for path in optimizers]
         raise CheckpointError(
-            f"{origin}: found {len(optimizers)} optimizer state dicts {found}, one is imported at a time: nothing was "
-            "written. Give the file with 'state' and 'param_groups' beside that of the model; a file of several, split."
+            "give one file with 'state' and 'param_groups' beside that of the model (split a file of several): "
+            f"{origin} has {len(optimizers)} optimizer state dicts {found}. Nothing was written."
         )
     weights = {name: tensor for name, tensor in _model(nested, origin).items() if not _matches(str(name), hints.drop)}
     (states,) = optimizers.values()
@@ -102,10 +92,9 @@ def from_nested(nested: Any, origin: str, hints: Hints) -> Foreign:
             unclear.append(name)
     if unclear:
         raise CheckpointError(
-            f"{origin}: the optimizer has no state for {unclear[:6]}{' and more' if len(unclear) > 6 else ''}, and the "
-            "files do not say whether these are frozen params, buffers, or second names of tied params; a model would "
-            "not find them under the wrong heading. Nothing was written. Say it: --frozen, --buffers or --drop with "
-            "names or patterns ('encoder.*')."
+            "give names or patterns ('encoder.*') with --frozen, --buffers or --drop (second names of tied params): "
+            f"{origin} has no optimizer state for {unclear[:6]}{' and more' if len(unclear) > 6 else ''}, and does not "
+            "say what these are. Nothing was written."
         )
     return Foreign(origin, params, buffers, groups)
 
@@ -131,15 +120,14 @@ def _optimizers(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, 
 
 
 def _model(nested: Any, origin: str) -> dict[str, Values]:
-    """The dict that holds tensors directly; of several, the one with a usual name."""
+    """Returns the dict that holds tensors directly; of several, the one with a usual name."""
     found = dict(_holders(nested, ()))
     named = {path: each for path, each in found.items() if str(path[-1] if path else "") in _USUAL}
     chosen = found if len(found) == 1 else named
     if len(chosen) != 1:
         raise CheckpointError(
-            f"{origin}: found {len(found)} dicts of tensors that could be the model's state dict, at "
-            f"{['.'.join(map(str, path)) for path in found]}: nothing was written. Give the model's state dict in a "
-            "file of its own."
+            f"give the model's state dict in a file of its own: {origin} has {len(found)} dicts of tensors, at "
+            f"{['.'.join(map(str, path)) for path in found]}. Nothing was written."
         )
     (model,) = chosen.values()
     return model
@@ -156,7 +144,7 @@ def _holders(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...
 
 
 def _untied(weights: Mapping[str, Values]) -> tuple[dict[str, Values], dict[str, tuple[str, ...]]]:
-    """Each tensor once, under its first name; and that one's other names."""
+    """Returns each tensor once, under its first name; and the other names of that name."""
     first: dict[Any, str] = {}
     kept: dict[str, Values] = {}
     aliases: dict[str, tuple[str, ...]] = {}
@@ -172,7 +160,7 @@ def _untied(weights: Mapping[str, Values]) -> tuple[dict[str, Values], dict[str,
 def _groups(
     states: Mapping[str, Any], weights: Mapping[str, Values], aliases: Mapping[str, tuple[str, ...]], hints: Hints
 ) -> tuple[list[ForeignGroup], dict[str, Any]]:
-    """The groups by name; and for each name its key in the dict of states."""
+    """Returns the groups by name; and for each name its key in the dict of states."""
     saved = states["param_groups"]
     keys = [list(group["params"]) for group in saved]
     canonical = {alias: name for name, its in aliases.items() for alias in (name, *its)}
@@ -193,9 +181,9 @@ def _groups(
     unknown = [name for group in names for name in group if name not in canonical]
     if unknown:
         raise CheckpointError(
-            f"the optimizer's params {unknown[:4]} are not in the model's state dict, which begins with "
-            f"{list(weights)[:4]}: nothing was written. Give the model that it was saved with; --names FILE gives each "
-            "param the model's name (without a wrapper's 'module.', say)."
+            "give the model that was saved with the optimizer, or --names FILE with the model's names of the params "
+            f"(without a wrapper's 'module.'): {unknown[:4]} are not in the model's state dict, which begins with "
+            f"{list(weights)[:4]}. Nothing was written."
         )
     owned: dict[str, Any] = {}
     groups = []
@@ -204,21 +192,21 @@ def _groups(
         owned.update(zip(found, its_keys, strict=True))
         groups.append(ForeignGroup(found, {k: v for k, v in group.items() if k not in ("params", "param_names")}))
     if len(owned) != sum(map(len, keys)):
-        raise CheckpointError(
-            "a name was given to two params of the optimizer: nothing was written. Give each its own."
-        )
+        raise CheckpointError("give each param of the optimizer a name of its own: two have one. Nothing was written.")
     return groups, owned
 
 
 def _dealt(names: Sequence[str], keys: Sequence[Sequence[Any]]) -> list[list[str]]:
     wanted = sum(map(len, keys))
     if len(names) != wanted:
-        raise CheckpointError(f"{len(names)} names were given, the optimizer has {wanted} params: nothing was written.")
+        raise CheckpointError(
+            f"give a name for each of {wanted} params: found {len(names)} names. Nothing was written."
+        )
     rest = iter(names)
     return [[next(rest) for _ in group] for group in keys]
 
 
 def _shape(state: Mapping[str, Any]) -> tuple[int, ...] | None:
-    """That of the param, as its states have it; None where it has none."""
+    """Returns the param's shape, as its states have it; None if it has none."""
     shapes = {value.shape for key, value in state.items() if isinstance(value, Values) and key != "step"}
     return max(shapes, key=len) if shapes else None

@@ -1,8 +1,7 @@
-"""Foreign states as a checkpoint of ours: planned as one rank's, and written as such."""
+"""Writes foreign states as a checkpoint of ours: planned and written as by one rank."""
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,23 +22,8 @@ from .source import Foreign, ForeignParam, Values
 Advance = Callable[[int], None]
 
 
-@dataclass(frozen=True)
-class _Counted:
-    """Elements that tell how many bytes of them were read."""
-
-    values: Values
-    advance: Advance
-
-    def read(self, start: int, stop: int) -> torch.Tensor:
-        self.advance((stop - start) * self.values.dtype.itemsize)
-        return self.values.read(start, stop)
-
-    def write(self, start: int, values: torch.Tensor) -> None:
-        self.values.write(start, values)
-
-
 def plan_import(foreign: Foreign, recipe: Recipe, advance: Advance = lambda nbytes: None) -> SavePlan:
-    """What will be written. Reads step counts, and no large tensor.
+    """Returns the plan of what will be written. Reads step counts, and no large tensor.
 
     Raises:
         CheckpointError: something does not fit the optimizer's rule, or the format.
@@ -53,8 +37,13 @@ def plan_import(foreign: Foreign, recipe: Recipe, advance: Advance = lambda nbyt
             raise CheckpointError(f"{key} is of {found.dtype}, which the file format cannot hold: nothing was written.")
         strides = torch.empty(found.shape, device="meta").stride()
         tensors[key] = described = Tensor(found.shape, tuple(strides), found.dtype, ())
+
+        def read(start: int, stop: int) -> torch.Tensor:
+            advance((stop - start) * found.dtype.itemsize)
+            return found.read(start, stop)
+
         if found.numel:
-            pieces.append(Piece(key, described, 0, found.numel, _Counted(found, advance)))
+            pieces.append(Piece(key, described, 0, found.numel, read))
 
     groups = [{**recipe.defaults, **plain_hyper(group.hyper)} for group in foreign.groups]
     group_of = {name: groups[index] for index, group in enumerate(foreign.groups) for name in group.names}
@@ -91,7 +80,7 @@ def _no_tensor(tensor: torch.Tensor) -> str:
 
 
 def _checked(name: str, param: ForeignParam, recipe: Recipe, group: Mapping[str, Any] | None) -> ParamState:
-    """The state as the optimizer's own ``load_state_dict`` would take it, its tensors without values."""
+    """Returns the state as the optimizer's own ``load_state_dict`` would take it, its tensors without values."""
     if group is None or not param.state:
         return ParamState()
     scalars = ("step", *recipe.rule.carried)
@@ -105,7 +94,7 @@ def _checked(name: str, param: ForeignParam, recipe: Recipe, group: Mapping[str,
     }
     step = empty.get("step", 0)
     if not isinstance(step, int | float) or step != int(step) or not 0 <= step < 1 << 62:
-        raise CheckpointError(f"the step count of {name!r} is {step!r}: the file is damaged, and nothing was written.")
+        raise CheckpointError(f"the file is damaged: the step count of {name!r} is {step!r}. Nothing was written.")
     like = torch.empty(param.values.shape, device="meta")
     try:
         return ParamState.from_torch(empty, recipe.rule, group, like, repr(name))
@@ -114,7 +103,7 @@ def _checked(name: str, param: ForeignParam, recipe: Recipe, group: Mapping[str,
 
 
 def write_import(plan: SavePlan, root: Path) -> Path:
-    """Writes and publishes it beside the checkpoints that ``root`` holds; where it is.
+    """Writes and publishes the checkpoint beside those that ``root`` holds. Returns its path.
 
     Raises:
         CheckpointError: the source cannot be read after all, or the disk not written; nothing was published.

@@ -1,4 +1,4 @@
-"""Which name belongs to which param of an optimizer that knows its params by number only."""
+"""Finds the names of params whose optimizer knows them by number only."""
 
 from collections.abc import Mapping, Sequence
 
@@ -8,7 +8,7 @@ Shape = tuple[int, ...]
 
 
 def name_by_order(groups: Sequence[Sequence[Shape | None]], candidates: Mapping[str, Shape]) -> list[list[str]]:
-    """Names for the params of each group.
+    """Returns names for the params of each group.
 
     Params of a group stand in the order of the model, as ``model.parameters()`` or a comprehension over it gives them.
     Groups divide the model in some way; that has one solution only where no shape is in two of them.
@@ -60,7 +60,6 @@ def _only_way(group: Sequence[Shape | None], shapes: Sequence[Shape], ways: Sequ
 
 def _unclear(what: str) -> CheckpointError:
     return CheckpointError(
-        f"the optimizer knows its params by number only, and {what}: states could go to the wrong params, so nothing "
-        "was written. Give --names FILE, one name a line in the order of the optimizer: for each group of "
-        "optimizer.param_groups, for each of its params. (torch.optim saves names itself for named_parameters().)"
+        "give --names FILE, one name a line, for each group of optimizer.param_groups, for each of its params: the "
+        f"optimizer knows its params by number only, and {what}. Nothing was written."
     )

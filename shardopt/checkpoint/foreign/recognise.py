@@ -1,4 +1,4 @@
-"""Which optimizer a foreign state belongs to: by its hyper-parameters and the names of its states."""
+"""Finds the optimizer that a foreign state belongs to, by its hyper-parameters and the names of its states."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -7,7 +7,7 @@ from ...errors import CheckpointError
 from ...optim import classes as optim
 from .source import Foreign, Values
 
-# How a step is computed, not what; what was chosen elsewhere is not carried over.
+# These say how a step is computed, not its result; they are not carried over.
 HOW = ("foreach", "fused", "capturable", "differentiable")
 _OPTIONAL = {"maximize", "decoupled_weight_decay"}  # not in the dicts of every version
 
@@ -27,8 +27,8 @@ def recognise(foreign: Foreign, name: str | None) -> optim.Recipe:
     if name is not None:
         if name not in fitting:
             raise CheckpointError(
-                f"{foreign.origin} holds the states {sorted(_kinds(foreign))}, {name} needs others: training would "
-                f"begin anew, so nothing was written. These would fit: {', '.join(fitting) or 'none'}."
+                f"{name} needs other states than {foreign.origin} holds, {sorted(_kinds(foreign))}. These would fit: "
+                f"{', '.join(fitting) or 'none'}. Nothing was written."
             )
         return every[name]
     words = set().union(*(_words(made.defaults) for made in every.values()))
@@ -40,10 +40,9 @@ def recognise(foreign: Foreign, name: str | None) -> optim.Recipe:
     ]
     if len(fitting) != 1:
         raise CheckpointError(
-            f"the states {sorted(_kinds(foreign))} with the hyper-parameters "
-            f"{sorted(set().union(*(group.hyper for group in foreign.groups)))} are those of "
-            f"{' or of '.join(fitting) if fitting else 'no optimizer that is known for certain'}: another rule would "
-            f"train on otherwise, so nothing was written. Say it: --optimizer, one of {', '.join(optimizer_names())}."
+            f"give --optimizer, one of {', '.join(optimizer_names())}: the states {sorted(_kinds(foreign))} with the "
+            f"hyper-parameters {sorted(set().union(*(group.hyper for group in foreign.groups)))} are those of "
+            f"{' or of '.join(fitting) if fitting else 'no optimizer that is known for certain'}. Nothing was written."
         )
     return every[fitting[0]]
 
@@ -77,7 +76,7 @@ def _states_fit(foreign: Foreign, recipe: optim.Recipe) -> bool:
 
 
 def plain_hyper(hyper: Mapping[str, Any]) -> dict[str, Any]:
-    """What is to be kept of a group, as numbers."""
+    """Returns the hyper-parameters that an import keeps, as numbers."""
     return {key: _plain(value) for key, value in hyper.items() if key not in HOW}
 
 

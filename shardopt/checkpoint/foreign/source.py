@@ -1,4 +1,4 @@
-"""What the files of others hold, in one form: names, shapes, and tensors that are read when they are wanted."""
+"""One form for the files of other libraries: names, shapes, and tensors that are read on demand."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -42,9 +42,6 @@ class Values:
         if stop == self.numel:
             self._held = None
         return held[start:stop]
-
-    def write(self, start: int, values: torch.Tensor) -> None:
-        raise TypeError("a file of another library is not written to")
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Files of others that name classes: read without running any of theirs. Used by ``python -m shardopt import`` alone.
+"""Reads files that name classes without running any of their code. Used by ``python -m shardopt import`` alone.
 
 Torch's own files go through torch's restricted loader. The index of a distributed checkpoint is a pickle for which
 torch has none, so it has one here: what it names is in the tables below, which give inert stand-ins, or an error.
@@ -19,7 +19,7 @@ from ..records import DTYPES
 
 
 class Inert:
-    """In place of an object of a foreign class: what it was made from, and nothing that does anything."""
+    """Stands in for an object of a foreign class: keeps what it was made from, and does nothing."""
 
     def __new__(cls, *arguments: Any) -> "Inert":
         made = super().__new__(cls)
@@ -49,14 +49,8 @@ _METADATA: dict[str, Any] = {
     **{
         f"{_DCP}metadata.{name}": Inert
         for name in (
-            "Metadata",
-            "MetadataIndex",
-            "TensorStorageMetadata",
-            "BytesStorageMetadata",
-            "ChunkStorageMetadata",
-            "TensorProperties",
-            "StorageMeta",
-            "_MEM_FORMAT_ENCODING",
+            *("Metadata", "MetadataIndex", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata"),
+            *("TensorProperties", "StorageMeta", "_MEM_FORMAT_ENCODING"),
         )
     },
     f"{_DCP}filesystem._StorageInfo": Inert,
@@ -78,7 +72,7 @@ class _Restricted(pickle.Unpickler):
 
 
 def read_index(path: Path) -> Any:
-    """The ``.metadata`` of a distributed checkpoint, with inert objects for those of torch's classes.
+    """Returns the ``.metadata`` of a distributed checkpoint, with inert objects in place of torch's.
 
     Raises:
         CheckpointError: it is no such file, or names anything else.
@@ -89,29 +83,29 @@ def read_index(path: Path) -> Any:
         return _Restricted(io.BytesIO(path.read_bytes())).load()
     except Exception as error:  # a damaged pickle raises whatever its bytes happen to mean
         raise CheckpointError(
-            f"{path} cannot be read as the index of a distributed checkpoint: {error}. Nothing of it was run, nothing "
-            "was written. Give the folder that torch.distributed.checkpoint.save() wrote."
+            "give the folder that torch.distributed.checkpoint.save() wrote: "
+            f"{path} cannot be read as its index: {error}. Nothing of it was run, nothing was written."
         ) from error
 
 
 def read_file(path: Path) -> Any:
-    """What ``torch.save`` wrote; large tensors stay in the file until they are read.
+    """Returns what ``torch.save`` wrote; large tensors stay in the file until they are read.
 
     Raises:
         CheckpointError: it is damaged, or names classes that are neither torch's own nor known.
     """
     if not path.is_file():
-        raise CheckpointError(f"{path} is no file: nothing was imported. Give the files that were saved.")
+        raise CheckpointError(f"give the files that were saved: {path} is no file. Nothing was imported.")
     if not zipfile.is_zipfile(path):
         raise CheckpointError(
-            f"{path} is no file that torch.save() wrote whole: it was truncated, or is of before torch 1.6. Nothing "
-            "was imported. Save it again, or give another one."
+            f"save it again, or give another file: {path} is no file that torch.save() wrote whole (or it is older "
+            "than torch 1.6). Nothing was imported."
         )
     return _restricted(path, str(path), mmap=True)
 
 
 def read_item(path: Path, offset: int, length: int) -> Any:
-    """What ``torch.save`` wrote into a range of a file.
+    """Returns what ``torch.save`` wrote into a range of a file.
 
     Raises:
         CheckpointError: as :func:`read_file`.
@@ -121,8 +115,8 @@ def read_item(path: Path, offset: int, length: int) -> Any:
         data = file.read(length)
     if len(data) != length:
         raise CheckpointError(
-            f"{path} ends at byte {offset + len(data)}, its index wants {offset + length}: it was truncated, and the "
-            "rest of the checkpoint was not imported."
+            f"{path} was truncated: it ends at byte {offset + len(data)}, its index wants {offset + length}. Nothing "
+            "was imported."
         )
     return _restricted(io.BytesIO(data), f"{path}, bytes {offset} to {offset + length},", mmap=False)
 
@@ -134,12 +128,11 @@ def _restricted(source: Any, where: str, mmap: bool) -> Any:
     except Exception as error:
         told = str(error).partition("\n")[0] if "Unsupported" not in str(error) else _unsupported(str(error))
         raise CheckpointError(
-            f"{where} cannot be read: {told}. Tensors, numbers, text and containers of these are read, and no other "
-            "class, since a file can run code through it. Nothing was imported. If the file is whole, load it where it "
-            "comes from, and save its tensors without the rest."
+            f"load it where it comes from, and save its tensors without the rest: {where} cannot be read: {told}. Only "
+            "tensors, numbers, text and containers of these are read: other classes can run code. Nothing was imported."
         ) from error
 
 
 def _unsupported(message: str) -> str:
-    """The line of torch's long message that names the class."""
+    """Returns the line of torch's long message that names the class."""
     return next((line.strip() for line in message.splitlines() if "Unsupported" in line), message[:200])

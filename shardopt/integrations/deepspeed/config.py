@@ -39,15 +39,15 @@ from .sections import (
     gradient_format_of,
     offload_of,
     precision_of,
+    reduce_dtype_of,
     stage_of,
-    travels_as,
     tuning_of,
 )
 
 
 @dataclass(frozen=True)
 class DeepSpeedRun:
-    """What a config asks for.
+    """The training that a config asks for.
 
     Attributes:
         optimizer: has taken the module over.
@@ -64,7 +64,7 @@ class DeepSpeedRun:
     scheduler: LRScheduler | None
 
     def step(self) -> bool:
-        """What ``engine.step()`` does at the end of accumulation; whether it was not skipped for an overflow."""
+        """Steps as ``engine.step()`` does after gradient accumulation. Returns False if an overflow skipped it."""
         before = self.optimizer.updates
         self.scaler.step(self.optimizer)
         taken = self.optimizer.updates > before
@@ -75,7 +75,7 @@ class DeepSpeedRun:
         return taken
 
     def state_dict(self) -> dict[str, Any]:
-        """Of optimizer, scaler and scheduler."""
+        """Returns the state dicts of optimizer, scaler and scheduler."""
         scheduler = None if self.scheduler is None else self.scheduler.state_dict()
         return {"optimizer": self.optimizer.state_dict(), "scaler": self.scaler.state_dict(), "scheduler": scheduler}
 
@@ -130,7 +130,7 @@ def from_deepspeed_config(
     options = {
         "stage": stage,
         "max_grad_norm": clip_of(keys),
-        "reduce_dtype": travels_as(keys),
+        "reduce_dtype": reduce_dtype_of(keys),
         "gradient_format": gradient_format_of(keys, dtype),
         "tuning": tuning,
         **offload_of(keys, stage, first.device),
@@ -144,7 +144,7 @@ def from_deepspeed_config(
         made.load_state_dict(wanted.states)
     scaler = LossScaler(scale or LossScale(), first.device.type, enabled=scale is not None)
     scheduler = None if schedule is None else ScheduleLR(made, schedule)
-    if dtype is not None:  # last, as nothing can fail behind it; params are bound at the first forward
+    if dtype is not None:  # last, as nothing can fail after it; params are bound at the first forward
         module.to(dtype)
     return DeepSpeedRun(made, scaler, steps, micro, scheduler)
 

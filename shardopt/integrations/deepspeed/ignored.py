@@ -9,46 +9,38 @@ from typing import Any
 from .keys import AUTO, Keys, Kind, count, flag, number
 
 _ZERO = "zero_optimization"
+_QUANTIZED = "nothing is quantized on the way"
 
 
 def check_rest(keys: Keys) -> None:
-    """Every key that the optimizer is not made of."""
+    """Takes every key that the optimizer is not made of."""
     for path, (kind, done, why) in _ALWAYS.items():
         found = _value(keys, path, kind, done)
         if found != done:
             keys.warn(path, why, found)
+    for path, (kind, done, why) in _NEVER.items():
+        found = _value(keys, path, kind, done)
+        if found > done:
+            keys.refuse(path, found, why)
     for path, why in _OTHER_RESULTS.items():
         for name, value in _switched_on(keys, path):
             keys.refuse(name, value, why)
-    for name in _QUANTISED:
-        if _value(keys, f"{_ZERO}.{name}", flag, False):
-            keys.refuse(f"{_ZERO}.{name}", True, "nothing is quantised on the way")
-    for path, most, why in _SPLIT_MODELS:
-        found = _value(keys, path, count, most)
-        if found > most:
-            keys.refuse(path, found, why)
-    for path, why in _INSTEAD.items():
-        _note(keys, path, f" ({why})")
-    for path in _ELSEWHERE:
-        _note(keys, path, "")
+    for path in (*_INSTEAD, *_ELSEWHERE):
+        found = keys.drop(path)
+        is_off = any(name.endswith(".enabled") and value is False for name, value in found)
+        if not is_off and any(value not in (False, AUTO) for _, value in found):
+            keys.warnings.append(f"{path} ({_INSTEAD[path]})" if path in _INSTEAD else path)
 
 
 def _value(keys: Keys, path: str, kind: Kind, default: Any) -> Any:
-    """That of DeepSpeed's own default where it is left to "auto"."""
+    """Takes and returns the value at ``path``, or DeepSpeed's own default if it is missing or left to "auto"."""
     if keys.is_auto(path):
         keys.drop(path)
     return keys.take(path, kind, default)
 
 
-def _note(keys: Keys, path: str, why: str) -> None:
-    found = keys.drop(path)
-    is_off = any(name.endswith(".enabled") and value is False for name, value in found)
-    if not is_off and any(value not in (False, AUTO) for _, value in found):
-        keys.warnings.append(f"{path}{why}")
-
-
 def _switched_on(keys: Keys, path: str) -> Iterator[tuple[str, Any]]:
-    """The first switch of a section, or the key itself, that asks for something."""
+    """Yields the first switch of a section, or the key itself, that asks for something."""
     found = keys.drop(path)
     switches = [(name, value) for name, value in found if name.endswith(".enabled") or name == path]
     if any(name == f"{path}.enabled" and value in (False, AUTO) for name, value in switches):
@@ -57,7 +49,7 @@ def _switched_on(keys: Keys, path: str) -> Iterator[tuple[str, Any]]:
     yield from asked[:1]
 
 
-# What is done in any case, and what to say where the config says something else.
+# Done in any case: (kind, the value that says so, what to say of another value).
 _ALWAYS: dict[str, tuple[Kind, Any, str]] = {
     f"{_ZERO}.overlap_comm": (flag, True, "it is always on"),
     f"{_ZERO}.contiguous_gradients": (flag, True, "it is always on"),
@@ -77,7 +69,7 @@ _ALWAYS: dict[str, tuple[Kind, Any, str]] = {
     "dataloader_drop_last": (flag, False, "the DataLoader is the script's own"),
 }
 
-# Where something else takes their place.
+# Something else takes their place.
 _INSTEAD = {
     "activation_checkpointing": "call torch.utils.checkpoint in the model",
     "hybrid_engine": "generate within `with optimizer.unsharded():`",
@@ -88,7 +80,7 @@ _INSTEAD = {
     f"{_ZERO}.sub_group_size": "a shard is updated in one launch, which needs no buffers",
 }
 
-# What they name is neither done nor needed.
+# These ask for nothing that is done or needed here.
 _ELSEWHERE = (
     *("steps_per_print", "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "disable_allgather", "aio"),
     *("comms_logger", "comms_config", "flops_profiler", "autotuning", "tensorboard", "wandb", "csv_monitor", "comet"),
@@ -96,20 +88,27 @@ _ELSEWHERE = (
     *("use_data_before_expert_parallelism", "use_data_before_expert_parallel_", "sparse_attention", "eigenvalue"),
     *("seq_parallel_communication_data_type", "optimizer.legacy_fusion", "tensor_parallel"),
     *("bf16.immediate_grad_update", "bf16.check_grad_overflow"),
-    *(f"{_ZERO}.offload_optimizer.{name}" for name in ("buffer_count", "fast_init", "pipeline_read", "pipeline_write")),
-    *(f"{_ZERO}.offload_optimizer.{name}" for name in ("buffer_size", "max_in_cpu", "cpuadam_cores_perc", "pipeline")),
-    *(f"{_ZERO}.offload_optimizer.{name}" for name in ("super_offload",)),
-    *(f"{_ZERO}.offload_param.{name}" for name in ("buffer_count", "buffer_size", "max_in_cpu")),
-    *(f"{_ZERO}.{name}" for name in ("use_multi_rank_bucket_allreduce", "load_from_fp32_weights", "legacy_stage1")),
-    *(f"{_ZERO}.{name}" for name in ("round_robin_gradients", "elastic_checkpoint", "ignore_unused_parameters")),
-    *(f"{_ZERO}.{name}" for name in ("stage3_model_persistence_threshold", "stage3_module_granularity_threshold")),
-    *(f"{_ZERO}.{name}" for name in ("stage3_use_all_reduce_for_fetch_params", "memory_efficient_linear")),
-    *(f"{_ZERO}.{name}" for name in ("mics_hierarchical_params_gather", "pipeline_loading_checkpoint")),
-    *(f"{_ZERO}.{name}" for name in ("override_module_apply", "log_trace_cache_warnings", "allgather_sequential")),
-    *(f"{_ZERO}.{name}" for name in ("enable_sanity_checks", "leaf_module")),
+    *(
+        f"{_ZERO}.{name}"
+        for name in (
+            *("offload_optimizer.buffer_count", "offload_optimizer.buffer_size", "offload_optimizer.max_in_cpu"),
+            *("offload_optimizer.pipeline_read", "offload_optimizer.pipeline_write", "offload_optimizer.pipeline"),
+            *("offload_optimizer.cpuadam_cores_perc", "offload_optimizer.super_offload", "offload_optimizer.fast_init"),
+            *("offload_param.buffer_count", "offload_param.buffer_size", "offload_param.max_in_cpu", "leaf_module"),
+            *("use_multi_rank_bucket_allreduce", "load_from_fp32_weights", "legacy_stage1", "round_robin_gradients"),
+            *("elastic_checkpoint", "ignore_unused_parameters", "stage3_model_persistence_threshold"),
+            *(
+                "stage3_module_granularity_threshold",
+                "stage3_use_all_reduce_for_fetch_params",
+                "memory_efficient_linear",
+            ),
+            *("mics_hierarchical_params_gather", "pipeline_loading_checkpoint", "override_module_apply"),
+            *("log_trace_cache_warnings", "allgather_sequential", "enable_sanity_checks"),
+        )
+    ),
 )
 
-# Sections, and what to do in their place.
+# Sections that would change results, and what to do in their place.
 _OTHER_RESULTS = {
     "amp": "use torch.autocast around the forward",
     "torch_autocast": "use torch.autocast around the forward",
@@ -118,18 +117,17 @@ _OTHER_RESULTS = {
     "data_efficiency": "the model would see other data: the DataLoader is the script's own",
     "curriculum_learning": "the model would see other data: the DataLoader is the script's own",
     "progressive_layer_drop": "layers are not dropped here",
-    "compression_training": "nothing is pruned or quantised here",
-    "quantize_training": "nothing is quantised here",
+    "compression_training": "nothing is pruned or quantized here",
+    "quantize_training": "nothing is quantized here",
     f"{_ZERO}.zenflow": "every gradient is used in its own step here",
 }
-_QUANTISED = (
-    *("zero_quantized_weights", "zero_quantized_gradients", "zero_quantized_nontrainable_weights"),
-    "enable_mixed_precision_lora",
-)
-
-# What splits the model itself: the largest number that splits nothing.
-_SPLIT_MODELS = (
-    ("pipeline.stages", 1, "give the params of each stage to an optimizer with norm_group="),
-    ("sequence_parallel_size", 1, "shard the sequence in the model"),
-    ("tensor_parallel.autotp_size", 1, "make params DTensors with torch's parallelize_module"),
-)
+# Quantization, and what splits the model itself: (kind, the largest value that asks for nothing, what to say).
+_NEVER: dict[str, tuple[Kind, Any, str]] = {
+    f"{_ZERO}.zero_quantized_weights": (flag, False, _QUANTIZED),
+    f"{_ZERO}.zero_quantized_gradients": (flag, False, _QUANTIZED),
+    f"{_ZERO}.zero_quantized_nontrainable_weights": (flag, False, _QUANTIZED),
+    f"{_ZERO}.enable_mixed_precision_lora": (flag, False, _QUANTIZED),
+    "pipeline.stages": (count, 1, "give the params of each stage to an optimizer with norm_group="),
+    "sequence_parallel_size": (count, 1, "shard the sequence in the model"),
+    "tensor_parallel.autotp_size": (count, 1, "make params DTensors with torch's parallelize_module"),
+}

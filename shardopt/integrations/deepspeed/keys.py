@@ -1,4 +1,4 @@
-"""A DeepSpeed config as it is written: where its keys are, what kind of value each is, what to say about the others."""
+"""Reads a DeepSpeed config: where its keys are, what kind of value each takes, what is said of the other keys."""
 
 import json
 import math
@@ -10,7 +10,7 @@ from typing import Any
 from ...errors import ShardoptError
 
 AUTO = "auto"
-Kind = Callable[[Any], Any]  # gives the value as it is used, or raises a TypeError that says what belongs there
+Kind = Callable[[Any], Any]  # returns the value as it is used, or raises a TypeError that says what belongs there
 
 
 # -- kinds of values ---------------------------------------------------------------------------------------------------
@@ -23,14 +23,14 @@ def flag(value: Any) -> bool:
 
 
 def number(value: Any) -> float:
-    """Whole ones stay whole."""
+    """A number; whole ones stay whole."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real) or not math.isfinite(float(value)):
         raise TypeError("a number, without quotes,")
     return int(value) if isinstance(value, numbers.Integral) else float(value)
 
 
 def count(value: Any) -> int:
-    """``5e8`` is one too, as JSON has it."""
+    """A whole number from 0 on; ``5e8`` is one too, as JSON has it."""
     belongs = "a whole number, 0 or above, without quotes,"
     try:
         found = number(value)
@@ -57,11 +57,15 @@ def anything(value: Any) -> Any:
     return value
 
 
+def _section(value: Any) -> Any:
+    raise TypeError("an object {...}")
+
+
 # -- the config --------------------------------------------------------------------------------------------------------
 
 
 class Keys:
-    """The config's leaves by dotted path. Each is taken once; what is left in the end is unknown. A null says nothing.
+    """The config's leaves by dotted path. Each is taken once; the rest is unknown in the end. A null counts as missing.
 
     Attributes:
         warnings: what changes no result, in words.
@@ -89,10 +93,7 @@ class Keys:
         self.unfilled: list[str] = []
         unknown = [path for path in auto if leaves.get(path) != AUTO]
         if unknown:
-            raise ShardoptError(
-                f"auto= names {unknown}, which {self.source} does not leave to 'auto': the config's own value counts, "
-                "or there is none. Remove them from auto=."
-            )
+            raise ShardoptError(f"remove {unknown} from auto=: {self.source} does not leave to 'auto' what these name.")
         for path, value in auto.items():
             del leaves[path]
             leaves.update(_leaves({path: value}, ""))
@@ -104,18 +105,13 @@ class Keys:
                 self.errors.append(f"{path} and {self._written[known]} are two names of one key: remove one")
             self._left[known], self._written[known] = value, path
         for section in sections:
-            if section in self._left:
-                value = self._left.pop(section)
-                if value == AUTO:
-                    self.unfilled.append(section)
-                else:
-                    self.errors.append(f"{self._name(section)}={_json(value)}: an object {{...}} belongs there")
+            self.take(section, _section)
 
     def _name(self, path: str) -> str:
         return self._written.get(path, path)
 
     def take(self, path: str, kind: Kind, default: Any = None) -> Any:
-        """The value at ``path``, or ``default`` where it is missing, left to "auto", or of another kind."""
+        """Takes the value at ``path``; ``default`` if it is missing, left to "auto" or of another kind."""
         if path not in self._left:
             return default
         value = self._left.pop(path)
@@ -129,17 +125,17 @@ class Keys:
             return default
 
     def names_in(self, section: str) -> list[str]:
-        """What lies under ``section.``, by the rest of its path."""
+        """Returns the keys under ``section.``, without that prefix."""
         return [path.removeprefix(f"{section}.") for path in self._left if path.startswith(f"{section}.")]
 
     def take_all(self, section: str, kind_of: Callable[[str], Kind] = lambda name: anything) -> dict[str, Any]:
-        """Everything under ``section.``, by the rest of its path."""
+        """Takes everything under ``section.``; the keys are without that prefix."""
         missing = object()
         found = {name: self.take(f"{section}.{name}", kind_of(name), missing) for name in self.names_in(section)}
         return {name: value for name, value in found.items() if value is not missing}
 
     def has(self, path: str) -> bool:
-        """Whether it, or anything under it, is there and not taken yet."""
+        """True if the key, or anything under it, is there and not taken yet."""
         return path in self._left or bool(self.names_in(path))
 
     def is_auto(self, path: str) -> bool:
@@ -147,15 +143,15 @@ class Keys:
         return isinstance(value, str) and value == AUTO
 
     def refuse(self, path: str, value: Any, why: str) -> None:
-        """An error that names the key."""
+        """Adds an error that names the key."""
         self.errors.append(f"{self._name(path)}={_json(value)}: {why}")
 
     def warn(self, path: str, why: str, value: Any = None) -> None:
-        """A part of the one warning."""
+        """Adds a part of the one warning."""
         self.warnings.append(f"{self._name(path)}{'' if value is None else f'={_json(value)}'} ({why})")
 
     def expect(self, path: str, value: Any, otherwise: str, kind: Kind = flag) -> None:
-        """An error that ends with ``otherwise`` unless the key is missing, left to "auto", or has this value."""
+        """Adds an error that ends with ``otherwise`` unless the key is missing, left to "auto", or has this value."""
         if self.is_auto(path):
             self._left.pop(path)
         found = self.take(path, kind, value)
@@ -163,42 +159,38 @@ class Keys:
             self.refuse(path, found, otherwise)
 
     def drop(self, path: str) -> list[tuple[str, Any]]:
-        """Takes it and all under it, whatever it is; (path as written, value)."""
+        """Takes the key and all under it, of any kind; returns (path as written, value)."""
         paths = [each for each in self._left if each == path or each.startswith(f"{path}.")]
         return [(self._name(each), self._left.pop(each)) for each in paths]
 
     def finish(self) -> None:
-        """Everything that is left is an error; then they are raised together."""
+        """Makes an error of each key that is left, and raises all errors together."""
         self.errors += [f"{self._name(path)}={_json(value)}: not known here" for path, value in self._left.items()]
         told = []
         if self.errors:
             told.append(
-                f"{self.source} asks for what would not be done, so that the results would be other ones: "
-                f"{'; '.join(self.errors)}. Remove or change these keys."
+                f"remove or change keys of {self.source}, without which the results would differ: "
+                f"{'; '.join(self.errors)}."
             )
         if self.unfilled:
             dots = ", ".join(f"{path!r}: ..." for path in dict.fromkeys(self.unfilled))
             told.append(
-                f"{self.source} leaves to 'auto' what the Hugging Face integration fills from its own arguments: give "
-                f"the values here, as from_deepspeed_config(..., auto={{{dots}}})."
+                f"give the values that {self.source} leaves to 'auto', as from_deepspeed_config(..., auto={{{dots}}})."
             )
         if told:
             raise ShardoptError(" ".join(told))
 
 
 def _read(config: Any) -> tuple[str, Mapping[str, Any]]:
-    """What to call it in messages, and what is in it."""
+    """Returns the config's name for messages, and its content."""
     if isinstance(config, Mapping):
         return "the DeepSpeed config", config
     if not isinstance(config, str | Path):
-        raise ShardoptError(
-            f"a DeepSpeed config is a dict, or the path of a JSON file; found a {type(config).__name__}: there is "
-            "nothing to set up. Pass one of them."
-        )
+        raise ShardoptError(f"pass a dict, or the path of a JSON file, as config; found a {type(config).__name__}.")
     try:
         found = json.loads(Path(config).read_text(), object_pairs_hook=_no_duplicates)
     except (ValueError, RecursionError) as error:
-        raise ShardoptError(f"{config} is no JSON that can be read ({error}): nothing was set up. Mend it.") from error
+        raise ShardoptError(f"correct {config}: it is no JSON that can be read ({error}).") from error
     if not isinstance(found, Mapping):
         raise ShardoptError(f"{config}: a DeepSpeed config is a JSON object, found a {type(found).__name__}.")
     return str(config), found
@@ -221,7 +213,7 @@ def _renamed(path: str, renamed: Mapping[str, str]) -> str:
 
 
 def _json(value: Any) -> str:
-    """As the file has it."""
+    """Returns the value as the file has it."""
     return json.dumps(value, default=repr)[:100]
 
 

@@ -1,4 +1,4 @@
-"""A GradScaler with the three habits of DeepSpeed's that torch's has not: patience, a floor, a scale that stays."""
+"""A GradScaler with what torch's lacks and DeepSpeed's has: hysteresis, a lowest scale, a fixed scale."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -10,14 +10,14 @@ from ...errors import ShardoptError
 
 @dataclass(frozen=True)
 class LossScale:
-    """How the loss is scaled.
+    """The rule of a loss scale.
 
     Attributes:
         initial: scale to begin with; ``fixed`` keeps it.
         window: steps without overflow, after the first one, until it is doubled.
         hysteresis: overflows until it is halved; the earlier ones only skip their step.
-        refills: whether every step without overflow refills that patience, not only a doubling.
-        floor: it is never lower; an overflow there is an error.
+        refills: every step without overflow restores the hysteresis, not only a doubling.
+        floor: the lowest scale; an overflow at it is an error.
     """
 
     initial: float = 2.0**16
@@ -42,7 +42,7 @@ class LossScaler(torch.amp.GradScaler):
         self._stable = -1  # steps since the last overflow, itself not counted; as if there had been one at the start
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
-        """As torch's, with another rule.
+        """Updates the scale as torch's scaler does, by this rule.
 
         Raises:
             ShardoptError: the gradients overflowed at the lowest scale. The step was skipped.
@@ -68,9 +68,8 @@ class LossScaler(torch.amp.GradScaler):
                 return scale
             if scale <= rule.floor:
                 raise ShardoptError(
-                    f"the gradients overflow at the lowest loss scale, {scale}: a lower one would lose them to zero, "
-                    "and every step would be skipped. Look for the loss that grows, train in bf16, or lower "
-                    "min_loss_scale."
+                    "look for the loss that grows, train in bf16, or lower min_loss_scale: the gradients overflow at "
+                    f"the lowest loss scale, {scale}, so every step would be skipped."
                 )
             return max(scale / 2, rule.floor)
         self._stable += 1

@@ -1,4 +1,4 @@
-"""Which optimizer a DeepSpeed config asks for, or the script gave in its place: a class here, params, arguments."""
+"""Finds the class, params and arguments of the optimizer that a DeepSpeed config, or the script, asks for."""
 
 import functools
 import inspect
@@ -45,7 +45,7 @@ def optimizer_of(keys: Keys, module: nn.Module, params: Any, given: Any) -> Want
     whole = list(module.parameters()) if params is None else params
     if keys.has("optimizer"):
         return _of_section(keys, whole)
-    if _say_their_rates(whole):
+    if _have_rates(whole):
         return Wanted(optim.ShardedAdamW, whole, {})
     keys.errors.append(
         "no optimizer section: give the script's own as from_deepspeed_config(..., optimizer=torch.optim.AdamW("
@@ -54,10 +54,9 @@ def optimizer_of(keys: Keys, module: nn.Module, params: Any, given: Any) -> Want
     return Wanted(optim.ShardedAdamW, whole, {})
 
 
-def _say_their_rates(params: Any) -> bool:
-    return (
-        isinstance(params, list | tuple) and bool(params) and all(isinstance(g, Mapping) and "lr" in g for g in params)
-    )
+def _have_rates(params: Any) -> bool:
+    groups = params if isinstance(params, list | tuple) else []
+    return bool(groups) and all(isinstance(group, Mapping) and "lr" in group for group in groups)
 
 
 # -- from the script ---------------------------------------------------------------------------------------------------
@@ -66,8 +65,8 @@ def _say_their_rates(params: Any) -> bool:
 def _of_script(module: nn.Module, params: Any, given: Any) -> Wanted:
     if isinstance(given, ShardedOptimizer):
         raise ShardoptError(
-            f"optimizer= takes what a {type(given).__name__} is to be made of, found one that is made: the config's "
-            "stage and offload would not reach it. Give its class, or a torch.optim optimizer."
+            f"give the class as optimizer=, or a torch.optim optimizer: found a {type(given).__name__} that is made, "
+            "which the config's stage and offload would not reach."
         )
     inner = given.func if isinstance(given, functools.partial) else given
     if isinstance(inner, type) and issubclass(inner, ShardedOptimizer):
@@ -81,23 +80,20 @@ def _of_script(module: nn.Module, params: Any, given: Any) -> Wanted:
         given = given(list(module.parameters()) if params is None else params)
         params = None
     if params is not None:
-        raise ShardoptError(
-            "params= and an optimizer that has its own were given: one of them would be left out. Give optimizer= "
-            "alone, or its class."
-        )
+        raise ShardoptError("give optimizer= without params=, or its class: the optimizer has params of its own.")
     if not isinstance(given, torch.optim.Optimizer) or isinstance(given, ShardedOptimizer):
         raise ShardoptError(f"optimizer= gave a {type(given).__name__}: it must give an optimizer of torch.optim.")
     return _like(given)
 
 
 def _like(given: torch.optim.Optimizer) -> Wanted:
-    """The class of that name, with the same groups and states."""
+    """Returns the sharded class of that name, with the same groups and states."""
     construct, fixed = _class_like(given)
     known = inspect.signature(construct).parameters
     defaults = {key: value for key, value in given.defaults.items() if key in known}
-    groups = []
+    replaced, groups = ("param_names", *_REPLACED.get(type(given).__name__, ())), []
     for group in given.param_groups:
-        own = {key: value for key, value in group.items() if key not in ("param_names", *_MEANT[type(given).__name__])}
+        own = {key: value for key, value in group.items() if key not in replaced}
         if "param_names" in group:
             own["params"] = list(zip(group["param_names"], group["params"], strict=True))
         groups.append(own)
@@ -115,18 +111,13 @@ def _class_like(given: torch.optim.Optimizer) -> tuple[Construct, dict[str, Any]
             return (optim.ShardedAdamW if decoupled else optim.ShardedAdam), {}
     names = ", ".join(each.removeprefix("Sharded") for each in optim.__all__)
     raise ShardoptError(
-        f"optimizer= is a {type(given).__module__}.{name}, whose update is not known here: another one would be done. "
-        f"Give one of torch.optim ({names}), or a subclass of shardopt.ShardedOptimizer with a rule of its own."
+        f"give as optimizer= one of torch.optim ({names}), or a subclass of shardopt.ShardedOptimizer with a rule: the "
+        f"update of {type(given).__module__}.{name} is not known, so another one would be done."
     )
 
 
-class _Meant(dict[str, tuple[str, ...]]):
-    def __missing__(self, key: str) -> tuple[str, ...]:
-        return ()
-
-
-# Keys of groups that are said by the choice of the class.
-_MEANT = _Meant(FusedAdam=("bias_correction", "step"), DeepSpeedCPUAdam=("bias_correction",))
+# Keys of groups that the choice of the class replaces.
+_REPLACED = {"FusedAdam": ("bias_correction", "step"), "DeepSpeedCPUAdam": ("bias_correction",)}
 
 
 # -- from the section --------------------------------------------------------------------------------------------------
@@ -141,7 +132,7 @@ _UNCORRECTED = replace(adam, name="adam_uncorrected", scalars=_uncorrected_scala
 
 
 class UncorrectedAdam(ShardedOptimizer):
-    """What ``"bias_correction": false`` asks for."""
+    """Adam or AdamW for ``"bias_correction": false``."""
 
     def __init__(self, params: Any, decoupled: bool, **keywords: Any):
         plain = optim.ShardedAdamW if decoupled else optim.ShardedAdam
@@ -149,7 +140,7 @@ class UncorrectedAdam(ShardedOptimizer):
         super().__init__(params, plain([torch.zeros(1)], **own).defaults, rule=_UNCORRECTED, **keywords)
 
 
-# What their constructors there take where the config is silent, where it differs from the classes' here.
+# Defaults of DeepSpeed's constructors, where they differ from the classes' here.
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "AdamW": {"weight_decay": 0.0},
     "Adam": {"weight_decay": 0.0},
@@ -195,7 +186,7 @@ _INSTEAD = {"max_grad_norm": " (gradient_clipping is the key for it)"}
 
 
 def _kind_of(default: Any) -> Kind:
-    """What a constructor takes where its default is this."""
+    """Returns the kind of value that a constructor takes, by its default."""
     if isinstance(default, bool) or default is None:
         return flag
     if isinstance(default, tuple):

@@ -1,7 +1,6 @@
-"""The scheduler section of a DeepSpeed config: each schedule is a plain function, and one torch scheduler follows it.
+"""The scheduler section of a DeepSpeed config: each schedule is a plain function, which one torch scheduler follows.
 
-Step 0 runs at the lowest rate, and step k + 1 at the schedule's value at k: that is how many scripts were tuned, so it
-is kept.
+Step 0 runs at the lowest rate, and step k + 1 at the schedule's value at k, as in DeepSpeed: scripts were tuned so.
 """
 
 import math
@@ -19,7 +18,7 @@ Schedule = Callable[[int, float], dict[str, Any]]
 
 
 class ScheduleLR(LambdaLR):
-    """A ``LambdaLR`` whose function gives hyper-parameters themselves, where torch's gives a factor of the rate."""
+    """A ``LambdaLR`` whose function returns hyper-parameters, where torch's returns a factor of the rate."""
 
     def __init__(self, optimizer: Optimizer, schedule: Schedule):
         functions: list[Any] = [schedule] * len(optimizer.param_groups)
@@ -27,12 +26,11 @@ class ScheduleLR(LambdaLR):
 
     def get_lr(self) -> list[Any]:
         schedules: list[Any] = self.lr_lambdas
-        found = [
-            schedule(self.last_epoch - 1, float(base)) for schedule, base in zip(schedules, self.base_lrs, strict=True)
-        ]
-        rates = [values.pop("lr") for values in found]
-        for group, others in zip(self.optimizer.param_groups, found, strict=True):
-            group.update(others)
+        rates = []
+        for schedule, base, group in zip(schedules, self.base_lrs, self.optimizer.param_groups, strict=True):
+            values = schedule(self.last_epoch - 1, float(base))
+            rates.append(values.pop("lr"))
+            group.update(values)
         return rates
 
 
@@ -44,8 +42,7 @@ def schedule_of(keys: Keys, has_betas: bool) -> Schedule | None:
     make = _SCHEDULES.get(kind)
     if make is None:
         keys.errors.append(
-            f"scheduler.type={kind!r}: there are {', '.join(_SCHEDULES)}; leave it out and use one of torch's on "
-            "run.optimizer"
+            f"scheduler.type={kind!r}: there are {', '.join(_SCHEDULES)}; or use one of torch's on run.optimizer"
         )
         return None
     if found.pop("last_batch_iteration", -1) != -1:
@@ -76,7 +73,7 @@ def _kind_of(name: str) -> Kind:
 
 
 def _warmup(found: Found) -> tuple[int, Callable[[int], float]]:
-    """Its steps, at least 2, and how far it is: from 0 at step 0 to 1 there, log(1 + k) / log(steps) or k / steps."""
+    """Returns its steps, at least 2, and its share: from 0 at step 0 to 1, log(1 + k) / log(steps) or k / steps."""
     end, shape = max(2, found.pop("warmup_num_steps", 1000)), found.pop("warmup_type", "log")
     if shape == "linear":
         return end, lambda step: step / end
@@ -107,7 +104,7 @@ def _warmup_decay(found: Found) -> Schedule:
 
 
 def _cosine(found: Found) -> Schedule:
-    """The group's own rate times a share: a warmup from the first, then half a cosine down to the last at the total."""
+    """rate * share: a warmup from the first share, then half a cosine down to the last share at the total."""
     (end, warmed), total = _warmup(found), found.pop("total_num_steps")
     first: float = found.pop("warmup_min_ratio", 0.0)
     last: float = found.pop("cos_min_ratio", 1e-4)

@@ -1,4 +1,4 @@
-"""The sections of a DeepSpeed config, one function each: what they become here."""
+"""Translates the sections of a DeepSpeed config, one function each."""
 
 from dataclasses import replace
 from typing import Any
@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ...config import MIB, Offload, Tuning
-from .keys import Keys, count, flag, number, text
+from .keys import Keys, Kind, count, flag, number, text
 from .loss_scaler import LossScale
 
 _ZERO = "zero_optimization"
@@ -35,12 +35,12 @@ _NAMES = {
 }
 _DTYPES = {name: dtype for dtype, names in _NAMES.items() for name in names}
 
-# More than this in one bucket leaves nothing to overlap; sizes there are those of buffers that several are copied into.
+# A larger bucket leaves nothing to overlap. DeepSpeed's sizes are of buffers that gradients are copied into.
 _LARGEST_BUCKET = 32 * MIB
 
 
 def batch_of(keys: Keys, ranks: int) -> tuple[int | None, int]:
-    """(samples of a forward on a rank, backwards before a step): two of three say the third."""
+    """Returns (samples of a forward on a rank, backwards before a step); any two of the three keys give the third."""
     # "auto" is as good as missing where the others say it.
     asks = keys.is_auto(BATCH[2])
     given = []
@@ -79,17 +79,11 @@ def precision_of(keys: Keys) -> tuple[torch.dtype | None, LossScale | None]:
     if fp16 and bf16:
         keys.errors.append("fp16.enabled and bf16.enabled: one of them is")
     if not fp16:  # then the rest of the section asks for nothing
-        for name in _OF_SCALE:
+        for name in _SCALE:
             keys.drop(f"fp16.{name}")
         return (torch.bfloat16 if bf16 else None), None
-    fixed = keys.take("fp16.loss_scale", number, 0)
-    power = keys.take("fp16.initial_scale_power", number, 16)
-    rule = {
-        "window": keys.take("fp16.loss_scale_window", count, 1000),
-        "hysteresis": keys.take("fp16.hysteresis", count, 2),
-        "refills": keys.take("fp16.consecutive_hysteresis", flag, False),
-        "floor": keys.take("fp16.min_loss_scale", number, 1),
-    }
+    rule = {name: keys.take(f"fp16.{key}", kind, default) for key, (name, kind, default) in _SCALE.items()}
+    fixed, power = rule.pop("fixed"), rule.pop("power")
     try:
         return torch.float16, LossScale(initial=fixed or 2.0**power, fixed=bool(fixed), **rule)
     except (ValueError, OverflowError) as error:
@@ -97,10 +91,14 @@ def precision_of(keys: Keys) -> tuple[torch.dtype | None, LossScale | None]:
         return torch.float16, None
 
 
-_OF_SCALE = (
-    *("loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "consecutive_hysteresis"),
-    "min_loss_scale",
-)
+_SCALE: dict[str, tuple[str, Kind, Any]] = {
+    "loss_scale": ("fixed", number, 0),
+    "initial_scale_power": ("power", number, 16),
+    "loss_scale_window": ("window", count, 1000),
+    "hysteresis": ("hysteresis", count, 2),
+    "consecutive_hysteresis": ("refills", flag, False),
+    "min_loss_scale": ("floor", number, 1),
+}
 
 
 def stage_of(keys: Keys) -> int:
@@ -118,8 +116,8 @@ def clip_of(keys: Keys) -> float | None:
     return clip if clip > 0 else None
 
 
-def travels_as(keys: Keys) -> torch.dtype | None:
-    """In which gradients are reduced."""
+def reduce_dtype_of(keys: Keys) -> torch.dtype | None:
+    """Returns the dtype in which gradients are reduced."""
     asked = keys.take("communication_data_type", text)
     if keys.take("fp32_allreduce", flag, False) and asked is None:
         asked = "fp32"
@@ -129,7 +127,7 @@ def travels_as(keys: Keys) -> torch.dtype | None:
 
 
 def tuning_of(keys: Keys, module: nn.Module, dtype: torch.dtype) -> Tuning:
-    """Sizes are elements there and bytes here. Where nothing says how wide the model is, "auto" is the default."""
+    """Converts sizes in elements to bytes. Where the model's width is not known, "auto" is the default."""
     hidden = _hidden_size(module)
 
     def elements(name: str, of_hidden: int | None) -> int | None:
@@ -158,7 +156,7 @@ def tuning_of(keys: Keys, module: nn.Module, dtype: torch.dtype) -> Tuning:
 
 
 def _hidden_size(module: nn.Module) -> int | None:
-    """Where the Hugging Face integration looks for it."""
+    """Returns the model's width from the places where the Hugging Face integration looks for it."""
     whole = module.module if isinstance(module, DistributedDataParallel) else module
     config: Any = getattr(whole, "config", None)
     for each in (config, getattr(config, "text_config", None)):
@@ -170,7 +168,7 @@ def _hidden_size(module: nn.Module) -> int | None:
 
 
 def offload_of(keys: Keys, stage: int, device: torch.device) -> dict[str, Any]:
-    """The ``offload=`` of the config, as a keyword for the optimizer. Nothing of it changes a result.
+    """Returns the config's ``offload=`` as a keyword for the optimizer. Nothing of it changes a result.
 
     Args:
         device: of the params.
@@ -180,8 +178,8 @@ def offload_of(keys: Keys, stage: int, device: torch.device) -> dict[str, Any]:
         for name in ("offload_optimizer.pin_memory", "offload_param.pin_memory", "cpu_offload_use_pin_memory")
     ]
     pinned = next((each for each in pins if each is not None), None)
-    states = _place_of(keys, "offload_optimizer", ("cpu_offload",))
-    params = _place_of(keys, "offload_param", ("cpu_offload_params", "cpu_offload_param"))
+    states = _tier_of(keys, "offload_optimizer", ("cpu_offload",))
+    params = _tier_of(keys, "offload_param", ("cpu_offload_params", "cpu_offload_param"))
     if params is not None and stage < 3:
         keys.warn(f"{_ZERO}.offload_param", "below stage 3 params are whole on every rank")
         params = None
@@ -200,8 +198,8 @@ def offload_of(keys: Keys, stage: int, device: torch.device) -> dict[str, Any]:
     return {"offload": found if pinned is None else replace(found, pin_memory=pinned)}
 
 
-def _place_of(keys: Keys, section: str, old: tuple[str, ...]) -> str | None:
-    """ "cpu", a directory, or None: where the section leaves it."""
+def _tier_of(keys: Keys, section: str, old: tuple[str, ...]) -> str | None:
+    """Returns "cpu", a directory, or None if the section does not offload."""
     path = f"{_ZERO}.{section}"
     device = keys.take(f"{path}.device", text, "none")
     directory: str | None = keys.take(f"{path}.nvme_path", text)
@@ -217,7 +215,7 @@ def _place_of(keys: Keys, section: str, old: tuple[str, ...]) -> str | None:
 
 
 def gradient_format_of(keys: Keys, dtype: torch.dtype | None) -> str:
-    """In which sums of gradients are kept."""
+    """Returns the format of sums of gradients."""
     asked = keys.take("data_types.grad_accum_dtype", text, "fp32")
     kept = _DTYPES.get(asked)
     if kept is torch.bfloat16 and dtype is torch.bfloat16:
