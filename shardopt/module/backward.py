@@ -206,7 +206,7 @@ class Backward:
     def abandon(self, reason: str) -> None:
         """Give up the open round, which is lost then; the other ranks hear of it where the transport can tell them."""
         assert self._domain.reducer is not None
-        self._domain.reducer.leave()
+        self._domain.reducer.abandon_round()
         self._lost = reason
         self.on_end()
         for entry in self._entries:
@@ -313,7 +313,7 @@ class Backward:
                 continue
             held[entry.shard.number].add(entry.index)
             slot.add_up(self._divisor)  # the user may have read or scaled the mean
-        reducer.begin(held, absent)
+        reducer.start_round(held, absent)
         self._lost = None
 
     def _receive(self, entry: ParamRecord, grad: torch.Tensor) -> None:
@@ -385,7 +385,7 @@ class Backward:
                 behind = (entry for entry, is_late in zip(self._entries, report.late, strict=True) if is_late)
                 reducer.finish_late(sorted({entry.shard.number for entry in behind}))
                 report = self._report(arrivals)  # the sums are other ones now
-            reducer.end()
+            reducer.end_round()
             self._show(report)
 
     def _reduce_rest(self) -> Arrivals:

@@ -157,7 +157,8 @@ class Updates(Protocol):
 
 
 def plan(module: nn.Module, optimizer: Updates, ranks: int, way: Way, options: Options | None = None) -> Need:
-    """Args:
+    """
+    Args:
     module: on any device, the meta device too; its params' dtypes are those of ``way`` instead.
     optimizer: any instance of the class, for its rule and hyper-parameters; it is not touched.
     options: tuning and ``reduce_dtype`` are read from them.

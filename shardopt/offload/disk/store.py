@@ -174,7 +174,8 @@ class DiskStore:
     note: str | None = None
 
     def __init__(self, root: Path, chunk_bytes: int, deadline: float):
-        """Args:
+        """
+        Args:
             root: an existing directory, or one to be made.
             chunk_bytes: of one fp32 stream in a chunk, the size of one transfer.
             deadline: of each wait for the disk, in seconds.
