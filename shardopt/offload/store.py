@@ -158,8 +158,9 @@ class Store(Protocol):
         """Makes the writes of the transaction hold. Cannot fail."""
 
     def roll_back(self) -> None:
-        """Undoes the writes of the transaction, and the updates of params of fetched chunks. A store in memory undoes
-        nothing.
+        """Undoes the writes of the transaction, and the updates of params of fetched chunks.
+
+        A store in memory undoes nothing.
         """
 
     @property

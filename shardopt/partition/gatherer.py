@@ -63,9 +63,7 @@ class GatheredBucket:
 
 @dataclass
 class Trace:
-    """The order in which buckets were needed in this pass, and in the last pass before a step; the same on all
-    ranks.
-    """
+    """The order in which buckets were needed in this pass and in the last one before a step; the same on all ranks."""
 
     last: list[GatheredBucket] = field(default_factory=list)
     now: list[GatheredBucket] = field(default_factory=list)
@@ -234,8 +232,8 @@ class Gatherer:
         each.slice.write(each.bucket.shard(each.rank))
 
     def write_slice(self, write: Callable[[], None]) -> None:
-        """Collective: calls ``write``, which writes slices outside of a step; every rank writes the same whole
-        values.
+        """Collective: calls ``write``, which writes slices outside of a step, of the same whole values on every
+        rank.
         """
         self._before_write()
         self.drop_all()  # the gathered values are out of date

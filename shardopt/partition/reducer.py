@@ -29,7 +29,7 @@ from .comm.transport import Transport
 from .memory import return_free_pages, zeros
 from .mesh import Mesh
 from .reduce_buckets import DeviceSum, GradientBucket
-from .streams import Buffer, last_used
+from .streams import ReductionBuffer, last_used
 
 # Reductions that may be under way at once: enough that a rank need not wait for each bucket of another rank, little
 # beside a model. Two buckets in any case: one is reduced while the next is filled.
@@ -46,7 +46,7 @@ _REDUCERS: "weakref.WeakSet[Reducer]" = weakref.WeakSet()
 class _Reducing(NamedTuple):
     """A buffer that is being reduced."""
 
-    buffer: Buffer
+    buffer: ReductionBuffer
     number: int  # of its bucket
     reduction: Reduction
 
@@ -57,7 +57,7 @@ class _Filling:
 
     held: AbstractSet[int]  # params whose sum of earlier rounds this round adds to
     awaited: AbstractSet[int]  # params whose gradients the bucket waits for
-    buffer: Buffer | None = None
+    buffer: ReductionBuffer | None = None
     arrived: set[int] = field(default_factory=set)
     started: bool = False
     late: dict[int, tuple[torch.Tensor, tuple[int, ...]]] = field(default_factory=dict)  # gradient, strides
@@ -92,7 +92,7 @@ class Reducer:
         self._filling: list[_Filling] = []
         self._started = 0
         self._completed: list[int] = []
-        self._pool: dict[torch.dtype, list[Buffer]] = {}
+        self._pool: dict[torch.dtype, list[ReductionBuffer]] = {}
         self._reducing: dict[
             int, _Reducing
         ] = {}  # by id of the memory, while it is reduced (an empty tensor has no address)
@@ -177,8 +177,8 @@ class Reducer:
             filling.late[index] = (grad if sooner is None else sooner[0] + grad, strides)
             return
         if bucket.is_filled_by(grad, strides):
-            filling.buffer = Buffer(flattened(grad), is_pooled=False)
-            filling.buffer.order.mark()
+            filling.buffer = ReductionBuffer(flattened(grad), is_pooled=False)
+            filling.buffer.mark()
         else:
             if filling.buffer is None:
                 filling.buffer = self._take_buffer(bucket)
@@ -190,7 +190,7 @@ class Reducer:
                 self._completed.append(number)
             self._start_completed()
 
-    def _take_buffer(self, bucket: GradientBucket) -> Buffer:
+    def _take_buffer(self, bucket: GradientBucket) -> ReductionBuffer:
         pool = self._pool.setdefault(bucket.dtype, [])
         if not any(buffer.memory.numel() >= bucket.buffer_numel for buffer in pool):
             self._drain(BUCKETS_UNDER_WAY - 1)
@@ -201,11 +201,11 @@ class Reducer:
         sizes = [each.buffer_numel for each in self.buckets if each.dtype is bucket.dtype and each.num_params > 1]
         largest = max([bucket.buffer_numel, *sizes])
         # Padding is never read, so it may hold anything.
-        return Buffer(zeros(largest, bucket.dtype, bucket.device), is_pooled=True)
+        return ReductionBuffer(zeros(largest, bucket.dtype, bucket.device), is_pooled=True)
 
-    def _start_reduction(self, number: int, buffer: Buffer, add: bool) -> None:
+    def _start_reduction(self, number: int, buffer: ReductionBuffer, add: bool) -> None:
         bucket = self.buckets[number]
-        buffer.order.join()  # several streams may have filled it
+        buffer.join()  # several streams may have filled it
         memory = buffer.memory[: bucket.buffer_numel]
         reduction = bucket.sink.reduction(memory, add)
         self._reducing[id(memory)] = _Reducing(buffer, number, reduction)
@@ -235,7 +235,7 @@ class Reducer:
         for memory in buffers:
             buffer, number, reduction = self._reducing.pop(id(memory))
             self.buckets[number].sink.use(reduction, self._filling[number].arrived)
-            buffer.order.mark()  # the current stream waited for the reduction
+            buffer.mark()  # the current stream waited for the reduction
             if buffer.is_pooled:
                 self._pool.setdefault(memory.dtype, []).append(buffer)
             else:
@@ -253,7 +253,7 @@ class Reducer:
         """Starts the reduction of a bucket; gradients that did not arrive are zero."""
         bucket, filling = self.buckets[number], self._filling[number]
         buffer = filling.buffer if filling.buffer is not None else self._take_buffer(bucket)
-        buffer.order.join()
+        buffer.join()
         for index in range(bucket.num_params):
             if index not in filling.arrived:
                 buffer.memory[bucket.offsets[index] : bucket.offsets[index + 1]].zero_()
@@ -306,7 +306,7 @@ class Reducer:
         for number in numbers:
             bucket, filling = self.buckets[number], self._filling[number]
             buffer = self._take_buffer(bucket)
-            buffer.order.join()
+            buffer.join()
             buffer.memory.zero_()
             for index, (grad, strides) in filling.late.items():
                 _fill(buffer, bucket.offsets[index], grad, strides)
@@ -373,7 +373,7 @@ class Reducer:
             mechanism.catch_up(self._rounds)
 
 
-def _fill(buffer: Buffer, offset: int, grad: torch.Tensor, strides: tuple[int, ...]) -> None:
-    buffer.order.join()  # another stream may have waited for an earlier reduction of this buffer
+def _fill(buffer: ReductionBuffer, offset: int, grad: torch.Tensor, strides: tuple[int, ...]) -> None:
+    buffer.join()  # another stream may have waited for an earlier reduction of this buffer
     buffer.memory.as_strided(grad.size(), strides, offset).copy_(grad)
-    buffer.order.mark()
+    buffer.mark()

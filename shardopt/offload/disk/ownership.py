@@ -136,9 +136,7 @@ def _make_folder(held: int, path: Path) -> int:
 
 
 def _remove(handle: _FolderHandle, file: AlignedFile | None) -> None:
-    """Removes file and folder, unless they were replaced, and closes them. A forked child only closes its
-    descriptors.
-    """
+    """Removes file and folder, unless they were replaced, and closes them. A forked child only closes them."""
     if os.getpid() == handle.pid:
         if file is not None and _is_same(handle.folder, _FILE, file.fd):
             with suppress(OSError):

@@ -3,7 +3,8 @@
 import itertools
 import json
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -89,19 +90,19 @@ class Ranks:
             CommunicationError: a peer died or is late.
         """
         for work, peer in itertools.zip_longest(pending.works, pending.peers):
-            with self._naming(pending.phase, peer):
+            with self.naming(pending.phase, peer):
                 if self._deadline is None:
                     work.wait()
                 else:
                     work.wait(self._deadline)
 
     def exchange(self, row: Sequence[int], device: torch.device, phase: str) -> list[list[int]]:
-        """Collective: returns every rank's row of int64, by rank. All rows have one length; empty rows make a
+        """Collective: returns every rank's row of int64, by rank. All rows have one length; empty rows are a
         barrier.
         """
         if self.size == 1:
             return [list(row)]
-        with self._naming(phase):
+        with self.naming(phase):
             mine = torch.tensor([len(row), *row], dtype=torch.int64, device=self._device_of_messages(device))
             rows = [torch.empty_like(mine) for _ in range(self.size)]
             self.wait(Pending(phase, (dist.all_gather(rows, mine, group=self.group, async_op=True),)))
@@ -129,7 +130,7 @@ class Ranks:
         padded = torch.zeros(max(lengths), dtype=torch.uint8)
         padded[: len(message)] = torch.frombuffer(bytearray(message), dtype=torch.uint8)
         mine = padded.to(self._device_of_messages(device))
-        with self._naming(phase):
+        with self.naming(phase):
             others = [torch.empty_like(mine) for _ in range(self.size)]
             self.wait(Pending(phase, (dist.all_gather(others, mine, group=self.group, async_op=True),)))
         return [json.loads(bytes(other[:length].cpu().numpy())) for other, length in zip(others, lengths, strict=True)]
@@ -139,7 +140,7 @@ class Ranks:
         if self.size == 1:
             return
         message = vector.to(self._device_of_messages(vector.device))
-        with self._naming(phase):
+        with self.naming(phase):
             self.wait(Pending(phase, (dist.all_reduce(message, group=self.group, async_op=True),)))
         if message is not vector:
             vector.copy_(message)
@@ -147,16 +148,14 @@ class Ranks:
     def exchange_slices(
         self, own: Sequence[torch.Tensor], others: Sequence[torch.Tensor], tag: int, phase: str
     ) -> Pending:
-        """Starts to send ``own[i]`` to rank ``i`` and to receive ``others[i]`` from it. Only messages of one
-        tag match.
-        """
+        """Starts to send ``own[i]`` to rank ``i`` and to receive ``others[i]`` from it, by messages of this tag."""
         peers = [(self.rank + step) % self.size for step in range(1, self.size)]
         works = []
         for peer in peers:
-            with self._naming(phase, peer):
+            with self.naming(phase, peer):
                 works.append(dist.irecv(others[peer], group_src=peer, group=self.group, tag=tag))
         for peer in peers:
-            with self._naming(phase, peer):
+            with self.naming(phase, peer):
                 works.append(dist.isend(own[peer], group_dst=peer, group=self.group, tag=tag))
         return Pending(phase, tuple(works), (*peers, *peers))
 
@@ -166,7 +165,7 @@ class Ranks:
             return
         for tensor in tensors:
             message = tensor.detach().to(self._device_of_messages(tensor.device)).contiguous()
-            with self._naming(phase):
+            with self.naming(phase):
                 self.wait(Pending(phase, (dist.broadcast(message, group_src=root, group=self.group, async_op=True),)))
             if message.data_ptr() != tensor.data_ptr():
                 tensor.detach().copy_(message)
@@ -176,7 +175,7 @@ class Ranks:
         if self.size == 1:
             return [own]
         own = own.to(self._device_of_messages(own.device))
-        with self._naming(phase):
+        with self.naming(phase):
             if self.rank != to:
                 self.wait(Pending(phase, (dist.isend(own.contiguous(), group_dst=to, group=self.group),)))
                 return None
@@ -199,31 +198,20 @@ class Ranks:
                 f"one of the earlier exchange, {self.at(phase)}."
             )
 
-    def naming(self, phase: str) -> "_Naming":
-        """A context for a collective that other code calls: errors of its backend are raised as a
-        CommunicationError.
-        """
-        return self._naming(phase)
-
-    def _naming(self, phase: str, peer: int | None = None) -> "_Naming":
-        return _Naming(self, phase if peer is None else f"{phase} (with rank {peer})")
-
-
-class _Naming:
-    """Turns an error of a backend into a CommunicationError that names the phase."""
-
-    def __init__(self, ranks: Ranks, phase: str):
-        self._ranks, self._phase = ranks, phase
-
-    def __enter__(self) -> None:
-        self._ranks.check_usable(self._phase)
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: Any) -> None:
-        if isinstance(error, RuntimeError) and not isinstance(error, CommunicationError | DisagreementError):
-            if self._ranks.group is not None:
-                _BROKEN[self._ranks.group] = self._phase
+    @contextmanager
+    def naming(self, phase: str, peer: int | None = None) -> Iterator[None]:
+        """Within it, an error of the backend is raised as a CommunicationError that names the phase."""
+        phase = phase if peer is None else f"{phase} (with rank {peer})"
+        self.check_usable(phase)
+        try:
+            yield
+        except (CommunicationError, DisagreementError):
+            raise
+        except RuntimeError as error:
+            if self.group is not None:
+                _BROKEN[self.group] = phase
             raise CommunicationError(
-                f"{self._ranks.at(self._phase)}: {error}. A peer died, left, or did not make the same call in time "
+                f"{self.at(phase)}: {error}. A peer died, left, or did not make the same call in time "
                 "(every rank must call step(), with or without a closure alike). Look at the other ranks' output for "
                 "the first error."
             ) from error

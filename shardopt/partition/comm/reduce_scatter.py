@@ -68,8 +68,8 @@ class ReduceScatter(Protocol):
         """Goes on as far as is possible without waiting; returns buffers that are free again."""
 
     def drain(self, limit: int, patience: float) -> list[torch.Tensor]:
-        """Like ``progress``, but waits until at most ``limit`` reductions are under way, for at most ``patience``
-        seconds.
+        """Like ``progress``, but waits until at most ``limit`` reductions are under way, for ``patience`` seconds at
+        most.
 
         :class:`P2PReduceScatter` does not give up: gloo cannot tell whether a message has arrived.
         """

@@ -42,8 +42,8 @@ class P2PReduceScatter(ReduceScatter):
         self._reductions.append((reduction, others, pending))
 
     def _tag(self) -> int:
-        """Returns a tag of optimizer, round, attempt and bucket, which no other message has. It repeats after 1,024
-        rounds.
+        """Returns a tag of optimizer, round, attempt and bucket, so that no message matches another. Repeats after
+        1,024 rounds.
         """
         who, round_number = self._number % 64, self._round % 1024
         return (who << 24 | round_number << 14 | self._attempt % 4 << 12 | self._position % 4096) + 1

@@ -101,9 +101,7 @@ class Transport:
         return self._memory is None and self.ranks.size > 1
 
     def barrier(self, phase: str) -> None:
-        """Collective where ranks read each other's memory: waits until every rank's writes to its shards may be
-        read.
-        """
+        """Waits until every rank's writes to its shards may be read: collective if ranks read each other's memory."""
         if self._memory is not None:
             barrier(self.ranks, False, phase)
 
