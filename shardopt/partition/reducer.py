@@ -87,15 +87,14 @@ class Reducer:
         self._is_ordered = True
         self._rounds = 0  # rounds that all ranks finished
         self._windows: list[Window | None] = []  # on the sums, for the ranks that replicate them
-        # params that each bucket waits for: all, or those of which this rank ever had a gradient
+        # Params that each bucket waits for: all, or those of which this rank ever had a gradient.
         self._seen: list[set[int]] = []
         self._filling: list[_Filling] = []
         self._started = 0
         self._completed: list[int] = []
         self._pool: dict[torch.dtype, list[ReductionBuffer]] = {}
-        self._reducing: dict[
-            int, _Reducing
-        ] = {}  # by id of the memory, while it is reduced (an empty tensor has no address)
+        # By id of the memory, while it is reduced: an empty tensor has no address.
+        self._reducing: dict[int, _Reducing] = {}
         self._most_patience = min(PATIENCE, mesh.world.seconds / 2)  # a rank that never comes is given up in the end
         self._patience, self._was_patient = self._most_patience, True
         _REDUCERS.add(self)
@@ -205,7 +204,7 @@ class Reducer:
 
     def _start_reduction(self, number: int, buffer: ReductionBuffer, add: bool) -> None:
         bucket = self.buckets[number]
-        buffer.join()  # several streams may have filled it
+        buffer.join()  # several streams may have filled it; see [Note: Streams of a reduction]
         memory = buffer.memory[: bucket.buffer_numel]
         reduction = bucket.sink.reduction(memory, add)
         self._reducing[id(memory)] = _Reducing(buffer, number, reduction)
@@ -339,7 +338,7 @@ class Reducer:
             mine = [*self._completed, *(n for n in range(len(self.buckets)) if n not in self._completed)]
             first = self._mesh.world.exchange(mine, self.buckets[0].device, "agreeing on the order of buckets")[0]
             self._order, self._is_ordered = first, True
-            # without the order, buckets may have waited for each other and taken more buffers
+            # Without the order, buckets may have waited for each other and taken more buffers.
             for buffers in self._pool.values():
                 del buffers[BUCKETS_UNDER_WAY:]
             # Only once: params have moved, DDP's buckets are gone, and no later round holds as many gradients.

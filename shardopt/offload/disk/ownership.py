@@ -69,7 +69,7 @@ class OwnedFile:
         self._pid = handle.pid
         self.close = weakref.finalize(self, _remove, handle, self.file)
         try:
-            # some file systems have no locks; the process number then tells whether the owner lives
+            # Some file systems have no locks; the process number then tells whether the owner lives.
             with suppress(OSError):
                 fcntl.flock(self.file.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self._write_header()

@@ -309,5 +309,5 @@ def _kept(chunk: Chunk) -> torch.Tensor:
 
 
 def _copy(into: torch.Tensor, source: torch.Tensor) -> None:
-    # copy_() would wake torch's threads, which then spin on the cores that the update needs.
+    # torch's copy_() would wake its threads, which then spin on the cores that the update needs.
     ctypes.memmove(into.data_ptr(), source.data_ptr(), source.nbytes)

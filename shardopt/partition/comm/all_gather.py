@@ -21,7 +21,7 @@ class Window:
     flat: torch.Tensor  # 1D [size * shard_numel]
     shard_numel: int
     number: int  # unique among windows; the same on all ranks
-    # by rank: process number, address of its buffer; empty if ranks do not read each other's memory
+    # By rank: process number, address of its buffer; empty if ranks do not read each other's memory.
     peers: tuple[tuple[int, int], ...] = ()
 
     def shard(self, rank: int) -> torch.Tensor:

@@ -49,9 +49,9 @@ class Nap:
 class Notice(NamedTuple):
     """The contents of a rank's board."""
 
-    # rounds that all ranks finished before this one, times _ATTEMPTS, plus the attempts at it that were abandoned
+    # Rounds that all ranks finished before this one, times _ATTEMPTS, plus the attempts at it that were abandoned.
     at: int
-    # one more than the rank that did not come, so that the last attempt was abandoned; 0: an error of its own
+    # One more than the rank that did not come, so that the last attempt was abandoned; 0: an error of its own.
     missed: int
     failed: int  # the last closure of a step that raised on this rank, counted from 1
     filled: int  # buffers of this attempt that may be read

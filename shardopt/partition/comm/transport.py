@@ -40,7 +40,7 @@ from .traffic import Traffic
 
 _WINDOWS = 1 << 20  # how many windows one transport may number
 
-# transports that each group has had
+# Transports that each group has had.
 _TRANSPORTS: "weakref.WeakKeyDictionary[dist.ProcessGroup, int]" = weakref.WeakKeyDictionary()
 
 
