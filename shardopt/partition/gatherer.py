@@ -232,9 +232,7 @@ class Gatherer:
         each.slice.write(each.bucket.shard(each.rank))
 
     def write_slice(self, write: Callable[[], None]) -> None:
-        """Collective: calls ``write``, which writes slices outside of a step, of the same whole values on every
-        rank.
-        """
+        """Collective: calls ``write``, which writes slices outside of a step; every rank must write the same param."""
         self._before_write()
         self.drop_all()  # the gathered values are out of date
         write()

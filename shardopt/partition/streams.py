@@ -4,8 +4,8 @@
 read by the collective, and written again for another bucket. On a CPU everything happens in the order of the calls. On
 a GPU each stream has an order of its own, and each stream that comes to a buffer waits for those that used it before:
 
-* ``mark``: the current stream has used the buffer. This records an event on the stream, because the host is ahead of
-it. * ``join``: the current stream waits for the marks of all other streams. Its own marks need no waiting.
+* ``mark``: the current stream has used the buffer. This records an event on it: the host is ahead of the stream.
+* ``join``: the current stream waits for the marks of all other streams. Its own marks need no waiting.
 
 A collective starts after the stream that is current when it is called. Once waited for, it ends before what the then
 current stream does next. So ``join`` before it and ``mark`` after the wait order it among the other uses. A pool keeps

@@ -37,8 +37,7 @@ class AllGather(Protocol):
 
     Attributes:
         reads_memory: True if other ranks read our shard during their ``finish``: it must be final before, and stay
-            until all
-            are done.
+            until all of them are done.
         on_stream: True if the current stream waits for the shards and the host does not.
     """
 

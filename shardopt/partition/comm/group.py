@@ -97,9 +97,7 @@ class Ranks:
                     work.wait(self._deadline)
 
     def exchange(self, row: Sequence[int], device: torch.device, phase: str) -> list[list[int]]:
-        """Collective: returns every rank's row of int64, by rank. All rows have one length; empty rows are a
-        barrier.
-        """
+        """Collective: returns every rank's row of int64, by rank. Rows have one length; empty rows are a barrier."""
         if self.size == 1:
             return [list(row)]
         with self.naming(phase):

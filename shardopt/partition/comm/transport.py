@@ -3,10 +3,10 @@
 ========================  ==================================================================================
 tensors, group            gathering; reducing
 ========================  ==================================================================================
-one rank                  :class:`NoAllGather`; :class:`NoReduceScatter` NCCL, or any but gloo
-:class:`CollectiveAllGather`, in place; :class:`CollectiveReduceScatter` CPU, ranks of one machine
-:class:`PeerAllGather`; :class:`PeerReduceScatter`: they read each other's memory CPU, gloo
-:class:`P2PAllGather`; :class:`P2PReduceScatter`: straight to every rank (4x faster
+one rank                  :class:`NoAllGather`; :class:`NoReduceScatter`
+NCCL, or any but gloo     :class:`CollectiveAllGather`, in place; :class:`CollectiveReduceScatter`
+CPU, ranks of one machine :class:`PeerAllGather`; :class:`PeerReduceScatter`: they read each other's memory
+CPU, gloo                 :class:`P2PAllGather`; :class:`P2PReduceScatter`: straight to every rank (4x faster
                           than gloo's all-gather; its reduce-scatter is slower than its all-reduce)
 CUDA, gloo                refused: it has neither collectives nor messages for tensors of a GPU
 ========================  ==================================================================================
