@@ -2,16 +2,15 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
 from ..errors import BindingError
 from ..tensors.gradient_slice import GradientSlice
+from .hyperparameters import Group as Group
 from .param_state import ParamState
 from .shard import Shard
 
-Group = Mapping[str, Any]
 Candidate = tuple[str, torch.nn.Parameter, Group]  # name for messages, param, its group
 
 
@@ -27,7 +26,7 @@ class ParamRecord:
     step: int = 0  # updates so far; an int: a float counter stops counting (bf16 at 256, fp32 at 2**24)
     carried: dict[str, float] = field(default_factory=dict)
     has_state: bool = False
-    slot: GradientSlice | None = None  # of its reduced gradient, where the module was handed over
+    gradient_slice: GradientSlice | None = None  # of its reduced gradient, where the module was handed over
     begins_average: bool = False  # with the weights as its next step finds them
     initial: Mapping[str, float] = field(default_factory=dict)  # what states hold before the first step, if it has any
 

@@ -1,12 +1,12 @@
 """Param groups: what a new one may hold, and how those of a loaded state dict match the optimizer's own."""
 
+import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from ..config import OptionKeywords, Options, check_process_group
-from ..domain.formats import check_formats
 from ..domain.hyperparameters import check_group
 from ..errors import ShardoptError
 from ..rules import Rule
@@ -55,7 +55,6 @@ def read_arguments(
     given = Options(**options)
     if given.ema is not None:
         rule = rule.averaging(given.ema)
-    check_formats(rule, given)
     return params, rule, given
 
 
@@ -104,12 +103,13 @@ def check_added(
         )
 
 
-def matched(saved: list[Group], groups: Sequence[Group], defaults: Mapping[str, Any]) -> list[Group]:
+def matched(given: Sequence[Group], groups: Sequence[Group], defaults: Mapping[str, Any]) -> list[Group]:
     """Saved param groups with the params of the optimizer's own in place of their numbers.
 
     Raises:
         ValueError: they do not match (torch's own messages).
     """
+    saved = copy.deepcopy(list(given))
     if len(saved) != len(groups):
         raise ValueError("loaded state dict has a different number of parameter groups")
     if any(len(new["params"]) != len(own["params"]) for new, own in zip(saved, groups, strict=True)):
@@ -124,3 +124,17 @@ def matched(saved: list[Group], groups: Sequence[Group], defaults: Mapping[str, 
         for key, value in defaults.items():  # a dict saved before torch knew the flag
             new.setdefault(key, value)
     return saved
+
+
+def copied(state_dict: object) -> dict[str, Any]:
+    """A shallow copy, for hooks to change.
+
+    Raises:
+        TypeError: it is no state dict.
+    """
+    if not isinstance(state_dict, dict) or not {"state", "param_groups"} <= state_dict.keys():
+        raise TypeError(
+            f"state_dict takes what state_dict() returned, with 'state' and 'param_groups', found a "
+            f"{type(state_dict).__name__}. Nothing was changed."
+        )
+    return state_dict.copy()
