@@ -80,12 +80,12 @@ class ShardedParams:
                 except OffloadError as error:
                     problem = error
                 if each.bucket.holders > holders:  # state_dict(), say: what it shows is to be saved later
-                    gatherer.leave(each)
+                    gatherer.done_but_viewed(each)
                 else:
                     gatherer.done(each, drop=True)
-            gatherer.settle()
+            gatherer.wait_for_writes()
             if any(each.slice.memory is None for each in buckets):
-                gatherer.written(problem)
+                gatherer.confirm_writes(problem)
             gatherer.begin_pass()  # each rank may have called what it liked
 
     def give_back(self) -> None:
@@ -95,7 +95,7 @@ class ShardedParams:
             self.gatherer.need(each)
         for param in self.where:
             mark_whole(param)
-        self.gatherer.meet()
+        self.gatherer.barrier()
         for shard in self.frozen:
             shard.bucket.release()
 

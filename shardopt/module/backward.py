@@ -197,7 +197,7 @@ class Backward:
     def abandon(self, reason: str) -> None:
         """Abandons the open round, which is LOST then. The other ranks hear of it if the transport can tell them."""
         assert self._domain.reducer is not None
-        self._domain.reducer.leave()
+        self._domain.reducer.abandon_round()
         self._lost = reason
         self.on_end()
         for entry in self._entries:
@@ -305,7 +305,7 @@ class Backward:
             held[entry.shard.number].add(entry.index)
             # The user may have read or scaled the mean since.
             gradient_slice.restore_sum(self._divisor)
-        reducer.begin(held, absent)
+        reducer.start_round(held, absent)
         self._lost = None
 
     def _receive(self, entry: ParamRecord, grad: torch.Tensor) -> None:
@@ -385,7 +385,7 @@ class Backward:
                 late = (entry for entry, is_late in zip(self._entries, report.late, strict=True) if is_late)
                 reducer.finish_late(sorted({entry.shard.number for entry in late}))
                 report = self._report(arrivals)  # finish_late() changed the sums
-            reducer.end()
+            reducer.end_round()
             self._show_gradients(report)
 
     def _reduce_rest(self) -> Arrivals:

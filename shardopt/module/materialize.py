@@ -177,7 +177,7 @@ def give_values(
                 domain.gatherer.done(bucket, drop=True)
             waiting -= set(own)
         if where:
-            domain.gatherer.settle()
+            domain.gatherer.wait_for_writes()
         agree(StepDigest("values", dict, problem), domain.mesh.world, domain.device)
     for shard in domain.shards:
         if any(param in without for param in shard.bucket.params):

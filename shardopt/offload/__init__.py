@@ -1,5 +1,5 @@
-"""Where do states rest?
+"""Where do states lie between steps?
 
-Each tier is a store with four verbs (fetch, write back, prefetch, flush) and three for a step as a whole (begin,
-commit, roll back). Nothing here knows a rule or a rank.
+Each tier is a store with four verbs for chunks (prefetch, fetch, write back, flush) and three for a step as a whole
+(begin, commit, roll back). Nothing here knows an update rule or a rank.
 """

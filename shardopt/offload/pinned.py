@@ -26,7 +26,8 @@ class Pages:
     """Makes streams in host memory and pins them."""
 
     def __init__(self, zeros: Callable[[int, torch.dtype], torch.Tensor], register: Callable[[int, int], bool] | None):
-        """Args:
+        """
+        Args:
         zeros: makes 1D tensors in host memory.
         register: registers (address, bytes) with the GPU; True if that worked. None: nothing is registered.
         """

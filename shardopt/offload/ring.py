@@ -64,7 +64,7 @@ class RingStore(FinalStore):
         self._staged: dict[Chunk, _StagedChunk] = {}
         self._stored: Mark = None  # after the last copy to the host; None once the host has waited for it
         self._read: Mark = None  # after the last copy of gradients to the device, likewise
-        # weak: a cycle would keep slots alive, and pages registered whose memory is gone
+        # Weak: a cycle would keep slots alive, and pages registered whose memory is gone.
         wait = weakref.WeakMethod(self.wait_for_copies)
 
         def wait_if_alive() -> None:
@@ -91,7 +91,7 @@ class RingStore(FinalStore):
         self._make_slots()
         for slot in self._slots:
             if self._stored is not None:
-                # another slot's last copy may be later than its own, and of the same host memory
+                # Another slot's last copy may be later than its own, and of the same host memory.
                 slot.free = self._stored
             self._load(slot)
 

@@ -110,7 +110,7 @@ class Chunk:
     names: tuple[str, ...]  # streams that the update needs
     # 1D [stop - start]: the shard's params, which the update writes; None if the params are one of the streams
     param: torch.Tensor | None
-    # each 1D: those that lie elsewhere than the update runs, for the store to copy
+    # Each 1D: those that lie elsewhere than the update runs, for the store to copy.
     gradients: tuple[torch.Tensor, ...] = ()
     written: tuple[slice, ...] = ()  # elements whose params are copied back to the device, if updates_on_host
     reads_param: bool = True  # False if a stream holds a whole master
@@ -158,8 +158,9 @@ class Store(Protocol):
         """Makes the writes of the transaction hold. Cannot fail."""
 
     def roll_back(self) -> None:
-        """Undoes the writes of the transaction, and the updates of params of fetched chunks. A store in memory undoes
-        nothing.
+        """Undoes the writes of the transaction, and the updates of params of fetched chunks.
+
+        A store in memory undoes nothing.
         """
 
     @property

@@ -28,7 +28,8 @@ class Bucket:
         fresh: Collection[torch.Tensor] = (),
         is_released: bool = False,
     ):
-        """Args:
+        """
+        Args:
         fresh: params that have no values yet.
         is_released: True if the bucket is freed between uses. If all of its params are fresh, it begins freed.
         """
@@ -143,9 +144,7 @@ class Bucket:
         )
 
     def release(self) -> None:
-        """Gives every param a storage of its own again. In a freed bucket params have no values, and keep the empty
-        storage.
-        """
+        """Gives every param a storage of its own again; params of a freed bucket have no values and keep none."""
         if not self._memory.is_allocated:
             self.show()
         with torch.no_grad():

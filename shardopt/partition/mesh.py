@@ -41,9 +41,7 @@ class Mesh:
 
     @staticmethod
     def of(group: dist.ProcessGroup | DeviceMesh | None, sharded: bool, deadline: timedelta | None) -> "Mesh":
-        """Returns the mesh of a group (one row, or one column if nothing is sharded) or of a 2D (replicate, shard)
-        mesh.
-        """
+        """Returns the mesh of a group (one row, or one column without sharding) or of a 2D (replicate, shard) mesh."""
         if isinstance(group, DeviceMesh):
             return _of_device_mesh(group, sharded, deadline)
         world = Ranks(group, deadline)

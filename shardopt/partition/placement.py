@@ -5,7 +5,7 @@ from enum import Enum
 
 
 class Placement(Enum):
-    """How one kind of tensor is distributed over the ranks."""
+    """The distribution of one kind of tensor over the ranks."""
 
     REPLICATE = "replicate"  # every rank holds the whole tensor
     SHARD = "shard"  # every rank holds its slice

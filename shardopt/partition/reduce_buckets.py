@@ -88,7 +88,7 @@ class DeviceSum(Sink):
         self._mesh, self._shard_numel = mesh, shard_numel
         # Ranks that replicate one slice reduce it in parts of equal length: the sum is padded to whole parts.
         parts = BucketLayout((shard_numel,), mesh.replicate.size)
-        self._part_numel, self._part = parts.shard_numel, parts.shard_slice(mesh.replicate.rank)
+        self.part_numel, self._part = parts.shard_numel, parts.shard_slice(mesh.replicate.rank)
         self._padded = zeros(parts.numel, dtype, device)
         self.total = self._padded[:shard_numel]
         # Hybrid sharding: the sum within one copy of the states. All of it is fp32, as the sum over copies follows.
@@ -102,7 +102,7 @@ class DeviceSum(Sink):
         self.total[part].zero_()
 
     def window(self, replicas: Transport) -> Window | None:
-        return replicas.open(self._padded, self._part_numel)
+        return replicas.open(self._padded, self.part_numel)
 
     def reduction(self, buffer: torch.Tensor, add: bool) -> Reduction:
         if self._partial is not None:
@@ -161,7 +161,10 @@ class GradientBucket:
             shard_numel: elements of this rank's slice.
             dtype: of gradients in the buffer, and on the wire.
         """
-        layout = BucketLayout(tuple(numels), mesh.first.size)
+        # Ranks that replicate all states reduce a sum that stays in slices, and spread it at the end of the round. They
+        # reduce a sum that is used at once in full, as no rank could wait for the slices of others in mid-backward.
+        num_slices = mesh.first.size if sink.accumulates else mesh.shard.size
+        layout = BucketLayout(tuple(numels), num_slices)
         self.dtype, self.device, self.sink = dtype, device, sink
         self.offsets, self.buffer_numel = layout.offsets, layout.numel
         self._start = mesh.shard.rank * shard_numel

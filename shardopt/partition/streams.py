@@ -4,8 +4,8 @@
 read by the collective, and written again for another bucket. On a CPU everything happens in the order of the calls. On
 a GPU each stream has an order of its own, and each stream that comes to a buffer waits for those that used it before:
 
-* ``mark``: the current stream has used the buffer. This records an event on the stream, because the host is ahead of
-it. * ``join``: the current stream waits for the marks of all other streams. Its own marks need no waiting.
+* ``mark``: the current stream has used the buffer. This records an event on it: the host is ahead of the stream.
+* ``join``: the current stream waits for the marks of all other streams. Its own marks need no waiting.
 
 A collective starts after the stream that is current when it is called. Once waited for, it ends before what the then
 current stream does next. So ``join`` before it and ``mark`` after the wait order it among the other uses. A pool keeps
@@ -14,54 +14,31 @@ torch's allocator, which knows only the stream on which the memory was allocated
 waited for the collective.
 """
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 
-class Order(Protocol):
-    """The order of the uses of one buffer."""
-
-    def mark(self) -> None: ...
-
-    def join(self) -> None: ...
-
-
-class HostOrder:
-    """On a CPU: calls happen in their order."""
-
-    def mark(self) -> None:
-        pass
-
-    def join(self) -> None:
-        pass
-
-
-class StreamOrder:
-    """On a GPU: one event for each stream that used the buffer."""
-
-    def __init__(self, device: torch.device):
-        self._device = device
-        self._events: dict[Any, torch.cuda.Event] = {}
-
-    def mark(self) -> None:
-        stream = torch.cuda.current_stream(self._device)
-        event = self._events.setdefault(stream, torch.cuda.Event())
-        event.record(stream)
-
-    def join(self) -> None:
-        stream = torch.cuda.current_stream(self._device)
-        for other, event in self._events.items():
-            if other != stream:
-                stream.wait_event(event)
-
-
-class Buffer:
+class ReductionBuffer:
     """Memory for a bucket's gradients while they are reduced: from a pool, or the gradient's own."""
 
     def __init__(self, memory: torch.Tensor, is_pooled: bool):
         self.memory, self.is_pooled = memory, is_pooled  # 1D
-        self.order: Order = StreamOrder(memory.device) if memory.device.type == "cuda" else HostOrder()
+        self._events: dict[Any, torch.cuda.Event] = {}  # by stream that used the memory; empty on a CPU
+
+    def mark(self) -> None:
+        """Notes that the current stream has used the memory."""
+        if self.memory.device.type == "cuda":
+            stream = torch.cuda.current_stream(self.memory.device)
+            self._events.setdefault(stream, torch.cuda.Event()).record(stream)
+
+    def join(self) -> None:
+        """The current stream waits for the other streams that used the memory."""
+        if self._events:
+            stream = torch.cuda.current_stream(self.memory.device)
+            for other, event in self._events.items():
+                if other != stream:
+                    stream.wait_event(event)
 
 
 def last_used(memory: torch.Tensor) -> None:

@@ -156,7 +156,7 @@ class UpdateInBackward(Backward):
             self._round = self._prepare()
         except BaseException:
             assert self._domain.reducer is not None
-            self._domain.reducer.leave()  # the other ranks need not wait for this one
+            self._domain.reducer.abandon_round()  # the other ranks need not wait for this one
             raise
         super().open()
 
@@ -260,7 +260,7 @@ class UpdateInBackward(Backward):
         self._check_in_time(report)
         present = [entry for entry, is_there in zip(self._entries, report.present, strict=True) if is_there]
         if not present:  # on no rank: it was another module's backward, and no step
-            reducer.end()
+            reducer.end_round()
             self._round = None
             return
         nonfinite = int(report.nonfinite.sum())
@@ -275,7 +275,7 @@ class UpdateInBackward(Backward):
             )
         if not is_skipped:
             self._close(current, present, norm)
-        reducer.end()
+        reducer.end_round()
         self._round = None
         for entry in present:
             entry.param.grad = ReleasedGradient(entry.name, entry.param)

@@ -46,7 +46,23 @@ _DTYPES = {
 }
 _DTYPE_MODULES = {"torch", "tl", "np", "types"}
 _RANKS = {"rank", "group_rank", "global_rank", "local_rank", "src", "dst"}
-_WAITS = {"wait", "synchronize", "barrier", "finish", "join", "settle", "flush", "fsync", "record", "wait_stream"}
+_WAITS = {
+    "wait",
+    "synchronize",
+    "barrier",
+    "finish",
+    "join",
+    "drain",
+    "wait_idle",
+    "wait_for_copies",
+    "wait_for_writes",
+    "wait_loaded",
+    "settle",
+    "flush",
+    "fsync",
+    "record",
+    "wait_stream",
+}
 _COLLECTIONS = (ast.JoinedStr, ast.List, ast.Tuple, ast.ListComp, ast.Dict, ast.Set)
 _TYPES = {"int", "float", "str", "bool", "bytes", "dict", "list", "tuple", "set"}
 

@@ -319,7 +319,7 @@ def nothing_travels_twice(stage: int, neighbours: bool) -> None:
             opt.zero_grad()
             run_case(case, model, dist.get_rank(), step)
             opt.step()
-        slices = [bucket.total.numel() for bucket in opt.engine.domain.reducer.buckets]
+        slices = [bucket.sink.total.numel() for bucket in opt.engine.domain.reducer.buckets]
         assert opt.engine.domain.transport.traffic.gradients - before == (dist.get_world_size() - 1) * 4 * sum(slices)
 
 

@@ -177,7 +177,7 @@ SCRIPT = """
 import os, signal, sys, time
 import torch, torch.distributed as dist
 from shardopt import ShardedAdamW, Tuning
-from shardopt.partition import serve
+from shardopt.domain import serve
 
 rank, folder, ending = int(sys.argv[1]), sys.argv[2], sys.argv[3]
 dist.init_process_group("gloo", store=dist.FileStore(folder + "/store", 2), rank=rank, world_size=2)

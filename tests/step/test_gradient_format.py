@@ -275,7 +275,9 @@ def takes_two_bytes(setting: Setting) -> None:
         assert held.pop(tier) == pytest.approx(2 * own, abs=2 * BLOCK * len(model.cells)) and not any(held.values())
         # Gradients travel as they are, and at stage 0 sums come back as they are kept.
         buckets, others = optimizer.engine.domain.reducer.buckets, dist.get_world_size() - 1
-        nbytes = sum(4 * each.part_numel if setting.stage == 0 else 2 * each.total.numel() for each in buckets)
+        nbytes = sum(
+            4 * each.sink.part_numel if setting.stage == 0 else 2 * each.sink.total.numel() for each in buckets
+        )
         assert sum(wire.traffic.gradients for wire in (links.shards, links.replicas)) == 4 * others * nbytes, setting
 
 

@@ -161,7 +161,7 @@ CHEATS: dict[str, Any] = {
     "learning rate off by 1e-4": patch.object(step_module, "plain_numbers", slightly_larger_learning_rate),
     "gradients summed": patch.object(Native, "step", summed),
     "one shard not updated": patch.object(Native, "step", last_rank_idle),
-    "gather dropped": patch.object(Transport, "wire", nothing_gathered),
+    "gather dropped": patch.object(Transport, "all_gather", nothing_gathered),
     "second moment zeroed": patch.object(Native, "step", zeroes_second_moment),
     "decay dropped": patch.object(step_module, "plain_numbers", decay_dropped),
     "step off by one": patch.object(survey_module, "scalars_of", counts_one_too_many),

@@ -23,12 +23,12 @@ def through_host() -> Iterator[None]:
 
 
 class HostTransport(Transport):
-    def wire(self, phase: str) -> AllGather:
-        return super().wire(phase) if self.ranks.size == 1 else StagedAllGather(self.ranks, phase)
+    def all_gather(self, phase: str) -> AllGather:
+        return super().all_gather(phase) if self.ranks.size == 1 else StagedAllGather(self.ranks, phase)
 
-    def scatter(self) -> ReduceScatter:
+    def reduce_scatter(self) -> ReduceScatter:
         if self.ranks.size == 1:
-            return super().scatter()
+            return super().reduce_scatter()
         return StagedReduceScatter(self.ranks, self.traffic, self._number)
 
 
@@ -59,32 +59,32 @@ class StagedReduceScatter:
 
     def __init__(self, ranks: Ranks, traffic: Traffic, number: int):
         self._messages = P2PReduceScatter(ranks, traffic, number)
-        self._jobs: deque[tuple[Reduction, Reduction]] = deque()
+        self._reductions: deque[tuple[Reduction, Reduction]] = deque()
 
-    def begin(self, round_number: int) -> None:
-        self._messages.begin(round_number)
-        self._jobs.clear()
+    def start_round(self, round_number: int) -> None:
+        self._messages.start_round(round_number)
+        self._reductions.clear()
 
-    def start(self, job: Reduction) -> None:
-        staged = Reduction(job.buffer.cpu(), job.target.cpu(), job.add)
+    def start(self, reduction: Reduction) -> None:
+        staged = Reduction(reduction.buffer.cpu(), reduction.target.cpu(), reduction.add)
         self._messages.start(staged)
-        self._jobs.append((job, staged))
+        self._reductions.append((reduction, staged))
 
     def progress(self) -> list[torch.Tensor]:
         return []
 
-    def settle(self, limit: int, patience: float) -> list[torch.Tensor]:
-        return self._give_back(self._messages.settle(limit, patience))
+    def drain(self, limit: int, patience: float) -> list[torch.Tensor]:
+        return self._give_back(self._messages.drain(limit, patience))
 
     def finish(self) -> list[torch.Tensor]:
         return self._give_back(self._messages.finish())
 
-    def _give_back(self, settled: list[torch.Tensor]) -> list[torch.Tensor]:
+    def _give_back(self, drained: list[torch.Tensor]) -> list[torch.Tensor]:
         free = []
-        for _ in settled:
-            job, staged = self._jobs.popleft()
-            job.target.copy_(staged.target)
-            free.append(job.buffer)
+        for _ in drained:
+            reduction, staged = self._reductions.popleft()
+            reduction.target.copy_(staged.target)
+            free.append(reduction.buffer)
         return free
 
     def watch(self, closure: int) -> None:
@@ -93,8 +93,8 @@ class StagedReduceScatter:
     def fail(self, closure: int) -> None:
         pass
 
-    def leave(self, round_number: int) -> None:
-        self._messages.leave(round_number)
+    def abandon_round(self, round_number: int) -> None:
+        self._messages.abandon_round(round_number)
 
     def catch_up(self, round_number: int) -> None:
         pass

@@ -1,5 +1,5 @@
-"""How do states rest on a disk?
+"""How do states lie on a disk?
 
-In one file a rank, written around the page cache, checked when read, and owned by one process at a time. A step on
-this tier is a transaction: it holds on all ranks or on none.
+Each rank has one file, written past the page cache, checked when it is read, and owned by one process at a time. A step
+on this tier is a transaction: it holds on all ranks or on none.
 """

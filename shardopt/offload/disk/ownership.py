@@ -69,7 +69,7 @@ class OwnedFile:
         self._pid = handle.pid
         self.close = weakref.finalize(self, _remove, handle, self.file)
         try:
-            # some file systems have no locks; the process number then tells whether the owner lives
+            # Some file systems have no locks; the process number then tells whether the owner lives.
             with suppress(OSError):
                 fcntl.flock(self.file.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self._write_header()
@@ -136,9 +136,7 @@ def _make_folder(held: int, path: Path) -> int:
 
 
 def _remove(handle: _FolderHandle, file: AlignedFile | None) -> None:
-    """Removes file and folder, unless they were replaced, and closes them. A forked child only closes its
-    descriptors.
-    """
+    """Removes file and folder, unless they were replaced, and closes them. A forked child only closes them."""
     if os.getpid() == handle.pid:
         if file is not None and _is_same(handle.folder, _FILE, file.fd):
             with suppress(OSError):

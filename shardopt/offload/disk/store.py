@@ -174,7 +174,8 @@ class DiskStore:
     note: str | None = None
 
     def __init__(self, root: Path, chunk_bytes: int, deadline: float):
-        """Args:
+        """
+        Args:
             root: an existing directory, or one to be made.
             chunk_bytes: of one fp32 stream in a chunk, the size of one transfer.
             deadline: of each wait for the disk, in seconds.
@@ -308,5 +309,5 @@ def _kept(chunk: Chunk) -> torch.Tensor:
 
 
 def _copy(into: torch.Tensor, source: torch.Tensor) -> None:
-    # copy_() would wake torch's threads, which then spin on the cores that the update needs.
+    # torch's copy_() would wake its threads, which then spin on the cores that the update needs.
     ctypes.memmove(into.data_ptr(), source.data_ptr(), source.nbytes)

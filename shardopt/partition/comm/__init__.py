@@ -1,5 +1,5 @@
 """How does a slice get to another rank?
 
-An all-gather and a reduce-scatter for each way that ranks have: collectives of the backend, messages, and reading a
-neighbour's memory. ``transport.py`` chooses one when a domain is bound.
+There is an all-gather and a reduce-scatter for each connection that ranks may have: collectives of the backend,
+messages, and reads of a peer's memory. ``transport.py`` chooses one of each when a domain is bound.
 """

@@ -1,4 +1,4 @@
-"""A wire moves shards that are final to every rank: one mechanism for each kind of connection."""
+"""All-gather: moves final shards to every rank. One mechanism for each kind of connection."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,18 +10,19 @@ import torch.distributed as dist
 from .group import Pending, Ranks
 from .peer_memory import PeerMemory
 
-# Of messages that carry shards: above those that carry gradients.
+# First tag of messages that carry shards: above the tags of messages that carry gradients.
 _FIRST_TAG = 1 << 30
 
 
 @dataclass(frozen=True)
 class Window:
-    """A buffer of which every rank owns one shard, and where the others keep theirs."""
+    """A buffer of which every rank owns one shard, and the addresses of the other ranks' buffers."""
 
     flat: torch.Tensor  # 1D [size * shard_numel]
     shard_numel: int
-    number: int  # which other windows do not have; the same on all ranks
-    peers: tuple[tuple[int, int], ...] = ()  # by rank: process number, address of its buffer
+    number: int  # unique among windows; the same on all ranks
+    # By rank: process number, address of its buffer; empty if ranks do not read each other's memory.
+    peers: tuple[tuple[int, int], ...] = ()
 
     def shard(self, rank: int) -> torch.Tensor:
         return self.flat[rank * self.shard_numel : (rank + 1) * self.shard_numel]
@@ -32,11 +33,12 @@ class Window:
 
 
 class AllGather(Protocol):
-    """Moves shards that are final into windows, whose own shard is in place.
+    """Moves final shards into windows, whose own shard is in place.
 
     Attributes:
-        reads_memory: ours is read while other ranks ``finish``, so that it must be final before and stay until then.
-        on_stream: the host does not wait, the current stream does.
+        reads_memory: True if other ranks read our shard during their ``finish``: it must be final before, and stay
+            until all of them are done.
+        on_stream: True if the current stream waits for the shards and the host does not.
     """
 
     reads_memory: bool
@@ -45,7 +47,7 @@ class AllGather(Protocol):
     def start(self, window: Window) -> None: ...
 
     def finish(self) -> None:
-        """Until every window that was started holds every rank's shard.
+        """Waits until every started window holds every rank's shard.
 
         Raises:
             CommunicationError: a rank died or is late.
@@ -53,7 +55,7 @@ class AllGather(Protocol):
 
 
 class NoAllGather:
-    """One rank owns everything."""
+    """For one rank, which owns everything."""
 
     reads_memory = on_stream = False
 
@@ -65,9 +67,9 @@ class NoAllGather:
 
 
 class P2PAllGather:
-    """Shards sent straight to every rank, under way while something else is computed.
+    """Sends shards straight to every rank, while this rank computes.
 
-    Messages carry the window: where ranks ask for windows in other orders, none takes one for another.
+    Message tags name the window: ranks may start windows in different orders.
     """
 
     reads_memory = on_stream = False
@@ -89,12 +91,12 @@ class P2PAllGather:
 
 
 class PeerAllGather:
-    """Reads every other rank's shard out of its memory."""
+    """Reads every other rank's shard from its memory."""
 
     reads_memory, on_stream = True, False
 
-    def __init__(self, ranks: Ranks, neighbours: PeerMemory):
-        self._ranks, self._neighbours = ranks, neighbours
+    def __init__(self, ranks: Ranks, memory: PeerMemory):
+        self._ranks, self._memory = ranks, memory
         self._windows: list[Window] = []
 
     def start(self, window: Window) -> None:
@@ -102,16 +104,16 @@ class PeerAllGather:
 
     def finish(self) -> None:
         for window in self._windows:
-            # Every rank starts with another neighbour, so that no memory is read by all at once.
+            # Every rank starts with another peer, so that not all ranks read one memory at a time.
             for step in range(1, self._ranks.size):
                 owner = (self._ranks.rank + step) % self._ranks.size
                 pid, base = window.peers[owner]
                 target = window.shard(owner)
-                self._neighbours.read(pid, base + target.data_ptr() - window.flat.data_ptr(), target)
+                self._memory.read(pid, base + target.data_ptr() - window.flat.data_ptr(), target)
 
 
 class CollectiveAllGather:
-    """The backend's all-gather. NCCL's runs on its own stream; the wait orders the current stream behind it."""
+    """The backend's all-gather. NCCL runs it on its own stream; ``finish`` makes the current stream wait for it."""
 
     reads_memory, on_stream = False, True
 

@@ -1,9 +1,10 @@
-"""How ranks talk: the few collectives that an optimizer needs, chosen by backend, each wait with a deadline."""
+"""A group of ranks: the few collectives that an optimizer needs, chosen by backend, each wait with a deadline."""
 
 import itertools
 import json
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -13,23 +14,25 @@ from torch.distributed.constants import default_pg_timeout
 
 from ...errors import CommunicationError, DisagreementError
 
-# A description that ranks exchange to find where they differ; what a peer announces beyond this is not allocated.
+# Longest description that ranks exchange to find where they differ. A longer one that a peer announces is refused
+# before memory is allocated for it.
 MAX_MESSAGE_BYTES = 256 << 20
 
-# Groups in which an exchange did not finish, and what it was for. A backend may match its messages with later ones.
+# Groups in which an exchange did not finish, with its phase. A backend may match the messages of that exchange with
+# later ones.
 _BROKEN: "weakref.WeakKeyDictionary[dist.ProcessGroup, str]" = weakref.WeakKeyDictionary()
 
 
 class Pending(NamedTuple):
-    """A collective under way: what it is for, and what to wait for."""
+    """A collective under way: its phase (for messages), and the works to wait for."""
 
     phase: str
     works: tuple[Any, ...]
-    peers: tuple[int, ...] = ()  # of the works, where each is with one rank
+    peers: tuple[int, ...] = ()  # by work: its rank, if each work is with one rank
 
 
 class Ranks:
-    """The ranks that share states. Without a process group, or with one rank, the same calls do nothing."""
+    """The ranks that share states. Without a process group, or with one rank, all calls return at once."""
 
     def __init__(self, group: dist.ProcessGroup | None, deadline: timedelta | None):
         if group is None and dist.is_available() and dist.is_initialized():
@@ -41,25 +44,25 @@ class Ranks:
 
     @staticmethod
     def alone() -> "Ranks":
-        """One rank, whatever groups there are: for what every rank holds in full."""
+        """Returns a group of this rank alone, whatever process groups there are."""
         ranks = Ranks.__new__(Ranks)
         ranks.group, ranks.size, ranks.rank, ranks._deadline = None, 1, 0, None
         return ranks
 
     def carries(self, device: torch.device) -> bool:
-        """Whether the group has a backend for tensors of this device; gloo's for CUDA does not count: it is slow."""
+        """True if the group's backend moves tensors of this device. gloo's for CUDA does not count: it is slow."""
         return self.group is None or self._backend(device) not in ((None,) if device.type == "cpu" else (None, "gloo"))
 
     @property
     def seconds(self) -> float:
-        """The longest that one wait for another rank may take."""
+        """The longest time that one wait for another rank may take."""
         if self._deadline is not None:
             return self._deadline.total_seconds()
         options = getattr(self.group and self._backend_object(torch.device("cpu")), "options", None)
         return getattr(options, "_timeout", default_pg_timeout).total_seconds()
 
     def has_collectives(self, device: torch.device) -> bool:
-        """Whether the backend's own reduce-scatter and all-gather are worth using: any but gloo's."""
+        """True if the backend's own reduce-scatter and all-gather are fast: those of any backend but gloo."""
         return self.carries(device) and self.group is not None and self._backend(device) != "gloo"
 
     def _backend(self, device: torch.device) -> str | None:
@@ -67,7 +70,7 @@ class Ranks:
         return None if backend is None else str(backend.name()).lower()
 
     def _backend_object(self, device: torch.device) -> Any:
-        # Not dist.get_backend(): a group made without naming one has a backend for each kind of device.
+        # Not dist.get_backend(): a group made without a backend's name has one backend for each kind of device.
         assert self.group is not None
         try:
             return self.group._get_backend(device)
@@ -81,23 +84,23 @@ class Ranks:
         return other
 
     def wait(self, pending: Pending) -> None:
-        """Until the collective is done.
+        """Waits until the collective is done.
 
         Raises:
             CommunicationError: a peer died or is late.
         """
         for work, peer in itertools.zip_longest(pending.works, pending.peers):
-            with self._naming(pending.phase, peer):
+            with self.naming(pending.phase, peer):
                 if self._deadline is None:
                     work.wait()
                 else:
                     work.wait(self._deadline)
 
     def exchange(self, row: Sequence[int], device: torch.device, phase: str) -> list[list[int]]:
-        """Every rank's row of int64, by rank; all rows have the same length. With an empty row: a barrier."""
+        """Collective: returns every rank's row of int64, by rank. Rows have one length; empty rows are a barrier."""
         if self.size == 1:
             return [list(row)]
-        with self._naming(phase):
+        with self.naming(phase):
             mine = torch.tensor([len(row), *row], dtype=torch.int64, device=self._device_of_messages(device))
             rows = [torch.empty_like(mine) for _ in range(self.size)]
             self.wait(Pending(phase, (dist.all_gather(rows, mine, group=self.group, async_op=True),)))
@@ -105,36 +108,37 @@ class Ranks:
         lengths = [length for length, *_ in found]
         if any(length != len(row) for length in lengths):
             raise DisagreementError(
-                f"{self.at(phase)}: the ranks sent rows of {lengths} numbers, so they are not at the same call. Every "
-                "rank must run the same forwards, backwards and steps."
+                "run the same forwards, backwards and steps on every rank: the ranks are not at the same call, as "
+                f"{self.at(phase)}, they sent rows of {lengths} numbers."
             )
         return [values for _, *values in found]
 
     def exchange_json(self, value: Any, device: torch.device, phase: str) -> list[Any]:
-        """Every rank's JSON-able value, by rank. Bytes only: nothing that a peer sends is unpickled."""
+        """Collective: returns every rank's JSON-able value, by rank. Nothing that a peer sends is unpickled."""
         if self.size == 1:
             return [json.loads(json.dumps(value))]
         message = json.dumps(value).encode()
         lengths = [length for (length,) in self.exchange([len(message)], device, phase)]
         if max(lengths) > MAX_MESSAGE_BYTES:
             raise DisagreementError(
-                f"while {phase}: rank {lengths.index(max(lengths))} announced a message of {max(lengths)} bytes, above "
-                f"the {MAX_MESSAGE_BYTES} that are accepted: it was not read. The ranks do not run the same program."
+                "run the same program on every rank: a message was refused. "
+                f"While {phase}: rank {lengths.index(max(lengths))} announced a message of {max(lengths)} bytes, above "
+                f"the {MAX_MESSAGE_BYTES} that are accepted."
             )
         padded = torch.zeros(max(lengths), dtype=torch.uint8)
         padded[: len(message)] = torch.frombuffer(bytearray(message), dtype=torch.uint8)
         mine = padded.to(self._device_of_messages(device))
-        with self._naming(phase):
+        with self.naming(phase):
             others = [torch.empty_like(mine) for _ in range(self.size)]
             self.wait(Pending(phase, (dist.all_gather(others, mine, group=self.group, async_op=True),)))
         return [json.loads(bytes(other[:length].cpu().numpy())) for other, length in zip(others, lengths, strict=True)]
 
     def add_up(self, vector: torch.Tensor, phase: str) -> None:
-        """Collective: every rank's int64 vector becomes the sum over ranks, in place."""
+        """Collective: sums every rank's int64 vector over the ranks, in place."""
         if self.size == 1:
             return
         message = vector.to(self._device_of_messages(vector.device))
-        with self._naming(phase):
+        with self.naming(phase):
             self.wait(Pending(phase, (dist.all_reduce(message, group=self.group, async_op=True),)))
         if message is not vector:
             vector.copy_(message)
@@ -142,34 +146,34 @@ class Ranks:
     def exchange_slices(
         self, own: Sequence[torch.Tensor], others: Sequence[torch.Tensor], tag: int, phase: str
     ) -> Pending:
-        """Starts to send ``own[i]`` to rank ``i`` and to receive ``others[i]`` from it; messages of other tags wait."""
+        """Starts to send ``own[i]`` to rank ``i`` and to receive ``others[i]`` from it, by messages of this tag."""
         peers = [(self.rank + step) % self.size for step in range(1, self.size)]
         works = []
         for peer in peers:
-            with self._naming(phase, peer):
+            with self.naming(phase, peer):
                 works.append(dist.irecv(others[peer], group_src=peer, group=self.group, tag=tag))
         for peer in peers:
-            with self._naming(phase, peer):
+            with self.naming(phase, peer):
                 works.append(dist.isend(own[peer], group_dst=peer, group=self.group, tag=tag))
         return Pending(phase, tuple(works), (*peers, *peers))
 
     def broadcast(self, tensors: Sequence[torch.Tensor], phase: str, root: int = 0) -> None:
-        """The root's values into every rank's tensors, one after the other."""
+        """Collective: copies the root's values into every rank's tensors, one after the other."""
         if self.size == 1:
             return
         for tensor in tensors:
             message = tensor.detach().to(self._device_of_messages(tensor.device)).contiguous()
-            with self._naming(phase):
+            with self.naming(phase):
                 self.wait(Pending(phase, (dist.broadcast(message, group_src=root, group=self.group, async_op=True),)))
             if message.data_ptr() != tensor.data_ptr():
                 tensor.detach().copy_(message)
 
     def collect(self, own: torch.Tensor, to: int, phase: str) -> list[torch.Tensor] | None:
-        """Every rank's tensor (same shape and dtype), by rank, on the rank ``to``; None elsewhere."""
+        """Collective: returns every rank's tensor (same shape and dtype), by rank, on rank ``to``; None elsewhere."""
         if self.size == 1:
             return [own]
         own = own.to(self._device_of_messages(own.device))
-        with self._naming(phase):
+        with self.naming(phase):
             if self.rank != to:
                 self.wait(Pending(phase, (dist.isend(own.contiguous(), group_dst=to, group=self.group),)))
                 return None
@@ -187,34 +191,25 @@ class Ranks:
         """Raises CommunicationError if an earlier exchange of this group did not finish."""
         if self.group is not None and self.group in _BROKEN:
             raise CommunicationError(
-                f"{self.at(phase)}: an earlier exchange in this process group did not finish ({_BROKEN[self.group]}): "
-                "what is sent now could be taken for what should have been sent then. Start the ranks anew from a "
-                "checkpoint, or construct the optimizer with a new process group."
+                "restart the ranks from a checkpoint, or construct the optimizer with a new process group: an earlier "
+                f"exchange in this group did not finish ({_BROKEN[self.group]}), and a new message could be taken for "
+                f"one of the earlier exchange, {self.at(phase)}."
             )
 
-    def naming(self, phase: str) -> "_Naming":
-        """A context for a collective of others: what its backend raises is raised as a CommunicationError."""
-        return self._naming(phase)
-
-    def _naming(self, phase: str, peer: int | None = None) -> "_Naming":
-        return _Naming(self, phase if peer is None else f"{phase} (with rank {peer})")
-
-
-class _Naming:
-    """Turns what a backend raises into an error that names the phase."""
-
-    def __init__(self, ranks: Ranks, phase: str):
-        self._ranks, self._phase = ranks, phase
-
-    def __enter__(self) -> None:
-        self._ranks.check_usable(self._phase)
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: Any) -> None:
-        if isinstance(error, RuntimeError) and not isinstance(error, CommunicationError | DisagreementError):
-            if self._ranks.group is not None:
-                _BROKEN[self._ranks.group] = self._phase
+    @contextmanager
+    def naming(self, phase: str, peer: int | None = None) -> Iterator[None]:
+        """Within it, an error of the backend is raised as a CommunicationError that names the phase."""
+        phase = phase if peer is None else f"{phase} (with rank {peer})"
+        self.check_usable(phase)
+        try:
+            yield
+        except (CommunicationError, DisagreementError):
+            raise
+        except RuntimeError as error:
+            if self.group is not None:
+                _BROKEN[self.group] = phase
             raise CommunicationError(
-                f"{self._ranks.at(self._phase)}: {error}. A peer died, left, or did not make the same call in time "
+                f"{self.at(phase)}: {error}. A peer died, left, or did not make the same call in time "
                 "(every rank must call step(), with or without a closure alike). Look at the other ranks' output for "
                 "the first error."
             ) from error

@@ -1,4 +1,4 @@
-"""Reduction by the backend's own reduce-scatter, or all-reduce."""
+"""Reduce-scatter by the backend's own reduce-scatter, or all-reduce."""
 
 from collections import deque
 from collections.abc import Callable
@@ -9,61 +9,49 @@ import torch.distributed as dist
 
 from ..streams import last_used
 from .group import Pending, Ranks
-from .reduce_scatter import PHASE, Reduction, take
+from .reduce_scatter import PHASE, ReduceScatter, Reduction, accumulate
 from .traffic import Traffic
 
 
-class CollectiveReduceScatter:
-    """The backend's own, which sums in the dtype of the buffer; NCCL's runs on its own stream."""
+class CollectiveReduceScatter(ReduceScatter):
+    """Sums in the dtype of the buffer. NCCL runs on its own stream."""
 
-    tells, on_stream = False, True
+    on_stream = True
 
     def __init__(self, ranks: Ranks, traffic: Traffic):
         self._ranks, self._traffic = ranks, traffic
-        self._jobs: deque[tuple[Reduction, torch.Tensor, Pending]] = deque()
+        self._reductions: deque[tuple[Reduction, torch.Tensor, Pending]] = deque()
 
-    def begin(self, round_number: int) -> None:
-        self._jobs.clear()
+    def start_round(self, round_number: int) -> None:
+        self._reductions.clear()
 
-    def start(self, job: Reduction) -> None:
-        direct = job.buffer.dtype == job.target.dtype and not job.add
-        result = job.target if direct else torch.empty_like(job.slice_of(0))
-        self._traffic.gradients += (self._ranks.size - 1) * job.target.numel() * job.buffer.element_size()
-        self._jobs.append((job, result, Pending(PHASE, (self._sum(job, result),))))
+    def start(self, reduction: Reduction) -> None:
+        direct = reduction.buffer.dtype == reduction.target.dtype and not reduction.add
+        result = reduction.target if direct else torch.empty_like(reduction.slice_of(0))
+        self._traffic.gradients += (self._ranks.size - 1) * reduction.target.numel() * reduction.buffer.element_size()
+        self._reductions.append((reduction, result, Pending(PHASE, (self._sum(reduction, result),))))
 
-    def _sum(self, job: Reduction, result: torch.Tensor) -> Any:
-        if job.is_whole:
-            return dist.all_reduce(result.copy_(job.buffer), group=self._ranks.group, async_op=True)
-        return _reduce_scatter_single()(result, job.buffer, group=self._ranks.group, async_op=True)
+    def _sum(self, reduction: Reduction, result: torch.Tensor) -> Any:
+        if reduction.is_whole:
+            return dist.all_reduce(result.copy_(reduction.buffer), group=self._ranks.group, async_op=True)
+        return _reduce_scatter_single()(result, reduction.buffer, group=self._ranks.group, async_op=True)
 
     def progress(self) -> list[torch.Tensor]:
         return []
 
-    def settle(self, limit: int, patience: float) -> list[torch.Tensor]:
-        return [self._give_back() for _ in range(len(self._jobs) - limit)]
+    def drain(self, limit: int, patience: float) -> list[torch.Tensor]:
+        return [self._give_back() for _ in range(len(self._reductions) - limit)]
 
     def finish(self) -> list[torch.Tensor]:
-        return [self._give_back() for _ in range(len(self._jobs))]
+        return [self._give_back() for _ in range(len(self._reductions))]
 
     def _give_back(self) -> torch.Tensor:
-        job, result, pending = self._jobs.popleft()
-        self._ranks.wait(pending)  # orders the current stream behind the reduction; the host goes on
-        if result is not job.target:
-            take(job.target, result, job.add)
+        reduction, result, pending = self._reductions.popleft()
+        self._ranks.wait(pending)  # the current stream waits for the reduction; the host goes on
+        if result is not reduction.target:
+            accumulate(reduction.target, result, reduction.add)
             last_used(result)
-        return job.buffer
-
-    def watch(self, closure: int) -> None:
-        pass
-
-    def fail(self, closure: int) -> None:
-        pass
-
-    def leave(self, round_number: int) -> None:
-        pass
-
-    def catch_up(self, round_number: int) -> None:
-        pass
+        return reduction.buffer
 
 
 def _reduce_scatter_single() -> Callable[..., Any]:

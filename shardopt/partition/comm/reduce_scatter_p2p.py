@@ -1,4 +1,4 @@
-"""Reduction by messages: slices go straight to their owners, who add them up."""
+"""Reduce-scatter by messages: slices go straight to their owners, who add them up."""
 
 from collections import deque
 from typing import Any
@@ -6,68 +6,60 @@ from typing import Any
 import torch
 
 from .group import Pending, Ranks
-from .reduce_scatter import PHASE, Reduction, chunks, sum_into
+from .reduce_scatter import PHASE, ReduceScatter, Reduction, chunks, sum_into
 from .traffic import Traffic
 
 
-class P2PReduceScatter:
-    """Slices sent straight to their owners, under way while backward goes on."""
+class P2PReduceScatter(ReduceScatter):
+    """Sends slices straight to their owners while backward goes on.
 
-    tells = on_stream = False
+    Peers of a rank that abandons a round are not notified; their wait times out.
+    """
 
     def __init__(self, ranks: Ranks, traffic: Traffic, number: int):
         self._ranks, self._traffic, self._number = ranks, traffic, number
-        self._jobs: deque[tuple[Reduction, list[torch.Tensor], Pending]] = deque()
+        self._reductions: deque[tuple[Reduction, list[torch.Tensor], Pending]] = deque()
         self._abandoned: list[Any] = []
         self._round = self._attempt = self._position = 0
 
-    def begin(self, round_number: int) -> None:
-        # Of a round that was left, messages may be under way: they write to memory that must not be given back. Nobody
-        # waits for them, as the other ranks may have left sooner; tags keep them from meeting those of this round.
-        self._abandoned += self._jobs
-        self._jobs.clear()
+    def start_round(self, round_number: int) -> None:
+        # Messages of an abandoned round may be under way: they write to memory that must not be freed. This rank does
+        # not wait for them, as the other ranks may have abandoned the round earlier. Tags keep them from matching
+        # messages of this round.
+        self._abandoned += self._reductions
+        self._reductions.clear()
         self._attempt = self._attempt + 1 if round_number == self._round else 0
         self._round, self._position = round_number, 0
 
-    def start(self, job: Reduction) -> None:
+    def start(self, reduction: Reduction) -> None:
         rank = self._ranks.rank
-        slices = [job.slice_of(each) for each in range(self._ranks.size)]
+        slices = [reduction.slice_of(each) for each in range(self._ranks.size)]
         others = [each if owner == rank else torch.empty_like(each) for owner, each in enumerate(slices)]
         pending = self._ranks.exchange_slices(slices, others, self._tag(), PHASE)
-        self._traffic.gradients += (self._ranks.size - 1) * job.target.numel() * job.buffer.element_size()
+        self._traffic.gradients += (self._ranks.size - 1) * reduction.target.numel() * reduction.buffer.element_size()
         self._position += 1
         others[rank] = slices[rank]
-        self._jobs.append((job, others, pending))
+        self._reductions.append((reduction, others, pending))
 
     def _tag(self) -> int:
-        """Says who, round, attempt and bucket, so that no message is taken for another; repeats after 1,024 rounds."""
+        """Returns a tag of optimizer, round, attempt and bucket, so that no message matches another. Repeats after
+        1,024 rounds.
+        """
         who, round_number = self._number % 64, self._round % 1024
         return (who << 24 | round_number << 14 | self._attempt % 4 << 12 | self._position % 4096) + 1
 
     def progress(self) -> list[torch.Tensor]:
         return []
 
-    def settle(self, limit: int, patience: float) -> list[torch.Tensor]:
-        return [self._finish_first() for _ in range(len(self._jobs) - limit)]
+    def drain(self, limit: int, patience: float) -> list[torch.Tensor]:
+        return [self._finish_first() for _ in range(len(self._reductions) - limit)]
 
     def finish(self) -> list[torch.Tensor]:
-        return [self._finish_first() for _ in range(len(self._jobs))]
+        return [self._finish_first() for _ in range(len(self._reductions))]
 
     def _finish_first(self) -> torch.Tensor:
-        job, slices, pending = self._jobs.popleft()
+        reduction, slices, pending = self._reductions.popleft()
         self._ranks.wait(pending)
-        for part in chunks(job.target.numel()):
-            sum_into(job.target[part], (each[part] for each in slices), job.add)
-        return job.buffer
-
-    def watch(self, closure: int) -> None:
-        pass
-
-    def fail(self, closure: int) -> None:
-        pass
-
-    def leave(self, round_number: int) -> None:
-        pass  # the others meet the deadline
-
-    def catch_up(self, round_number: int) -> None:
-        pass
+        for part in chunks(reduction.target.numel()):
+            sum_into(reduction.target[part], (each[part] for each in slices), reduction.add)
+        return reduction.buffer

@@ -1,4 +1,4 @@
-"""How ranks reach each other: mechanisms for reducing and gathering, chosen once, the same on all ranks.
+"""The connections between ranks: mechanisms for reducing and gathering, chosen once, the same on all ranks.
 
 ========================  ==================================================================================
 tensors, group            gathering; reducing
@@ -11,8 +11,8 @@ CPU, gloo                 :class:`P2PAllGather`; :class:`P2PReduceScatter`: stra
 CUDA, gloo                refused: it has neither collectives nor messages for tensors of a GPU
 ========================  ==================================================================================
 
-A wire moves what is already final (stage 3 gathers params so). A :class:`Gather` is a round behind an update, in which
-every rank first has to hear that the others' shards are written, and last that nobody reads its own any more.
+An :class:`AllGather` moves shards that are already final (stage 3 gathers params so). A :class:`Gather` follows an
+update: every rank first waits until the other ranks' shards are written, and last until nobody reads its own.
 """
 
 import weakref
@@ -38,9 +38,10 @@ from .reduce_scatter_p2p import P2PReduceScatter
 from .reduce_scatter_peer import PeerReduceScatter
 from .traffic import Traffic
 
-_WINDOWS = 1 << 20  # numbers of one transport's windows
+_WINDOWS = 1 << 20  # how many windows one transport may number
 
-_TRANSPORTS: "weakref.WeakKeyDictionary[dist.ProcessGroup, int]" = weakref.WeakKeyDictionary()  # how many there were
+# Transports that each group has had.
+_TRANSPORTS: "weakref.WeakKeyDictionary[dist.ProcessGroup, int]" = weakref.WeakKeyDictionary()
 
 
 class Transport:
@@ -50,12 +51,12 @@ class Transport:
         self,
         ranks: Ranks,
         device: torch.device,
-        neighbours: PeerMemory | None = None,
+        memory: PeerMemory | None = None,
         cards: tuple[tuple[int, ...], ...] = (),
     ):
         self.ranks, self._device = ranks, device
-        self._neighbours, self._cards = neighbours, cards
-        # Messages of several optimizers in one group must not be taken for one another.
+        self._memory, self._cards = memory, cards
+        # Messages of several optimizers in one group must not match each other.
         self._number = 0 if ranks.group is None else _TRANSPORTS.get(ranks.group, 0)
         if ranks.group is not None:
             _TRANSPORTS[ranks.group] = self._number + 1
@@ -77,70 +78,70 @@ class Transport:
             )
         if ranks.size == 1 or device.type != "cpu" or not use_neighbours:
             return Transport(ranks, device)
-        neighbours = PeerMemory()
-        cards = tuple(tuple(card) for card in ranks.exchange(neighbours.card(), device, "looking for neighbours"))
-        able = all(neighbours.can_read(card) for card in cards)
+        memory = PeerMemory()
+        cards = tuple(tuple(card) for card in ranks.exchange(memory.card(), device, "looking for neighbours"))
+        able = all(memory.can_read(card) for card in cards)
         everyone = ranks.exchange([int(able)], device, "agreeing on neighbours")
         if not all(each for (each,) in everyone):
             return Transport(ranks, device)
-        return Transport(ranks, device, neighbours, cards)
+        return Transport(ranks, device, memory, cards)
 
     @property
     def name(self) -> str:
-        """What carries params and gradients, for people."""
+        """The name of what carries params and gradients, for people."""
         if self.ranks.size == 1:
             return "none"
-        if self._neighbours is not None:
+        if self._memory is not None:
             return "neighbours"
         return "collectives" if self.ranks.has_collectives(self._device) else "messages"
 
     @property
     def overlaps(self) -> bool:
-        """Whether shards travel while this rank computes, so that they are worth asking for early."""
-        return self._neighbours is None and self.ranks.size > 1
+        """True if shards travel while this rank computes, so that they are worth prefetching."""
+        return self._memory is None and self.ranks.size > 1
 
-    def settle(self, phase: str) -> None:
-        """Collective where ranks read each other's memory: until what every rank wrote to its shards may be read."""
-        if self._neighbours is not None:
-            meet(self.ranks, False, phase)
+    def barrier(self, phase: str) -> None:
+        """Waits until every rank's writes to its shards may be read: collective if ranks read each other's memory."""
+        if self._memory is not None:
+            barrier(self.ranks, False, phase)
 
     def open(self, flat: torch.Tensor, shard_numel: int) -> Window:
-        """Collective: a window on each rank's buffer, which must stay where it is as long as the window is used."""
+        """Collective: opens a window on each rank's buffer, which must stay where it is while the window is used."""
         return self._open(flat, shard_numel, flat.data_ptr())
 
-    def open_apart(self, flat: torch.Tensor, shard: torch.Tensor) -> Window:
-        """Collective: a window on a buffer whose own shard every rank keeps elsewhere, in ``shard``."""
+    def open_detached(self, flat: torch.Tensor, shard: torch.Tensor) -> Window:
+        """Collective: opens a window on a buffer whose own shard every rank keeps elsewhere, in ``shard``."""
         nbytes = shard.numel() * shard.element_size()
         return self._open(flat, shard.numel(), shard.data_ptr() - self.ranks.rank * nbytes)
 
     def _open(self, flat: torch.Tensor, shard_numel: int, address: int) -> Window:
         self._opened += 1
-        if self._neighbours is None:
+        if self._memory is None:
             return Window(flat, shard_numel, self._opened)
         addresses = self.ranks.exchange([address], flat.device, "exchanging addresses")
         peers = tuple((card[0], each) for card, (each,) in zip(self._cards, addresses, strict=True))
         return Window(flat, shard_numel, self._opened, peers)
 
-    def wire(self, phase: str) -> AllGather:
-        """For shards that are final on every rank."""
+    def all_gather(self, phase: str) -> AllGather:
+        """Returns an all-gather for shards that are final on every rank."""
         if self.ranks.size == 1:
             return NoAllGather()
-        if self._neighbours is not None:
-            return PeerAllGather(self.ranks, self._neighbours)
+        if self._memory is not None:
+            return PeerAllGather(self.ranks, self._memory)
         if self.ranks.has_collectives(self._device):
             return CollectiveAllGather(self.ranks, phase)
         return P2PAllGather(self.ranks, phase)
 
     def gather(self, phase: str) -> "Gather":
-        """For shards that are being written."""
-        return Gather(self.ranks, self.wire(phase), phase)
+        """Returns a gather for shards that are being written."""
+        return Gather(self.ranks, self.all_gather(phase), phase)
 
-    def scatter(self) -> ReduceScatter:
-        """Collective: the mechanism for rounds of reduction."""
+    def reduce_scatter(self) -> ReduceScatter:
+        """Collective: returns the mechanism for rounds of reductions."""
         if self.ranks.size == 1:
             return NoReduceScatter()
-        if self._neighbours is not None:
-            board = PeerBoard(self.ranks, self._neighbours, tuple(card[0] for card in self._cards))
+        if self._memory is not None:
+            board = PeerBoard(self.ranks, self._memory, tuple(card[0] for card in self._cards))
             return PeerReduceScatter(self.ranks, board, self.traffic)
         if self.ranks.has_collectives(self._device):
             return CollectiveReduceScatter(self.ranks, self.traffic)
@@ -148,48 +149,49 @@ class Transport:
 
 
 class Gather:
-    """A round of gathering: ``start`` each window when this rank's shard of it is final, then ``finish``."""
+    """A round of gathering after an update: ``start`` each window once this rank's shard is final, then ``finish``."""
 
-    def __init__(self, ranks: Ranks, wire: AllGather, phase: str):
-        self._ranks, self._wire, self._phase = ranks, wire, phase
+    def __init__(self, ranks: Ranks, all_gather: AllGather, phase: str):
+        self._ranks, self._all_gather, self._phase = ranks, all_gather, phase
         self.received = 0  # bytes
 
     def start(self, window: Window) -> None:
-        self._wire.start(window)
+        self._all_gather.start(window)
         self.received += window.nbytes_received
 
     def finish(self, failed: bool = False) -> None:
-        """Until every window that was started holds every rank's shard, and no rank needs ours any more.
+        """Waits until every started window holds every rank's shard, and no rank needs ours any more.
 
         Args:
-            failed: this rank could not make its shards; the others are told instead of being left to wait.
+            failed: True if this rank could not make its shards; the other ranks are told, and need not time out.
 
         Raises:
             CommunicationError: a rank failed, died or is late.
         """
         if self._ranks.size == 1:
             return
-        if self._wire.on_stream:
-            # The others are not told, which would cost a wait of the host for the device; they meet the deadline.
-            self._wire.finish()
+        if self._all_gather.on_stream:
+            # The other ranks are not told of a failure: the host would have to wait for the device. Their wait times
+            # out.
+            self._all_gather.finish()
             return
-        if self._wire.reads_memory:
-            meet(self._ranks, failed, f"{self._phase} (waiting for every rank's update)")
+        if self._all_gather.reads_memory:
+            barrier(self._ranks, failed, f"{self._phase} (waiting for every rank's update)")
         problem = None
         try:
-            self._wire.finish()
+            self._all_gather.finish()
         except CommunicationError as error:
             problem = error
-        # No rank may write or free its params before all have read them; and all must know that one could not.
+        # No rank may write or free its params before all have read them, and all must know if one could not read.
         try:
-            meet(self._ranks, failed or problem is not None, f"{self._phase} (waiting for every rank's copy)")
+            barrier(self._ranks, failed or problem is not None, f"{self._phase} (waiting for every rank's copy)")
         finally:
             if problem is not None:
                 raise problem
 
 
-def meet(ranks: Ranks, failed: bool, phase: str) -> None:
-    """A barrier that tells whether every rank came to it well."""
+def barrier(ranks: Ranks, failed: bool, phase: str) -> None:
+    """Collective: a barrier that raises CommunicationError on every rank if one failed."""
     reports = ranks.exchange([int(failed)], torch.device("cpu"), phase)
     if any(each for (each,) in reports):
         raise CommunicationError(f"while {phase}: rank {[each for (each,) in reports].index(1)} could not go on.")
