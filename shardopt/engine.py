@@ -36,7 +36,12 @@ from .domain.unsharded import check_gathered_by_nobody, check_weights, unsharded
 from .errors import DisagreementError, ShardoptError, StateError
 from .module.backward import Backward
 from .module.closure import RaiseNow, run_closure
-from .module.materialize import check_materializable, check_unused, device_to_train_on, meta_params
+from .module.materialize import (
+    check_materializable,
+    check_unused,
+    device_to_train_on,
+    meta_params,
+)
 from .module.takeover import ModuleTakeover
 from .offload.store import Store
 from .partition.comm.group import Ranks

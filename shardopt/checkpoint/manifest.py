@@ -9,7 +9,15 @@ from functools import cached_property
 from typing import Any
 
 from ..errors import CheckpointError
-from .records import File, Key, Tensor, check_apart, count, tensors_from_json, tensors_to_json
+from .records import (
+    File,
+    Key,
+    Tensor,
+    check_apart,
+    count,
+    tensors_from_json,
+    tensors_to_json,
+)
 from .schema import check_schema
 
 VERSION = 1

@@ -13,7 +13,15 @@ from ..errors import CheckpointError
 from ..kernels.formats import FP32, format_of
 from ..rules.rule import EMA
 from ..tensors.strides import flattened
-from .elements import Write, flat_of, is_dense, same_order, shard_writer, strides_of, writer_of
+from .elements import (
+    Write,
+    flat_of,
+    is_dense,
+    same_order,
+    shard_writer,
+    strides_of,
+    writer_of,
+)
 from .fit import Fit
 from .manifest import Manifest
 from .model import Model, ModelParam

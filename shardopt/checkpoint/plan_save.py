@@ -19,9 +19,24 @@ from ..partition.layout import BLOCK
 from ..partition.mesh import Mesh
 from ..tensors.part import Part
 from . import gradients, rng, values
-from .elements import Read, chunks_of, flat_of, reader_of, shard_reader, stream_reader, strides_of
+from .elements import (
+    Read,
+    chunks_of,
+    flat_of,
+    reader_of,
+    shard_reader,
+    stream_reader,
+    strides_of,
+)
 from .model import Model, ModelParam, plain_name
-from .records import NAME_OF_DTYPE, Key, Tensor, Tensors, tensors_from_json, tensors_to_json
+from .records import (
+    NAME_OF_DTYPE,
+    Key,
+    Tensor,
+    Tensors,
+    tensors_from_json,
+    tensors_to_json,
+)
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,15 @@ from .meeting import FileSignals
 from .plan_save import Piece, SavePlan
 from .publish import Site
 from .reader import chunks_of_range
-from .records import File, Key, Range, Tensor, Tensors, tensors_from_json, tensors_to_json
+from .records import (
+    File,
+    Key,
+    Range,
+    Tensor,
+    Tensors,
+    tensors_from_json,
+    tensors_to_json,
+)
 from .tensor_file import Writer, header
 
 

@@ -9,7 +9,7 @@ import mmap
 
 import torch
 
-from ..offload.huge_pages import CAN_ADVISE, map_huge_pages
+from ..huge_pages import CAN_ADVISE, map_huge_pages
 
 # From this size on, in bytes, memory has a mapping of its own. In the allocator's heap, long-lived memory would lie
 # between gradients that come and go, and the holes that gradients leave could not go back to the system.

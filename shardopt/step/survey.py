@@ -23,7 +23,14 @@ from ..kernels.launch import backend_of
 from ..kernels.reductions import LIMBS
 from ..kernels.tables import BLOCK, Factors
 from ..tensors.gradient import GradientPart
-from .launches import GradientStats, Launch, ParamUpdate, StepPlan, plan_launches, scalars_of
+from .launches import (
+    GradientStats,
+    Launch,
+    ParamUpdate,
+    StepPlan,
+    plan_launches,
+    scalars_of,
+)
 
 
 class Scaling(NamedTuple):

@@ -44,8 +44,23 @@ from ..module.gradient_report import Report
 from ..rules import Variant
 from ..tensors.gradient_slice import divide_
 from ..tensors.released_gradient import ReleasedGradient, second_backward
-from .launches import GradientStats, Launch, ParamUpdate, StepPlan, launches_of, scalars_of
-from .step import NOTHING_DONE, Call, Outcome, check_unbroken, commit, digest_of, skip
+from .launches import (
+    GradientStats,
+    Launch,
+    ParamUpdate,
+    StepPlan,
+    launches_of,
+    scalars_of,
+)
+from .step import (
+    NOTHING_DONE,
+    Call,
+    Outcome,
+    check_unbroken,
+    commit,
+    digest_of,
+    skip,
+)
 from .survey import Scaling, placed_params, states_of_shards, written_params
 from .update import ShardUpdate, update_and_gather, update_chunks
 

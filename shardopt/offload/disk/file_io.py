@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from ...errors import OffloadError
-from ..huge_pages import map_huge_pages
+from ...huge_pages import map_huge_pages
 
 PAGE = 4096  # bytes; direct transfers need offsets, lengths and addresses that are multiples of it, on every disk
 # Calls in a row that move less than a page, or that a signal interrupts, until the transfer is given up.
