@@ -2,16 +2,15 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
 from ..errors import BindingError
 from ..tensors.gradient_slice import GradientSlice
+from .hyperparameters import Group as Group
 from .param_state import ParamState
 from .shard import Shard
 
-Group = Mapping[str, Any]
 Candidate = tuple[str, torch.nn.Parameter, Group]  # name for messages, param, its group
 
 

@@ -18,7 +18,8 @@ from ..partition.gatherer import GatheredBucket, Gatherer, MemorySlice
 from ..partition.gatherer import Slice as GatheredSlice
 from ..partition.layout import Piece
 from ..partition.memory import zeros
-from ..partition.reduce_buckets import KeptBucket, PassingBucket
+from ..partition.reduce_buckets import DeviceSum, PassingSum
+from ..partition.reduce_buckets_host import HostSum
 from ..rules import Variant
 from ..rules.rule import EMA
 from ..tensors.strides import dense_strides, flattened, in_storage_order
@@ -44,8 +45,8 @@ class Shard:
     """
 
     window: Window  # on bucket.flat; opened by all ranks together
-    reduced: KeptBucket  # where the module was handed over
-    passing: PassingBucket  # in its place, where gradients are released
+    reduced: DeviceSum | HostSum  # where the module was handed over
+    passing: PassingSum  # in its place, where gradients are released
     number: int  # of that bucket, in the reducer
     sums: Gradients  # the table of what stays in ``reduced``
     gathered: GatheredBucket | None = None  # where params are sharded
@@ -164,16 +165,6 @@ class Shard:
         return [
             Chunk(self.home, start, stop, names, self.param[start:stop], reads_param=reads) for start, stop in bounds
         ]
-
-    def reduce_into(self, reduced: KeptBucket) -> None:
-        """Gradients of this shard will be found in ``reduced.total``."""
-        self.reduced = reduced
-        if not reduced.at_rest:
-            self.sums = self.gradients_in(reduced.total)
-
-    def pass_on(self, passing: PassingBucket) -> None:
-        """Sums of gradients of this shard come and go as ``passing`` says."""
-        self.passing = passing
 
     def own_slice(self) -> GatheredSlice:
         """A copy of this rank's slice of the params, apart from the bucket."""
