@@ -1,6 +1,6 @@
 """A shard: this rank's slice of a bucket, with the masters and states that belong to it."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -24,6 +24,8 @@ from ..rules import Variant
 from ..rules.rule import EMA
 from ..tensors.strides import dense_strides, flattened, in_storage_order
 from .formats import StreamFormats
+
+IsRounded = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class Slice(NamedTuple):
@@ -276,10 +278,13 @@ class Shard:
         """Keeps of a master that was loaded what fits the param ``index`` as it is now."""
         self.write("master", index, self.slice_of(index).start, self.awaiting[index])
 
-    def refresh_masters(self, indices: Iterable[int]) -> None:
+    def refresh_masters(self, indices: Iterable[int], is_rounded: IsRounded) -> None:
         """Makes masters follow these params, which were written: elements that are the master rounded keep it.
 
         Where the param is a half of the master nothing tells what it was: the master becomes the param.
+
+        Args:
+            is_rounded: of fp32 masters and their params, both 1D: which params are the master rounded.
         """
         slices = [self.slice_of(index).local for index in indices]
         for name in self.masters:
@@ -287,7 +292,7 @@ class Shard:
                 inside = [slice(max(each.start, start), min(each.stop, stop)) for each in slices]
                 inside = [each for each in inside if each.start < each.stop]
                 if inside and self.has_whole_masters:
-                    self._refresh(name, start, stop, inside)
+                    self._refresh(name, start, stop, inside, is_rounded)
                 else:
                     for each in inside:
                         self.write_chunk(name, each.start, self.params(each.start, each.stop).float())
@@ -297,12 +302,12 @@ class Shard:
         """Whether masters can be told from their params."""
         return self.kept.master is FP32
 
-    def _refresh(self, name: str, start: int, stop: int, slices: Sequence[slice]) -> None:
+    def _refresh(self, name: str, start: int, stop: int, slices: Sequence[slice], is_rounded: IsRounded) -> None:
         masters = self.home.read(name, start, stop)
         for each in slices:
             master = masters[each.start - start : each.stop - start]
             param = self.params(each.start, each.stop).to(masters.device)
-            is_followed = codecs.rounds_to(master, param)
+            is_followed = is_rounded(master, param)
             if not is_followed.all():
                 self.home.write(name, each.start, torch.where(is_followed, master, param.float()))
 
