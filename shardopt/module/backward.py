@@ -8,7 +8,6 @@ part. A gradient may arrive after its bucket was sent (reentrant activation chec
 more, and a second all-reduce tells the norms of the new sums.
 """
 
-import weakref
 from collections.abc import Callable, Collection, Sequence
 from enum import Enum
 from typing import Any
@@ -32,6 +31,7 @@ from ..tensors.part import Part
 from ..tensors.unsharded_guard import keep_pattern
 from .closure import ClosureState
 from .gradient_report import Arrivals, Report, ReportLayout
+from .hooks import call_while_alive
 
 
 class Round(Enum):
@@ -109,11 +109,11 @@ class Backward:
 
     def attach(self, entries: Sequence[ParamRecord], shards: Sequence[Shard]) -> None:
         """Takes the gradients of params that were just bound to these shards, from now on."""
-        me = weakref.ref(self)
         for entry in entries:
             self._entries.append(entry)
             self._attach_slice(entry)
-            self._hooks.append(entry.param.register_post_accumulate_grad_hook(_gradient_hook(me, entry)))
+            hook = call_while_alive(lambda me, entry, _: me.take_gradient(entry), self, entry)
+            self._hooks.append(entry.param.register_post_accumulate_grad_hook(hook))
         for shard in shards:
             numbers = {entry.index: number for number, entry in enumerate(self._entries) if entry.shard is shard}
             self._rows[shard] = np.array([numbers[piece.param] for piece in shard.pieces], dtype=np.int64)
@@ -124,21 +124,20 @@ class Backward:
 
     def _watch_sums(self, shard: Shard) -> None:
         if isinstance(shard.reduced, HostSum):
-            shard.reduced.on_sum = _totals_hook(weakref.ref(self), weakref.ref(shard))
+            shard.reduced.on_sum = call_while_alive(Backward.total_early, self, shard)
             return
         self._tables[shard] = shard.sums
 
     def _attach_slice(self, entry: ParamRecord) -> None:
-        domain, shard, me = self._domain, entry.shard, weakref.ref(self)
-        where, its = shard.slice_of(entry.index), weakref.ref(entry)  # weak: the entry holds the slice
-
-        def receive(grad: torch.Tensor) -> None:
-            backward, entry = me(), its()
-            if backward is not None and entry is not None:
-                backward._receive(entry, grad)
+        domain, shard = self._domain, entry.shard
+        where, index, receive = (
+            shard.slice_of(entry.index),
+            entry.index,
+            call_while_alive(Backward._receive, self, entry),
+        )
 
         def gather(_: torch.Tensor) -> torch.Tensor:
-            return shard.as_param(domain.gather_slices(shard, shard.reduced.total, "gradients"), entry.index).clone()
+            return shard.as_param(domain.gather_slices(shard, shard.reduced.total, "gradients"), index).clone()
 
         shared = domain.mesh.shard.size > 1
         entry.gradient_slice = GradientSlice(
@@ -180,14 +179,8 @@ class Backward:
                 "call zero_grad() on every rank and go on with the next batch: the gradients are those of a part of a "
                 f"backward only, and a step would train on them. {self._lost}."
             )
-        waiting = next(
-            (
-                each
-                for each in self._entries
-                if each.gradient_slice is not None and _is_waiting(each, each.gradient_slice)
-            ),
-            None,
-        )
+        shown = ((each, _shown(each)) for each in self._entries)
+        waiting = next((each for each, found in shown if found is not None and found.pending is not None), None)
         if waiting is not None:
             raise ShardoptError(
                 "run the last backward before step() outside of no_sync(), or call zero_grad(): gradients of "
@@ -262,7 +255,9 @@ class Backward:
         self._divisor, reducer, told = self._domain.mesh.world.size, self._domain.reducer, None
         assert reducer is not None
         if self.before_round is not None:
-            told = self.before_round([number for number, entry in enumerate(self._entries) if _is_held(entry)])
+            told = self.before_round(
+                [number for number, entry in enumerate(self._entries) if _shown(entry) is not None]
+            )
             self._divisor = told or self._divisor
         if told is None and self.closure.is_on and reducer.can_meet and not reducer.tells:
             with self.closure.meeting():
@@ -333,11 +328,11 @@ class Backward:
             raise
 
     def _deliver(self, entry: ParamRecord) -> None:
-        reducer, gradient_slice, param, gathered = (
+        reducer, param, gathered, gradient_slice = (
             self._domain.reducer,
-            entry.gradient_slice,
             entry.param,
             entry.shard.gathered,
+            _shown(entry),
         )
         assert reducer is not None
         if gathered is not None and not gathered.is_here and torch._C._current_graph_task_id() != -1:
@@ -348,7 +343,7 @@ class Backward:
                 "read memory that was freed."
             )
         grad = param.grad
-        if gradient_slice is not None and gradient_slice.shows_in(grad):
+        if gradient_slice is not None:
             grad, gradient_slice.pending = gradient_slice.pending, None
         else:
             param.grad = None
@@ -406,11 +401,10 @@ class Backward:
         """
         held = np.zeros(len(self._entries), dtype=bool)
         for number, entry in enumerate(self._entries):
-            grad, gradient_slice = entry.param.grad, entry.gradient_slice
-            held[number] = gradient_slice is not None and gradient_slice.shows_in(grad)
-            if (gradient_slice is not None and gradient_slice.pending is not None) or (
-                grad is not None and not held[number]
-            ):
+            gradient_slice = entry.gradient_slice
+            held[number] = _shown(entry) is not None
+            is_pending = gradient_slice is not None and gradient_slice.pending is not None
+            if is_pending or (entry.param.grad is not None and not held[number]):
                 self._deliver(entry)
         return held
 
@@ -509,30 +503,7 @@ class Backward:
                 entry.param.grad = GradientPart(gradient_slice, entry.param)
 
 
-def _totals_hook(backward: "weakref.ref[Backward]", shard: "weakref.ref[Shard]") -> Callable[[torch.Tensor], None]:
-    # Weak references: the shard holds the bucket that calls this, and a cycle would keep masters and states alive after
-    # the optimizer was dropped.
-    def take_totals(total: torch.Tensor) -> None:
-        owner, where = backward(), shard()
-        if owner is not None and where is not None:
-            owner.total_early(where, total)
-
-    return take_totals
-
-
-def _is_held(entry: ParamRecord) -> bool:
-    return entry.gradient_slice is not None and entry.gradient_slice.shows_in(entry.param.grad)
-
-
-def _is_waiting(entry: ParamRecord, gradient_slice: GradientSlice) -> bool:
-    return gradient_slice.pending is not None and gradient_slice.shows_in(entry.param.grad)
-
-
-def _gradient_hook(backward: "weakref.ref[Backward]", entry: ParamRecord) -> Callable[[torch.Tensor], None]:
-    # A weak reference: a param keeps its hooks, and must not keep an optimizer that the user dropped.
-    def take_gradient(_: torch.Tensor) -> None:
-        owner = backward()
-        if owner is not None:
-            owner.take_gradient(entry)
-
-    return take_gradient
+def _shown(entry: ParamRecord) -> GradientSlice | None:
+    """Returns the slice of the param's reduced gradient if ``param.grad`` shows it."""
+    found = entry.gradient_slice
+    return found if found is not None and found.shows_in(entry.param.grad) else None

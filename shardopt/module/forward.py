@@ -17,18 +17,18 @@ its base.
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import nn
-from torch._compile import _disable_dynamo
 
 from ..domain.domain import Domain
 from ..errors import ReleasedError
 from ..partition.gatherer import GatheredBucket, Gatherer
 from ..tensors.strides import with_own_storage
 from ..tensors.unsharded_guard import keep_pattern
+from .hooks import ModuleHook
 
 # These modules read the params of their children without calling them.
 _READS_CHILDREN = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
@@ -238,31 +238,3 @@ def tensors_within(values: Any, depth: int = 3) -> Iterable[torch.Tensor]:
             names = getattr(leaf, "__dict__", getattr(leaf, "__slots__", ()))
             found += tensors_within([getattr(leaf, name, None) for name in names], depth - 1)
     return found
-
-
-class ModuleHook:
-    """A method as the hook of a module. The hook holds the method's object weakly, and does nothing once that object is
-    gone, or in a copied or unpickled module.
-
-    torch.compile omits the hook from its graphs: the hook communicates with other ranks.
-    """
-
-    def __init__(self, method: Callable[..., Any]):
-        # A weak reference: a module keeps its hooks, and must not keep an optimizer that was dropped.
-        self._method = weakref.WeakMethod(method)
-
-    @_disable_dynamo
-    def __call__(self, *arguments: Any) -> Any:
-        method = self._method()
-        return None if method is None else method(*arguments)
-
-    def __reduce__(self) -> Any:
-        return _no_hook, ()
-
-
-def _no_hook() -> Callable[..., None]:
-    return _do_nothing
-
-
-def _do_nothing(*_: Any) -> None:
-    pass

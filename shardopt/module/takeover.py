@@ -21,14 +21,9 @@ from ..partition.placement import Placement, Placements
 from ..tensors.unsharded_guard import is_sharded
 from .backward import Backward
 from .closure import ClosureState
-from .ddp import (
-    active_wrapper,
-    check_same_ranks,
-    has_reducer,
-    restore_reducer,
-    retire_reducer,
-)
-from .forward import Forward, ModuleHook, tensors_within
+from .ddp import active_wrapper, check_same_ranks, has_reducer, restore_reducer, retire_reducer
+from .forward import Forward, tensors_within
+from .hooks import ModuleHook, call_while_alive
 from .materialize import give_devices, give_values
 from .tree import ModuleTree
 
@@ -236,18 +231,10 @@ class ModuleTakeover:
             return
         if module is not self.module:
             return
-        me = weakref.ref(backward)  # the user may keep the graph for longer than the optimizer
-
-        def open_round(_: Any) -> None:
-            found = me()
-            # False inside of torch.autograd.grad(), which accumulates nothing; backward(inputs=...) may, later.
-            accumulates = torch.autograd.Variable._execution_engine.is_checkpoint_valid()
-            if found is not None and found.is_syncing and not found.is_open and accumulates:
-                found.open()
-
+        hook = call_while_alive(_open_round, backward)
         for tensor in tensors_within(output):
             if tensor.grad_fn is not None:
-                tensor.grad_fn.register_prehook(open_round)
+                tensor.grad_fn.register_prehook(hook)
 
     # -- DDP -------------------------------------------------------------------------------------------------------
 
@@ -285,3 +272,10 @@ class ModuleTakeover:
         others = any(each.takeover is not self for each in self._sharers())
         if self.ddp is not None and not has_reducer(self.ddp) and not others:
             restore_reducer(self.ddp)
+
+
+def _open_round(backward: Backward, _: Any) -> None:
+    # False inside of torch.autograd.grad(), which accumulates nothing; backward(inputs=...) may, later.
+    accumulates = torch.autograd.Variable._execution_engine.is_checkpoint_valid()
+    if backward.is_syncing and not backward.is_open and accumulates:
+        backward.open()

@@ -7,8 +7,6 @@ functions take a tensor with the shape and strides of the whole, and the part's 
 ``Part`` imports this module on demand: importing shardopt does not import torch's checkpoints.
 """
 
-from typing import NamedTuple
-
 import torch
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -22,12 +20,8 @@ from .boxes import boxes
 from .strides import dense_strides
 
 
-class _View(NamedTuple):
-    offsets: torch.Size
-    values: torch.Tensor  # the box, a view of the part's local elements
-
-
-def _views(whole: torch.Tensor, local: torch.Tensor, start: int) -> list[_View]:
+def _views(whole: torch.Tensor, local: torch.Tensor, start: int) -> list[tuple[torch.Size, torch.Tensor]]:
+    """Returns the offsets of each box and its values, a view of the part's local elements."""
     strides = dense_strides(whole)
     # Elements are numbered in storage order: the dimension of the largest stride comes first.
     order = sorted(range(whole.dim()), key=lambda dim: (-strides[dim], -whole.shape[dim], dim))
@@ -37,9 +31,9 @@ def _views(whole: torch.Tensor, local: torch.Tensor, start: int) -> list[_View]:
     for box in boxes(shape, start, start + local.numel()):
         first = box.start - start
         values = local[first : first + box.numel].view(box.sizes).permute(back)
-        found.append(_View(torch.Size([box.offsets[dim] for dim in back]), values))
+        found.append((torch.Size([box.offsets[dim] for dim in back]), values))
     if whole.numel() == 0:  # an empty tensor has no boxes, but must be in the checkpoint
-        found.append(_View(torch.Size([0] * whole.dim()), local.new_empty(whole.shape)))
+        found.append((torch.Size([0] * whole.dim()), local.new_empty(whole.shape)))
     return found
 
 
@@ -47,28 +41,28 @@ def write_items(whole: torch.Tensor, local: torch.Tensor, start: int, name: str)
     """Returns what this rank writes of the tensor."""
     return [
         WriteItem(
-            MetadataIndex(name, view.offsets),
+            MetadataIndex(name, offsets),
             WriteItemType.SHARD,
             tensor_data=TensorWriteData(
-                ChunkStorageMetadata(view.offsets, view.values.size()),
+                ChunkStorageMetadata(offsets, values.size()),
                 TensorProperties(dtype=local.dtype),
                 whole.size(),
             ),
         )
-        for view in _views(whole, local, start)
+        for offsets, values in _views(whole, local, start)
     ]
 
 
 def chunk_list(whole: torch.Tensor, local: torch.Tensor, start: int) -> list[ChunkStorageMetadata]:
     """Returns what this rank reads of the tensor."""
-    return [ChunkStorageMetadata(view.offsets, view.values.size()) for view in _views(whole, local, start)]
+    return [ChunkStorageMetadata(offsets, values.size()) for offsets, values in _views(whole, local, start)]
 
 
 def shard_at(whole: torch.Tensor, local: torch.Tensor, start: int, index: MetadataIndex) -> torch.Tensor:
     """Returns the box at an offset."""
-    for view in _views(whole, local, start):
-        if view.offsets == index.offset:
-            return view.values
+    for offsets, values in _views(whole, local, start):
+        if offsets == index.offset:
+            return values
     raise StateError(
         "take state_dict() again, on every rank, before saving or loading: a checkpoint asks for a slice of "
         f"{index.fqn} at {index.offset}, and this rank holds none that begins there."

@@ -190,9 +190,8 @@ def _multiply(function: Any, part: GradientPart, other: Any) -> GradientPart:
     gradient_slice.divide()
     gradient_slice.total.mul_(factor)
     gradient_slice.edits.append(["mul_", factor])
-    gradient_slice.norms = gradient_slice.norms and gradient_slice.norms.times(
-        factor, part.whole_numel, gradient_slice.rounded
-    )
+    norms = gradient_slice.norms
+    gradient_slice.norms = norms and norms.times(factor, part.whole_numel, gradient_slice.rounded)
     return part
 
 
@@ -201,9 +200,8 @@ def _divide(function: Any, part: GradientPart, other: Any) -> GradientPart:
     gradient_slice.divide()
     divide_(gradient_slice.total, divisor)
     gradient_slice.edits.append(["div_", divisor])
-    gradient_slice.norms = gradient_slice.norms and gradient_slice.norms.over(
-        divisor, part.whole_numel, gradient_slice.rounded
-    )
+    norms = gradient_slice.norms
+    gradient_slice.norms = norms and norms.over(divisor, part.whole_numel, gradient_slice.rounded)
     return part
 
 
@@ -286,9 +284,9 @@ def _known(part: GradientPart) -> Norms:
     norms = part.whole_slice().norms
     if norms is None:
         raise StateError(
-            "read norms, unscale and look for Inf and NaN before clamping, writing to .local or scaling out of range, "
-            f"or call full_tensor() on every rank: the norms of {part!r} are not known, since one of these happened "
-            "after its last backward, and every rank sees only its own slice."
+            "read norms, unscale and look for Inf and NaN earlier, or call full_tensor() on every rank: the norms of "
+            f"{part!r} are not known. After its last backward it was clamped, written to through .local or scaled out "
+            "of range, and every rank sees only its own slice."
         )
     return norms
 

@@ -7,7 +7,7 @@ the param's class is :class:`ReleasedParameter`. A change of class costs a tenth
 import types
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
@@ -19,22 +19,21 @@ Write = Callable[[torch.Tensor], None]
 Name = Callable[[], str | None]
 
 
-class _Access(NamedTuple):
-    """The functions of a sharded param that work while it is released."""
-
-    read: Read  # returns this rank's slice as a part: the answer to detach()
-    write: Write  # collective: writes this rank's slice of a whole tensor: the answer to copy_()
-    name: Name  # returns the param's name in the module
-
-
-# All sharded params. This is a table of the process because an attribute of the param would travel: torch.save() and
-# copies of a module take a param's attributes with them, and these functions hold the optimizer's shards.
+# All sharded params, with (read, write, name) of mark_sharded(). This is a table of the process because an attribute of
+# the param would travel: torch.save() and copies of a module take a param's attributes with them, and these functions
+# hold the optimizer's shards.
 _SHARDED: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def mark_sharded(param: torch.nn.Parameter, read: Read, write: Write, name: Name) -> None:
-    """Says that ``param`` is sharded, and how it answers ``detach()`` and ``copy_(whole)`` while it is released."""
-    _SHARDED[param] = _Access(read, write, name)
+    """Says that ``param`` is sharded.
+
+    Args:
+        read: answers ``detach()`` of the released param: returns this rank's slice as a part.
+        write: answers ``copy_(whole)``: writes this rank's slice of a whole tensor. Collective.
+        name: returns the param's name in the module.
+    """
+    _SHARDED[param] = read, write, name
 
 
 def is_sharded(param: torch.Tensor) -> bool:
@@ -55,17 +54,17 @@ _PROPERTIES = """
     shape dtype device layout grad requires_grad is_leaf grad_fn ndim names is_sparse is_cuda is_cpu is_meta
     is_quantized is_mkldnn is_nested _version _backward_hooks _post_accumulate_grad_hooks grad_dtype itemsize
     nbytes retains_grad
-""".split()
+"""
 _METHODS = """
     size stride dim numel nelement element_size is_contiguous is_floating_point is_complex storage_offset
     register_hook register_post_accumulate_grad_hook requires_grad_ __hash__ is_shared is_signed ndimension
     get_device data_ptr untyped_storage new_empty new_full new_ones new_tensor new_zeros
-""".split()
+"""
 _ALLOWED = {
-    *(getattr(getattr(_Tensor, name, None), "__get__", None) for name in _PROPERTIES),
+    *(getattr(getattr(_Tensor, name, None), "__get__", None) for name in _PROPERTIES.split()),
     *(getattr(getattr(_Tensor, name, None), "__set__", None) for name in ("grad", "requires_grad", "grad_dtype")),
     *(getattr(getattr(_Tensor, name, None), "__delete__", None) for name in ("grad",)),
-    *(getattr(_Tensor, name, None) for name in _METHODS),
+    *(getattr(_Tensor, name, None) for name in _METHODS.split()),
     torch.is_floating_point,
     torch.is_complex,
     torch.is_same_size,
@@ -108,11 +107,11 @@ class ReleasedParameter(torch.nn.Parameter):
         if isinstance(first, ReleasedParameter) and _changes_nothing(function, first, args[1:], kwargs or {}):
             return first  # module.to() returns the tensor itself, as torch does
         if isinstance(first, ReleasedParameter) and first in _SHARDED:
-            access: _Access = _SHARDED[first]
+            read, write, _ = _SHARDED[first]
             if function in (_Tensor.detach, torch.detach, _Tensor.data.__get__):  # type: ignore[attr-defined]
-                return access.read()
+                return read()
             if function is _Tensor.copy_ and not isinstance(args[1], ReleasedParameter):
-                access.write(args[1])
+                write(args[1])
                 return first
         found = next((each for each in (*args, *(kwargs or {}).values()) if isinstance(each, ReleasedParameter)), first)
         raise _refusal(getattr(function, "__name__", str(function)), found)
@@ -172,7 +171,7 @@ def keep_pattern(name: str | None) -> str:
 
 
 def _refusal(call: str, param: Any) -> ReleasedError:
-    name = _SHARDED[param].name() if param in _SHARDED else None
+    name = _SHARDED[param][-1]() if param in _SHARDED else None
     shape = tuple(param.shape) if isinstance(param, _Tensor) else "?"
     return ReleasedError(
         "put the call in `with optimizer.unsharded():`, which every rank must enter and leave; or construct the "

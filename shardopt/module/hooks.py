@@ -1,0 +1,50 @@
+"""Hooks that do not keep an optimizer alive: modules, params and graphs hold their hooks for as long as they live."""
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from torch._compile import _disable_dynamo
+
+
+def call_while_alive(function: Callable[..., Any], *objects: object) -> Callable[..., None]:
+    """Returns a function that calls ``function(*objects, *arguments)`` while all objects are alive, else does nothing.
+
+    The returned function holds the objects weakly: a hook must not keep an optimizer that the user dropped
+    (test_taken_over_and_given_back), and a bucket must not keep the masters and states that lie in its own shard.
+    """
+    references = [weakref.ref(each) for each in objects]
+
+    def call(*arguments: Any) -> None:
+        alive = [reference() for reference in references]
+        if all(each is not None for each in alive):
+            function(*alive, *arguments)
+
+    return call
+
+
+class ModuleHook:
+    """A method as the hook of a module. The hook holds the method's object weakly, and does nothing once that object is
+    gone, or in a copied or unpickled module.
+
+    torch.compile omits the hook from its graphs: the hook communicates with other ranks.
+    """
+
+    def __init__(self, method: Callable[..., Any]):
+        self._method = weakref.WeakMethod(method)
+
+    @_disable_dynamo
+    def __call__(self, *arguments: Any) -> Any:
+        method = self._method()
+        return None if method is None else method(*arguments)
+
+    def __reduce__(self) -> Any:
+        return _no_hook, ()
+
+
+def _no_hook() -> Callable[..., None]:
+    return _do_nothing
+
+
+def _do_nothing(*_: Any) -> None:
+    pass
