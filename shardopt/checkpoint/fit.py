@@ -88,7 +88,7 @@ class _Fitting:
     def _is_others(self, saved: str) -> bool:
         """Whether other ranks hold it: those of another process group, of as many as there are here."""
         turn = self.manifest.params[saved].get("turn")
-        own = {tuple(home.turn) for home in self.model.homes.values() if home.turn is not None}
+        own = {tuple(home.expert_group) for home in self.model.homes.values() if home.expert_group is not None}
         return turn is not None and tuple(turn) not in own and turn[1] in {total for _, total in own}
 
     def _note(self, mismatch: str) -> None:

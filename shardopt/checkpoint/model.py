@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..domain.domain import Domain
-from ..domain.domains import Turn
+from ..domain.domains import ExpertGroup
 from ..domain.dtensors import Place, is_dtensor, place_of
 from ..domain.param import ParamRecord
 from ..domain.shard import Shard
@@ -36,7 +36,9 @@ class ModelParam:
     index: int = 0  # in the shard's bucket
     entry: ParamRecord | None = None  # where it is trained
     place: Place | None = None  # of a DTensor
-    turn: Turn | None = None  # of a group with a process_group of its own: ranks outside of it hold others
+    expert_group: ExpertGroup | None = (
+        None  # of a group with a process_group of its own: ranks outside of it hold others
+    )
     world: Ranks | None = None  # that hold the same; None: all that make the checkpoint
 
 
@@ -78,7 +80,7 @@ class Model:
             number, group = owner[param]
             optimizer = self.optimizers[number]
             composition, local = optimizer.engine.compose(), optimizer.engine.local_params.of(param)
-            turn = composition.turn_of(group)
+            expert_group = composition.expert_group_of(group)
             domain = composition.domain_of(local)
             entry = None if domain is None else domain.entries[local]
             home = ModelParam(name, tuple(aliases), local, number, None, None, place=place_of(param))
@@ -86,10 +88,10 @@ class Model:
                 home = replace(home, domain=domain, shard=entry.shard, index=entry.index, entry=entry)
             elif id(param) in sharded:
                 home = self._frozen(name, tuple(aliases), param, sharded, number)
-            if turn is not None:
-                named = [f"{each}@{turn}" for each in (name, *aliases)]
+            if expert_group is not None:
+                named = [f"{each}@{expert_group}" for each in (name, *aliases)]
                 world = composition.world_of(group)
-                home = replace(home, name=named[0], aliases=tuple(named[1:]), turn=turn, world=world)
+                home = replace(home, name=named[0], aliases=tuple(named[1:]), expert_group=expert_group, world=world)
             yield home
 
     @staticmethod
@@ -190,12 +192,12 @@ def meeting_of(optimizers: Sequence[ShardedOptimizer], module: nn.Module) -> Mee
     """Collective, where an optimizer's process groups are not numbered yet."""
     world, beyond = world_of(optimizers), []
     for optimizer in optimizers:
-        optimizer.engine.parties()
+        optimizer.engine.groups_by_domain()
         composition = optimizer.engine.compose()
         own = composition.main.mesh.world
         composition.look(optimizer.param_groups)
         whole = composition.whole
-        composition.take_turns()
+        composition.number_expert_groups()
         beyond += [ranks for ranks in whole if ranks.group is not own.group and ranks.size > 1]
     return Meeting(world, device_of(module), beyond)
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ..domain.domain import Domain
-from ..domain.domains import Turn
+from ..domain.domains import ExpertGroup
 from ..domain.masters import settle_masters
 from ..domain.param import without_process_group
 from ..domain.param_state import ParamState
@@ -236,7 +236,7 @@ class _Planner:
             self._whole(Key("params", home.name, kind), tensor, home.world)
         return {
             **({} if home.place is None else {"place": str(home.place)}),
-            **({} if home.turn is None else {"turn": list(home.turn)}),
+            **({} if home.expert_group is None else {"turn": list(home.expert_group)}),
             "aliases": list(home.aliases),
             "optimizer": home.optimizer,
             "step": state.step,
@@ -322,9 +322,9 @@ def _with_all_turns(group: Mapping[str, Any], params: Mapping[str, Any]) -> dict
             names.append(name)
             continue
         number, total = params[name]["turn"]
-        base = name.removesuffix(f"@{Turn(number, total)}")
-        turns = [f"{base}@{Turn(each, total)}" for each in range(total)]
-        names += [each for each in turns if each in params]
+        base = name.removesuffix(f"@{ExpertGroup(number, total)}")
+        siblings = [f"{base}@{ExpertGroup(each, total)}" for each in range(total)]
+        names += [each for each in siblings if each in params]
     return {**group, "params": names}
 
 

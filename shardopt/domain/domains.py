@@ -35,17 +35,12 @@ from .dtensors import (
 )
 from .param import Group, named_params
 
-
-@dataclass(frozen=True)
-class Party:
-    """A domain, and all param groups with the params that it binds, as local tensors."""
-
-    domain: Domain
-    groups: Sequence[Group]
+# A domain, and all param groups with the params that the domain binds, as local tensors.
+DomainGroups = tuple[Domain, Sequence[Group]]
 
 
-class Turn(NamedTuple):
-    """Which of the process groups that share the main ranks out among them: ``number`` of ``total``."""
+class ExpertGroup(NamedTuple):
+    """The expert group of this rank, among the groups that partition the data-parallel ranks."""
 
     number: int
     total: int
@@ -69,7 +64,7 @@ class Domains:
     whole: tuple[Ranks, ...] = ()  # those of the last :meth:`look`
     _norm_ranks: Ranks | None = None
     _tensor_ranks: tuple[Ranks, ...] = ()  # of the main domain's tensor mesh, in each of its dimensions
-    _turns: dict[Any, "Turn"] = field(default_factory=dict)  # by process group
+    _expert_groups: dict[Any, ExpertGroup] = field(default_factory=dict)  # by process group
 
     @property
     def domains(self) -> list[Domain]:
@@ -79,15 +74,19 @@ class Domains:
         """That has bound this local param."""
         return next((domain for domain in self.domains if local in domain.entries), None)
 
-    def parties(self, groups: Sequence[Group], make: Callable[[Any], Domain]) -> list[Party]:
-        """In the same order on all ranks of each domain; ``make`` gives one for a process group."""
+    def groups_by_domain(self, groups: Sequence[Group], make: Callable[[Any], Domain]) -> list[DomainGroups]:
+        """Each domain that has params, with its groups, in the same order on all ranks of each domain.
+
+        Args:
+            make: makes the domain of a process group.
+        """
         if not any(group.get("process_group") for group in groups):
-            return [Party(self.main, [self.locals.of_group(group) for group in groups])]
+            return [(self.main, [self.locals.of_group(group) for group in groups])]
         for group in groups:
             own = group.get("process_group")
             if own is not None and own not in self.others:
                 self.others[own] = make(own)
-        found = []
+        found: list[DomainGroups] = []
         for own, domain in ((None, self.main), *self.others.items()):
             # All groups keep their numbers, for messages, and their hyper-parameters are compared. A DeviceMesh is
             # compared by value, as the table's keys are: ``mesh["dp"]`` is a new object at each call.
@@ -96,12 +95,12 @@ class Domains:
                 for group in groups
             ]
             if any(group["params"] for group in mine):
-                found.append(Party(domain, mine))
-        return found or [Party(self.main, list(groups))]  # nothing to update, and a step all the same
+                found.append((domain, mine))
+        return found or [(self.main, list(groups))]  # nothing to update, and a step all the same
 
-    def take_turns(self) -> None:
+    def number_expert_groups(self) -> None:
         """Collective over the main ranks, once: numbers the process groups of param groups, by their first rank."""
-        if len(self._turns) == len(self.others):
+        if len(self._expert_groups) == len(self.others):
             return
         everyone = set(_ranks(self.main.mesh.world))
         beyond = {rank for domain in self.others.values() for rank in _ranks(domain.mesh.world)} - everyone
@@ -115,11 +114,11 @@ class Domains:
         told = self.main.mesh.world.exchange_json(own, self.main.device, "numbering process groups")
         for index, group in enumerate(self.others):
             distinct = sorted({tuple(theirs[index]) for theirs in told})
-            self._turns[group] = Turn(distinct.index(tuple(own[index])), len(distinct))
+            self._expert_groups[group] = ExpertGroup(distinct.index(tuple(own[index])), len(distinct))
 
-    def turn_of(self, group: Group) -> Turn | None:
-        """None: of the main ranks, or not numbered."""
-        return self._turns.get(group.get("process_group"))
+    def expert_group_of(self, group: Group) -> ExpertGroup | None:
+        """The expert group that holds a param group; None if the main ranks hold it, or before the numbering."""
+        return self._expert_groups.get(group.get("process_group"))
 
     def world_of(self, group: Group) -> Ranks:
         """The ranks that hold the same params of a group."""

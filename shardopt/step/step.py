@@ -22,7 +22,7 @@ import torch
 from ..domain.agreement import Consensus, StepDigest, agree
 from ..domain.bind import checksum
 from ..domain.domain import Domain
-from ..domain.domains import Party, agree_on_whole
+from ..domain.domains import DomainGroups, agree_on_whole
 from ..domain.hyperparameters import check_numbers, plain_numbers
 from ..domain.param import Candidate, Group
 from ..domain.shard import Shard, scales_name
@@ -86,14 +86,14 @@ class DomainStep:
     agreed: Consensus | None = None
 
 
-def run_step(parties: Sequence[Party], whole: Sequence[Ranks], call: Call, bind: Bind) -> Outcome:
+def run_step(by_domain: Sequence[DomainGroups], whole: Sequence[Ranks], call: Call, bind: Bind) -> Outcome:
     """Takes one step with the gradients that the params hold.
 
     Args:
-        bind: collective; binds params of a party's domain.
-        whole: over which ranks the parties decide together; empty where there is one party, which is all there is.
+        bind: collective; binds params of a domain.
+        whole: over which ranks the domains decide together; empty where there is one domain, which is all there is.
     """
-    lanes = [DomainStep(party.domain, party.groups) for party in parties]
+    lanes = [DomainStep(domain, groups) for domain, groups in by_domain]
     for lane in lanes:
         check_unbroken(lane.domain)
     agreed = _agree(lanes, whole, call, bind)
