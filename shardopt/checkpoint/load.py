@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from ..arguments import flag
-from ..domain.loaded import begin_states
 from ..errors import CheckpointError, ShardoptError
 from ..optim.optimizer import ShardedOptimizer
 from ..rules.rule import EMA
@@ -235,8 +234,7 @@ class Loading:
             saved = fitting.states.get(name)
             if home.entry is not None and name in fitting.params:
                 # Its master follows at the next step, where it does not round to it.
-                home.entry.version, home.entry.begins_average = None, False
-                home.entry.shard.awaiting.pop(home.entry.index, None)
+                home.entry.await_weights()
                 if "master" not in self._kinds.get(saved or "", ()):
                     _renew_master(home)
             if home.entry is None or saved is None:
@@ -279,7 +277,7 @@ def _forget(home: ModelParam) -> None:
     assert home.entry is not None and home.shard is not None
     home.entry.forget()
     home.shard.zero(home.index)
-    begin_states(home.shard, home.index, home.entry.initial)
+    home.entry.write_initial()
 
 
 def _before_writing(optimizer: ShardedOptimizer) -> None:

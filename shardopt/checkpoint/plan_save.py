@@ -9,7 +9,7 @@ from torch import nn
 
 from ..domain.domain import Domain
 from ..domain.domains import ExpertGroup
-from ..domain.masters import settle_masters
+from ..domain.masters import keep_low_bits
 from ..domain.param import without_process_group
 from ..domain.param_state import ParamState
 from ..domain.shard import Shard, scales_name
@@ -140,14 +140,14 @@ def plan_save(model: Model, extra: Mapping[str, Any], step: int | None, widens: 
         for domain in optimizer.engine.domains:
             if not widens:
                 _check_halves(domain)
-            settle_masters(domain)  # their halves are saved as they are kept
+            keep_low_bits(domain)  # their halves are saved as they are kept
     return _Planner(model, widens).plan(extra, step)
 
 
 def _check_halves(domain: Domain) -> None:
     """Half of a master is of no use beside other weights than its own."""
     for shard in domain.shards:
-        for index in shard.awaiting:
+        for index in shard.unmatched_masters:
             if not shard.fits_master(index):
                 raise CheckpointError(
                     "load the model's weights before this save: master weights were loaded, of which "

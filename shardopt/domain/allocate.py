@@ -19,7 +19,6 @@ from ..partition.reduce_buckets_host import RestingBucket
 from .bucket_plan import PlannedBucket
 from .domain import Domain
 from .formats import NOTHING
-from .loaded import begin_states, expect_weights, write_tensors
 from .param import ParamRecord
 from .param_state import ParamState
 from .shard import Shard
@@ -66,14 +65,14 @@ def allocate(
     undo.callback(shard.home.release)
     entries = []
     for index, (name, param, group) in enumerate(planned.members):
-        initial, state = domain.rule.initial_values(group), waiting.get(param)
-        entries.append(ParamRecord(param, name, shard, index, None, has_state=bool(initial), initial=initial))
+        entry, state = ParamRecord(param, name, shard, index, domain.rule.initial_values(group)), waiting.get(param)
+        entries.append(entry)
         if state is None:
-            begin_states(shard, index, initial)
+            entry.write_initial()
         else:
-            write_tensors(shard, index, state)
-            entries[-1].take_counters(state)
-            expect_weights(entries[-1], state)
+            entry.write_state(state)
+            entry.take_counters(state)
+            entry.expect_weights(state)
     sums = None if domain.options.module is None else _sums(domain, planned, shard, landing, undo)
     return Made(shard, tuple(entries), sums, shard.own_slice() if planned.is_released else None)
 

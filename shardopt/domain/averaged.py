@@ -54,7 +54,7 @@ def averaged(domain: Domain) -> Iterator[None]:
             for shard in shards:
                 shard.aside = None
         for entry in followed:  # what was written inside is gone: masters have nothing to follow
-            entry.version = entry.param._version
+            entry.follow_param()
 
 
 def has_average(domain: Domain) -> bool:

@@ -80,7 +80,7 @@ class Shard:
         self.masters = ("master",) if kept.master is not None else ()
         # Index of a param -> 1D fp32, its slice of a master that was loaded and is not that of the param: which may be
         # loaded after it.
-        self.awaiting: dict[int, torch.Tensor] = {}
+        self.unmatched_masters: dict[int, torch.Tensor] = {}
         self._piece_of_param = {piece.param: piece for piece in self.pieces}
         self._strides = [dense_strides(param) for param in bucket.params]
         self._no_row = len(self.pieces)  # the row of blocks that hold no param; its end stays 0
@@ -277,13 +277,13 @@ class Shard:
 
     def fits_master(self, index: int) -> bool:
         """Whether a master that was loaded is that of the param ``index`` as it is now."""
-        where, loaded = self.slice_of(index).local, self.awaiting[index]
+        where, loaded = self.slice_of(index).local, self.unmatched_masters[index]
         param = self.params(where.start, where.stop).to(loaded.device)
         return bool(codecs.rounds_to(loaded, param).all())
 
-    def settle_master(self, index: int) -> None:
+    def keep_low_bits(self, index: int) -> None:
         """Keeps of a master that was loaded what fits the param ``index`` as it is now."""
-        self.write("master", index, self.slice_of(index).start, self.awaiting[index])
+        self.write("master", index, self.slice_of(index).start, self.unmatched_masters[index])
 
     def refresh_masters(self, indices: Iterable[int]) -> None:
         """Makes masters follow these params, which were written: elements that are the master rounded keep it.
@@ -336,7 +336,7 @@ class Shard:
         if name == "master" and format is not FP32:
             weights = self.params(start, stop) if self.aside is None else self.aside[start:stop]
             masters = codecs.join(weights.to(items.device), items, format)
-            for index, loaded in self.awaiting.items():
+            for index, loaded in self.unmatched_masters.items():
                 where = self.slice_of(index).local
                 first, last = max(where.start, start), min(where.stop, stop)
                 if first < last:

@@ -6,7 +6,6 @@ import torch
 
 from ..domain.domain import Domain
 from ..domain.epoch import Moment
-from ..domain.loaded import begin_states, expect_weights, write_tensors
 from ..domain.param import Group, ParamRecord
 from ..domain.param_state import ParamState, check_part
 from ..tensors.part import Part
@@ -59,14 +58,14 @@ def put_state(domain: Domain, param: torch.nn.Parameter, state: ParamState, has_
             entry.shard.home.renew(zeroed=())  # a state dict taken before keeps what it showed
             entry.shard.zero(entry.index)
             if has_state:
-                write_tensors(entry.shard, entry.index, state)
+                entry.write_state(state)
             else:
-                begin_states(entry.shard, entry.index, entry.initial)
+                entry.write_initial()
         entry.forget()
-        entry.version = None
+        entry.await_weights()
         if has_state:
             entry.take_counters(state)
-            expect_weights(entry, state)
+            entry.expect_weights(state)
 
 
 def _shows(entry: ParamRecord, state: ParamState) -> bool:
@@ -102,11 +101,11 @@ def load_states(domain: Domain, loaded: Mapping[torch.nn.Parameter, ParamState])
                 shard.renew(keeps_masters=shard in keeps)
             for param, entry in entries.items():
                 if param in loaded:
-                    write_tensors(entry.shard, entry.index, loaded[param])
+                    entry.write_state(loaded[param])
                 else:
-                    begin_states(entry.shard, entry.index, entry.initial)
+                    entry.write_initial()
         for param, entry in entries.items():
             entry.forget()
             if param in loaded:
                 entry.take_counters(loaded[param])
-                expect_weights(entry, loaded[param])
+                entry.expect_weights(loaded[param])

@@ -147,13 +147,10 @@ def _commit(lane: DomainStep) -> None:
     seen = lane.seen
     _mark_used(seen)
     for each in seen.ready:
-        each.entry.step += 1
-        each.entry.carried = seen.scalars.carried[each.entry]
-        each.entry.has_state = True
-        each.entry.begins_average = False
+        each.entry.count_step(seen.scalars.carried[each.entry])
     torch.autograd.graph.increment_version([each.entry.param for each in seen.ready])
     for entry in (*seen.written, *(each.entry for each in seen.ready)):
-        entry.version = entry.param._version
+        entry.follow_param()
     lane.domain.end_step()
 
 

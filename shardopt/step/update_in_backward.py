@@ -290,7 +290,7 @@ class UpdateInBackward(Backward):
         """No update was made, but some versions moved. Of params that others wrote the next backward is told again."""
         for entry in self._entries:
             if entry not in current.written:
-                entry.version = entry.param._version
+                entry.follow_param()
 
     def _check_in_time(self, report: Report) -> None:
         if report.late.any():
