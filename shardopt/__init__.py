@@ -106,3 +106,8 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     globals()[name] = found
     return found
+
+
+def __dir__() -> list[str]:
+    """Public names, without the modules that Python binds here when they are imported."""
+    return [*__all__, *(name for name in globals() if name.startswith("__"))]

@@ -17,12 +17,13 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from .config import Offload, Options
-from .domain.agreement import StepDigest, agree
+from .domain.agreement import StepDigest, agree, agree_on_call
 from .domain.bind import bind, frozen_of
 from .domain.domain import Domain
 from .domain.domains import DomainGroups, Domains
 from .domain.dtensors import DTensorLocals, local_gradient
-from .domain.exclusive import in_turn
+from .domain.exclusive import exclusive
+from .domain.formats import check_formats
 from .domain.hyperparameters import check_numbers, plain_numbers
 from .domain.masters import refresh_masters
 from .domain.memory import Memory, memory_of
@@ -35,7 +36,7 @@ from .domain.unsharded import check_gathered_by_nobody, check_weights, unsharded
 from .errors import DisagreementError, ShardoptError, StateError
 from .module.backward import Backward
 from .module.closure import Settled, run_closure
-from .module.materialize import check_materialisable, check_unused, meta_params
+from .module.materialize import check_materialisable, check_unused, device_to_train_on, meta_params
 from .module.takeover import ModuleTakeover
 from .offload.store import Store
 from .partition.comm.group import Ranks
@@ -44,6 +45,8 @@ from .partition.placement import Placement, Placements
 from .rules import Rule
 from .states.consolidate import consolidate, rank_to_gather_on
 from .states.table import StateTable
+from .states.torch_format import read_state_dict, to_state_dict
+from .states.view import StateView
 from .step.step import NOTHING_DONE, Call, Outcome, run_step
 from .step.survey import Scaling
 from .step.update_in_backward import UpdateInBackward, drop_gradients
@@ -97,6 +100,7 @@ class Engine:
         options: Options,
         check_arguments: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None,
     ):
+        check_formats(rule, options)
         self._owner = weakref.ref(owner)  # it has this engine, and must go as soon as nobody has it
         self.rule, self.options, self.check_arguments = rule, options, check_arguments
         self.local_params = DTensorLocals()
@@ -186,6 +190,16 @@ class Engine:
             return self._composition.main.mesh.world
         group = self._process_group()
         return Ranks(None if group is None else everyone_of(group), self.options.tuning.deadline)
+
+    def agree_on_call(self, call: str, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Collective: what all ranks give to a call, or the same error on all."""
+        return agree_on_call(call, read, self.ranks(), self.device)
+
+    @property
+    def device(self) -> torch.device:
+        """On which ranks meet: that of the params, or that which they will have, where all are on the meta device."""
+        found = next((param.device for param in self.params if not param.is_meta), None)
+        return device_to_train_on(self.ranks()) if found is None else found
 
     def _process_group(self) -> dist.ProcessGroup | DeviceMesh | None:
         group = self.options.process_group
@@ -371,12 +385,12 @@ class Engine:
                 raise call.problem from error
             raise
 
-    @in_turn
-    def step(self, closure: Callable[[], Any] | None, scaling: Callable[[], Scaling]) -> Any:
+    @exclusive
+    def step(self, closure: Callable[[], Any] | None, scaling: Callable[[], tuple[float, bool]]) -> Any:
         """Collective: one step. Returns what the closure returned.
 
         Args:
-            scaling: tells what a GradScaler handed over; asked once the closure has run.
+            scaling: gives the loss scale, and whether an Inf or NaN was found; asked once the closure has run.
         """
         self.check_open()
         loss, problem, scale, settled = None, None, Scaling(), None
@@ -391,7 +405,7 @@ class Engine:
         run = None if self.takeover is None else self.takeover.closure
         try:
             loss = evaluate() if closure is None else run_closure(evaluate, run, self._backward)
-            scale = scaling()
+            scale = Scaling(*scaling())
             backward = self._backward()
             if self.takeover is not None and backward is not None:
                 self.takeover.check_still_covered()
@@ -449,7 +463,7 @@ class Engine:
             self.local_params.drop_gradients()
             self.local_params.show()
 
-    @in_turn
+    @exclusive
     @torch.no_grad()
     def refresh_masters(self) -> None:
         """See :meth:`ShardedOptimizer.refresh_masters`."""
@@ -477,6 +491,21 @@ class Engine:
         states = consolidate(domain, to, groups)
         if states is not None:
             self.states.consolidated = {**self.states.waiting, **states}
+
+    def view(self) -> StateView:
+        """See :attr:`ShardedOptimizer.state`."""
+        return StateView(self)
+
+    def state_dict(self) -> dict[str, Any]:
+        """In torch's format, before hooks see it."""
+        return to_state_dict(self.groups, self.view())
+
+    @exclusive
+    def load(self, state_dict: Mapping[str, Any], groups: list[dict[str, Any]]) -> None:
+        """Loads what hooks have seen. ``groups``: those of the dict, with the params of this optimizer's."""
+        loaded, own = read_state_dict(state_dict, groups, self.states)
+        self.replace_states(loaded, own)
+        self.owner.param_groups = groups
 
     def replace_states(self, loaded: Mapping[torch.nn.Parameter, ParamState], own: dict[Any, Any]) -> None:
         """Takes checked states by param, and what the user keeps beside them; all others are forgotten."""
@@ -512,7 +541,7 @@ class Engine:
         if self._away is not None:
             self._move(None)
 
-    @in_turn
+    @exclusive
     @torch.no_grad()
     def _move(self, to: Offload | None) -> None:
         self.check_open()

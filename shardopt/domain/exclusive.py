@@ -9,14 +9,14 @@ Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
 
-class _TakesTurns(Protocol):
+class _Locked(Protocol):
     lock: "threading.RLock"  # a thread may take it several times: a closure may load states
 
 
-Self = TypeVar("Self", bound=_TakesTurns)
+Self = TypeVar("Self", bound=_Locked)
 
 
-def in_turn(
+def exclusive(
     method: Callable[Concatenate[Self, Arguments], Result],
 ) -> Callable[Concatenate[Self, Arguments], Result]:
     """A method that waits until no other thread is in one of these."""

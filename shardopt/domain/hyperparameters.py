@@ -8,7 +8,8 @@ import torch
 
 from ..errors import RuleError, ShardoptError
 from ..rules.rule import Rule
-from .param import Group
+
+Group = Mapping[str, Any]  # a param group, as torch has it
 
 
 def plain_numbers(group: Group) -> dict[str, Any]:

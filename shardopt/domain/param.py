@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
 
 import torch
 
@@ -11,10 +10,10 @@ from ..errors import BindingError
 from ..rules.rule import EMA
 from ..tensors.gradient_slice import GradientSlice
 from ..tensors.part import Part
+from .hyperparameters import Group as Group
 from .param_state import ParamState
 from .shard import Shard
 
-Group = Mapping[str, Any]
 Candidate = tuple[str, torch.nn.Parameter, Group]  # name for messages, param, its group
 
 

@@ -6,9 +6,8 @@ inside.
 
 import functools
 import itertools
-import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -17,15 +16,10 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook, _JoinCon
 from torch.nn.parallel import DistributedDataParallel
 
 from ..arguments import flag
-from ..domain.agreement import agree_on_call
-from ..domain.dtensors import any_dtensor
-from ..engine import Engine, live_engines
 from ..errors import BindingError, ShardoptError
-from ..module.materialize import device_to_train_on
-from ..step.step import Call
-from ..step.survey import Scaling
 
 if TYPE_CHECKING:
+    from ..engine import Engine
     from .shadow import Shadow
 
 OFF = _JoinConfig.construct_disabled_join_config()
@@ -37,7 +31,7 @@ _NUMBERS = itertools.count()
 class JoinableOptimizer(Joinable):
     """A joinable optimizer."""
 
-    engine: Engine
+    engine: "Engine"
     _join_config = OFF  # torch's Join writes it
     _shadow: "Shadow | None" = None  # of the context that is open
     _is_joining = False  # inside of join()
@@ -95,7 +89,8 @@ class JoinableOptimizer(Joinable):
                 try:
                     yield
                 except Exception as error:
-                    self._tell(error)
+                    if self._shadow is not None:
+                        self._shadow.tell_of(error, __name__)
                     raise
         finally:
             self._is_joining = False
@@ -104,12 +99,12 @@ class JoinableOptimizer(Joinable):
 
     def join_hook(self, divide_by_initial_world_size: bool = True, **keywords: Any) -> JoinHook:
         """What torch's ``Join`` runs on a rank that has run out; see :meth:`join`."""
-        from .shadow import Shadow  # which few trainings need
+        from .shadow import Shadow, check_can_join  # which few trainings need
 
         name = "divide_by_initial_world_size"
 
         def read() -> dict[str, Any]:
-            _check_can_join(self.engine)
+            check_can_join(self.engine)
             return {name: flag(divide_by_initial_world_size, f"join({name}=)")}
 
         by_all = self._meet("join()", read)[name]
@@ -121,30 +116,12 @@ class JoinableOptimizer(Joinable):
 
     def _meet(self, call: str, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Collective: what all ranks give to a call, or the same error on all."""
-        return agree_on_call(call, read, self.engine.ranks(), self.join_device)
-
-    def _tell(self, error: Exception) -> None:
-        """Collective: the body raised on this rank alone, perhaps; the others wait for it, or will at their next call.
-
-        What came out of a call of ours is known to all; and of a backward that is under way the sums are not complete.
-        """
-        engine, shadow = self.engine, self._shadow
-        backward = None if engine.takeover is None else engine.takeover.backward
-        ours = __name__.partition(".")[0]
-        modules = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
-        is_known = any(name.partition(".")[0] == ours for name in modules[1:])  # behind join() itself
-        if is_known or shadow is None or (backward is not None and backward.is_open):
-            return
-        call = Call(engine.defaults, Scaling(), closure=False, problem=error)
-        with suppress(Exception):  # the error itself, or that all of them have raised it
-            shadow.tell("step", call)
-            engine.take(call)
+        return self.engine.agree_on_call(call, read)
 
     @property
     def join_device(self) -> torch.device:
         """Of the messages of ``Join``: that of the params, or will be, where they are still on the meta device."""
-        found = next((param.device for param in self.engine.params if not param.is_meta), None)
-        return device_to_train_on(self.engine.ranks()) if found is None else found
+        return self.engine.device
 
     @property
     def join_process_group(self) -> Any:
@@ -158,43 +135,6 @@ def take_along() -> None:
         DistributedDataParallel.join = _along(DistributedDataParallel.join)  # type: ignore[method-assign]
 
 
-def _check_can_join(engine: Engine) -> None:
-    """Raises ShardoptError where a rank that has run out could not follow."""
-    options, takeover, why = engine.options, engine.takeover, None
-    if options.stage == 3:
-        why = (
-            "at stage 3 every forward gathers params from all ranks, and a rank that has run out runs none. That comes "
-            "with a schedule of gathers. Use stage 2"
-        )
-    elif options.release_gradients:
-        why = (
-            "release_gradients=True takes the steps inside of backward, and a rank that has run out runs none. "
-            "Construct the optimizer without it"
-        )
-    elif (
-        options.norm_group is not None
-        or any(group.get("process_group") is not None for group in engine.groups)
-        or any_dtensor(engine.params)
-    ):
-        why = (
-            "the model is composed with tensor, pipeline or expert parallelism, whose ranks need each other's batches. "
-            "Leave join() away"
-        )
-    elif takeover is not None and any(
-        each is not engine and each.takeover is not None and each.takeover.module is takeover.module
-        for each in live_engines()
-    ):
-        why = (
-            "several optimizers took the module over, and a rank that has run out can follow one. Use one with several "
-            "param groups"
-        )
-    if why is not None:
-        raise ShardoptError(
-            f"join() was asked to let ranks run out of batches, and {why}, or give all ranks equally many batches. "
-            "Otherwise ranks that have a batch would wait for one that has none."
-        )
-
-
 def _along(join: Callable[..., Any]) -> Callable[..., Any]:
     """DDP's ``join()``, which takes along the optimizers whose params it wraps: their steps need all ranks."""
 
@@ -205,6 +145,8 @@ def _along(join: Callable[..., Any]) -> Callable[..., Any]:
         enable: bool = True,
         throw_on_early_termination: bool = False,
     ) -> Any:
+        from ..engine import live_engines  # DDP's own join() alone needs none of it
+
         if not enable:
             return join(self, divide_by_initial_world_size, enable, throw_on_early_termination)
         own = set(self.module.parameters())

@@ -5,7 +5,7 @@ import dataclasses
 import os
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from typing import Any, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
 import torch
 
@@ -13,15 +13,15 @@ import torch
 from torch._compile import _disable_dynamo
 
 from ..config import OptionKeywords, Options
-from ..domain.timings import Timings
-from ..engine import Engine
 from ..errors import StateError
 from ..rules import Rule
-from ..states.torch_format import copied, read_state_dict, to_state_dict
-from ..states.view import StateView
-from ..step.survey import Scaling
 from .joinable import JoinableOptimizer, take_along
-from .param_groups import check_added, check_given, matched, read_arguments
+from .param_groups import check_added, check_given, copied, matched, read_arguments
+
+if TYPE_CHECKING:
+    from ..domain.timings import Timings
+    from ..engine import Engine
+    from ..states.view import StateView
 
 Optimizer = TypeVar("Optimizer", bound="ShardedOptimizer")
 Closure = Callable[[], Any]
@@ -50,7 +50,7 @@ class ShardedOptimizer(torch.optim.Optimizer, JoinableOptimizer):
 
     def __init__(self, params: Any, defaults: dict[str, Any], *, rule: Rule, **options: Unpack[OptionKeywords]):
         params, rule, given = read_arguments(type(self).__name__, params, defaults, rule, options)
-        self.engine = Engine(self, rule, given, self._check_group)
+        self.engine = _engine(self, rule, given)
         super().__init__(params, defaults)
         self._begin()
 
@@ -179,10 +179,10 @@ class ShardedOptimizer(torch.optim.Optimizer, JoinableOptimizer):
         """
         return self.engine.step(closure, self._scaling)
 
-    def _scaling(self) -> Scaling:
-        """What a GradScaler handed over."""
+    def _scaling(self) -> tuple[float, bool]:
+        """The loss scale that a GradScaler handed over, and whether it found an Inf or NaN."""
         scale, found = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        return Scaling(1.0 if scale is None else float(scale), found is not None and bool(found))
+        return 1.0 if scale is None else float(scale), found is not None and bool(found)
 
     def refresh_masters(self) -> None:
         """Makes masters follow params that were written through ``.data``, which leaves no trace to notice.
@@ -195,14 +195,14 @@ class ShardedOptimizer(torch.optim.Optimizer, JoinableOptimizer):
     # -- states ----------------------------------------------------------------------------------------------------
 
     @property  # type: ignore[override]
-    def state(self) -> StateView:
+    def state(self) -> "StateView":
         """Param -> its state in torch's form. A param that has no state yet has an empty one (Adagrad's all have one).
 
         Tensors are views of the shard where one rank holds everything, else parts. ``state[param] = ...`` loads one
         param's state, as ``load_state_dict()`` does: on every rank, each takes its part. All else of it is read-only.
         Keys that are no tensors are yours, as in torch: state dicts hold them, checkpoints have ``extra``.
         """
-        return StateView(self.engine)
+        return self.engine.view()
 
     @state.setter
     def state(self, value: Mapping[Any, Any]) -> None:
@@ -221,7 +221,7 @@ class ShardedOptimizer(torch.optim.Optimizer, JoinableOptimizer):
         self.engine.check_open()
         for hook in self._optimizer_state_dict_pre_hooks.values():
             hook(self)
-        return self._hooked(self._optimizer_state_dict_post_hooks, to_state_dict(self.param_groups, self.state))
+        return self._hooked(self._optimizer_state_dict_post_hooks, self.engine.state_dict())
 
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Collective: gathers every state on rank ``to``, in host memory; ``state_dict()`` there is then plain tensors.
@@ -245,11 +245,9 @@ class ShardedOptimizer(torch.optim.Optimizer, JoinableOptimizer):
         self.engine.check_open()
         state_dict = copied(state_dict)
         state_dict = self._hooked(self._optimizer_load_state_dict_pre_hooks, state_dict)
-        with self.engine.lock:
-            groups = matched(copy.deepcopy(state_dict["param_groups"]), self.param_groups, self.defaults)
-            loaded, own = read_state_dict(state_dict, groups, self.engine.states)
-            self.engine.replace_states(loaded, own)
-            self.param_groups = groups
+        self.engine.load(
+            state_dict, matched(copy.deepcopy(state_dict["param_groups"]), self.param_groups, self.defaults)
+        )
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
@@ -296,7 +294,7 @@ class ShardedOptimizer(torch.optim.Optimizer, JoinableOptimizer):
         other = type(self).__new__(type(self))
         memo[id(self)] = other
         module = copy.deepcopy(self.options.module, memo)
-        other.engine = Engine(other, self.rule, dataclasses.replace(self.options, module=module), self._check_group)
+        other.engine = _engine(other, self.rule, dataclasses.replace(self.options, module=module))
         for group in self.param_groups:
             memo[id(group.get("process_group"))] = group.get("process_group")  # the same ranks
         self.engine.copy_states(other.engine, lambda value: copy.deepcopy(value, memo))
@@ -324,7 +322,7 @@ class ShardedOptimizer(torch.optim.Optimizer, JoinableOptimizer):
 
     # -- reports ---------------------------------------------------------------------------------------------------
 
-    def timings(self) -> Timings:
+    def timings(self) -> "Timings":
         """Wall-clock seconds of each phase of a step, medians of the last 100; ``print`` shows a table.
 
         The phases are labels in ``torch.profiler`` as well.
@@ -337,3 +335,11 @@ class ShardedOptimizer(torch.optim.Optimizer, JoinableOptimizer):
 
     def __repr__(self) -> str:
         return f"{super().__repr__()[:-1]}Sharded ({self.engine.describe()})\n)"
+
+
+def _engine(optimizer: ShardedOptimizer, rule: Rule, options: Options) -> "Engine":
+    # Here, and not above: with the engine comes all that a step needs, and nothing that an import needs. The limit is
+    # in test_fresh_process.py.
+    from ..engine import Engine
+
+    return Engine(optimizer, rule, options, optimizer._check_group)

@@ -6,7 +6,6 @@ from typing import Any
 import torch
 
 from ..config import OptionKeywords, Options, check_process_group
-from ..domain.formats import check_formats
 from ..domain.hyperparameters import check_group
 from ..errors import ShardoptError
 from ..rules import Rule
@@ -55,7 +54,6 @@ def read_arguments(
     given = Options(**options)
     if given.ema is not None:
         rule = rule.averaging(given.ema)
-    check_formats(rule, given)
     return params, rule, given
 
 
@@ -124,3 +122,17 @@ def matched(saved: list[Group], groups: Sequence[Group], defaults: Mapping[str, 
         for key, value in defaults.items():  # a dict saved before torch knew the flag
             new.setdefault(key, value)
     return saved
+
+
+def copied(state_dict: object) -> dict[str, Any]:
+    """A shallow copy, for hooks to change.
+
+    Raises:
+        TypeError: it is no state dict.
+    """
+    if not isinstance(state_dict, dict) or not {"state", "param_groups"} <= state_dict.keys():
+        raise TypeError(
+            f"state_dict takes what state_dict() returned, with 'state' and 'param_groups', found a "
+            f"{type(state_dict).__name__}. Nothing was changed."
+        )
+    return state_dict.copy()

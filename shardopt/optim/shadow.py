@@ -12,8 +12,10 @@ that has run out goes nowhere, so one of the others sends its gradients ahead of
 """
 
 import functools
+import traceback
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Protocol, cast
 
 import torch
@@ -21,8 +23,9 @@ import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook, _JoinConfig
 from torch.nn.parallel import DistributedDataParallel
 
+from ..domain.dtensors import any_dtensor
 from ..domain.hyperparameters import plain_numbers
-from ..engine import Engine
+from ..engine import Engine, live_engines
 from ..errors import DisagreementError, ShardoptError
 from ..module.backward import Backward
 from ..partition.comm.group import Ranks
@@ -217,6 +220,26 @@ class Shadow(JoinHook):
             **(edits_of(self._backward) if self._backward is not None else {}),
         }
 
+    def tell_of(self, error: Exception, caller: str) -> None:
+        """Collective: the body raised on this rank alone, perhaps; the others wait for it, or will at their next call.
+
+        What came out of a call of ours is known to all; and of a backward that is under way the sums are not complete.
+
+        Args:
+            caller: the module whose frames are ``join()`` itself.
+        """
+        optimizer = self._optimizer()
+        modules = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
+        ours = __name__.partition(".")[0]
+        is_known = any(name.partition(".")[0] == ours for name in modules if name != caller)
+        if is_known or optimizer is None or (self._backward is not None and self._backward.is_open):
+            return
+        engine = optimizer.engine
+        call = Call(engine.defaults, Scaling(), closure=False, problem=error)
+        with suppress(Exception):  # the error itself, or that all of them have raised it
+            self.tell("step", call)
+            engine.take(call)
+
     # -- on a rank that has run out --------------------------------------------------------------------------------
 
     def main_hook(self) -> None:
@@ -335,3 +358,40 @@ def follow_numbers(groups: Sequence[dict[str, Any]], numbers: Sequence[Mapping[s
                 group[key].fill_(value)
             else:
                 group[key] = tuple(value) if isinstance(group[key], tuple) else value
+
+
+def check_can_join(engine: Engine) -> None:
+    """Raises ShardoptError where a rank that has run out could not follow."""
+    options, takeover, why = engine.options, engine.takeover, None
+    if options.stage == 3:
+        why = (
+            "at stage 3 every forward gathers params from all ranks, and a rank that has run out runs none. That comes "
+            "with a schedule of gathers. Use stage 2"
+        )
+    elif options.release_gradients:
+        why = (
+            "release_gradients=True takes the steps inside of backward, and a rank that has run out runs none. "
+            "Construct the optimizer without it"
+        )
+    elif (
+        options.norm_group is not None
+        or any(group.get("process_group") is not None for group in engine.groups)
+        or any_dtensor(engine.params)
+    ):
+        why = (
+            "the model is composed with tensor, pipeline or expert parallelism, whose ranks need each other's batches. "
+            "Leave join() away"
+        )
+    elif takeover is not None and any(
+        each is not engine and each.takeover is not None and each.takeover.module is takeover.module
+        for each in live_engines()
+    ):
+        why = (
+            "several optimizers took the module over, and a rank that has run out can follow one. Use one with several "
+            "param groups"
+        )
+    if why is not None:
+        raise ShardoptError(
+            f"join() was asked to let ranks run out of batches, and {why}, or give all ranks equally many batches. "
+            "Otherwise ranks that have a batch would wait for one that has none."
+        )

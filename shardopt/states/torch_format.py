@@ -31,20 +31,6 @@ def to_state_dict(groups: Sequence[Group], states: Mapping[Any, Any]) -> dict[st
     return {"state": shown, "param_groups": numbered}
 
 
-def copied(state_dict: object) -> dict[str, Any]:
-    """A shallow copy, for hooks to change.
-
-    Raises:
-        TypeError: it is no state dict.
-    """
-    if not isinstance(state_dict, dict) or not {"state", "param_groups"} <= state_dict.keys():
-        raise TypeError(
-            f"state_dict takes what state_dict() returned, with 'state' and 'param_groups', found a "
-            f"{type(state_dict).__name__}. Nothing was changed."
-        )
-    return state_dict.copy()
-
-
 def read_state_dict(
     state_dict: Mapping[str, Any], groups: Sequence[Group], table: StateTable
 ) -> tuple[dict[torch.nn.Parameter, ParamState], dict[Any, Any]]:
