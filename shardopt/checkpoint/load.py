@@ -248,10 +248,10 @@ class Loading:
                 _forget(home)
         for name, saved_as in fitting.params.items():
             home = model.homes[name]
-            if home.entry is not None and home.entry.slot is not None:
+            if home.entry is not None and home.entry.gradient_slice is not None:
                 about = self._manifest.info.get("gradients", {}).get(saved_as)
                 own = self._plan.gradients.get(home.param)
-                gradients.restore(home.param, home.entry.slot, about, own, self._meeting.world.size)
+                gradients.restore(home.param, home.entry.gradient_slice, about, own, self._meeting.world.size)
         for number, optimizer in enumerate(optimizers):
             optimizer.engine.states.consolidated = None
             owned = {param for group in optimizer.engine.local_groups() for param in group["params"]}

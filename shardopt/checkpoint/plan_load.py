@@ -170,8 +170,8 @@ class _Planner:
         numel = where.local.stop - where.local.start
         elements: Elements = InShard(shard, key.kind, where.local.start)
         if key.section == "gradients":
-            assert home.entry is not None and home.entry.slot is not None
-            elements = Flat(home.entry.slot.total)
+            assert home.entry is not None and home.entry.gradient_slice is not None
+            elements = Flat(home.entry.gradient_slice.total)
         if same_order(tensor.shape, tensor.strides, shard.strides(home.index)):
             self.made.targets.append(Target(key, tensor, where.start, where.start + numel, elements, 0))
             return
@@ -187,14 +187,14 @@ class _Planner:
         kinds = self.accumulated.get(saved)
         if not kinds:
             return
-        if home.entry is None or home.entry.slot is None:
+        if home.entry is None or home.entry.gradient_slice is None:
             raise CheckpointError(
                 f"the checkpoint holds accumulated gradients of {saved!r}, and the optimizer does not keep them: they "
                 "would be lost. Hand the module over (ShardedAdamW(module, ...)), without release_gradients, as it was "
                 "when it was saved."
             )
         if "reduced" in kinds:
-            key, kept = Key("gradients", saved, "reduced"), home.entry.slot.total.dtype
+            key, kept = Key("gradients", saved, "reduced"), home.entry.gradient_slice.total.dtype
             self._slice(home, key)
             if self.manifest.tensors[key].dtype.itemsize > kept.itemsize:
                 self.made.rounded["gradient", FP32.name, format_of(kept, "a gradient").name] += 1

@@ -246,7 +246,7 @@ class _Planner:
 
     def _gradient(self, home: ModelParam) -> dict[str, Any] | None:
         """What was accumulated since the last step, where shardopt reduces; what all ranks know of it."""
-        slot, grad, about = home.entry.slot if home.entry is not None else None, home.param.grad, None
+        slot, grad, about = home.entry.gradient_slice if home.entry is not None else None, home.param.grad, None
         if slot is None or grad is None or home.shard is None:
             return None
         own: torch.Tensor | None = grad

@@ -54,7 +54,7 @@ class ParamRecord:
         step: updates so far. It is an int: a float counter stops counting (bf16 at 256, fp32 at 2**24).
         carried: scalars that the rule hands on from step to step.
         begins_average: True if the average of the weights starts with the weights that the next step finds.
-        slot: this rank's slice of the reduced gradient, if the module was handed over.
+        gradient_slice: this rank's slice of the reduced gradient, if the module was handed over.
     """
 
     param: torch.nn.Parameter
@@ -68,7 +68,7 @@ class ParamRecord:
     carried: dict[str, float] = field(default_factory=dict)
     has_state: bool = False
     begins_average: bool = False
-    slot: GradientSlice | None = None
+    gradient_slice: GradientSlice | None = None
 
     def __post_init__(self) -> None:
         self.has_state = bool(self.initial)

@@ -147,7 +147,7 @@ class Backward:
 
     def _take_over(self, entry: ParamRecord) -> None:
         domain, shard, me = self._domain, entry.shard, weakref.ref(self)
-        where, its = shard.slice_of(entry.index), weakref.ref(entry)  # weak: the entry holds the slot
+        where, its = shard.slice_of(entry.index), weakref.ref(entry)  # weak: the entry holds the slice
 
         def receive(grad: torch.Tensor) -> None:
             backward, entry = me(), its()
@@ -158,7 +158,9 @@ class Backward:
             return shard.as_param(domain.gather_slices(shard, shard.reduced.total, "gradients"), entry.index).clone()
 
         shared = domain.mesh.shard.size > 1
-        entry.slot = GradientSlice(shard.reduced.total[where.local], where.start, receive, gather if shared else None)
+        entry.gradient_slice = GradientSlice(
+            shard.reduced.total[where.local], where.start, receive, gather if shared else None
+        )
 
     def detach(self) -> None:
         """Leave the params to autograd again."""
@@ -168,7 +170,7 @@ class Backward:
             if isinstance(entry.param.grad, Part):
                 entry.param.grad = None
             _TAKEN.pop(entry.param, None)
-            entry.slot = None  # a slot refers to the domain, which would outlive its optimizer in a cycle
+            entry.gradient_slice = None  # its closures hold the domain: a cycle would outlive the optimizer
         self._hooks, self._entries, self._rows, self._tables = [], [], {}, {}
         self._staged, self._noted = {}, {}
         self.is_syncing = False  # the user may still run backward through an older graph
@@ -196,7 +198,14 @@ class Backward:
                 f"the gradients are those of a part of a backward only: {self._lost}. A step would train on them, so "
                 "it was refused. Call zero_grad() on every rank and go on with the next batch."
             )
-        waiting = next((each for each in self._entries if each.slot is not None and _is_waiting(each, each.slot)), None)
+        waiting = next(
+            (
+                each
+                for each in self._entries
+                if each.gradient_slice is not None and _is_waiting(each, each.gradient_slice)
+            ),
+            None,
+        )
         if waiting is not None:
             raise ShardoptError(
                 f"gradients of {waiting.name} were accumulated under no_sync() and not reduced: a step would leave "
@@ -210,8 +219,8 @@ class Backward:
         self._lost = reason
         self.on_end()
         for entry in self._entries:
-            if entry.slot is not None:  # its sum may hold a part of the lost round
-                entry.slot.part = None
+            if entry.gradient_slice is not None:  # its sum may hold a part of the lost round
+                entry.gradient_slice.part = None
 
     def forget(self) -> None:
         """Forget all gradients: the user set them to None or zero."""
@@ -219,8 +228,8 @@ class Backward:
             self.abandon("zero_grad() was called in the middle of it")
         self._lost = None
         for entry in self._entries:
-            if entry.slot is not None:
-                entry.slot.pending = None
+            if entry.gradient_slice is not None:
+                entry.gradient_slice.pending = None
         if self._domain.reducer is not None:
             self._domain.reducer.catch_up()
 
@@ -288,8 +297,8 @@ class Backward:
             divisor: of the round's sums.
         """
         for number, entry in enumerate(self._entries):
-            if entry.slot is not None:
-                entry.slot.pending = None
+            if entry.gradient_slice is not None:
+                entry.gradient_slice.pending = None
             if number not in held:
                 entry.param.grad = None
         self._divisor = divisor
@@ -302,29 +311,29 @@ class Backward:
         held: list[set[int]] = [set() for _ in reducer.buckets]
         absent: list[set[int]] = [set() for _ in reducer.buckets]
         for entry in self._entries:
-            grad, slot = entry.param.grad, entry.slot
+            grad, gradient_slice = entry.param.grad, entry.gradient_slice
             if not entry.param.requires_grad:
                 absent[entry.shard.number].add(entry.index)
-            if slot is None:
+            if gradient_slice is None:
                 continue
-            slot.edits = []
-            if not slot.shows_in(grad):
-                slot.pending = slot.kept = None
+            gradient_slice.edits = []
+            if not gradient_slice.shows_in(grad):
+                gradient_slice.pending = gradient_slice.undivided = None
                 continue
             held[entry.shard.number].add(entry.index)
-            slot.add_up(self._divisor)  # the user may have read or scaled the mean
+            gradient_slice.restore_sum(self._divisor)  # the user may have read or scaled the mean
         reducer.begin(held, absent)
         self._lost = None
 
     def _receive(self, entry: ParamRecord, grad: torch.Tensor) -> None:
         """Take a gradient that autograd adds to a part."""
-        slot = entry.slot
-        assert slot is not None
-        if slot.pending is not None:
-            slot.pending.add_(grad.detach())
+        gradient_slice = entry.gradient_slice
+        assert gradient_slice is not None
+        if gradient_slice.pending is not None:
+            gradient_slice.pending.add_(grad.detach())
         else:
             # Autograd may hand the same tensor to another param. A round reads it at once; no_sync() has to keep it.
-            slot.pending = grad.detach() if self.is_syncing else grad.detach().clone()
+            gradient_slice.pending = grad.detach() if self.is_syncing else grad.detach().clone()
 
     def take(self, entry: ParamRecord) -> None:
         """Take the gradient of a param, which autograd has just accumulated."""
@@ -340,7 +349,12 @@ class Backward:
             raise
 
     def _deliver(self, entry: ParamRecord) -> None:
-        reducer, slot, param, gathered = self._domain.reducer, entry.slot, entry.param, entry.shard.gathered
+        reducer, gradient_slice, param, gathered = (
+            self._domain.reducer,
+            entry.gradient_slice,
+            entry.param,
+            entry.shard.gathered,
+        )
         assert reducer is not None
         if gathered is not None and not gathered.is_here and torch._C._current_graph_task_id() != -1:
             raise ShardoptError(
@@ -350,8 +364,8 @@ class Backward:
                 f"{keep_pattern(self._domain.name_of(entry.param))} and it stays whole on every rank."
             )
         grad = param.grad
-        if slot is not None and slot.shows_in(grad):
-            grad, slot.pending = slot.pending, None
+        if gradient_slice is not None and gradient_slice.shows_in(grad):
+            grad, gradient_slice.pending = gradient_slice.pending, None
         else:
             param.grad = None
         assert grad is not None
@@ -406,9 +420,11 @@ class Backward:
         """
         held = np.zeros(len(self._entries), dtype=bool)
         for number, entry in enumerate(self._entries):
-            grad, slot = entry.param.grad, entry.slot
-            held[number] = slot is not None and slot.shows_in(grad)
-            if (slot is not None and slot.pending is not None) or (grad is not None and not held[number]):
+            grad, gradient_slice = entry.param.grad, entry.gradient_slice
+            held[number] = gradient_slice is not None and gradient_slice.shows_in(grad)
+            if (gradient_slice is not None and gradient_slice.pending is not None) or (
+                grad is not None and not held[number]
+            ):
                 self._deliver(entry)
         return held
 
@@ -498,13 +514,13 @@ class Backward:
         two, largest, counts = norms_of_limbs(report.limbs).tolist(), report.largest.tolist(), report.nonfinite.tolist()
         present, held = report.present.tolist(), report.held.tolist()
         for number, entry in enumerate(self._entries):
-            slot = entry.slot
-            if slot is None or not (present[number] or held[number]):
+            gradient_slice = entry.gradient_slice
+            if gradient_slice is None or not (present[number] or held[number]):
                 continue
-            slot.divisor, slot.is_used = self._divisor, False
-            slot.norms = Norms(two[number], slot.rounded(largest[number]), counts[number])
+            gradient_slice.divisor, gradient_slice.is_used = self._divisor, False
+            gradient_slice.norms = Norms(two[number], gradient_slice.rounded(largest[number]), counts[number])
             if not held[number]:
-                entry.param.grad = GradientPart(slot, entry.param)
+                entry.param.grad = GradientPart(gradient_slice, entry.param)
 
 
 def _noter(backward: "weakref.ref[Backward]", shard: "weakref.ref[Shard]") -> Callable[[torch.Tensor], None]:
@@ -518,11 +534,11 @@ def _noter(backward: "weakref.ref[Backward]", shard: "weakref.ref[Shard]") -> Ca
 
 
 def _is_held(entry: ParamRecord) -> bool:
-    return entry.slot is not None and entry.slot.shows_in(entry.param.grad)
+    return entry.gradient_slice is not None and entry.gradient_slice.shows_in(entry.param.grad)
 
 
-def _is_waiting(entry: ParamRecord, slot: GradientSlice) -> bool:
-    return slot.pending is not None and slot.shows_in(entry.param.grad)
+def _is_waiting(entry: ParamRecord, gradient_slice: GradientSlice) -> bool:
+    return gradient_slice.pending is not None and gradient_slice.shows_in(entry.param.grad)
 
 
 def _taker(backward: "weakref.ref[Backward]", entry: ParamRecord) -> Callable[[torch.Tensor], None]:

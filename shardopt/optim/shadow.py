@@ -324,7 +324,7 @@ def edits_of(backward: Backward) -> dict[str, Any]:
     edits: dict[str, list[Any]] = {}
     written = None
     for number, entry in enumerate(backward.entries):
-        slot = entry.slot
+        slot = entry.gradient_slice
         if slot is None or not slot.shows_in(entry.param.grad):
             continue
         if slot.edits:
@@ -339,7 +339,7 @@ def edits_of(backward: Backward) -> dict[str, Any]:
 
 def _follow_edits(backward: Backward, edits: Mapping[str, Sequence[Sequence[Any]]]) -> None:
     for number, entry in enumerate(backward.entries):
-        slot, grad = entry.slot, cast(Any, entry.param.grad)
+        slot, grad = entry.gradient_slice, cast(Any, entry.param.grad)
         if slot is None or not slot.shows_in(grad):  # which the ranks will find out together
             continue
         for name, *arguments in edits.get(str(number), ()):

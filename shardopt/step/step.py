@@ -130,7 +130,7 @@ def _changes_nothing(lane: DomainStep) -> bool:
     seen = lane.seen
     if not seen.ready or lane.domain.rule.counts_steps or any(seen.states.values()):
         return False
-    is_assigned = all(each.slot is None and each.entry.slot is not None for each in seen.ready)
+    is_assigned = all(each.gradient_slice is None and each.entry.gradient_slice is not None for each in seen.ready)
     return is_assigned and lane.domain.mesh.world.size > 1 and not any(group.get("lr", 1) for group in lane.groups)
 
 
@@ -157,8 +157,8 @@ def _commit(lane: DomainStep) -> None:
 def _mark_used(seen: StepPlan) -> None:
     """Gradients that no checkpoint need hold any more. After an error they are for the next attempt."""
     for each in seen.ready:
-        if each.slot is not None:
-            each.slot.is_used = True
+        if each.gradient_slice is not None:
+            each.gradient_slice.is_used = True
 
 
 # -- a step that was taken in backward ---------------------------------------------------------------------------------
@@ -265,7 +265,7 @@ def view_of(
 ) -> StepDigest:
     """This rank's view of a step."""
     # Whether a gradient is no slot's: where the module was handed over it was assigned, by this rank for its slice.
-    present = {each.entry: each.slot is None for each in seen.ready}
+    present = {each.entry: each.gradient_slice is None for each in seen.ready}
     is_shown = domain.reducer is not None and not domain.options.release_gradients
     words = {None: "absent", False: "present", True: "zeros, assigned by hand" if is_shown else "present"}
     entries = list(domain.entries.values())

@@ -55,7 +55,7 @@ class Ready:
     grad: torch.Tensor  # dense, in the param's storage order: the whole gradient, or this rank's slice of a reduced one
     number: int  # as of the place
     start: int = 0  # which element of the param is its first
-    slot: GradientSlice | None = None  # that it is the slice of
+    gradient_slice: GradientSlice | None = None  # that it is the slice of
     at_rest: bool = False  # in host memory, beside a device
 
 
@@ -148,12 +148,20 @@ def _find_ready(domain: Domain, groups: Sequence[Group]) -> list[Ready]:
 
 
 def _ready(domain: Domain, entry: ParamRecord, group: int, number: int, grad: torch.Tensor) -> Ready:
-    if isinstance(grad, GradientPart) and grad.slot is entry.slot:
-        slot = grad.whole_slot()
-        return Ready(entry, group, slot.total, number, slot.start, slot, entry.shard.reduced.at_rest)
+    if isinstance(grad, GradientPart) and grad.gradient_slice is entry.gradient_slice:
+        gradient_slice = grad.whole_slice()
+        return Ready(
+            entry,
+            group,
+            gradient_slice.total,
+            number,
+            gradient_slice.start,
+            gradient_slice,
+            entry.shard.reduced.at_rest,
+        )
     # Zeros are their own mean, if all ranks have them: one that has other values raises this on all of them. So torch's
     # get_state_dict() and set_state_dict() make states: they assign zeros and take a step.
-    if entry.slot is not None and domain.mesh.world.size > 1 and not _is_zero(grad):
+    if entry.gradient_slice is not None and domain.mesh.world.size > 1 and not _is_zero(grad):
         raise ShardoptError(
             f"the gradient of {entry.name} is this rank's own, not the mean over ranks: each rank would update its "
             "slice with another batch's. It was accumulated under no_sync() with no synchronised backward after it "
@@ -263,12 +271,12 @@ def _divisor(members: Iterable[Ready]) -> int:
 
     Others are divided here, as are all where some were (a user scaled them): one more pass over this rank's slices.
     """
-    slots = [each.slot for each in members if each.slot is not None]
-    divisors = {slot.divisor for slot in slots}
+    slices = [each.gradient_slice for each in members if each.gradient_slice is not None]
+    divisors = {each.divisor for each in slices}
     if len(divisors) == 1 and (divisor := divisors.pop()).bit_count() == 1:
         return divisor
-    for slot in slots:
-        slot.settle()
+    for each in slices:
+        each.divide()
     return 1
 
 
@@ -276,7 +284,7 @@ def _look_at_gradients(
     domain: Domain, launches: Sequence[Launch], ready: Sequence[Ready], scaling: Scaling
 ) -> GradientStats:
     options = domain.options
-    if ready and all(each.slot is not None and each.slot.norms is not None for each in ready):
+    if ready and all(each.gradient_slice is not None and each.gradient_slice.norms is not None for each in ready):
         return _known(domain, ready)
     witness = 0 if domain.reducer is not None else _witness(domain, ready)
     if options.max_grad_norm is None and (options.tuning.nonfinite == "propagate" or scaling.overflow):
@@ -301,7 +309,11 @@ def _uncounted(domain: Domain, launch: Launch) -> list[int]:
 
 def _known(domain: Domain, ready: Sequence[Ready]) -> GradientStats:
     """From what the last backward told every rank; one of them reports the count, so that it is not added up."""
-    norms = [each.slot.norms for each in ready if each.slot is not None and each.slot.norms is not None]
+    norms = [
+        each.gradient_slice.norms
+        for each in ready
+        if each.gradient_slice is not None and each.gradient_slice.norms is not None
+    ]
     reports = domain.mesh.world.rank == domain.mesh.one_copy[0]
     # fsum rounds once, so that the order of params cannot show.
     norm = math.sqrt(math.fsum(each.two * each.two for each in norms))

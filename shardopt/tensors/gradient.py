@@ -44,41 +44,41 @@ class GradientPart(Part):
     """
 
     # Found before torch's own descriptors, which go through __torch_function__; a scaler reads them for every param.
-    __slots__ = ("_origin", "_param_dtype", "device", "dtype", "slot", "whole_numel")
+    __slots__ = ("_origin", "_param_dtype", "device", "dtype", "gradient_slice", "whole_numel")
     is_sparse = False
     # Torch's own, which shows no memory: torch.compile asks for it to tell tensors apart.
     untyped_storage = Tensor.untyped_storage
 
-    slot: GradientSlice
+    gradient_slice: GradientSlice
     whole_numel: int
     _origin: "GradientPart | None"  # of which this is an alias
     _param_dtype: torch.dtype  # as assignment to param.grad wants it
 
     @staticmethod
-    def __new__(cls, slot: GradientSlice, like: Tensor) -> "GradientPart":
-        """The part that shows ``slot`` from now on, for the param ``like``; older ones become stale."""
-        assert slot.gather is not None or slot.total.numel() == like.numel()
-        part = slot.part = cls._showing(slot, like, like.dtype, None)
+    def __new__(cls, gradient_slice: GradientSlice, like: Tensor) -> "GradientPart":
+        """The part that shows ``gradient_slice`` from now on, for the param ``like``; older ones become stale."""
+        assert gradient_slice.gather is not None or gradient_slice.total.numel() == like.numel()
+        part = gradient_slice.part = cls._showing(gradient_slice, like, like.dtype, None)
         return part
 
     @classmethod
     def _showing(
-        cls, slot: GradientSlice, like: Tensor, param_dtype: torch.dtype, origin: "GradientPart | None"
+        cls, gradient_slice: GradientSlice, like: Tensor, param_dtype: torch.dtype, origin: "GradientPart | None"
     ) -> "GradientPart":
         device = like.device
         part = cls._wrapper(like, param_dtype, device)
-        part.slot, part.device, part.whole_numel = slot, device, like.numel()
+        part.gradient_slice, part.device, part.whole_numel = gradient_slice, device, like.numel()
         part._origin, part._param_dtype = origin, param_dtype
         part.dtype = torch.float32 if param_dtype is torch.float16 else param_dtype
         return part
 
     @property
     def is_stale(self) -> bool:
-        """Whether the slot shows another gradient by now, or none."""
-        return self.slot.part is not (self if self._origin is None else self._origin)
+        """True if the slice shows another gradient by now, or none."""
+        return self.gradient_slice.part is not (self if self._origin is None else self._origin)
 
-    def live_slot(self) -> GradientSlice:
-        """The slot, if it still holds this gradient.
+    def live_slice(self) -> GradientSlice:
+        """The slice, if it still holds this gradient.
 
         Raises:
             StateError: it does not.
@@ -88,44 +88,44 @@ class GradientPart(Part):
                 f"{self!r} was kept from an earlier backward: its memory now holds another step's gradient, or none. "
                 "Read param.grad again, and clone what is to be kept."
             )
-        return self.slot
+        return self.gradient_slice
 
-    def whole_slot(self) -> GradientSlice:
-        """The slot, if it holds all of this gradient.
+    def whole_slice(self) -> GradientSlice:
+        """The slice, if it holds all of this gradient.
 
         Raises:
             StateError: it does not.
         """
-        slot = self.live_slot()
-        if slot.pending is not None:
+        gradient_slice = self.live_slice()
+        if gradient_slice.pending is not None:
             raise StateError(
                 f"{self!r} is not all of the gradient: a later backward under no_sync() added this rank's own to it, "
                 "which is not reduced yet. Scaling or reading the part alone would have missed that. Leave no_sync() "
                 "for the last backward before gradients are used, or call zero_grad()."
             )
-        return slot
+        return gradient_slice
 
     @property
     def local(self) -> Tensor:
         """1D, this rank's slice of the mean as it is kept, to be read: a write to it makes norms unknown."""
-        return self.whole_slot().lend()
+        return self.whole_slice().lend()
 
     @property
     def start(self) -> int:  # type: ignore[override]
-        return self.slot.start
+        return self.gradient_slice.start
 
     def full_tensor(self) -> Tensor:
         """The whole mean, on every rank. Every rank must make this call, for the same parts in the same order."""
-        slot = self.whole_slot()
-        if slot.gather is None:
+        gradient_slice = self.whole_slice()
+        if gradient_slice.gather is None:
             return self.whole().clone()
-        slot.look()
-        return slot.gather(slot.total).to(self.dtype)
+        gradient_slice.show_mean()
+        return gradient_slice.gather(gradient_slice.total).to(self.dtype)
 
     def whole(self) -> Tensor:
-        """The mean where this rank holds all of it: the slot's own memory where device and dtype allow."""
-        self.slot.look()
-        return self.shaped(self.slot.total.to(self.device)).to(self.dtype)
+        """The mean where this rank holds all of it: the slice's own memory where device and dtype allow."""
+        self.gradient_slice.show_mean()
+        return self.shaped(self.gradient_slice.total.to(self.device)).to(self.dtype)
 
     def shaped(self, total: Tensor) -> Tensor:
         """A view with the param's shape of all its elements in storage order."""
@@ -138,7 +138,7 @@ class GradientPart(Part):
         )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        end = self.start + self.slot.total.numel()
+        end = self.start + self.gradient_slice.total.numel()
         return (
             f"GradientPart(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device}, "
             f"local=[{self.start}:{end}]{', stale' if self.is_stale else ''})"
@@ -184,53 +184,57 @@ def _number(function: Any, operand: Any) -> Any:
 
 
 def _multiply(function: Any, part: GradientPart, other: Any) -> GradientPart:
-    slot, factor = part.whole_slot(), _number(function, other)
-    slot.settle()
-    slot.total.mul_(factor)
-    slot.edits.append(["mul_", factor])
-    slot.norms = slot.norms and slot.norms.times(factor, part.whole_numel, slot.rounded)
+    gradient_slice, factor = part.whole_slice(), _number(function, other)
+    gradient_slice.divide()
+    gradient_slice.total.mul_(factor)
+    gradient_slice.edits.append(["mul_", factor])
+    gradient_slice.norms = gradient_slice.norms and gradient_slice.norms.times(
+        factor, part.whole_numel, gradient_slice.rounded
+    )
     return part
 
 
 def _divide(function: Any, part: GradientPart, other: Any) -> GradientPart:
-    slot, divisor = part.whole_slot(), _number(function, other)
-    slot.settle()
-    divide_(slot.total, divisor)
-    slot.edits.append(["div_", divisor])
-    slot.norms = slot.norms and slot.norms.over(divisor, part.whole_numel, slot.rounded)
+    gradient_slice, divisor = part.whole_slice(), _number(function, other)
+    gradient_slice.divide()
+    divide_(gradient_slice.total, divisor)
+    gradient_slice.edits.append(["div_", divisor])
+    gradient_slice.norms = gradient_slice.norms and gradient_slice.norms.over(
+        divisor, part.whole_numel, gradient_slice.rounded
+    )
     return part
 
 
 def _negate(function: Any, part: GradientPart) -> GradientPart:
-    slot = part.whole_slot()
-    slot.total.neg_()
-    if slot.kept is not None:
-        slot.kept.neg_()
-    slot.edits.append(["neg_"])
+    gradient_slice = part.whole_slice()
+    gradient_slice.total.neg_()
+    if gradient_slice.undivided is not None:
+        gradient_slice.undivided.neg_()
+    gradient_slice.edits.append(["neg_"])
     return part
 
 
 def _zero(function: Any, part: GradientPart) -> GradientPart:
-    slot = part.live_slot()
-    slot.total.zero_()
-    slot.edits = [["zero_"]]
-    slot.pending = slot.kept = None
-    slot.norms = Norms(0.0, 0.0, 0)
+    gradient_slice = part.live_slice()
+    gradient_slice.total.zero_()
+    gradient_slice.edits = [["zero_"]]
+    gradient_slice.pending = gradient_slice.undivided = None
+    gradient_slice.norms = Norms(0.0, 0.0, 0)
     return part
 
 
 def _clamp(function: Any, part: GradientPart, *bounds: Any, **named_bounds: Any) -> GradientPart:
-    slot = part.whole_slot()
-    slot.settle()
-    function(slot.total, *bounds, **named_bounds)
-    slot.edits.append([function._schema.name.removeprefix("aten::"), *bounds, *named_bounds.values()])
-    slot.norms = None
+    gradient_slice = part.whole_slice()
+    gradient_slice.divide()
+    function(gradient_slice.total, *bounds, **named_bounds)
+    gradient_slice.edits.append([function._schema.name.removeprefix("aten::"), *bounds, *named_bounds.values()])
+    gradient_slice.norms = None
     return part
 
 
 def _accumulate(function: Any, part: GradientPart, other: Any, *, alpha: float = 1) -> GradientPart:
     """``param.grad += grad``, as autograd does it in a second backward."""
-    slot = part.live_slot()
+    gradient_slice = part.live_slice()
     in_backward = torch._C._current_graph_task_id() >= 0
     is_gradient = isinstance(other, Tensor) and not isinstance(other, Part) and other.size() == part.size()
     if not (in_backward and is_gradient and alpha == 1):
@@ -239,14 +243,14 @@ def _accumulate(function: Any, part: GradientPart, other: Any, *, alpha: float =
             "have been added on some ranks and not on others. Add the term to the loss, or gather the gradient with "
             "full_tensor() on every rank."
         )
-    slot.receive(other)
+    gradient_slice.receive(other)
     return part
 
 
 def _each(name: str) -> Callable[..., None]:
     """The ``_foreach_`` form of a method, for lists in which parts and plain tensors may be mixed."""
 
-    check = GradientPart.live_slot if name == "zero_" else GradientPart.whole_slot
+    check = GradientPart.live_slice if name == "zero_" else GradientPart.whole_slice
 
     def answer(function: Any, tensors: list[Tensor], *operand: Any) -> None:
         for tensor in tensors:
@@ -262,13 +266,13 @@ def _each(name: str) -> Callable[..., None]:
 def _unscale(function: Any, tensors: list[Tensor], found_inf: Tensor, inverse: Tensor) -> None:
     """``found_inf`` is 1 on every rank if any element on any rank is Inf or NaN."""
     parts = [tensor for tensor in tensors if isinstance(tensor, GradientPart)]
-    counts = [_known(part).nonfinite if part.whole_slot().gather else None for part in parts]
+    counts = [_known(part).nonfinite if part.whole_slice().gather else None for part in parts]
     plain = [tensor for tensor in tensors if not isinstance(tensor, GradientPart)]
     if plain:
         function(plain, found_inf, inverse)
     factor = inverse.item() if parts else 1.0  # read once: on a GPU, each time is a wait
     for part, count in zip(parts, counts, strict=True):
-        if count or (count is None and not part.slot.lend().isfinite().all()):
+        if count or (count is None and not part.gradient_slice.lend().isfinite().all()):
             found_inf.fill_(1.0)
         _multiply(function, part, factor)
 
@@ -277,7 +281,7 @@ def _unscale(function: Any, tensors: list[Tensor], found_inf: Tensor, inverse: T
 
 
 def _known(part: GradientPart) -> Norms:
-    norms = part.whole_slot().norms
+    norms = part.whole_slice().norms
     if norms is None:
         raise StateError(
             f"the norms of {part!r} are not known: since its last backward it was clamped, written to through .local, "
@@ -290,18 +294,18 @@ def _known(part: GradientPart) -> Norms:
 def _norm(
     _: Any, part: GradientPart, ord: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None, **out: Any
 ) -> Any:
-    slot, dtype = part.whole_slot(), dtype or torch.float32
+    gradient_slice, dtype = part.whole_slice(), dtype or torch.float32
     is_scalar = not keepdim and (not dim or len(set(dim)) == part.dim())
     if ord not in (2, math.inf) or not is_scalar or not dtype.is_floating_point or out:
-        if slot.gather is None:
+        if gradient_slice.gather is None:
             return NotImplemented
         raise StateError(
             f"a norm of order {ord}, dim {dim}, keepdim {keepdim}, dtype {dtype} was asked of {part!r}: of the whole, "
             "only those of order 2 and inf over all elements are known, as new 0-d tensors of a float dtype. Call "
             "full_tensor() on every rank for any other."
         )
-    if slot.gather is None and slot.norms is None:
-        return torch.linalg.vector_norm(slot.lend(), ord, dtype=dtype).to(part.device)
+    if gradient_slice.gather is None and gradient_slice.norms is None:
+        return torch.linalg.vector_norm(gradient_slice.lend(), ord, dtype=dtype).to(part.device)
     norms = _known(part)
     value = math.nan if norms.nonfinite else norms.two if ord == 2 else norms.largest
     return torch.scalar_tensor(value, dtype=dtype, device=part.device)
@@ -312,38 +316,46 @@ def _foreach_norm(_: Any, tensors: list[Tensor], ord: Any = 2, dtype: Any = None
 
 
 def _is_finite(function: Any, part: GradientPart) -> Any:
-    slot = part.whole_slot()
-    if slot.gather is None:
-        return part.shaped(slot.lend().isfinite().to(part.device))
+    gradient_slice = part.whole_slice()
+    if gradient_slice.gather is None:
+        return part.shaped(gradient_slice.lend().isfinite().to(part.device))
     nonfinite = _known(part).nonfinite
-    return Mask(slot.total.isfinite().to(part.device), slot.start, part, nonfinite == 0, nonfinite < part.whole_numel)
+    return Mask(
+        gradient_slice.total.isfinite().to(part.device),
+        gradient_slice.start,
+        part,
+        nonfinite == 0,
+        nonfinite < part.whole_numel,
+    )
 
 
 def _is_inf_or_nan(function: Any, part: GradientPart) -> Any:
-    slot = part.whole_slot()
-    if slot.gather is None:
-        return part.shaped(function(slot.lend()).to(part.device))
+    gradient_slice = part.whole_slice()
+    if gradient_slice.gather is None:
+        return part.shaped(function(gradient_slice.lend()).to(part.device))
     if _known(part).nonfinite:
         raise StateError(
             f"{function} was called on {part!r}, which holds Inf or NaN; which of them is not known without the other "
             "ranks' slices. Ask torch.isfinite, or call full_tensor() on every rank."
         )
-    return Mask(function(slot.total).to(part.device), slot.start, part, part.whole_numel == 0, False)
+    return Mask(
+        function(gradient_slice.total).to(part.device), gradient_slice.start, part, part.whole_numel == 0, False
+    )
 
 
 def _alias(function: Any, part: GradientPart) -> GradientPart:
     origin = part if part._origin is None else part._origin
-    return GradientPart._showing(part.live_slot(), part, part._param_dtype, origin)
+    return GradientPart._showing(part.live_slice(), part, part._param_dtype, origin)
 
 
 def _copy(function: Any, part: GradientPart, *, memory_format: Any = None, **keywords: Any) -> Any:
     """A copy of the slice, as a part of its own; of a whole gradient, a plain tensor."""
-    slot = part.whole_slot()
-    if slot.gather is None:
+    gradient_slice = part.whole_slice()
+    if gradient_slice.gather is None:
         return NotImplemented
-    slot.look()
+    gradient_slice.show_mean()
     dtype = keywords.get("dtype") or part.dtype
-    return Part(function(slot.total.to(part.device), **keywords), slot.start, part, dtype=dtype)
+    return Part(function(gradient_slice.total.to(part.device), **keywords), gradient_slice.start, part, dtype=dtype)
 
 
 # -- everything else ---------------------------------------------------------------------------------------------------
@@ -352,16 +364,16 @@ def _copy(function: Any, part: GradientPart, *, memory_format: Any = None, **key
 def _of_whole(function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
     """Whatever only reads, where this rank holds everything.
 
-    What it computes has the part's dtype. A view is of the slot's own memory, so in its dtype: no write to it is lost.
+    The result has the part's dtype. A view shows the slice's own memory and has its dtype: no write to it is lost.
     """
     if writes_to(GradientPart, function, arguments, keywords):
         raise _unwritable(function)
     for part in tree_leaves((arguments, keywords)):
-        if isinstance(part, Part) and not (isinstance(part, GradientPart) and part.whole_slot().gather is None):
+        if isinstance(part, Part) and not (isinstance(part, GradientPart) and part.whole_slice().gather is None):
             raise refusal(function)
 
     def unwrap(part: GradientPart) -> Tensor:
-        return part.shaped(part.slot.alias()) if function.is_view else part.whole()
+        return part.shaped(part.gradient_slice.alias()) if function.is_view else part.whole()
 
     arguments, keywords = tree_map_only(GradientPart, unwrap, (arguments, keywords))
     return function(*arguments, **keywords)
@@ -377,9 +389,9 @@ def _unwritable(function: Any) -> StateError:
 
 def _to_host(function: Any, part: GradientPart, *arguments: Any, **keywords: Any) -> Any:
     """``tolist()`` and ``numpy()``, which torch refuses for any subclass."""
-    if part.whole_slot().gather is not None:
+    if part.whole_slice().gather is not None:
         raise refusal(function)
-    return function(part.shaped(part.slot.alias()).to(part.dtype), *arguments, **keywords)
+    return function(part.shaped(part.gradient_slice.alias()).to(part.dtype), *arguments, **keywords)
 
 
 _IN_LISTS = {

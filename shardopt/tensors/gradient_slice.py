@@ -1,4 +1,4 @@
-"""A slot: this rank's slice of one param's reduced gradient, and the norms of the whole, which every rank knows."""
+"""This rank's slice of one param's reduced gradient, and the norms of the whole gradient, which every rank knows."""
 
 import ctypes
 import math
@@ -35,7 +35,7 @@ class Norms:
     """
 
     two: float  # 2-norm of the finite elements
-    largest: float  # largest magnitude of the finite elements, a value that the slot can hold
+    largest: float  # largest magnitude of the finite elements, a value that the slice can hold
     nonfinite: int  # how many elements are Inf or NaN
 
     def times(self, factor: float, numel: int, rounded: Rounding) -> "Norms | None":
@@ -67,12 +67,12 @@ class GradientSlice:
             rounds once to this dtype.
         start: index of the slice's first element in the param's storage order.
         receive: takes a full local gradient that autograd adds to the part.
-        gather: collective; makes the whole mean gradient (the param's shape) from every rank's settled slice. None
+        gather: collective; makes the whole mean gradient (the param's shape) from every rank's divided slice. None
             where this rank holds the whole gradient.
         rounded: rounds a number to the dtype of ``total``.
         divisor: number by which ``total`` still has to be divided; 1 once it is the mean.
-        kept: the sum that ``total`` held before ``look()`` divided it.
-        part: the part that shows this gradient. Any other part of this slot is stale.
+        undivided: the sum that ``total`` held before ``show_mean()`` divided it.
+        part: the part that shows this gradient. Any other part of this slice is stale.
         is_used: whether a step used this gradient since the last backward.
         edits: in-place edits of the mean since the last round: each the name of a method of the part and its arguments.
         pending: this rank's own gradient (the param's shape), which autograd added to the part under ``no_sync()``; the
@@ -89,8 +89,8 @@ class GradientSlice:
         self.total, self.start, self.receive, self.gather = total, start, receive, gather
         self.rounded = _ROUNDINGS[total.dtype]
         self.divisor = 1
-        self.kept: Tensor | None = None
-        self._kept_of = 1  # the divisor that made the mean of it
+        self.undivided: Tensor | None = None
+        self._undivided_by = 1  # the divisor that made the mean of it
         self.part: Tensor | None = None
         self.is_used = False
         self.edits: list[list[Any]] = []
@@ -116,49 +116,49 @@ class GradientSlice:
         if self._lent is not None:
             self._lent_version = self._lent._version
 
-    def settle(self) -> None:
+    def divide(self) -> None:
         """Make ``total`` the mean: divide once and round once, as a kernel that divides on reading does."""
-        self.kept = None
+        self.undivided = None
         if self.divisor != 1:
             divide_(self.total, self.divisor)
             self.divisor = 1
 
-    def look(self) -> None:
+    def show_mean(self) -> None:
         """Make ``total`` the mean for a reader, and keep the sum: rounds and steps have the same bits as without."""
         if self.divisor != 1:
-            kept, self._kept_of = self.total.clone(), self.divisor
-            self.settle()
-            self.kept = kept
+            total, self._undivided_by = self.total.clone(), self.divisor
+            self.divide()
+            self.undivided = total
 
     def summed(self) -> tuple[Tensor, int]:
-        """The sum and its divisor: the kept sum after ``look()``, else ``total``.
+        """The sum and its divisor: the kept sum after ``show_mean()``, else ``total``.
 
-        Elements of the mean that the user wrote since ``look()`` are multiplied by the divisor.
+        Elements of the mean that the user wrote since ``show_mean()`` are multiplied by the divisor.
         """
-        if self.kept is None:
+        if self.undivided is None:
             return self.total, self.divisor
-        mean = self.kept.clone()
-        divide_(mean, self._kept_of)
-        return torch.where(self.total == mean, self.kept, self.total * self._kept_of), self._kept_of
+        mean = self.undivided.clone()
+        divide_(mean, self._undivided_by)
+        return torch.where(self.total == mean, self.undivided, self.total * self._undivided_by), self._undivided_by
 
-    def add_up(self, count: int) -> None:
+    def restore_sum(self, count: int) -> None:
         """Make ``total`` the sum of ``count`` ranks again, so that a round can add to it."""
         if self.divisor == count:
             return
-        if self.kept is not None and self._kept_of == count:
+        if self.undivided is not None and self._undivided_by == count:
             self.total.copy_(self.summed()[0])
-            self.kept = None
+            self.undivided = None
         else:
-            self.settle()
+            self.divide()
             self.total.mul_(count)
 
     def shows_in(self, grad: Tensor | None) -> bool:
-        """Whether ``grad`` is the part that shows this slot's gradient, or an alias of that part (``.detach()``)."""
-        return getattr(grad, "slot", None) is self and not cast(Any, grad).is_stale
+        """True if ``grad`` is the part that shows this gradient, or an alias of that part (``.detach()``)."""
+        return getattr(grad, "gradient_slice", None) is self and not cast(Any, grad).is_stale
 
     def lend(self) -> Tensor:
         """The mean, to be read. Once somebody writes to it, the norms are unknown."""
-        self.look()
+        self.show_mean()
         if self._lent is None:
             # ``total`` shares its version counter with the whole buffer; ``.data`` has a counter of its own.
             self._lent = self.total.data
@@ -166,8 +166,8 @@ class GradientSlice:
         return self._lent
 
     def alias(self) -> Tensor:
-        """The mean, for views whose writes cannot be seen: the norms of this slot are never known again."""
-        self.look()
+        """The mean, for views whose writes cannot be seen: the norms of this slice are never known again."""
+        self.show_mean()
         self._is_aliased = True
         return self.total
 

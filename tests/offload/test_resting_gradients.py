@@ -433,7 +433,11 @@ def test_sums_that_were_used_can_be_written(step: Any) -> None:
             for _ in range(2):
                 model(torch.ones(2, 40)).sum().backward()
             parts = [param.grad for param in model.parameters()]
-            sums = {part.slot.total.untyped_storage().data_ptr() for part in parts if isinstance(part, GradientPart)}
+            sums = {
+                part.gradient_slice.total.untyped_storage().data_ptr()
+                for part in parts
+                if isinstance(part, GradientPart)
+            }
             optimizer.step()
             copies = [each for mark in HostAhead.up if not mark.is_over for each in mark.copies]
             assert sums and not any(each.source.untyped_storage().data_ptr() in sums for each in copies)
@@ -462,7 +466,7 @@ def test_no_page_of_sums_stays_registered(ends: str) -> None:
             optimizer = ShardedSGD(model, lr=0.1, stage=2, offload=Offload(gradients="cpu", step="gpu"))
             model(torch.ones(2, 400)).sum().backward()
             assert isinstance(model.weight.grad, GradientPart)
-            assert model.weight.grad.slot.total.data_ptr() in there
+            assert model.weight.grad.gradient_slice.total.data_ptr() in there
             optimizer.step()
             if ends == "closed":
                 optimizer.close()

@@ -170,15 +170,18 @@ def accumulated(setting: Setting, model: Sums, optimizer: ShardedSGD, step: int)
         if not syncs[turn]:
             continue
         for index, param in enumerate(model.parameters()):
-            slot, wanted = param.grad.slot, expected(setting, param, index, step, syncs[: turn + 1]).kept
+            gradient_slice, wanted = (
+                param.grad.gradient_slice,
+                expected(setting, param, index, step, syncs[: turn + 1]).kept,
+            )
             where = f"{setting}, step {step}, backward {turn}, param {index}"
-            assert slot.total.dtype is param.dtype, where
-            assert raw(slot.total) == raw(wanted.flatten()[here(slot)].to(param.dtype)), where
+            assert gradient_slice.total.dtype is param.dtype, where
+            assert raw(gradient_slice.total) == raw(wanted.flatten()[here(gradient_slice)].to(param.dtype)), where
     return [expected(setting, param, index, step, syncs) for index, param in enumerate(model.parameters())]
 
 
-def here(slot: Any) -> slice:
-    return slice(slot.start, slot.start + slot.total.numel())
+def here(gradient_slice: Any) -> slice:
+    return slice(gradient_slice.start, gradient_slice.start + gradient_slice.total.numel())
 
 
 def check_norms(setting: Setting, model: Sums, found: Sequence[Expected]) -> None:
@@ -194,7 +197,7 @@ def check_whole(setting: Setting, model: Sums, means: Sequence[Tensor]) -> None:
     for param, mean in zip(model.parameters(), means, strict=True):
         part = param.grad
         assert part.dtype is part.local.dtype is param.dtype
-        assert raw(part.local) == raw(mean.flatten()[here(part.slot)].to(param.dtype)), setting
+        assert raw(part.local) == raw(mean.flatten()[here(part.gradient_slice)].to(param.dtype)), setting
         assert raw(part.full_tensor()) == raw(mean.to(param.dtype)), setting
         assert raw(part.norm(math.inf)) == raw(largest(mean)), setting  # divided by now
 
@@ -306,9 +309,9 @@ def test_a_checkpoint_loads_in_the_other_format(tmp_path: Path) -> None:
         is_rounded = loaded == "bf16"
         assert told == (("gradient of 2 params was saved in fp32 and is rounded to bf16",) if is_rounded else ())
         for one, other in zip(*(model.parameters() for model in models), strict=True):
-            before = one.grad.slot.total.float()
+            before = one.grad.gradient_slice.total.float()
             after = nearest(before) if is_rounded else before
-            assert raw(other.grad.slot.total.float()) == raw(after)
+            assert raw(other.grad.gradient_slice.total.float()) == raw(after)
             assert raw(other.grad.norm(math.inf)) == raw(after.abs().max())
         sizes.append(sum(each.stat().st_size for each in (tmp_path / saved).rglob("*.safetensors")))
     assert sizes[0] - sizes[1] == pytest.approx(2 * 301 * 200, rel=0.1)

@@ -61,7 +61,7 @@ class World:
     Attributes:
         whole: fp32 params with plain gradients.
         ranks: by rank, params of their own dtype, with parts.
-        slots: by param, then by rank.
+        slices: by param, then by rank.
         gathers: how often a rank asked the others.
         received: what autograd added to parts.
     """
@@ -78,7 +78,7 @@ class World:
         sums = [5 * torch.randn_like(param, dtype=FP32) for param in like] if sums is None else sums
         self.gathers, self.received = 0, []
         self.whole: list[Parameter] = []
-        self.slots: list[list[GradientSlice]] = []
+        self.slices: list[list[GradientSlice]] = []
         self.ranks = [[Parameter(param.detach().clone()) for param in like] for _ in range(size)]
         # One buffer a rank, as in a shard. What lies between two slices must never be read.
         numel = sum(total.numel() + 1 for total in sums)
@@ -87,29 +87,29 @@ class World:
             self.whole.append(Parameter(torch.zeros_like(param, dtype=FP32)))
             total = total.to(kept).float()
             self.whole[-1].grad = (total / DIVISOR).to(kept).float()
-            self.slots.append(self.shared(total, index))
+            self.slices.append(self.shared(total, index))
 
     def shared(self, total: Tensor, index: int) -> list[GradientSlice]:
-        """The slots of all ranks, of uneven lengths; some are empty."""
-        mean, slots = (total / DIVISOR).to(self.buffers.dtype).float(), []
+        """The slices of all ranks, of uneven lengths; some are empty."""
+        mean, slices = (total / DIVISOR).to(self.buffers.dtype).float(), []
 
         def gather(mine: Tensor) -> Tensor:
             self.gathers += 1
-            assert next(slot for slot in slots if slot.total is mine).divisor == 1
-            for slot in slots:
-                slot.settle()
-            return torch.cat([slot.total for slot in slots]).as_strided(mean.size(), mean.stride())
+            assert next(gradient_slice for gradient_slice in slices if gradient_slice.total is mine).divisor == 1
+            for gradient_slice in slices:
+                gradient_slice.divide()
+            return torch.cat([gradient_slice.total for gradient_slice in slices]).as_strided(mean.size(), mean.stride())
 
         cuts = sorted(int(torch.randint(0, total.numel() + 1, ())) for _ in self.ranks[1:])
         for rank, (start, end) in enumerate(itertools.pairwise([0, *cuts, total.numel()])):
             memory = self.buffers[rank][self.used[rank] : self.used[rank] + end - start]
             self.used[rank] += end - start + 1
             memory.copy_(flat(total)[start:end])
-            slot = GradientSlice(memory, start, self.received.append, gather if len(self.ranks) > 1 else None)
-            slot.divisor, slot.norms = DIVISOR, norms_of(mean)
-            self.ranks[rank][index].grad = GradientPart(slot, self.ranks[rank][index])
-            slots.append(slot)
-        return slots
+            gradient_slice = GradientSlice(memory, start, self.received.append, gather if len(self.ranks) > 1 else None)
+            gradient_slice.divisor, gradient_slice.norms = DIVISOR, norms_of(mean)
+            self.ranks[rank][index].grad = GradientPart(gradient_slice, self.ranks[rank][index])
+            slices.append(gradient_slice)
+        return slices
 
     def pairs(self) -> list[tuple[Any, Parameter]]:
         """Every part with the param that has the whole of its gradient."""
@@ -117,15 +117,20 @@ class World:
 
     def check(self) -> None:
         """Slices hold the bits of the whole gradients; norms, where known, are theirs; no rank asked another."""
-        for index, (param, slots) in enumerate(zip(self.whole, self.slots, strict=True)):
+        for index, (param, slices) in enumerate(zip(self.whole, self.slices, strict=True)):
             true = norms_of(param.grad)
-            for rank, slot in enumerate(slots):
-                assert self.ranks[rank][index].grad.slot is slot
-                slot.settle()
-                assert raw(slot.total) == raw(flat(param.grad)[slot.start : slot.start + slot.total.numel()])
-                if slot.norms is not None:
-                    assert (slot.norms.largest, slot.norms.nonfinite) == (true.largest, true.nonfinite)
-                    assert slot.norms.two == pytest.approx(true.two, rel=2**-23, abs=1e-43)
+            for rank, gradient_slice in enumerate(slices):
+                assert self.ranks[rank][index].grad.gradient_slice is gradient_slice
+                gradient_slice.divide()
+                assert raw(gradient_slice.total) == raw(
+                    flat(param.grad)[gradient_slice.start : gradient_slice.start + gradient_slice.total.numel()]
+                )
+                if gradient_slice.norms is not None:
+                    assert (gradient_slice.norms.largest, gradient_slice.norms.nonfinite) == (
+                        true.largest,
+                        true.nonfinite,
+                    )
+                    assert gradient_slice.norms.two == pytest.approx(true.two, rel=2**-23, abs=1e-43)
         assert not self.gathers
 
 
@@ -263,7 +268,7 @@ def test_nonfinite(bad: float) -> None:
         for rank in world.ranks:
             assert clip_grad_norm_(rank, 1.0, foreach=foreach).isnan()
             for part in grads(rank):
-                assert not part.slot.total.isfinite().any() and part.isfinite().all() == (part.numel() == 0)
+                assert not part.gradient_slice.total.isfinite().any() and part.isfinite().all() == (part.numel() == 0)
 
 
 def test_zeroing() -> None:
@@ -291,16 +296,16 @@ def test_description() -> None:
     """What a part says of itself is what a plain gradient would, but for the dtype of fp16."""
     world = World(3)
     for part, reference in world.pairs():
-        assert raw(part.local) == raw(flat(reference.grad)[part.start : part.start + part.slot.total.numel()])
-    for rank, slots in zip(world.ranks, zip(*world.slots, strict=True), strict=True):
-        for param, slot in zip(rank, slots, strict=True):
+        assert raw(part.local) == raw(flat(reference.grad)[part.start : part.start + part.gradient_slice.total.numel()])
+    for rank, slices in zip(world.ranks, zip(*world.slices, strict=True), strict=True):
+        for param, gradient_slice in zip(rank, slices, strict=True):
             part = param.grad
-            assert part is not None and part is slot.part and not part.is_sparse and not part.requires_grad
+            assert part is not None and part is gradient_slice.part and not part.is_sparse and not part.requires_grad
             assert (part.shape, part.stride(), part.device) == (param.shape, param.stride(), param.device)
             assert part.dtype == (FP32 if param.dtype is FP16 else param.dtype)
             assert part.layout == torch.strided and part.is_leaf and part.grad_fn is None
-            assert f"shape={tuple(param.shape)}" in repr(part) and f"[{slot.start}:" in f"{part}"
-            assert part.start == slot.start and part.local.dtype == FP32 and part.local.dim() == 1
+            assert f"shape={tuple(param.shape)}" in repr(part) and f"[{gradient_slice.start}:" in f"{part}"
+            assert part.start == gradient_slice.start and part.local.dtype == FP32 and part.local.dim() == 1
             part.requires_grad_(False).detach_()
             param.grad = part.detach()  # as may be done with any gradient
             assert param.grad.norm() == part.norm()
@@ -432,11 +437,11 @@ def test_any_sequence(values: list[float], steps: list[tuple[str, float]], size:
         overflowed = true.nonfinite > before.nonfinite and factor < math.inf
         is_known = name == "zero" or (is_known and not name.startswith("clamp") and not overflowed)
         for part in parts:
-            part.slot.settle()
+            part.gradient_slice.divide()
             # A NaN's sign and payload are nobody's business.
-            here = mean[part.start : part.start + part.slot.total.numel()]
-            assert raw(part.slot.total.nan_to_num(1.25)) == raw(here.to(kept).nan_to_num(1.25))
-            norms = part.slot.norms
+            here = mean[part.start : part.start + part.gradient_slice.total.numel()]
+            assert raw(part.gradient_slice.total.nan_to_num(1.25)) == raw(here.to(kept).nan_to_num(1.25))
+            norms = part.gradient_slice.norms
             assert (norms is not None) == is_known
             if norms is not None:
                 assert (norms.largest, norms.nonfinite) == (true.largest, true.nonfinite)
@@ -524,7 +529,7 @@ READS: dict[str, Callable[[Tensor], Any]] = {
     "clamp": lambda g: g.clamp(-1, 1),
     "zeros_like": lambda g: torch.zeros_like(g),
     "tolist": lambda g: torch.tensor(g.tolist()),
-    # Views are of the slot's own memory, in fp32.
+    # Views are of the slice's own memory, in fp32.
     "view": lambda g: g.view(-1).clone(),
     "aten.t.": lambda g: g.t().contiguous(),
     "select": lambda g: g[2, 3].clone(),
@@ -591,7 +596,7 @@ def test_writes_past_the_part_are_noticed() -> None:
         part.zero_()
         view.fill_(5)
         assert part.norm() == 5 and part.sum() == 5
-        view.fill_(3.4e38)  # Inf if rounded to bf16, which the slot does not do
+        view.fill_(3.4e38)  # Inf if rounded to bf16, which the slice does not do
         assert torch.isfinite(part).all() and not torch.isinf(part).any() and unscale(part, inverse=1.0) == 0
         view.fill_(math.inf)
         assert unscale(part) == 1 and not torch.isfinite(part).all()
@@ -626,13 +631,13 @@ def test_stale() -> None:
     """A part that its reducer replaced or dropped answers nothing: its memory holds another step's gradient."""
     for size, is_replaced in itertools.product((1, 3), (True, False)):
         world = World(size)
-        for param, slots in zip(world.ranks[0], world.slots, strict=True):
-            part, alias, slot = param.grad, param.grad.detach(), slots[0]
+        for param, slices in zip(world.ranks[0], world.slices, strict=True):
+            part, alias, gradient_slice = param.grad, param.grad.detach(), slices[0]
             if is_replaced:
-                newer = param.grad = GradientPart(slot, param)
-                assert slot.part is newer and not newer.is_stale and not newer.data.is_stale
+                newer = param.grad = GradientPart(gradient_slice, param)
+                assert gradient_slice.part is newer and not newer.is_stale and not newer.data.is_stale
             else:
-                slot.part = None
+                gradient_slice.part = None
                 with raises(StateError, "stale"):
                     param.sum().backward()
             for each, use in itertools.product((part, alias), STALE_USES):
@@ -647,7 +652,7 @@ def test_lists_change_all_or_nothing() -> None:
     """One stale part in a list, and nothing of the list is changed."""
     world = World(2)
     old = world.ranks[0][5].grad
-    world.ranks[0][5].grad = GradientPart(old.slot, world.ranks[0][5])
+    world.ranks[0][5].grad = GradientPart(old.gradient_slice, world.ranks[0][5])
     mixed = [plain().grad, *grads(world.ranks[0]), old]
     scale, zero = (lambda: torch._foreach_mul_(mixed, 2.0)), (lambda: torch._foreach_zero_(mixed))
     for change in (scale, zero, lambda: unscale(*mixed)):
