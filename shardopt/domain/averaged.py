@@ -40,7 +40,7 @@ def averaged(domain: Domain) -> Iterator[None]:
     followed = [entry for entry in domain.entries.values() if entry.version == entry.param._version]
     try:
         for shard in shards:
-            shard.aside = weights[shard]
+            shard.saved_weights = weights[shard]
         _put(domain, averages)
         with domain.sharded.unsharded() if domain.sharded is not None else nullcontext():
             yield
@@ -52,7 +52,7 @@ def averaged(domain: Domain) -> Iterator[None]:
             raise
         finally:
             for shard in shards:
-                shard.aside = None
+                shard.saved_weights = None
         for entry in followed:  # what was written inside is gone: masters have nothing to follow
             entry.follow_param()
 

@@ -218,7 +218,7 @@ class Domain:
     @property
     def is_averaged(self) -> bool:
         """Whether params show the average of the weights at this moment."""
-        return any(shard.aside is not None for shard in self._shards)
+        return any(shard.saved_weights is not None for shard in self._shards)
 
     @property
     def device(self) -> torch.device:

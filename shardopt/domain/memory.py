@@ -48,7 +48,7 @@ def _is_bound(domain: Domain, param: torch.nn.Parameter) -> bool:
 
 def _add_shards(found: dict[str, Counter[str]], domain: Domain, slices: str) -> None:
     frozen = domain.sharded.frozen if domain.sharded is not None else []
-    found["buffer"]["device"] += sum(shard.row_of_block.nbytes for shard in domain.shards)
+    found["buffer"]["device"] += sum(shard.tables.row_of_block.nbytes for shard in domain.shards)
     for shard in (*domain.shards, *frozen):
         found["param"]["device"] += shard.bucket.resident_bytes
         if shard.param_bytes:

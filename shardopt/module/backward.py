@@ -487,7 +487,7 @@ class Backward:
             return
         where = shard, total.data_ptr()
         if where not in self._staged:  # a new table makes the host wait for the device in mid-backward
-            self._staged[where] = shard.gradients_in(total)
+            self._staged[where] = shard.tables.gradients_in(total)
         self._noted[shard] = self._added_up(shard, shard.kept.gradient, self._staged[where])
 
     def _sum_up(self, sums: "np.ndarray[Any, Any]", shard: Shard, grad: Format, gradients: Gradients) -> None:

@@ -244,10 +244,10 @@ def launches_of(
             rows[variants[each.group], each.grad.dtype, each.at_rest][row] = each
     for (variant, dtype, at_rest), members in rows.items():
         spec = shard.spec(variant, format_of(dtype, "a gradient"))
-        gradients = shard.gradients({row: (each.grad, each.start) for row, each in members.items()}, at_rest)
+        gradients = shard.tables.gradients({row: (each.grad, each.start) for row, each in members.items()}, at_rest)
         where = shard.home.device
         backend_of(where).prepare(spec, where, gradients.aligned)
-        table = np.zeros((shard.num_rows, len(variant.scalars)), dtype=np.float32)
+        table = np.zeros((shard.tables.num_rows, len(variant.scalars)), dtype=np.float32)
         for row, each in members.items():
             table[row] = scalars.now[each.entry]
         numbers_there = torch.from_numpy(table).to(where)
@@ -263,7 +263,7 @@ def _noise(seed: int, shard: Shard, members: Mapping[int, Ready]) -> Noise:
         told = struct.pack("<qqq", seed, each.number, step)
         key, other_key = struct.unpack("<ii", hashlib.blake2b(told, digest_size=8).digest())
         counters[row] = (key, other_key, step * ROOT2 % 2**32)
-    return shard.noise(counters)
+    return shard.tables.noise(counters, shard.home.device)
 
 
 def _divisor(members: Iterable[Ready]) -> int:

@@ -222,7 +222,7 @@ class UpdateInBackward(Backward):
     def _look_at(self, shard: Shard, total: torch.Tensor) -> bool:
         """Whether the sum may be used."""
         assert self._round is not None
-        self._sum_up(self._round.sums, shard, format_of(total.dtype, "a gradient"), shard.gradients_in(total))
+        self._sum_up(self._round.sums, shard, format_of(total.dtype, "a gradient"), shard.tables.gradients_in(total))
         spoilt = self._round.sums[self._rows[shard], NONFINITE].any()
         return not spoilt or self._domain.options.tuning.nonfinite == "propagate"
 
