@@ -44,7 +44,7 @@ class Links:
         reducer: where the module was handed over.
         landing: where sums of gradients rest, if not where they are reduced.
         sharded: at stage 3.
-        exhibit: for ranks that read states alone.
+        remote: the states of other ranks, for a rank that reads alone; None if there are none, or without a socket.
     """
 
     shards: Transport
@@ -52,7 +52,7 @@ class Links:
     reducer: Reducer | None
     landing: HostLanding | None
     sharded: ShardedParams | None
-    exhibit: RemoteStates | None
+    remote: RemoteStates | None
 
 
 class Domain:
@@ -67,7 +67,7 @@ class Domain:
     ``epoch``, ``clock``                          their own methods; :meth:`end_step`
     ``broken``, ``is_half_loaded``                :meth:`break_off`, :meth:`make_good`
     ``counted_elsewhere``, ``slice_numbers``      :meth:`note_slice`
-    ``exhibit``                                   :meth:`retire`, :meth:`release`
+    ``remote``                                   :meth:`retire`, :meth:`release`
     ============================================  ==========================================
     """
 
@@ -126,9 +126,9 @@ class Domain:
         return None if self._links is None else self._links.sharded
 
     @property
-    def exhibit(self) -> RemoteStates | None:
+    def remote(self) -> RemoteStates | None:
         """For ranks that read states alone, once anything is bound."""
-        return None if self._links is None else self._links.exhibit
+        return None if self._links is None else self._links.remote
 
     def unbound(self, groups: Sequence[Group]) -> list[Candidate]:
         """Params that a step needs and that are not bound: trainable, or with a gradient all the same."""
@@ -251,8 +251,8 @@ class Domain:
     def release(self) -> None:
         """Gives every param storage of its own and forgets the states."""
         links = self._links
-        if links is not None and links.exhibit is not None:
-            links.exhibit.close()
+        if links is not None and links.remote is not None:
+            links.remote.close()
         if links is not None and links.sharded is not None:
             links.sharded.give_back()
         for shard in self._shards:
@@ -262,7 +262,7 @@ class Domain:
         if links is not None and links.landing is not None:
             links.landing.close()
         if links is not None:  # by its transports what was shown of states may be read yet
-            self._links = replace(links, reducer=None, landing=None, sharded=None, exhibit=None)
+            self._links = replace(links, reducer=None, landing=None, sharded=None, remote=None)
         self._store, self._shards, self._entries = None, [], {}
 
     @contextmanager
@@ -283,15 +283,15 @@ class Domain:
     def end_step(self) -> None:
         """This rank has come to the end of a step."""
         self.clock.end_step()
-        if self.exhibit is not None:
-            self.exhibit.settle()
+        if self.remote is not None:
+            self.remote.end_step()
         self.epoch.end_step()
 
     def retire(self) -> None:
         """The optimizer is gone; other ranks may still read."""
-        if self._links is not None and self._links.exhibit is not None:
-            self._links.exhibit.retire()
-            self._links = replace(self._links, exhibit=None)  # which refers to this
+        if self._links is not None and self._links.remote is not None:
+            self._links.remote.retire()
+            self._links = replace(self._links, remote=None)  # which refers to this
 
     # -- what other ranks hold -------------------------------------------------------------------------------------
 
@@ -301,9 +301,9 @@ class Domain:
         """See :meth:`RemoteStates.fetcher`; by default as it is now. None where nothing can be asked for."""
         if self.mesh.shard.size == 1:
             return partial(_own, shard, index, name)
-        if self.exhibit is None:
+        if self.remote is None:
             return None
-        return self.exhibit.fetcher(shard, index, name, self.epoch.now(name) if moment is None else moment)
+        return self.remote.fetcher(shard, index, name, self.epoch.now(name) if moment is None else moment)
 
     def gather(self, shard: Shard, name: str) -> torch.Tensor:
         """Collective: state ``name`` (or "master") of every rank's shard, 1D, as long as the bucket.
