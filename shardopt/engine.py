@@ -44,9 +44,8 @@ from .partition.mesh import Mesh, everyone_of
 from .partition.placement import Placement, Placements
 from .rules import Rule
 from .states.consolidate import consolidate, rank_to_gather_on
-from .states.table import StateTable
+from .states.table import StateTable, StateView
 from .states.torch_format import read_state_dict, to_state_dict
-from .states.view import StateView
 from .step.step import NOTHING_DONE, Call, Outcome, run_step
 from .step.survey import Scaling
 from .step.update_in_backward import UpdateInBackward, drop_gradients
@@ -175,7 +174,7 @@ class Engine:
         if self._composition is None:
             main = self._make_domain(self._process_group())
             backward = self._make_backward(main)
-            self._composition = self.states.composition = Domains(main, self.options, self.local_params)
+            self._composition = self.states.domains_of_model = Domains(main, self.options, self.local_params)
             if self.takeover is not None:
                 self.takeover.begin(main, backward)
         return self._composition

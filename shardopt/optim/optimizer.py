@@ -21,7 +21,7 @@ from .param_groups import check_added, check_given, copied, matched, read_argume
 if TYPE_CHECKING:
     from ..domain.timings import Timings
     from ..engine import Engine
-    from ..states.view import StateView
+    from ..states.table import StateView
 
 Optimizer = TypeVar("Optimizer", bound="ShardedOptimizer")
 Closure = Callable[[], Any]
