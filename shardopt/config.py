@@ -36,8 +36,6 @@ class Tuning:
             buckets overlap better and need less memory while gradients are reduced and params gathered; each costs one
             launch and one message to every rank. None: 32 MiB, but 2 MiB for a module on CPUs, where messages cost
             little and the gradient of a param that fills a bucket is reduced where it lies.
-        timeout: seconds that one wait for the other ranks may take, at most ten years (``math.inf`` is that); None: the
-            process group's own timeout.
         keep_below: stage 3: params of fewer elements than this stay whole on every rank, as at stage 2: norms, biases
             and small embeddings weigh little, and gathering each would cost a message.
         keep: stage 3: patterns of names of params and modules that stay whole on every rank, as at stage 2, whatever
@@ -45,6 +43,8 @@ class Tuning:
             text. For params that another module's forward reads. Masters, states and gradients are sharded all the
             same.
         live_bytes: stage 3: most bytes of gathered params that stay on a rank while no module needs them.
+        timeout: seconds that one wait for the other ranks may take, at most ten years (``math.inf`` is that); None: the
+            process group's own timeout.
         neighbours: let CPU ranks of one machine read each other's params out of memory, where the system allows it,
             instead of sending them through sockets.
         chunk_bytes: of one state that is read from a disk, updated and written at a time; 4 chunks of all states are

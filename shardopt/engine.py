@@ -446,6 +446,7 @@ class Engine:
 
     def _run(self, call: Call) -> Outcome:
         by_domain, composition = self.groups_by_domain(), self.compose()
+        composition.compare_norm_groups(call.problem)
         try:
             composition.look(self.groups)
             self.local_params.prepare_gradients()

@@ -1,4 +1,6 @@
-"""Checkpoints that load at any number of ranks, any stage and any bucket size, and that no crash can spoil.
+"""How does a training survive?
+
+By checkpoints that load at any number of ranks, any stage and any bucket size, and that no crash can spoil.
 
 ::
 

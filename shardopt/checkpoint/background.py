@@ -5,7 +5,7 @@ import warnings
 from pathlib import Path
 
 from .staging import Staging
-from .write import Run
+from .write import RankWriter
 
 
 class Saving:
@@ -51,8 +51,8 @@ class Background:
         self.staging = Staging()
         self._saving: Saving | None = None
 
-    def settle(self) -> None:
-        """Until nothing is being written, so that the memory can be used again."""
+    def wait(self) -> None:
+        """Waits until nothing is being written, so that the staging memory can be used again."""
         saving, self._saving = self._saving, None
         if saving is None or saving._thread is None:
             return
@@ -62,16 +62,16 @@ class Background:
                 f"the last asynchronous checkpoint failed and wait() was not called: {saving._problem}", stacklevel=3
             )
 
-    def start(self, run: Run) -> Saving:
+    def start(self, writer: RankWriter) -> Saving:
         def work() -> None:
             try:
-                run.run()
+                writer.run()
             except BaseException as error:
                 saving._problem = error
 
         # Not a daemon: the interpreter waits for it at its end, so that a checkpoint begun is a checkpoint made.
         thread = threading.Thread(target=work, name="shardopt-checkpoint")
-        saving = Saving(run.site.published, thread)
+        saving = Saving(writer.site.published, thread)
         self._saving = saving
         thread.start()
         return saving

@@ -9,6 +9,7 @@ from torch import nn
 
 from ..arguments import flag, path, whole
 from ..optim.optimizer import ShardedOptimizer
+from .engine import Engine
 
 
 class Request(NamedTuple):
@@ -32,8 +33,8 @@ def check_module(module: nn.Module) -> None:
         )
 
 
-def as_list(optimizer: object) -> list[ShardedOptimizer]:
-    """The optimizers that a caller gave: one, several or none.
+def engines_of(optimizer: object) -> list[Engine]:
+    """Returns the engines of the optimizers that a caller gave: one, several or none.
 
     Raises:
         TypeError: one that is not shardopt's, or a container that is no list of them.
@@ -47,7 +48,7 @@ def as_list(optimizer: object) -> list[ShardedOptimizer]:
             f"{type(optimizer).__name__}."
         )
     given = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
-    found: list[ShardedOptimizer] = []
+    found: list[Engine] = []
     if not given:
         raise ValueError("optimizer is an empty list, so no states would be kept: give None for the module alone.")
     for index, each in enumerate(given):
@@ -56,10 +57,10 @@ def as_list(optimizer: object) -> list[ShardedOptimizer]:
                 f"a checkpoint holds the states of shardopt's optimizers, found a {type(each).__name__}: use the "
                 "Sharded class of that name, or save its state_dict()'s tensors as extra."
             )
-        if any(each is other for other in found):
+        if any(each.engine is other for other in found):
             raise ValueError(f"optimizer lists the one at index {index} twice: list each once.")
         each.engine.check_open()
-        found.append(each)
+        found.append(each.engine)
     return found
 
 

@@ -97,10 +97,6 @@ def _state_dict(checkpoint: Checkpoint, number: int) -> tuple[dict[str, Any], li
         contents.append(tensor if content is None else content)
         return tensor
 
-    kinds: dict[str, list[Key]] = {}
-    for key, _ in manifest.of("params"):
-        if not key.is_of_scales:
-            kinds.setdefault(key.name, []).append(key)
     names = [name for group in optimizer["groups"] for name in group["params"]]
     states: dict[int, dict[str, Any]] = {}
     for index, name in enumerate(names):
@@ -112,10 +108,10 @@ def _state_dict(checkpoint: Checkpoint, number: int) -> tuple[dict[str, Any], li
             state["step"] = placed(count_as_torch(about["step"]))
         for scalar, value in carried_of(about).items():
             state[scalar] = placed(torch.tensor(value, dtype=torch.float64))
-        for key in kinds[name]:
-            if key.kind != "param":
-                tensor = manifest.tensors[key]
-                state[key.kind] = placed(torch.empty(tensor.shape, dtype=tensor.values_dtype), key)
+        for kind, tensor in manifest.kinds[name].items():
+            if kind != "param":
+                empty = torch.empty(tensor.shape, dtype=tensor.values_dtype)
+                state[kind] = placed(empty, Key("params", name, kind))
     groups, index = [], 0
     for group in optimizer["groups"]:
         given = values.decode(group["values"], lambda name: placed(checkpoint.whole(Key("extra", name, "value"))))

@@ -11,7 +11,6 @@ from ..rules.rule import EMA
 from . import values
 from .manifest import Manifest
 from .model import Model, ModelParam, plain_name
-from .records import Tensor
 
 _LISTED = 8  # mismatches that an error names
 
@@ -48,10 +47,7 @@ def fit(manifest: Manifest, model: Model) -> Fit:
 class _Fitting:
     def __init__(self, manifest: Manifest, model: Model):
         self.manifest, self.model, self.found = manifest, model, Fit()
-        self.kinds: dict[str, dict[str, Tensor]] = {}
-        for key, tensor in manifest.of("params"):
-            if not key.is_of_scales:
-                self.kinds.setdefault(key.name, {})[key.kind] = tensor
+        self.kinds = manifest.kinds
         self.buffers = {key.name: tensor for key, tensor in manifest.of("buffers")}
         self.canonical = {alias: name for name, about in manifest.params.items() for alias in (name, *about["aliases"])}
 
@@ -59,7 +55,7 @@ class _Fitting:
 
     def run(self) -> Fit:
         taken: dict[str, str] = {}
-        for name, home in self.model.homes.items():
+        for name, home in self.model.params.items():
             saved = next((self.canonical[each] for each in (name, *home.aliases) if each in self.canonical), None)
             if saved is None:
                 self._note(f"param {name!r} {_shape(home.param)} is missing in the checkpoint{self._renamed(home)}")
@@ -74,7 +70,7 @@ class _Fitting:
         self._check_ties(taken)
         self._buffers()
         self._extra_states()
-        if self.model.optimizers:
+        if self.model.engines:
             self._groups(taken)
         return self.found
 
@@ -88,7 +84,7 @@ class _Fitting:
     def _is_others(self, saved: str) -> bool:
         """Whether other ranks hold it: those of another process group, of as many as there are here."""
         turn = self.manifest.params[saved].get("turn")
-        own = {tuple(home.expert_group) for home in self.model.homes.values() if home.expert_group is not None}
+        own = {tuple(home.expert_group) for home in self.model.params.values() if home.expert_group is not None}
         return turn is not None and tuple(turn) not in own and turn[1] in {total for _, total in own}
 
     def _note(self, mismatch: str) -> None:
@@ -98,12 +94,12 @@ class _Fitting:
         alike = [
             name
             for name, kinds in self.kinds.items()
-            if name not in self.model.homes and kinds["param"].shape == tuple(home.param.shape)
+            if name not in self.model.params and kinds["param"].shape == tuple(home.param.shape)
         ]
         return f" (renamed from {alike[0]!r}?)" if len(alike) == 1 else ""
 
     def _check_ties(self, taken: Mapping[str, str]) -> None:
-        for name, home in self.model.homes.items():
+        for name, home in self.model.params.items():
             apart = {self.canonical[each] for each in (name, *home.aliases) if each in self.canonical}
             for saved in sorted(apart - taken.keys()):
                 self._note(f"param {name!r} is tied to {saved!r} here and not in the checkpoint")
@@ -121,7 +117,7 @@ class _Fitting:
             self._note(f"param {home.name!r} is of {home.param.dtype}, in the checkpoint of {tensor.dtype}")
         else:
             self.found.params[home.name] = saved
-            if self.model.optimizers and self._states_fit(home, saved):
+            if self.model.engines and self._states_fit(home, saved):
                 self.found.states[home.name] = saved
 
     def _states_fit(self, home: ModelParam, saved: str) -> bool:
@@ -131,7 +127,7 @@ class _Fitting:
                 where = "in the checkpoint" if about["optimizer"] is None else "here"
                 self._note(f"param {name!r} is in no optimizer {where}")
             return False
-        rule = self.model.optimizers[home.optimizer].rule
+        rule = self.model.engines[home.optimizer].rule
         theirs = self.manifest.optimizers[about["optimizer"]]["rule"]
         if theirs != rule.name:
             self._note(f"the states of {name!r} are those of {theirs!r}, here it is updated by {rule.name!r}")
@@ -185,10 +181,10 @@ class _Fitting:
 
     def _groups(self, taken: Mapping[str, str]) -> None:
         saved = self.manifest.optimizers
-        if len(saved) != len(self.model.optimizers):
-            self._note(f"{len(self.model.optimizers)} optimizers were given, the checkpoint holds {len(saved)}")
-        for number, (theirs, optimizer) in enumerate(zip(saved, self.model.optimizers, strict=False)):
-            own = self.model.names_in(optimizer)
+        if len(saved) != len(self.model.engines):
+            self._note(f"{len(self.model.engines)} optimizers were given, the checkpoint holds {len(saved)}")
+        for number, (theirs, engine) in enumerate(zip(saved, self.model.engines, strict=False)):
+            own = self.model.names_in(engine)
             if len(own) != len(theirs["groups"]):
                 self._note(f"optimizer {number} has {len(own)} param groups, in the checkpoint {len(theirs['groups'])}")
             for index, (names, group) in enumerate(zip(own, theirs["groups"], strict=False)):

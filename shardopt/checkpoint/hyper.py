@@ -7,32 +7,32 @@ import torch
 
 from ..domain.hyperparameters import check_numbers, plain_numbers
 from ..errors import CheckpointError
-from ..optim.optimizer import ShardedOptimizer
 from . import values
+from .engine import Engine
 from .fit import Fit
 from .manifest import Manifest
 from .plan_load import carried_of
 from .records import Key
 
 
-def check_groups(manifest: Manifest, fitting: Fit, optimizers: Sequence[ShardedOptimizer]) -> None:
+def check_groups(manifest: Manifest, fitting: Fit, engines: Sequence[Engine]) -> None:
     """Evaluates every group's scalars once, as the next step will. Changes nothing.
 
     Raises:
         CheckpointError: they cannot be computed, with what the checkpoint holds.
     """
     for (number, index), saved in fitting.groups.items():
-        optimizer = optimizers[number]
+        engine = engines[number]
         names = manifest.optimizers[number]["groups"][index]["params"]
         try:
             # Tensors are learning rates and the like: any number will do.
             decoded = values.decode(saved, lambda name: _stand_in(manifest, name))
-            plain = plain_numbers({**optimizer.param_groups[index], **decoded})
-            check_numbers([plain], optimizer.defaults)
-            _check_arguments(decoded, optimizer)
-            variant = optimizer.rule.variant(plain)
+            plain = plain_numbers({**engine.groups[index], **decoded})
+            check_numbers([plain], engine.defaults)
+            _check_arguments(decoded, engine)
+            variant = engine.rule.variant(plain)
             for step, carried in _counts(manifest, names):
-                optimizer.rule.evaluate(variant, plain, step + 1, carried)
+                engine.rule.evaluate(variant, plain, step + 1, carried)
         except Exception as error:
             raise CheckpointError(
                 f"the checkpoint's group {index} of optimizer {number} holds hyper-parameters that no step can be "
@@ -41,10 +41,10 @@ def check_groups(manifest: Manifest, fitting: Fit, optimizers: Sequence[ShardedO
             ) from error
 
 
-def _check_arguments(given: Mapping[str, Any], optimizer: ShardedOptimizer) -> None:
+def _check_arguments(given: Mapping[str, Any], engine: Engine) -> None:
     """As the optimizer's class checks those of a param group."""
-    if optimizer.engine.check_arguments is not None:
-        optimizer.engine.check_arguments(given)
+    if engine.check_arguments is not None:
+        engine.check_arguments(given)
     refused = [key for key in ("capturable", "differentiable") if given.get(key)]
     if refused:
         raise ValueError(f"{refused[0]} is refused here")

@@ -9,14 +9,16 @@ import torch
 from torch import nn
 
 from ..arguments import flag
+from ..domain.param import ParamRecord
+from ..domain.param_state import ParamState
 from ..errors import CheckpointError, ShardoptError
 from ..optim.optimizer import ShardedOptimizer
 from ..rules.rule import EMA
 from . import gradients, rng, values
-from .call import as_list, check_module, directory_of
+from .call import check_module, directory_of, engines_of
+from .engine import Engine
 from .fit import Fit, fit
 from .hyper import check_groups
-from .manifest import Manifest
 from .meeting import Meeting, Problem
 from .model import Model, ModelParam, meeting_of
 from .plan_load import LoadPlan, carried_of, plan_load
@@ -68,102 +70,68 @@ def load_checkpoint(
         TypeError, ValueError: an argument is of another type, by its name.
     """
     check_module(module)
-    optimizers = as_list(optimizer)
-    meeting = meeting_of(optimizers, module)
-    problem: Problem = None
-    root = Path()
-    try:
-        root, strict = directory_of(directory), flag(strict, "strict")
-    except Exception as error:
-        problem = error
-    meeting.share(problem, "reading the arguments")
+    engines = engines_of(optimizer)
+    meeting = meeting_of(engines, module)
+    root, strict = meeting.together(lambda: (directory_of(directory), flag(strict, "strict")), "reading the arguments")
     checkpoint = _open(root, meeting)
     with checkpoint, torch.no_grad():
-        return _load(checkpoint, module, optimizers, strict, meeting)
+        return _load(checkpoint, module, engines, strict, meeting)
 
 
 def _open(directory: Path, meeting: Meeting) -> Checkpoint:
-    """Collective: the same checkpoint on all ranks."""
+    """Collective: opens the same checkpoint on all ranks."""
     phase = "opening a checkpoint"
-    problem: Problem = None
-    name: str | None = None
-    try:
-        if meeting.world.rank == 0:
-            found = find(directory)
-            name = None if found == directory else found.name
-    except Exception as error:
-        problem = error
-    meeting.share(problem, phase)
-    name = meeting.from_rank_0(name, phase)
-    checkpoint: Checkpoint | None = None
-    try:
-        checkpoint = Checkpoint(directory if name is None else directory / name)
-    except Exception as error:
-        problem = error
-    meeting.share(problem, phase)
-    assert checkpoint is not None
-    digest = checkpoint.digest
-    meeting.compare(lambda: {"the manifest's digest": digest}, phase)
+
+    def newest() -> str | None:
+        """Returns the name of rank 0's, or None if the directory itself is a checkpoint."""
+        found = directory if meeting.world.rank else find(directory)
+        return None if found == directory else found.name
+
+    name = meeting.from_rank_0(meeting.together(newest, phase), phase)
+    checkpoint = meeting.together(lambda: Checkpoint(directory if name is None else directory / name), phase)
+    meeting.compare({"the manifest's digest": checkpoint.digest}, phase)
     step = int(checkpoint.manifest.info["step"])
     meeting.compare_beyond({"the step of the checkpoint of each part of the model": step}, phase)
     return checkpoint
 
 
-def _load(
-    checkpoint: Checkpoint, module: nn.Module, optimizers: list[ShardedOptimizer], strict: bool, meeting: Meeting
-) -> Loaded:
+def _load(checkpoint: Checkpoint, module: nn.Module, engines: list[Engine], strict: bool, meeting: Meeting) -> Loaded:
     manifest, path = checkpoint.manifest, checkpoint.path
-    problem: Problem = None
-    fitting, loading = Fit(), Loading(checkpoint, meeting)
-    try:
-        model = Model(module, optimizers)
+    loading = Loading(checkpoint, meeting)
+
+    def compare() -> Fit:
+        model = Model(module, engines)
         model.check_loadable()
         fitting = fit(manifest, model)
         if strict and fitting.mismatches:
             raise CheckpointError(
-                f"{path} does not fit this model: {fitting.describe()}. Nothing was loaded. Give the model and "
-                "optimizers that it was saved with; strict=False loads what fits and lists the rest."
+                f"give the model and optimizers that were saved, or strict=False to load what fits: {path} does not "
+                f"fit this model: {fitting.describe()}. Nothing was loaded."
             )
-        check_groups(manifest, fitting, optimizers)
-    except Exception as error:
-        problem = error
-    meeting.share(problem, "comparing the checkpoint with the model")
-    try:
-        for each in optimizers:
-            each.engine.ensure_bound()
-    except Exception as error:
-        problem = error
-    meeting.share(problem, "binding params")
-    try:
-        model = Model(module, optimizers)  # params have shards now
-        loading.prepare(model, fitting)
-    except Exception as error:
-        problem = error
-    meeting.share(problem, "checking the checkpoint")
-    loading.change(model, fitting, optimizers)
-    return Loaded(loading.extra, path, int(manifest.info["step"]), fitting.mismatches, loading.losses)
+        check_groups(manifest, fitting, engines)
+        return fitting
+
+    def bind() -> Model:
+        for engine in engines:
+            engine.ensure_bound()
+        return Model(module, engines)  # params have shards now
+
+    fitting = meeting.together(compare, "comparing the checkpoint with the model")
+    model = meeting.together(bind, "binding params")
+    meeting.together(lambda: loading.prepare(model, fitting), "checking the checkpoint")
+    loading.change(model, fitting)
+    return Loaded(loading.extra, path, int(manifest.info["step"]), fitting.mismatches, loading.plan.losses())
 
 
 class Loading:
-    """The last two phases on one rank: proof, and change."""
+    """The last two phases of a load on one rank: read and prove everything, then change the model."""
 
     def __init__(self, checkpoint: Checkpoint, meeting: Meeting):
-        self._checkpoint, self._meeting = checkpoint, meeting
+        self._checkpoint, self._manifest, self._meeting = checkpoint, checkpoint.manifest, meeting
         self.extra: dict[str, Any] = {}
-        self._plan = LoadPlan()
+        self.plan = LoadPlan()
         self._small: dict[Key, torch.Tensor] = {}  # read whole while they are proven: extra, random numbers
         self._module_extra: dict[str, Any] = {}
-        self._kinds: dict[str, list[str]] = {}
-        for key, _ in checkpoint.manifest.of("params"):
-            self._kinds.setdefault(key.name, []).append(key.kind)
-
-    @property
-    def losses(self) -> tuple[str, ...]:
-        return self._plan.losses()
-
-    @property
-    def _manifest(self) -> Manifest:
-        return self._checkpoint.manifest
 
     def prepare(self, model: Model, fitting: Fit) -> None:
         """Reads and proves all that this rank needs.
@@ -171,10 +139,10 @@ class Loading:
         Raises:
             CheckpointError: some byte is not what was saved.
         """
-        self._plan = plan_load(self._manifest, model, fitting)
+        self.plan = plan_load(self._manifest, model, fitting)
         for name in self._manifest.files:
             self._checkpoint.check_file(name)
-        for target in self._plan.targets:
+        for target in self.plan.targets:
             for chunk in target.chunks(self._manifest):
                 self._checkpoint.read(chunk)
         own_rng = {key for key, _ in self._manifest.of("rng") if key.name == str(self._meeting.world.rank)}
@@ -190,7 +158,7 @@ class Loading:
     def _find(self, name: str) -> torch.Tensor:
         return self._small[Key("extra", name, "value")]
 
-    def change(self, model: Model, fitting: Fit, optimizers: Sequence[ShardedOptimizer]) -> None:
+    def change(self, model: Model, fitting: Fit) -> None:
         """Collective: fills every target, then counters, groups, random numbers.
 
         Raises:
@@ -198,91 +166,82 @@ class Loading:
                 step.
         """
         problem: Problem = None
+        domains = [domain for engine in model.engines for domain in engine.domains]
         try:
             with ExitStack() as stores:
-                for optimizer in optimizers:
-                    _before_writing(optimizer)
-                    for domain in optimizer.engine.domains:
-                        stores.enter_context(domain.epoch.loading())
-                        if domain.shards:
-                            stores.enter_context(domain.all_or_nothing())
-                for target in self._plan.targets:
+                for engine in model.engines:
+                    _before_writing(engine)
+                for domain in domains:
+                    stores.enter_context(domain.epoch.loading())
+                    if domain.shards:
+                        stores.enter_context(domain.all_or_nothing())
+                for target in self.plan.targets:
                     target.fill(self._checkpoint)
-                self._commit(model, fitting, optimizers)
+                self._commit(model, fitting)
         except ShardoptError as error:
             problem = error
         except Exception as error:
             problem = CheckpointError(
-                f"loading {self._checkpoint.path} failed half-way ({type(error).__name__}: {error}): params and states "
-                "belong to different steps by now, so the optimizers refuse to step. Mend the cause and load again."
+                f"load a checkpoint again: loading {self._checkpoint.path} failed half-way ({type(error).__name__}: "
+                f"{error}). Params and states belong to different steps, so the optimizers refuse to step until then."
             )
             problem.__cause__ = error
         try:
             self._meeting.share(problem, "loading a checkpoint")
         except ShardoptError as error:
-            for optimizer in optimizers:
-                for domain in optimizer.engine.domains:
-                    domain.break_off(f"while loading a checkpoint: {error}", by_load=True)
+            for domain in domains:
+                domain.break_off(f"while loading a checkpoint: {error}", by_load=True)
             raise
         if not fitting.mismatches:  # everything was replaced
-            for optimizer in optimizers:
-                for domain in optimizer.engine.domains:
-                    domain.make_good()
+            for domain in domains:
+                domain.make_good()
 
-    def _commit(self, model: Model, fitting: Fit, optimizers: Sequence[ShardedOptimizer]) -> None:
-        for name, home in model.homes.items():
-            saved = fitting.states.get(name)
-            if home.entry is not None and name in fitting.params:
-                # Its master follows at the next step, where it does not round to it.
-                home.entry.await_weights()
-                if "master" not in self._kinds.get(saved or "", ()):
-                    _renew_master(home)
-            if home.entry is None or saved is None:
-                continue
-            about = self._manifest.params[saved]
-            if about["has_state"]:
-                home.entry.step, home.entry.carried, home.entry.has_state = about["step"], carried_of(about), True
-                if home.shard is not None and EMA in home.shard.kept.states and EMA not in self._kinds[saved]:
-                    home.shard.begin_average(home.index)
-            else:
-                _forget(home)
-        for name, saved_as in fitting.params.items():
-            home = model.homes[name]
-            if home.entry is not None and home.entry.gradient_slice is not None:
-                about = self._manifest.info.get("gradients", {}).get(saved_as)
-                own = self._plan.gradients.get(home.param)
-                gradients.restore(home.param, home.entry.gradient_slice, about, own, self._meeting.world.size)
-        for number, optimizer in enumerate(optimizers):
-            optimizer.engine.states.consolidated = None
-            owned = {param for group in optimizer.engine.local_groups() for param in group["params"]}
-            optimizer.engine.states.wait({p: state for p, state in self._plan.waiting.items() if p in owned})
-            for index, group in enumerate(optimizer.param_groups):
+    def _commit(self, model: Model, fitting: Fit) -> None:
+        for name, saved in fitting.params.items():
+            param = model.params[name]
+            if param.entry is not None:
+                self._commit_param(param, param.entry, fitting.states.get(name))
+                if param.entry.gradient_slice is not None:
+                    about = self._manifest.info.get("gradients", {}).get(saved)
+                    own = self.plan.gradients.get(param.param)
+                    gradients.restore(param.param, param.entry.gradient_slice, about, own, self._meeting.world.size)
+        for number, engine in enumerate(model.engines):
+            engine.states.consolidated = None
+            owned = {param for group in engine.local_groups() for param in group["params"]}
+            engine.states.wait({p: state for p, state in self.plan.waiting.items() if p in owned})
+            for index, group in enumerate(engine.groups):
                 if (number, index) in fitting.groups:
                     _update_group(group, values.decode(fitting.groups[number, index], self._find))
         for saved_as, own_name in fitting.modules.items():
             model.module.get_submodule(own_name).set_extra_state(self._module_extra[saved_as])
         rng.restore(self._saved_rng(), model.device)
 
+    def _commit_param(self, param: ModelParam, entry: ParamRecord, saved: str | None) -> None:
+        """Makes the counters those of the loaded weights and, where they fit, of the states saved as ``saved``."""
+        shard, index = entry.shard, entry.index
+        kinds = {} if saved is None else self._manifest.kinds[saved]
+        # The next step writes the master anew from the param, if the master does not round to it.
+        entry.await_weights()
+        if "master" not in kinds and shard.masters:
+            # The checkpoint has no master, and the low bits of the present one belong to other weights.
+            where = shard.slice_of(index).local
+            shard.write_chunk("master", where.start, shard.read_chunk("param", where.start, where.stop).float())
+        if saved is None:
+            return
+        about = self._manifest.params[saved]
+        if not about["has_state"]:  # back to before the param's first step
+            entry.forget()
+            shard.zero(index)
+            entry.write_initial()
+            return
+        entry.take_counters(ParamState(about["step"], carried_of(about)))
+        if EMA in shard.kept.states and EMA not in kinds:
+            shard.begin_average(index)
 
-def _renew_master(home: ModelParam) -> None:
-    """From the param: the checkpoint has none, and the low bits of the one that is here belong to other weights."""
-    shard = home.shard
-    if shard is not None and shard.masters:
-        where = shard.slice_of(home.index).local
-        shard.write_chunk("master", where.start, shard.read_chunk("param", where.start, where.stop).float())
 
-
-def _forget(home: ModelParam) -> None:
-    """Back to before the param's first step."""
-    assert home.entry is not None and home.shard is not None
-    home.entry.forget()
-    home.shard.zero(home.index)
-    home.entry.write_initial()
-
-
-def _before_writing(optimizer: ShardedOptimizer) -> None:
-    """Collective: no rank still gathers what is about to be overwritten, and nothing gathered stays."""
-    domain = optimizer.engine.compose().main
+def _before_writing(engine: Engine) -> None:
+    """Collective: waits until no rank gathers what is about to be overwritten; nothing gathered stays."""
+    domain = engine.compose().main
     if domain.sharded is not None:
         domain.gatherer.write_slice(lambda: None)
 

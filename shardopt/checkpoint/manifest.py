@@ -5,18 +5,11 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from ..errors import CheckpointError
-from .records import (
-    File,
-    Key,
-    Tensor,
-    check_apart,
-    count,
-    tensors_from_json,
-    tensors_to_json,
-)
+from .records import File, Key, Tensor, check_apart, count, tensors_from_json, tensors_to_json
 from .schema import check_schema
 
 VERSION = 1
@@ -53,9 +46,14 @@ class Manifest:
     def of(self, section: str) -> Iterator[tuple[Key, Tensor]]:
         return ((key, tensor) for key, tensor in self.tensors.items() if key.section == section)
 
-    def kinds(self, name: str) -> dict[str, Tensor]:
-        """What was saved of a param."""
-        return {key.kind: tensor for key, tensor in self.of("params") if key.name == name}
+    @cached_property
+    def kinds(self) -> dict[str, dict[str, Tensor]]:
+        """By param: kind ("param", "master" or a state) -> its tensor; without the scales of blocks."""
+        found: dict[str, dict[str, Tensor]] = {}
+        for key, tensor in self.of("params"):
+            if not key.is_of_scales:
+                found.setdefault(key.name, {})[key.kind] = tensor
+        return found
 
     def to_bytes(self) -> bytes:
         """JSON that begins with the digest of the rest of it."""

@@ -10,7 +10,7 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,22 +25,33 @@ _MOST_OF_A_PART = 1 << 30
 _SHORTEST, _LONGEST = 0.001, 0.25  # seconds between two looks
 
 Problem = Exception | None
+Result = TypeVar("Result")
 
 
 class Meeting:
-    """Of all ranks, inside of one call: of those that make a checkpoint, and of the model's other ones, if any."""
+    """All ranks in one call: those that make a checkpoint, and those that hold other parts of the model, if any."""
 
     def __init__(self, world: Ranks, device: torch.device, beyond: Sequence[Ranks] = ()):
         self.world, self._device = world, device
-        self._beyond = beyond  # to be met one after the other: they make checkpoints of other parts of the model
+        self._beyond = beyond  # met one after the other: they make checkpoints of other parts of the model
 
-    def share(self, problem: Problem, phase: str) -> None:
-        """Collective: goes on if no rank has a problem.
+    def together(self, work: Callable[[], Result], phase: str) -> Result:
+        """Collective: returns what ``work`` returns on this rank, once it has ended without an error on every rank.
 
         Raises:
             Exception: this rank's own problem.
             CheckpointError: another rank's.
         """
+        try:
+            found = work()
+        except Exception as error:
+            self.share(error, phase)
+            raise
+        self.share(None, phase)
+        return found
+
+    def share(self, problem: Problem, phase: str) -> None:
+        """Collective: raises this rank's problem, or CheckpointError with another rank's; returns if there is none."""
         for ranks in (self.world, *self._beyond):
             try:
                 self._share_in(ranks, problem, phase)
@@ -60,28 +71,25 @@ class Meeting:
         rank, text = next((rank, text) for rank, text in enumerate(told) if text is not None)
         raise CheckpointError(f"while {phase}, rank {rank} failed, so all ranks stop here. It says: {text}")
 
-    def compare(self, describe: Callable[[], Any], phase: str) -> None:
-        """Collective: raises CheckpointError with the first difference if ranks do not describe the same."""
-        problem: Problem = None
-        try:
-            self._compare_in(self.world, describe(), phase)
-        except Exception as error:
-            problem = error
-        if self._beyond:
-            self.share(problem, phase)
-        elif problem is not None:
-            raise problem
+    def compare(self, value: Any, phase: str) -> None:
+        """Collective: raises CheckpointError with the first difference if ranks do not give the same value."""
+        self._compare([self.world], value, phase)
 
     def compare_beyond(self, value: Any, phase: str) -> None:
-        """Collective: raises CheckpointError if the model's other ranks do not say the same."""
+        """Collective: raises CheckpointError if the model's other ranks do not give the same value."""
+        self._compare(self._beyond, value, phase)
+
+    def _compare(self, groups: Sequence[Ranks], value: Any, phase: str) -> None:
         problem: Problem = None
-        for ranks in self._beyond:
+        for ranks in groups:
             try:
                 self._compare_in(ranks, value, phase)
             except Exception as error:
                 problem = error
         if self._beyond:
             self.share(problem, phase)
+        elif problem is not None:
+            raise problem
 
     def check_apart(self, directory: Path) -> None:
         """Collective: raises CheckpointError if parts of the model would be saved over each other."""
@@ -92,9 +100,9 @@ class Meeting:
             told = ranks.exchange_json(own, self._device, "comparing directories")
             if any(where == own[0] and who != own[1] for where, who in told):
                 problem = CheckpointError(
-                    f"{directory} was given on ranks that hold other parts of the model: each part would replace the "
-                    "other's checkpoints. Give each tensor-parallel rank and pipeline stage a directory of its own, "
-                    'the same on its data-parallel ranks: f"runs/stage{s}-tensor{t}".'
+                    'give each tensor-parallel rank and pipeline stage a directory of its own (f"runs/stage{s}-'
+                    f'tensor{{t}}"): ranks with other parts of the model were given {directory} too, and would '
+                    "replace each other's checkpoints."
                 )
         if self._beyond:
             self.share(problem, "comparing directories")
@@ -111,9 +119,8 @@ class Meeting:
             if difference is not None:
                 where, ours, theirs = difference
                 raise CheckpointError(
-                    f"while {phase}, ranks differ in {where}: {ours!r} on rank 0, {theirs!r} on rank {rank}. Their "
-                    "ranges would belong to different checkpoints, so nothing was done. Make the same call with the "
-                    "same model and optimizers on every rank."
+                    f"make the same call with the same model and optimizers on every rank: while {phase}, ranks differ "
+                    f"in {where}: {ours!r} on rank 0, {theirs!r} on rank {rank}. Nothing was done."
                 )
 
     def everyones(self, value: Any, phase: str) -> list[Any]:
@@ -125,21 +132,21 @@ class Meeting:
         return self.world.exchange_json(value if self.world.rank == 0 else None, self._device, phase)[0]
 
 
-class Desk:
-    """Where ranks leave word about one checkpoint: files beside those that they write."""
+class FileSignals:
+    """Tells ranks about each other during one save, by files beside those that they write."""
 
-    def __init__(self, site: Site, rank: int, size: int, seconds: float):
-        self._site, self._rank, self._size, self._seconds = site, rank, size, seconds
+    def __init__(self, site: Site, world: Ranks):
+        self._site, self.rank, self.size, self._seconds = site, world.rank, world.size, world.seconds
 
     def done(self, part: dict[str, Any]) -> None:
-        """This rank's file is durable; ``part`` says what is in it."""
-        self._leave("json", json.dumps(part).encode())
+        """Tells that this rank's file is durable, and with ``part`` what is in it."""
+        self._tell("json", json.dumps(part).encode())
 
     def failed(self, problem: BaseException) -> None:
-        self._leave("failed", f"{type(problem).__name__}: {problem}".encode())
+        self._tell("failed", f"{type(problem).__name__}: {problem}".encode())
 
-    def _leave(self, suffix: str, data: bytes) -> None:
-        path = self._site.saving / f"rank-{self._rank:05d}.{suffix}"
+    def _tell(self, suffix: str, data: bytes) -> None:
+        path = self._site.saving / f"rank-{self.rank:05d}.{suffix}"
         new = path.with_name(f"{path.name}-new")
         files.write_file(new, data)
         files.rename(new, path)  # who finds it finds all of it
@@ -151,20 +158,23 @@ class Desk:
                 raise
 
     def parts(self) -> list[dict[str, Any]]:
-        """Rank 0: what every rank has left, once all have."""
-        wanted = [f"rank-{rank:05d}.json" for rank in range(self._size)]
+        """Rank 0: waits for every rank's ``part`` and returns them."""
+        wanted = [f"rank-{rank:05d}.json" for rank in range(self.size)]
         self._wait(lambda names: all(name in names for name in wanted), "writing its file")
         return [json.loads(files.read_file(self._site.saving / name, _MOST_OF_A_PART)) for name in wanted]
 
     def published(self) -> None:
-        """Until rank 0 has published the checkpoint."""
+        """Waits until rank 0 has published the checkpoint."""
         self._wait(lambda _: files.is_directory(self._site.published), "publishing the checkpoint")
 
     def _wait(self, is_there: Callable[[dict[str, int]], bool], what: str) -> None:
         last, since, pause = None, time.monotonic(), _SHORTEST
         while True:
             # In this order: the directory is renamed in between, perhaps.
-            there = self._look()
+            try:
+                there = files.sizes(self._site.saving)
+            except FileNotFoundError:
+                there = {}  # published, or gone
             if is_there(there):
                 return
             self._raise_failure(there)
@@ -172,30 +182,23 @@ class Desk:
                 last, since = there, time.monotonic()
             if time.monotonic() - since > self._seconds:
                 raise CheckpointError(
-                    f"a rank has not come to the end of {what} and nothing has grown in {self._site.saving} for "
-                    f"{self._seconds:.0f} s: it died, or it sees another file system. The checkpoint was given up; the "
-                    "last one is whole."
+                    f"look for a rank that died or sees another file system: it has not ended {what}, and nothing has "
+                    f"grown in {self._site.saving} for {self._seconds:.0f} s. This checkpoint was given up; the last "
+                    "one is whole."
                 )
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST)
-
-    def _look(self) -> dict[str, int]:
-        """Names and sizes of what there is; empty once the directory is published or gone."""
-        try:
-            return files.sizes(self._site.saving)
-        except FileNotFoundError:
-            return {}
 
     def _raise_failure(self, there: dict[str, int]) -> None:
         for name in there:
             if name.endswith(".failed"):
                 text = files.read_file(self._site.saving / name, _MOST_OF_A_PART).decode(errors="replace")
                 raise CheckpointError(
-                    f"rank {int(name[5:10])} failed while saving: there is no new checkpoint, the last one is whole. "
-                    f"It says: {text}"
+                    f"rank {int(name[5:10])} failed while saving; there is no new checkpoint, the last one is whole: "
+                    f"{text}"
                 )
         if not there and not files.is_directory(self._site.published):
             raise CheckpointError(
-                f"{self._site.saving} is gone and nothing was published: rank 0 gave the checkpoint up, or others "
-                "removed it. The last one is whole."
+                f"{self._site.saving} is gone and nothing was published: rank 0 gave up, or others removed it. The "
+                "last checkpoint is whole."
             )

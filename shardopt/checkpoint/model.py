@@ -14,9 +14,9 @@ from ..domain.dtensors import Place, is_dtensor, place_of
 from ..domain.param import ParamRecord
 from ..domain.shard import Shard
 from ..errors import CheckpointError
-from ..optim.optimizer import ShardedOptimizer
 from ..partition.comm.group import Ranks
 from ..tensors.unsharded_guard import is_sharded
+from .engine import Engine
 from .meeting import Meeting
 
 # What torch puts between a module and its name when it compiles or wraps it: not a part of the model.
@@ -36,9 +36,8 @@ class ModelParam:
     index: int = 0  # in the shard's bucket
     entry: ParamRecord | None = None  # where it is trained
     place: Place | None = None  # of a DTensor
-    expert_group: ExpertGroup | None = (
-        None  # of a group with a process_group of its own: ranks outside of it hold others
-    )
+    # Of a group with a process_group of its own: ranks outside of it hold other experts.
+    expert_group: ExpertGroup | None = None
     world: Ranks | None = None  # that hold the same; None: all that make the checkpoint
 
 
@@ -47,23 +46,23 @@ class Model:
     """A module and its optimizers, as checkpoints see them."""
 
     module: nn.Module
-    optimizers: Sequence[ShardedOptimizer]
-    homes: dict[str, ModelParam] = field(init=False)
+    engines: Sequence[Engine]
+    params: dict[str, ModelParam] = field(init=False)
     buffers: dict[str, torch.Tensor] = field(init=False)
 
     def __post_init__(self) -> None:
         self.module = unwrapped(self.module)
-        self.homes = {home.name: home for home in self._find_homes()}
+        self.params = {home.name: home for home in self._find_params()}
         self.buffers = dict(_persistent_buffers(self.module))
 
-    def _find_homes(self) -> Iterator[ModelParam]:
+    def _find_params(self) -> Iterator[ModelParam]:
         names: dict[nn.Parameter, list[str]] = {}
         for name, param in self.module.named_parameters(remove_duplicate=False):
             names.setdefault(param, []).append(plain_name(name))
         owner = {
             param: (number, group)
-            for number, optimizer in enumerate(self.optimizers)
-            for group in optimizer.param_groups
+            for number, engine in enumerate(self.engines)
+            for group in engine.groups
             for param in group["params"]
         }
         for param, (number, _) in owner.items():
@@ -78,8 +77,8 @@ class Model:
                 yield self._frozen(name, tuple(aliases), param, sharded)
                 continue
             number, group = owner[param]
-            optimizer = self.optimizers[number]
-            composition, local = optimizer.engine.compose(), optimizer.engine.local_params.of(param)
+            engine = self.engines[number]
+            composition, local = engine.compose(), engine.local_params.of(param)
             expert_group = composition.expert_group_of(group)
             domain = composition.domain_of(local)
             entry = None if domain is None else domain.entries[local]
@@ -119,20 +118,20 @@ class Model:
 
     def _shards(self) -> Iterator[tuple[Domain, Shard]]:
         """Those of frozen params that are sharded."""
-        for optimizer in self.optimizers:
-            domain = optimizer.engine.domain
+        for engine in self.engines:
+            domain = engine.domain
             if domain is not None and domain.sharded is not None:
                 for shard in domain.sharded.frozen:
                     yield domain, shard
 
-    def names_in(self, optimizer: ShardedOptimizer) -> list[list[str]]:
+    def names_in(self, engine: Engine) -> list[list[str]]:
         """Names of the params of each group."""
-        name_of = {home.param: name for name, home in self.homes.items()}
-        return [[name_of[param] for param in group["params"]] for group in optimizer.engine.local_groups()]
+        name_of = {home.param: name for name, home in self.params.items()}
+        return [[name_of[param] for param in group["params"]] for group in engine.local_groups()]
 
     @property
     def world(self) -> Ranks:
-        return world_of(self.optimizers)
+        return world_of(self.engines)
 
     @property
     def device(self) -> torch.device:
@@ -140,12 +139,12 @@ class Model:
 
     def check_savable(self) -> None:
         """Raises CheckpointError while params and states may not belong together."""
-        self._check_unbroken([each for optimizer in self.optimizers for each in optimizer.engine.domains])
+        self._check_unbroken([each for engine in self.engines for each in engine.domains])
         self._check_own()
 
     def check_loadable(self) -> None:
         """Raises CheckpointError while a load cannot replace all there is; what an earlier load left, it can."""
-        domains = [each for optimizer in self.optimizers for each in optimizer.engine.domains]
+        domains = [each for engine in self.engines for each in engine.domains]
         self._check_unbroken([each for each in domains if not each.is_half_loaded])
         self._check_own()
 
@@ -159,9 +158,9 @@ class Model:
 
     def _check_own(self) -> None:
         """That params are the weights, and in their shards."""
-        for optimizer in self.optimizers:
-            domain = optimizer.engine.domain
-            if any(each.is_averaged for each in optimizer.engine.domains):
+        for engine in self.engines:
+            domain = engine.domain
+            if any(each.is_averaged for each in engine.domains):
                 raise CheckpointError(
                     "params show the average of the weights at this moment: a checkpoint would hold it in their place, "
                     "beside masters and states of others. Call this outside of `with optimizer.unsharded(ema=True):`; "
@@ -175,9 +174,9 @@ class Model:
                 )
 
 
-def world_of(optimizers: Sequence[ShardedOptimizer]) -> Ranks:
+def world_of(engines: Sequence[Engine]) -> Ranks:
     """All ranks that make a checkpoint together."""
-    worlds = [optimizer.engine.compose().main.mesh.world for optimizer in optimizers]
+    worlds = [engine.compose().main.mesh.world for engine in engines]
     if not worlds:
         return Ranks(None, None)
     if any((world.size, world.rank) != (worlds[0].size, worlds[0].rank) for world in worlds):
@@ -188,14 +187,14 @@ def world_of(optimizers: Sequence[ShardedOptimizer]) -> Ranks:
     return worlds[0]
 
 
-def meeting_of(optimizers: Sequence[ShardedOptimizer], module: nn.Module) -> Meeting:
+def meeting_of(engines: Sequence[Engine], module: nn.Module) -> Meeting:
     """Collective, where an optimizer's process groups are not numbered yet."""
-    world, beyond = world_of(optimizers), []
-    for optimizer in optimizers:
-        optimizer.engine.groups_by_domain()
-        composition = optimizer.engine.compose()
+    world, beyond = world_of(engines), []
+    for engine in engines:
+        engine.groups_by_domain()
+        composition = engine.compose()
         own = composition.main.mesh.world
-        composition.look(optimizer.param_groups)
+        composition.look(engine.groups)
         whole = composition.whole
         composition.number_expert_groups()
         beyond += [ranks for ranks in whole if ranks.group is not own.group and ranks.size > 1]

@@ -12,15 +12,7 @@ from ..errors import CheckpointError
 from ..kernels.formats import FP32, format_of
 from ..rules.rule import EMA
 from ..tensors.strides import flattened
-from .elements import (
-    Elements,
-    Flat,
-    InShard,
-    flat_of,
-    is_dense,
-    same_order,
-    strides_of,
-)
+from .elements import Elements, Flat, InShard, flat_of, is_dense, same_order, strides_of
 from .fit import Fit
 from .manifest import Manifest
 from .model import Model, ModelParam
@@ -103,17 +95,13 @@ def plan_load(manifest: Manifest, model: Model, fit: Fit) -> LoadPlan:
 class _Planner:
     def __init__(self, manifest: Manifest, model: Model):
         self.manifest, self.model, self.made = manifest, model, LoadPlan()
-        self.kinds: dict[str, list[str]] = {}
-        for key, _ in manifest.of("params"):
-            if not key.is_of_scales:
-                self.kinds.setdefault(key.name, []).append(key.kind)
         self.accumulated: dict[str, list[str]] = {}
         for key, _ in manifest.of("gradients"):
             self.accumulated.setdefault(key.name, []).append(key.kind)
 
     def plan(self, fit: Fit) -> LoadPlan:
         for name, saved in fit.params.items():
-            home = self.model.homes[name]
+            home = self.model.params[name]
             if home.param.is_meta:
                 raise CheckpointError(
                     f"{name!r} is on the meta device and has no memory to load into: give its optimizer too, which "
@@ -135,8 +123,8 @@ class _Planner:
             self._slice(home, key)
 
     def _states(self, home: ModelParam, saved: str) -> None:
-        keeps_average = home.optimizer is not None and self.model.optimizers[home.optimizer].rule.average is not None
-        kinds = [kind for kind in self.kinds[saved] if kind != "param" and (kind != EMA or keeps_average)]
+        keeps_average = home.optimizer is not None and self.model.engines[home.optimizer].rule.average is not None
+        kinds = [kind for kind in self.manifest.kinds[saved] if kind != "param" and (kind != EMA or keeps_average)]
         if home.entry is not None and home.shard is not None:
             home.shard.ensure_states(kind for kind in kinds if kind != "master")
             for kind in kinds:

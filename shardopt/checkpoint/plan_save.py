@@ -20,24 +20,9 @@ from ..partition.layout import BLOCK
 from ..partition.mesh import Mesh
 from ..tensors.part import Part
 from . import gradients, rng, values
-from .elements import (
-    Elements,
-    Flat,
-    InShard,
-    KeptElements,
-    chunks_of,
-    flat_of,
-    strides_of,
-)
+from .elements import Elements, Flat, InShard, KeptElements, chunks_of, flat_of, strides_of
 from .model import Model, ModelParam, plain_name
-from .records import (
-    NAME_OF_DTYPE,
-    Key,
-    Tensor,
-    Tensors,
-    tensors_from_json,
-    tensors_to_json,
-)
+from .records import NAME_OF_DTYPE, Key, Tensor, Tensors, tensors_from_json, tensors_to_json
 
 
 @dataclass(frozen=True)
@@ -136,8 +121,8 @@ def plan_save(model: Model, extra: Mapping[str, Any], step: int | None, widens: 
         CheckpointError: something cannot be saved; nothing was written.
     """
     model.check_savable()
-    for optimizer in model.optimizers:
-        for domain in optimizer.engine.domains:
+    for engine in model.engines:
+        for domain in engine.domains:
             if not widens:
                 _check_halves(domain)
             keep_low_bits(domain)  # their halves are saved as they are kept
@@ -166,17 +151,14 @@ class _Planner:
     def plan(self, extra: Mapping[str, Any], step: int | None) -> SavePlan:
         model = self.model
         group_of = {
-            param: group
-            for optimizer in model.optimizers
-            for group in optimizer.engine.local_groups()
-            for param in group["params"]
+            param: group for engine in model.engines for group in engine.local_groups() for param in group["params"]
         }
-        params = {name: self._param(home, group_of.get(home.param, {})) for name, home in model.homes.items()}
+        params = {name: self._param(home, group_of.get(home.param, {})) for name, home in model.params.items()}
         for name, buffer in model.buffers.items():
             # Ranks may hold others (running statistics): DDP too lets those of rank 0 count.
             self._whole(Key("buffers", name, "value"), buffer, on_rank_0=True)
-        optimizers = [self._optimizer(number) for number in range(len(model.optimizers))]
-        reduced = {name: about for name, home in model.homes.items() if (about := self._gradient(home)) is not None}
+        optimizers = [self._optimizer(number) for number in range(len(model.engines))]
+        reduced = {name: about for name, home in model.params.items() if (about := self._gradient(home)) is not None}
         is_counted = step is None
         if step is None:
             step = max((each["step"] for each in params.values()), default=0)
@@ -193,15 +175,15 @@ class _Planner:
         return SavePlan(tuple(ordered), self.tensors, shared, own, step_is_counted=is_counted)
 
     def _optimizer(self, number: int) -> dict[str, Any]:
-        optimizer = self.model.optimizers[number]
+        engine = self.model.engines[number]
         groups = []
-        names = self.model.names_in(optimizer)
-        for index, (group, its_names) in enumerate(zip(optimizer.param_groups, names, strict=True)):
+        names = self.model.names_in(engine)
+        for index, (group, its_names) in enumerate(zip(engine.groups, names, strict=True)):
             kept = without_process_group(group)
             given = {key: value for key, value in kept.items() if key not in ("params", "param_names")}
             where = f"group {index} of optimizer {number}"
             groups.append({"params": its_names, "values": values.encode(given, self._keep, where)})
-        return {"rule": optimizer.rule.name, "counts_steps": optimizer.rule.counts_steps, "groups": groups}
+        return {"rule": engine.rule.name, "counts_steps": engine.rule.counts_steps, "groups": groups}
 
     # -- params ----------------------------------------------------------------------------------------------------
 
@@ -216,7 +198,7 @@ class _Planner:
             state = ParamState(home.entry.step, home.entry.carried)
             has_state = home.entry.has_state
         elif home.optimizer is not None:
-            loaded = self.model.optimizers[home.optimizer].engine.states.waiting.get(home.param)
+            loaded = self.model.engines[home.optimizer].states.waiting.get(home.param)
             if loaded is not None:
                 state, has_state = loaded, True
         if home.shard is None:
@@ -224,7 +206,7 @@ class _Planner:
         else:
             self._sharded(home, "param", home.param.dtype)
             if home.entry is not None and home.optimizer is not None:
-                names = self.model.optimizers[home.optimizer].rule.variant(group).states if has_state else ()
+                names = self.model.engines[home.optimizer].rule.variant(group).states if has_state else ()
                 for kind in (*home.shard.masters, *(name for name in names if name in home.shard.states)):
                     self._kept(home, home.shard, kind)
         for kind, tensor in state.tensors.items():

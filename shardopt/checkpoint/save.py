@@ -1,7 +1,7 @@
 """Saving: a plan, then every rank writes its own ranges, then rank 0 publishes what all have written."""
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -13,13 +13,15 @@ from ..errors import CheckpointError, ShardoptError
 from ..optim.optimizer import ShardedOptimizer
 from . import files, publish
 from .background import Background, Saving
-from .call import Request, as_list, check_module, read_request
-from .meeting import Desk, Meeting, Problem
+from .call import check_module, engines_of, read_request
+from .meeting import FileSignals, Meeting, Result
 from .model import Model, meeting_of, unwrapped
-from .plan_save import SavePlan, plan_save
+from .plan_save import plan_save
 from .publish import Site
-from .write import Run, as_checkpoint_error
+from .write import RankWriter, as_checkpoint_error
 
+_PLANNING = "planning a checkpoint"
+# Each module's own thread and staging memory, which a later save waits for. Goes with the module.
 _BACKGROUNDS: weakref.WeakKeyDictionary[nn.Module, Background] = weakref.WeakKeyDictionary()
 
 
@@ -64,79 +66,62 @@ def save_checkpoint(
         TypeError, ValueError: an argument is of another type or out of range, by its name.
     """
     check_module(module)
-    optimizers = as_list(optimizer)
+    engines = engines_of(optimizer)
     background = _BACKGROUNDS.setdefault(unwrapped(module), Background())
-    background.settle()
-    meeting = meeting_of(optimizers, module)
-    request: Request | None = None
-    plan: SavePlan | None = None
-    problem: Problem = None
-    try:
-        request = read_request(directory, extra, step, keep, asynchronous, allow_nonfinite, full_precision)
-    except Exception as error:  # told to all ranks, which come to the same meetings
-        problem = error
-    meeting.check_apart(Path() if request is None else request.root)
-    if request is not None:
-        try:
-            plan = plan_save(Model(module, optimizers), request.extra, request.step, request.full_precision)
-            plan = replace(plan, must_be_finite=not request.allow_nonfinite)
-        except Exception as error:
-            problem = error
-    meeting.share(problem, "planning a checkpoint")
-    assert plan is not None and request is not None
-    plan = plan.joined(meeting.everyones(plan.of_this_rank(), "planning a checkpoint"))
-    skeleton = {
-        **plan.skeleton(),
-        "keep": request.keep,
-        "asynchronous": request.asynchronous,
-        "full_precision": request.full_precision,
-        "allow_nonfinite": request.allow_nonfinite,
-    }
-    meeting.compare(lambda: skeleton, "planning a checkpoint")
+    background.wait()
+    meeting = meeting_of(engines, module)
+    request = meeting.together(
+        lambda: read_request(directory, extra, step, keep, asynchronous, allow_nonfinite, full_precision), _PLANNING
+    )
+    meeting.check_apart(request.root)
+    plan = meeting.together(
+        lambda: plan_save(Model(module, engines), request.extra, request.step, request.full_precision), _PLANNING
+    )
+    plan = replace(plan, must_be_finite=not request.allow_nonfinite)
+    plan = plan.joined(meeting.everyones(plan.of_this_rank(), _PLANNING))
+    options = {name: getattr(request, name) for name in ("keep", "asynchronous", "full_precision", "allow_nonfinite")}
+    meeting.compare({**plan.skeleton(), **options}, _PLANNING)
     site, lock = _begin(request.root, plan.step, meeting)
-    world = meeting.world
-    desk = Desk(site, world.rank, world.size, world.seconds)
+    signals = FileSignals(site, meeting.world)
     if request.asynchronous:
-        try:
-            plan = replace(plan, pieces=tuple(background.staging.copy(plan.pieces)))
-        except Exception as error:
-            problem = error
-        _share_or_abandon(meeting, problem, site, lock, "copying what is to be saved")
-        return background.start(Run(site, lock, plan, desk, request.keep, world.rank, world.size))
-    try:
-        Run(site, lock, plan, desk, request.keep, world.rank, world.size).run()
-    except Exception as error:
-        problem = error
-    _share_or_abandon(meeting, problem, site, None, "saving a checkpoint")
+        phase = "copying what is to be saved"
+        pieces = _or_abandon(meeting, lambda: background.staging.copy(plan.pieces), site, lock, phase)
+        return background.start(RankWriter(site, lock, replace(plan, pieces=tuple(pieces)), signals, request.keep))
+    _or_abandon(meeting, RankWriter(site, lock, plan, signals, request.keep).run, site, None, "saving a checkpoint")
     return Saving(site.published)
 
 
 def _begin(root: Path, step: int, meeting: Meeting) -> tuple[Site, int | None]:
-    """Collective: the directory to write in, made by rank 0 and seen by all."""
+    """Collective: returns the directory to write in, which rank 0 makes and all ranks see, and rank 0's lock of it."""
     phase = "making the checkpoint's directory"
-    problem: Problem = None
-    lock: int | None = None
-    told: list[Any] = []
-    if meeting.world.rank == 0:
+
+    def make() -> tuple[list[Any], int | None]:
+        if meeting.world.rank:
+            return [], None
         try:
             site, lock = publish.begin(root, step)
-            told = [site.sequence, site.step, site.token]
         except Exception as error:
-            problem = as_checkpoint_error(error, root)
-    meeting.share(problem, phase)
+            raise as_checkpoint_error(error, root)  # noqa: B904 (it has its cause)
+        return [site.sequence, site.step, site.token], lock
+
+    told, lock = meeting.together(make, phase)
     site = Site(root, *meeting.from_rank_0(told, phase))
-    if not files.is_file(site.owner):
-        problem = CheckpointError(
-            f"rank 0 made {site.saving}, which is not there on rank {meeting.world.rank}: each machine would keep "
-            "ranges of its own. Give a directory on a file system that all ranks see."
-        )
-    _share_or_abandon(meeting, problem, site, lock, phase)
+
+    def look() -> None:
+        if not files.is_file(site.owner):
+            raise CheckpointError(
+                f"give a directory on a file system that all ranks see: rank 0 made {site.saving}, which is not there "
+                f"on rank {meeting.world.rank}, so each machine would keep ranges of its own."
+            )
+
+    _or_abandon(meeting, look, site, lock, phase)
     return site, lock
 
 
-def _share_or_abandon(meeting: Meeting, problem: Problem, site: Site, lock: int | None, phase: str) -> None:
+def _or_abandon(meeting: Meeting, work: Callable[[], Result], site: Site, lock: int | None, phase: str) -> Result:
+    """Collective: does ``work`` on all ranks; after an error on any of them the checkpoint's directory goes."""
     try:
-        meeting.share(problem, phase)
+        return meeting.together(work, phase)
     except BaseException:
         if lock is not None:
             files.release(lock)

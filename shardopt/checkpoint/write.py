@@ -14,31 +14,20 @@ from ..errors import CheckpointError
 from ..version import __version__
 from . import files, publish
 from .manifest import Manifest
-from .meeting import Desk
+from .meeting import FileSignals
 from .plan_save import Piece, SavePlan
 from .publish import Site
 from .reader import chunks_of_range
-from .records import (
-    File,
-    Key,
-    Range,
-    Tensor,
-    Tensors,
-    tensors_from_json,
-    tensors_to_json,
-)
+from .records import File, Key, Range, Tensor, Tensors, tensors_from_json, tensors_to_json
 from .tensor_file import Writer, header
 
 
-class Run:
-    """What one rank does for one checkpoint once the plan stands. Talks to other ranks through files only."""
+class RankWriter:
+    """Writes one rank's file of one checkpoint; on rank 0 publishes the checkpoint. Meets other ranks by files only."""
 
-    def __init__(
-        self, site: Site, lock: int | None, plan: SavePlan, desk: Desk, keep: int | None, rank: int, size: int
-    ):
-        self.site, self._lock, self._plan, self._desk = site, lock, plan, desk
-        self._keep, self._rank, self._size = keep, rank, size
-        self._path = site.saving / f"rank-{rank:05d}.safetensors"
+    def __init__(self, site: Site, lock: int | None, plan: SavePlan, signals: FileSignals, keep: int | None):
+        self.site, self._lock, self._plan, self._signals, self._keep = site, lock, plan, signals, keep
+        self._path = site.saving / f"rank-{signals.rank:05d}.safetensors"
 
     def run(self) -> None:
         """
@@ -49,20 +38,20 @@ class Run:
             part = self._write()
             if self._keep is not None:
                 self._read_back(part)
-            self._desk.done(part)
-            if self._rank == 0:
-                publish.publish(self.site, self._manifest(self._desk.parts()).to_bytes())
+            self._signals.done(part)
+            if self._signals.rank == 0:
+                publish.publish(self.site, self._manifest(self._signals.parts()).to_bytes())
                 if self._keep is not None:
                     publish.rotate(self.site.root, self._keep, self.site.published)
             else:
-                self._desk.published()
+                self._signals.published()
         except BaseException as error:
             with suppress(OSError):
                 files.remove(self._path)  # a full disk has room again, for the next line too
             with suppress(Exception):  # the first error is the one to tell
-                self._desk.failed(error)
+                self._signals.failed(error)
             if isinstance(error, Exception):
-                raise as_checkpoint_error(error, self._path, self.site.published) from error
+                raise as_checkpoint_error(error, self._path, self.site.published)  # noqa: B904 (it has its cause)
             raise
         finally:
             if self._lock is not None:
@@ -72,7 +61,7 @@ class Run:
         """Streams this rank's file; what is in it, for the manifest."""
         pieces = self._plan.pieces
         described = [(piece.label, piece.tensor.dtype, _shape_in_file(piece)) for piece in pieces]
-        identity = {"format": "shardopt checkpoint", "token": self.site.token, "rank": str(self._rank)}
+        identity = {"format": "shardopt checkpoint", "token": self.site.token, "rank": str(self._signals.rank)}
         writer = Writer(self._path, header(described, identity))
         tensors: Tensors = {}
         try:
@@ -123,7 +112,7 @@ class Run:
             "token": self.site.token,
             "sequence": self.site.sequence,
             "step": self.site.step,
-            "world": self._size,
+            "world": self._signals.size,
             "shardopt": __version__,
             "torch": str(torch.__version__),
             **self._plan.own,

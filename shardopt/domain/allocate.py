@@ -14,8 +14,8 @@ from ..offload.gradients import HostLanding
 from ..partition.bucket import Bucket
 from ..partition.gatherer import Slice
 from ..partition.layout import BucketLayout
-from ..partition.reduce_buckets import KeptBucket, PassingBucket, ReducedBucket
-from ..partition.reduce_buckets_host import RestingBucket
+from ..partition.reduce_buckets import DeviceSum, GradientBucket, PassingSum
+from ..partition.reduce_buckets_host import HostSum
 from .bucket_plan import PlannedBucket
 from .domain import Domain
 from .formats import NOTHING
@@ -40,7 +40,7 @@ class Made:
 
     shard: Shard
     entries: tuple[ParamRecord, ...] = ()
-    sums: KeptBucket | PassingBucket | None = None
+    sums: GradientBucket | None = None
     own: Slice | None = None
 
 
@@ -105,18 +105,17 @@ def _give_back(bucket: Bucket) -> None:
 
 def _sums(
     domain: Domain, planned: PlannedBucket, shard: Shard, landing: HostLanding | None, undo: ExitStack
-) -> KeptBucket | PassingBucket:
+) -> GradientBucket:
     """Where gradients of the shard are summed."""
-    numels, dtype, mesh = planned.layout.numels, domain.options.reduce_dtype or shard.bucket.dtype, domain.mesh
-    if domain.options.release_gradients:
-        passing = PassingBucket(numels, shard.numel, dtype, shard.device, mesh)
-        shard.pass_on(passing)
-        return passing
-    kept = planned.kept.gradient.dtype
-    if landing is None:
-        reduced: KeptBucket = ReducedBucket(numels, shard.numel, dtype, kept, shard.device, mesh)
+    options, mesh, kept = domain.options, domain.mesh, planned.kept.gradient.dtype
+    sink: DeviceSum | HostSum | PassingSum
+    if options.release_gradients:
+        shard.passing = sink = PassingSum(shard.numel, shard.device, mesh)
+    elif landing is None:
+        shard.reduced = sink = DeviceSum(shard.numel, kept, shard.device, mesh)
+        shard.sums = shard.tables.gradients_in(sink.total)
     else:
-        reduced = RestingBucket(numels, shard.numel, dtype, kept, shard.device, mesh, landing)
-        undo.callback(landing.give_back, reduced.total)
-    shard.reduce_into(reduced)
-    return reduced
+        shard.reduced = sink = HostSum(shard.numel, kept, mesh, landing)
+        undo.callback(landing.give_back, sink.total)
+    dtype = options.reduce_dtype or shard.bucket.dtype
+    return GradientBucket(planned.layout.numels, shard.numel, dtype, shard.device, mesh, sink)

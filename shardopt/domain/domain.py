@@ -30,7 +30,7 @@ from .param_names import name_of
 from .remote_states import RemoteStates
 from .shard import Shard
 from .sharded_params import ShardedParams
-from .tiers import make_store, params_rest
+from .tiers import make_store, offloads_params
 from .timings import Clock, Timings
 
 
@@ -208,7 +208,7 @@ class Domain:
 
     def params_rest(self, device: torch.device) -> bool:
         """Whether slices of sharded params rest where masters and states do."""
-        return params_rest(self.options.rests, device)
+        return offloads_params(self.options.rests, device)
 
     @property
     def gatherer(self) -> Gatherer:

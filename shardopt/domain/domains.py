@@ -63,6 +63,7 @@ class Domains:
     others: dict[Any, Domain] = field(default_factory=dict)  # by process group
     whole: tuple[Ranks, ...] = ()  # those of the last :meth:`look`
     _norm_ranks: Ranks | None = None
+    _has_compared: bool = False
     _tensor_ranks: tuple[Ranks, ...] = ()  # of the main domain's tensor mesh, in each of its dimensions
     _expert_groups: dict[Any, ExpertGroup] = field(default_factory=dict)  # by process group
 
@@ -123,6 +124,19 @@ class Domains:
     def world_of(self, group: Group) -> Ranks:
         """The ranks that hold the same params of a group."""
         return self.others.get(group.get("process_group"), self.main).mesh.world
+
+    def compare_norm_groups(self, problem: Exception | None) -> None:
+        """Collective, once: a rank with a ``norm_group`` meets ranks in a step that a rank without it never would.
+
+        Raises:
+            Exception: this rank's problem.
+            DisagreementError: another rank's, or the group was given on some ranks only. All ranks raise.
+        """
+        if self._has_compared:
+            return
+        given = {"options.norm_group": self.options.norm_group is not None}
+        agree(StepDigest(given, lambda: given, problem), self.main.mesh.world, self.main.device)
+        self._has_compared = True
 
     def look(self, groups: Sequence[Group]) -> None:
         """Finds over whose ranks, one after the other, the norm is summed and every decision is taken: ``whole``.

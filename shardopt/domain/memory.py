@@ -60,7 +60,7 @@ def _add_shards(found: dict[str, Counter[str]], domain: Domain, slices: str) -> 
 def _add_reducer(found: dict[str, Counter[str]], domain: Domain, sums: str) -> None:
     reducer = domain.reducer
     if reducer is not None:
-        found["gradient"][sums] += sum(each.nbytes for bucket in reducer.buckets for each in bucket.sums)
+        found["gradient"][sums] += sum(each.nbytes for bucket in reducer.buckets for each in bucket.sink.tensors)
         found["buffer"]["device"] += sum(each.nbytes for each in reducer.buffers)
     if domain.landing is not None:
         found["buffer"]["device"] += domain.landing.slot_bytes

@@ -1,4 +1,4 @@
-"""Masters and states move to another tier between two steps: on all ranks or on none."""
+"""Moves masters and states to another tier between two steps: on all ranks or on none."""
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -14,19 +14,19 @@ from .shard import Shard
 
 
 def relocate(domain: Domain, tier: str, open_store: Callable[[], Store]) -> None:
-    """Collective. What is read meanwhile by other ranks is read where it was.
+    """Collective: moves the masters and states of a domain. Other ranks that read them meanwhile read the old store.
 
     Raises:
-        OffloadError: they cannot be kept there; nothing changed, on any rank.
+        OffloadError: the new store cannot hold them; nothing changed, on any rank.
     """
     store: Store | None = None
-    homes: list[ShardStorage] = []
+    storages: list[ShardStorage] = []
     problem: Exception | None = None
     view = {"tier to move masters and states to": tier, "calls of step()": domain.rounds}
     try:
         try:
             store = open_store()
-            _copy(domain, store, homes)
+            _copy(domain, store, storages)
         except Exception as error:
             problem = error
         agree(StepDigest(view, lambda: view, problem), domain.mesh.world, domain.device)
@@ -36,23 +36,23 @@ def relocate(domain: Domain, tier: str, open_store: Callable[[], Store]) -> None
         raise
     assert store is not None
     store.commit()
-    before, left = domain.rest_in(store, homes)
-    for home in left:
-        home.release()
-    _close(before)  # while its homes are there: what it keeps of them may still be on its way to the device
+    before, left = domain.rest_in(store, storages)
+    for storage in left:
+        storage.release()
+    _close(before)  # while `left` keeps its storages alive: buffers that go with them may still be copied to the device
     return_free_pages()
 
 
 def _close(store: Store) -> None:
-    with suppress(OffloadError):  # a disk that hangs keeps its file open, as long as it does
+    with suppress(OffloadError):  # the file of a disk that hangs stays open as long as the disk hangs
         store.close()
 
 
-def _copy(domain: Domain, store: Store, homes: list[ShardStorage]) -> None:
+def _copy(domain: Domain, store: Store, storages: list[ShardStorage]) -> None:
     store.begin()
     for shard in domain.resting:
-        homes.append(store.home(shard.numel, shard.bucket.dtype, shard.device))
-        _copy_streams(shard, homes[-1])
+        storages.append(store.home(shard.numel, shard.bucket.dtype, shard.device))
+        _copy_streams(shard, storages[-1])
     store.flush()
 
 
@@ -61,11 +61,11 @@ def _copy_streams(shard: Shard, new: ShardStorage) -> None:
     bounds = [(0, shard.numel)]
     if isinstance(old, ResidentStorage) and isinstance(new, ResidentStorage):
         if not (isinstance(old, HostStorage) or isinstance(new, HostStorage)):
-            new.streams.update(old.streams)  # it stays where it is
+            new.streams.update(old.streams)  # both are on the host: the tensors stay where they are
             new.planes.update(old.planes)
             return
     elif not (isinstance(old, ResidentStorage) or isinstance(new, ResidentStorage)):
-        bounds = _few_at_a_time(new.chunks())  # they pass through memory
+        bounds = _few_at_a_time(new.chunks())  # from disk to disk: a few chunks at a time pass through memory
     new.ensure(old.planes)
     for name in old.names:
         for start, stop in bounds:

@@ -16,7 +16,8 @@ from ..partition.gatherer import GatheredBucket, Gatherer, MemorySlice
 from ..partition.gatherer import Slice as GatheredSlice
 from ..partition.layout import Piece
 from ..partition.memory import zeros
-from ..partition.reduce_buckets import KeptBucket, PassingBucket
+from ..partition.reduce_buckets import DeviceSum, PassingSum
+from ..partition.reduce_buckets_host import HostSum
 from ..rules import Variant
 from ..rules.rule import EMA
 from ..tensors.strides import dense_strides, flattened, in_storage_order
@@ -44,8 +45,8 @@ class Shard:
     """
 
     window: Window  # on bucket.flat; opened by all ranks together
-    reduced: KeptBucket  # the sums of gradients, if the module was handed over
-    passing: PassingBucket  # in place of ``reduced``, if gradients are released
+    reduced: DeviceSum | HostSum  # the sums of gradients, if the module was handed over
+    passing: PassingSum  # in place of ``reduced``, if gradients are released
     number: int  # of that bucket, in the reducer
     sums: Gradients  # the table of what stays in ``reduced``
     gathered: GatheredBucket | None = None  # if params are sharded
@@ -149,16 +150,6 @@ class Shard:
         return [
             Chunk(self.home, start, stop, names, self.param[start:stop], reads_param=reads) for start, stop in bounds
         ]
-
-    def reduce_into(self, reduced: KeptBucket) -> None:
-        """Sets the bucket in whose ``total`` the gradients of this shard are summed."""
-        self.reduced = reduced
-        if not reduced.at_rest:
-            self.sums = self.tables.gradients_in(reduced.total)
-
-    def pass_on(self, passing: PassingBucket) -> None:
-        """Sets the bucket that sums gradients of this shard and hands each sum on at once."""
-        self.passing = passing
 
     def own_slice(self) -> GatheredSlice:
         """Returns a copy of this rank's slice of the params, apart from the bucket."""

@@ -56,7 +56,7 @@ class ShardedParams:
             if gathered is not None:
                 self.gatherer.need(gathered)
                 try:
-                    gathered.bucket.let_go(param)
+                    gathered.bucket.remove_param(param)
                     del self.where[param]
                     forget(param)
                 finally:

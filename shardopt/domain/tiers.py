@@ -1,4 +1,4 @@
-"""Which store an optimizer's states rest in: the only place that knows all of them."""
+"""Chooses the store of an optimizer's states: the only place that knows all of them."""
 
 from pathlib import Path
 
@@ -17,94 +17,92 @@ from ..offload.store import ResidentStore, Store
 from ..offload.streams import CopyStreams, CudaCopyStreams
 from ..partition.memory import zeros
 
-# Seconds that a disk may take for one transfer before it is given up, where Tuning.timeout says nothing.
-_PATIENCE = 300.0
+# Seconds that one transfer of a disk may take, where Tuning.timeout is not set.
+_DISK_SECONDS = 300.0
 
 
-def tier_of(rests: Offload | None) -> str:
-    """ "device", "host" or "disk"."""
-    if rests is None:
+def tier_of(offload: Offload | None) -> str:
+    """Returns "device", "host" or "disk"."""
+    if offload is None:
         return "device"
-    return "host" if rests.directory is None else "disk"
+    return "host" if offload.directory is None else "disk"
 
 
-def make_store(rests: Offload | None, tuning: Tuning, device: torch.device) -> Store:
-    """
+def make_store(offload: Offload | None, tuning: Tuning, device: torch.device) -> Store:
+    """Makes the store of states for params on this device.
+
     Raises:
         OffloadError: the directory cannot be used.
     """
-    if rests is None:
+    if offload is None:
         return ResidentStore("device", zeros)
-    return (
-        _beside_cpu(rests, tuning) if device.type == "cpu" else _beside(device, CudaCopyStreams(device), rests, tuning)
+    if device.type == "cpu":
+        return _cpu_store(offload, tuning)
+    return _gpu_store(device, CudaCopyStreams(device), offload, tuning)
+
+
+def make_landing(offload: Offload | None, device: torch.device) -> HostLanding | None:
+    """Makes what offloads sums of gradients on this device to host memory; None: they stay."""
+    if offload is None or offload.gradients is None or device.type == "cpu":
+        return None
+    return HostLanding(device, CudaCopyStreams(device), _pages(offload))
+
+
+def _cpu_store(offload: Offload, tuning: Tuning) -> Store:
+    return ResidentStore("host", zeros) if offload.directory is None else _disk_store(offload.directory, tuning)
+
+
+def _disk_store(directory: Path, tuning: Tuning) -> DiskStore:
+    return DiskStore(directory, tuning.chunk_bytes, tuning.timeout or _DISK_SECONDS)
+
+
+def _gpu_store(device: torch.device, streams: CopyStreams, offload: Offload, tuning: Tuning) -> Store:
+    """Makes a store for params that are on a device."""
+    pages = _pages(offload)
+    if offload.directory is not None:
+        return CpuStepStore(streams, pages, _disk_store(offload.directory, tuning))
+    host = HostStore(pages, tuning.chunk_bytes)
+    if offload.step == "gpu":
+        return RingStore(device, streams, host)
+    if offload.step == "cpu":
+        return CpuStepStore(streams, pages, host)
+    return MeasuredStore(
+        streams, host, {"gpu": RingStore(device, streams, host), "cpu": CpuStepStore(streams, pages, host)}
     )
 
 
-def make_landing(rests: Offload | None, device: torch.device) -> HostLanding | None:
-    """For sums of gradients on this device that rest in host memory; None: they stay."""
-    if rests is None or rests.gradients is None or device.type == "cpu":
-        return None
-    return HostLanding(device, CudaCopyStreams(device), _pages(rests))
-
-
-def _beside_cpu(rests: Offload, tuning: Tuning) -> Store:
-    return ResidentStore("host", zeros) if rests.directory is None else _disk(rests.directory, tuning)
-
-
-def _disk(directory: Path, tuning: Tuning) -> DiskStore:
-    return DiskStore(directory, tuning.chunk_bytes, tuning.timeout or _PATIENCE)
-
-
-def _beside(device: torch.device, lanes: CopyStreams, rests: Offload, tuning: Tuning) -> Store:
-    """For params that are not in the host's memory."""
-    pages = _pages(rests)
-    if rests.directory is not None:
-        return CpuStepStore(lanes, pages, _disk(rests.directory, tuning))
-    host = HostStore(pages, tuning.chunk_bytes)
-    if rests.step == "gpu":
-        return RingStore(device, lanes, host)
-    if rests.step == "cpu":
-        return CpuStepStore(lanes, pages, host)
-    return MeasuredStore(lanes, host, {"gpu": RingStore(device, lanes, host), "cpu": CpuStepStore(lanes, pages, host)})
-
-
-def _pages(rests: Offload) -> Pages:
+def _pages(offload: Offload) -> Pages:
     return Pages(
         lambda numel, dtype: zeros(numel, dtype, torch.device("cpu")),
-        register_with_cuda if rests.pin_memory else None,
+        register_with_cuda if offload.pin_memory else None,
     )
 
 
-def params_rest(rests: Offload | None, device: torch.device) -> bool:
-    """Whether slices of sharded params on this device rest where masters and states do."""
-    if rests is None or rests.params is None:
+def offloads_params(offload: Offload | None, device: torch.device) -> bool:
+    """True if slices of sharded params on this device are offloaded with masters and states."""
+    if offload is None or offload.params is None:
         return False
-    return rests.params != "cpu" or device.type != "cpu"
+    return offload.params != "cpu" or device.type != "cpu"
 
 
-def check_offload(rests: Offload | None, device: torch.device, copies: int = 1) -> None:
-    """Raises BindingError where states of params on this device cannot be offloaded like this.
+def check_offload(offload: Offload | None, device: torch.device, copies: int = 1) -> None:
+    """Raises BindingError if states of params on this device cannot be offloaded like this.
 
     Args:
         copies: of the states: more than one on a mesh of (replicate, shard).
     """
-    if rests is None:
+    if offload is None:
         return
-    wrong, instead = None, ""
+    call, wrong = "", None
     if device.type == "cpu":
-        if rests.step == "gpu":
-            wrong, instead = "step='gpu' has none to run on", "Leave step away, or move the model to a GPU"
-    elif rests.directory is not None and rests.step == "gpu":
-        wrong, instead = "what is read from a disk is updated by the CPU", "Leave step away, or give 'cpu' as states"
-    elif rests.gradients is not None and copies > 1:
-        wrong, instead = (
-            f"sums of gradients are added up over {copies} copies of the states on the GPU, all of them at once",
-            "Leave gradients= away, or give a process_group of one copy",
-        )
-    elif rests.directory is not None and rests.params == "cpu":
-        wrong, instead = (
-            "params that leave it rest where their masters do",
-            "Give params= the directory as well, or leave it away",
-        )
+        if offload.step == "gpu":
+            call, wrong = "omit step=, or move the model to a GPU", "step='gpu' has none to run on"
+    elif offload.directory is not None and offload.step == "gpu":
+        call, wrong = "omit step=, or give states='cpu'", "what is read from a disk is updated by the CPU"
+    elif offload.gradients is not None and copies > 1:
+        call = "omit gradients=, or give a process_group of one copy"
+        wrong = f"sums of gradients are added up over {copies} copies of the states on the GPU, all of them at once"
+    elif offload.directory is not None and offload.params == "cpu":
+        call, wrong = "give params= the directory too, or omit it", "offloaded params lie where their masters do"
     if wrong is not None:
-        raise BindingError(f"offload={rests!r} and params on {device}: {wrong}, so nothing was bound. {instead}.")
+        raise BindingError(f"{call}: {wrong}, so nothing was bound: offload={offload!r}, params on {device}.")

@@ -30,7 +30,7 @@ from ..kernels.formats import Format
 from ..kernels.launch import backend_of
 from ..kernels.reductions import COLUMNS, norms_of_limbs
 from ..kernels.tables import Factors, Gradients
-from ..partition.reduce_buckets_host import RestingBucket
+from ..partition.reduce_buckets_host import HostSum
 from ..tensors.gradient import GradientPart
 from ..tensors.gradient_slice import GradientSlice, Norms
 from ..tensors.part import Part
@@ -140,7 +140,7 @@ class Backward:
         self._layout = ReportLayout(where, mesh.shard.rank, mesh.world.size)
 
     def _track(self, shard: Shard) -> None:
-        if isinstance(shard.reduced, RestingBucket):
+        if isinstance(shard.reduced, HostSum):
             shard.reduced.on_sum = _noter(weakref.ref(self), weakref.ref(shard))
             return
         self._tables[shard] = shard.sums

@@ -1,18 +1,18 @@
-"""Updates on the CPU of params that are on a device: gradients come down, params go up, and nothing else moves.
+"""Updates on the CPU of params that are on a device: gradients are copied to the host, params back to the device.
 
 ::
 
-    down      | grads 0 | grads 1 | grads 2 | grads 3 | ...        through slots of pinned host memory
+    to host   | grads 0 | grads 1 | grads 2 | grads 3 | ...        into slots: staging buffers of pinned host memory
     CPU                 | update 0    | update 1    | update 2
-    up                                | params 0    | params 1     into the params, which whoever reads them waits for
+    to device                         | params 0    | params 1     into the params; kernels that read them wait
 
-For a bf16 param with fp32 masters and states that is 2 bytes down and 2 up, where streaming the states through the
-device takes 12 and 12. The update writes to a copy of this rank's params in host memory, of which only what it wrote
-goes up. Params that an update begins with (no fp32 master is kept) come down before it. Gradients that rest in host
-memory are read there.
+For a bf16 param with fp32 masters and states that is 2 bytes to the host and 2 to the device, where streaming the
+states through the device takes 12 and 12. The update writes to a copy of this rank's params in host memory, and only
+what it wrote is copied to the device. Params that the update reads (no fp32 master is kept) are copied to the host
+first. Gradients that are offloaded are read where they lie.
 
-Around a store of host memory or of a disk. A disk's updates count only when all ranks have voted, and so its params go
-up with the vote. Not measured on a GPU yet.
+The store wraps a store of host memory or of a disk. A disk's updates hold only after all ranks have voted, so its
+params are copied to the device after the vote. Not measured on a GPU yet.
 """
 
 import weakref
@@ -27,56 +27,56 @@ from .pinned import Pages
 from .store import Chunk, Fetched, ShardStorage, Store
 from .streams import Copy, CopyStreams, Mark
 
-SLOTS = 3  # one updated from, two on their way
-_ALIGNMENT = 64  # bytes, of each gradient in a slot: a line of cache
+SLOTS = 3  # one that an update reads, two that copies fill
+_ALIGNMENT = 64  # bytes; each gradient in a slot starts on a cache line
 
 
-class _Turn(NamedTuple):
-    """A chunk on its way to the update."""
+class _StagedChunk(NamedTuple):
+    """A chunk whose gradients are copied to a slot."""
 
-    inside: Chunk  # with params in host memory
+    inside: Chunk  # the chunk, with params in host memory
     slot: torch.Tensor  # 1D uint8
     gradients: list[torch.Tensor]  # in the slot
-    here: Mark
+    loaded: Mark  # after the copies into the slot
 
 
 class CpuStepStore:
-    """Has chunks that rest in host memory or on a disk updated on the CPU."""
+    """Updates chunks in host memory or on a disk on the CPU."""
 
     note: str | None = None
 
-    def __init__(self, lanes: CopyStreams, pages: Pages, rests: Store):
-        """``rests`` fetches chunks into host memory."""
-        self.tier, self.is_final = rests.tier, rests.is_final
-        self._lanes, self._pages, self._rests = lanes, pages, rests
-        # Where updates write this rank's params, 1D in host memory.
+    def __init__(self, streams: CopyStreams, pages: Pages, inner: Store):
+        """``inner`` fetches chunks into host memory."""
+        self.tier, self.is_final = inner.tier, inner.is_final
+        self._streams, self._pages, self._inner = streams, pages, inner
+        # Updates write this rank's params here, 1D in host memory.
         self._params: weakref.WeakKeyDictionary[ShardStorage, torch.Tensor] = weakref.WeakKeyDictionary()
         self._slots: list[torch.Tensor] = []
         self._waiting: deque[tuple[Chunk, Chunk]] = deque()
-        self._behind: Mark = None  # what makes the gradients
-        self._turns: dict[Chunk, _Turn] = {}
-        self._unsent: list[tuple[Chunk, Chunk]] = []  # whose params wait for the vote
-        self._sent: Mark = None  # behind the last copy of params to the device
+        self._gradients_made: Mark = None  # after the kernels that compute the gradients
+        self._staged: dict[Chunk, _StagedChunk] = {}
+        self._unsent: list[tuple[Chunk, Chunk]] = []  # chunks whose params wait for the vote
+        self._sent: Mark = None  # after the last copy of params to the device
 
     def home(self, numel: int, dtype: torch.dtype, device: torch.device) -> ShardStorage:
-        home = self._rests.home(numel, dtype, torch.device("cpu"))
-        self.step_here(home)
+        home = self._inner.home(numel, dtype, torch.device("cpu"))
+        self.update_here(home)
         return home
 
-    def step_here(self, home: ShardStorage) -> None:
-        """Its updates run on the CPU from now on."""
-        home.device, home.is_apart = torch.device("cpu"), True
+    def update_here(self, home: ShardStorage) -> None:
+        """Lets updates of this shard run on the CPU from now on."""
+        home.device, home.updates_on_host = torch.device("cpu"), True
 
     # -- a step ----------------------------------------------------------------------------------------------------
 
     def prefetch(self, chunks: Sequence[Chunk]) -> None:
-        self._end_turns()
+        self._drop_staged()
         inside = [self._inside(chunk) for chunk in chunks]
-        self._rests.prefetch(inside)
+        self._inner.prefetch(inside)
         self._make_slots(max((_slot_bytes(chunk) for chunk in chunks), default=0), len(chunks))
-        self._waiting, self._behind = deque(zip(chunks, inside, strict=True)), self._lanes.now()
+        self._waiting, self._gradients_made = deque(zip(chunks, inside, strict=True)), self._streams.now()
         for slot in self._slots:
-            self._enter(slot)
+            self._fill(slot)
 
     def _inside(self, chunk: Chunk) -> Chunk:
         if chunk.param is None:
@@ -94,7 +94,7 @@ class CpuStepStore:
         while len(self._slots) < min(SLOTS, most):
             self._slots.append(self._pages.zeros(nbytes, torch.uint8))
 
-    def _enter(self, slot: torch.Tensor) -> None:
+    def _fill(self, slot: torch.Tensor) -> None:
         if not self._waiting:
             return
         chunk, inside = self._waiting.popleft()
@@ -105,77 +105,78 @@ class CpuStepStore:
         copies = [*map(Copy, gradients, chunk.gradients)]
         if chunk.param is not None and inside.param is not None and chunk.reads_param:
             copies.append(Copy(inside.param, chunk.param))
-        self._turns[chunk] = _Turn(inside, slot, gradients, self._lanes.take(copies, self._behind))
+        self._staged[chunk] = _StagedChunk(inside, slot, gradients, self._streams.to_host(copies, self._gradients_made))
 
     def fetch(self, chunk: Chunk) -> Fetched:
-        turn = self._turns[chunk]
-        # Gradients come behind kernels that run behind the last step's params: those are no longer on their way up.
-        self._lanes.settle(turn.here)
-        streams, param, _ = self._rests.fetch(turn.inside)
-        return Fetched(streams, param, turn.gradients)
+        staged = self._staged[chunk]
+        # Gradients are copied after kernels that ran after the last step's copies of params: those copies have ended.
+        self._streams.synchronize(staged.loaded)
+        streams, param, _ = self._inner.fetch(staged.inside)
+        return Fetched(streams, param, staged.gradients)
 
     def write_back(self, chunk: Chunk) -> None:
-        turn = self._turns.pop(chunk)
-        self._rests.write_back(turn.inside)
-        self._enter(turn.slot)
+        staged = self._staged.pop(chunk)
+        self._inner.write_back(staged.inside)
+        self._fill(staged.slot)
         if self.is_final:
-            self._send(chunk, turn.inside)
+            self._send(chunk, staged.inside)
         else:
-            self._unsent.append((chunk, turn.inside))
+            self._unsent.append((chunk, staged.inside))
 
     def _send(self, chunk: Chunk, inside: Chunk) -> None:
         if chunk.param is not None and inside.param is not None:
             copies = [Copy(chunk.param[each], inside.param[each]) for each in chunk.written]
-            # Behind all that still reads the params; what is asked for from now on reads these.
-            self._sent = self._lanes.bring(copies, self._lanes.now())
-            self._lanes.join(self._sent)
+            # The copy waits for kernels that still read the params. Kernels that are launched from now on wait for the
+            # copy.
+            self._sent = self._streams.to_device(copies, self._streams.now())
+            self._streams.wait(self._sent)
 
     def flush(self) -> None:
-        self._rests.flush()
+        self._inner.flush()
 
     def begin(self) -> None:
-        self._rests.begin()
+        self._inner.begin()
 
     def commit(self) -> None:
-        self._rests.commit()
+        self._inner.commit()
         for chunk, inside in self._unsent:
             self._send(chunk, inside)
         self._unsent = []
 
     def roll_back(self) -> None:
-        self._rests.roll_back()
+        self._inner.roll_back()
         self._unsent = []
 
-    def _end_turns(self) -> None:
-        """Until nothing is copied that a step which failed had asked for."""
-        for turn in self._turns.values():
-            self._lanes.settle(turn.here)
-        self._turns = {}
+    def _drop_staged(self) -> None:
+        """Waits for the copies that a failed step began, and drops what it staged."""
+        for staged in self._staged.values():
+            self._streams.synchronize(staged.loaded)
+        self._staged = {}
         self._waiting.clear()
 
-    def settle(self) -> None:
-        """Until nothing is copied: also params of the last step."""
-        self._end_turns()
+    def wait_for_copies(self) -> None:
+        """Waits until no copy is under way, also of the last step's params."""
+        self._drop_staged()
         if self._sent is not None:
-            self._lanes.settle(self._sent)
+            self._streams.synchronize(self._sent)
             self._sent = None
 
     @property
     def buffer_bytes(self) -> Mapping[str, int]:
-        found = dict(self._rests.buffer_bytes)
+        found = dict(self._inner.buffer_bytes)
         own = (*self._params.values(), *self._slots)
         return {**found, "host": found.get("host", 0) + sum(each.nbytes for each in own)}
 
-    def drop_buffers(self) -> None:
-        """Another step makes what it needs."""
-        self.settle()
+    def free_buffers(self) -> None:
+        """Frees all buffers. The next step makes those that it needs."""
+        self.wait_for_copies()
         self._pages.give_back([*self._params.values(), *self._slots])
         self._params.clear()
         self._slots = []
 
     def close(self) -> None:
-        self.drop_buffers()
-        self._rests.close()
+        self.free_buffers()
+        self._inner.close()
 
 
 def _slot_bytes(chunk: Chunk) -> int:

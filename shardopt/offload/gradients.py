@@ -1,7 +1,8 @@
-"""Sums of gradients in host memory, and slots on the device in which they are made.
+"""Sums of gradients in host memory, and the slots on the device in which they are reduced.
 
-A slot is lent behind the copy that took its last sum away, or brought another sum behind it. There are as many as were
-ever lent at a time: what the reducer has under way, and one on its way up. Not measured on a GPU yet.
+A slot is a staging buffer. A slot is reused after the copy of its last sum to the host. There are as many slots as were
+ever in use at a time: one for each reduction under way, and one for the sum that is loaded next. Not measured on a GPU
+yet.
 """
 
 import torch
@@ -9,91 +10,92 @@ import torch
 from .pinned import Pages
 from .streams import Copy, CopyStreams, Mark
 
-SLOTS = 2  # at least: a sum is made in one while the last one leaves the other
+SLOTS = 2  # at least: a sum is reduced in one slot while the last sum is copied out of the other
 
 
-class _Slot:
+class GradientSlot:
     """Memory on the device for one sum."""
 
-    here: torch.Tensor  # 1D: of the sum that it is lent for
+    here: torch.Tensor  # 1D: the part of the memory that the current sum uses
 
     def __init__(self, nbytes: int, device: torch.device, mark: Mark):
         self.memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
-        self.mark = mark  # behind all that used the memory so far, and what is brought to it
+        self.mark = mark  # after every use of the memory so far, and after the copy that loads a sum
 
 
 class HostLanding:
-    """Keeps the sums of one optimizer on this rank."""
+    """Offloads the sums of one optimizer on this rank."""
 
-    def __init__(self, device: torch.device, lanes: CopyStreams, pages: Pages):
-        self._device, self._lanes, self._pages = device, lanes, pages
-        self._resting: list[torch.Tensor] = []
+    def __init__(self, device: torch.device, streams: CopyStreams, pages: Pages):
+        self._device, self._streams, self._pages = device, streams, pages
+        self._sums: list[torch.Tensor] = []
         self._slot_bytes = 0  # the longest sum's
-        self._free: list[_Slot] = []
-        self._made = 0  # slots
-        self._up: Mark = None  # behind the last copy to the device; None where the host has waited for it
-        self._down: Mark = None  # and from it
+        self._free: list[GradientSlot] = []
+        self._num_slots = 0
+        self._to_device: Mark = None  # after the last copy to the device; None once the host has waited for it
+        self._to_host: Mark = None  # after the last copy to the host, likewise
 
     def zeros(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """1D: where a sum will rest. Between rounds."""
-        resting = self._pages.zeros(numel, dtype)
-        self._resting.append(resting)
-        if resting.nbytes > self._slot_bytes:
-            self.settle()  # copies are not known to the allocator, which the slots go back to
-            self._slot_bytes, self._free, self._made = resting.nbytes, [], 0
-        return resting
+        """Makes the host memory of a sum, 1D. To be called between rounds."""
+        total = self._pages.zeros(numel, dtype)
+        self._sums.append(total)
+        if total.nbytes > self._slot_bytes:
+            # The old slots go back to torch's allocator, which does not know of the copies of other streams.
+            self.wait_for_copies()
+            self._slot_bytes, self._free, self._num_slots = total.nbytes, [], 0
+        return total
 
-    def give_back(self, resting: torch.Tensor) -> None:
-        """A sum that will not be made after all."""
-        self._resting = [each for each in self._resting if each is not resting]
-        self._pages.give_back([resting])
+    def give_back(self, total: torch.Tensor) -> None:
+        """Forgets a sum whose binding failed."""
+        self._sums = [each for each in self._sums if each is not total]
+        self._pages.give_back([total])
 
-    def _enter(self, resting: torch.Tensor) -> _Slot:
-        if self._free and self._made >= SLOTS:
-            slot = self._free.pop(0)  # whose copy has been under way for longest
+    def _next_slot(self, total: torch.Tensor) -> GradientSlot:
+        if self._free and self._num_slots >= SLOTS:
+            slot = self._free.pop(0)  # the one whose copy has been under way for longest
         else:
-            # The allocator hands out what kernels before this point may still use.
-            slot = _Slot(self._slot_bytes, self._device, self._lanes.now())
-            self._made += 1
-        slot.here = slot.memory[: resting.nbytes].view(resting.dtype)
+            # The allocator may hand out memory that kernels launched so far still use: the first copy waits for them.
+            slot = GradientSlot(self._slot_bytes, self._device, self._streams.now())
+            self._num_slots += 1
+        slot.here = slot.memory[: total.nbytes].view(total.dtype)
         return slot
 
-    def lend(self, resting: torch.Tensor) -> _Slot:
-        """A slot for a sum such as this one. It holds anything, and kernels from now on may write to it."""
-        slot = self._enter(resting)
-        self._lanes.join(slot.mark)
+    def acquire(self, total: torch.Tensor) -> GradientSlot:
+        """Returns a slot for a new value of this sum. Kernels launched from now on may write to it."""
+        slot = self._next_slot(total)
+        self._streams.wait(slot.mark)
         return slot
 
-    def bring(self, resting: torch.Tensor) -> _Slot:
-        """A slot with a copy of a sum that is at rest; for kernels behind ``arrive``."""
-        slot = self._enter(resting)
-        self._up = slot.mark = self._lanes.bring([Copy(slot.here, resting)], slot.mark)
+    def load(self, total: torch.Tensor) -> GradientSlot:
+        """Returns a slot into which this sum is being copied. Kernels may use it after ``wait_loaded``."""
+        slot = self._next_slot(total)
+        self._to_device = slot.mark = self._streams.to_device([Copy(slot.here, total)], slot.mark)
         return slot
 
-    def arrive(self, slot: _Slot) -> None:
-        """Kernels from now on find in the slot what was brought."""
-        self._lanes.join(slot.mark)
+    def wait_loaded(self, slot: GradientSlot) -> None:
+        """Kernels launched from now on find the loaded sum in the slot."""
+        self._streams.wait(slot.mark)
 
-    def take(self, slot: _Slot, resting: torch.Tensor) -> None:
-        """Copies what kernels so far made in the slot to where it rests. The slot is lent no more."""
-        self._down = slot.mark = self._lanes.take([Copy(resting, slot.here)], self._lanes.now())
+    def offload(self, slot: GradientSlot, total: torch.Tensor) -> None:
+        """Copies what kernels so far made in the slot to the host, and frees the slot."""
+        self._to_host = slot.mark = self._streams.to_host([Copy(total, slot.here)], self._streams.now())
         self._free.append(slot)
 
-    def settle(self) -> None:
-        """The host waits until nothing is copied."""
-        up, self._up = self._up, None
-        down, self._down = self._down, None
-        for mark in (up, down):
+    def wait_for_copies(self) -> None:
+        """The host waits until no copy is under way."""
+        marks = (self._to_device, self._to_host)
+        self._to_device = self._to_host = None
+        for mark in marks:
             if mark is not None:
-                self._lanes.settle(mark)
+                self._streams.synchronize(mark)
 
     @property
     def slot_bytes(self) -> int:
-        """Of memory on the device that is kept between rounds."""
+        """Bytes of device memory that are kept between rounds."""
         return sum(slot.memory.nbytes for slot in self._free)
 
     def close(self) -> None:
-        """The sums are not copied any more. Their memory lives on as long as anybody looks at it."""
-        self.settle()
-        self._pages.give_back(self._resting)
-        self._resting, self._free = [], []
+        """Ends all copies of the sums. Their memory lives as long as somebody refers to it."""
+        self.wait_for_copies()
+        self._pages.give_back(self._sums)
+        self._sums, self._free = [], []

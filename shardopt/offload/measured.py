@@ -1,6 +1,6 @@
-"""Host memory, stepped on the device or on the CPU: in the first steps by turns, then by what took less time.
+"""Host memory, updated on the device or on the CPU: both are tried in the first steps, then the faster one is used.
 
-Both have the same bits, so that each rank may choose for itself.
+Both give the same bits, so each rank may choose for itself.
 """
 
 import logging
@@ -16,87 +16,87 @@ from .ring import RingStore
 from .store import Chunk, Fetched, FinalStore, ShardStorage
 from .streams import CopyStreams
 
-TRIALS = 3  # steps in each way; the first of them compiles kernels and makes slots, so the least time counts
+TRIALS = 3  # steps on each device; the least time counts, as the first step compiles kernels and makes slots
 
 _log = logging.getLogger("shardopt")
 
-_Way = RingStore | CpuStepStore
+_Updater = RingStore | CpuStepStore
 
 
 class MeasuredStore(FinalStore):
-    """The homes of a host store, with two stores around it that can have them updated."""
+    """The storages of a host store, and two stores around it that can update them."""
 
     tier = "host"
 
-    def __init__(self, lanes: CopyStreams, host: HostStore, ways: Mapping[str, _Way]):
-        """``ways``: by the names that ``Offload.step`` gives them."""
-        self._lanes, self._host, self._ways = lanes, host, dict(ways)
+    def __init__(self, streams: CopyStreams, host: HostStore, updaters: Mapping[str, _Updater]):
+        """``updaters``: by the names that ``Offload.step`` gives them."""
+        self._streams, self._host, self._updaters = streams, host, dict(updaters)
         self._homes: weakref.WeakSet[ShardStorage] = weakref.WeakSet()
-        self._seconds: dict[str, list[float]] = {name: [] for name in ways}
-        self._now = next(iter(ways))
-        self._began: float | None = None  # the step that is measured
-        self.note: str | None = None  # until it is known
+        self._seconds: dict[str, list[float]] = {name: [] for name in updaters}
+        self._now = next(iter(updaters))
+        self._began: float | None = None  # start of the step that is measured
+        self.note: str | None = None  # until the choice is made
 
     @property
-    def _way(self) -> _Way:
-        return self._ways[self._now]
+    def _updater(self) -> _Updater:
+        return self._updaters[self._now]
 
     def home(self, numel: int, dtype: torch.dtype, device: torch.device) -> ShardStorage:
         home = self._host.home(numel, dtype, device)
         self._homes.add(home)
-        self._way.step_here(home)
+        self._updater.update_here(home)
         return home
 
     # -- a step ----------------------------------------------------------------------------------------------------
 
     def prefetch(self, chunks: Sequence[Chunk]) -> None:
         if self.note is None:
-            self._lanes.settle(self._lanes.now())  # what backward left to do is not the step's
+            self._streams.synchronize(self._streams.now())  # kernels of backward are no part of the step
             self._began = time.perf_counter()
-        self._way.prefetch(chunks)
+        self._updater.prefetch(chunks)
 
     def fetch(self, chunk: Chunk) -> Fetched:
-        return self._way.fetch(chunk)
+        return self._updater.fetch(chunk)
 
     def write_back(self, chunk: Chunk) -> None:
-        self._way.write_back(chunk)
+        self._updater.write_back(chunk)
 
     def flush(self) -> None:
-        self._way.flush()
+        self._updater.flush()
         if self._began is not None:
-            self._way.settle()
-            self._lanes.settle(self._lanes.now())
+            self._updater.wait_for_copies()
+            self._streams.synchronize(self._streams.now())
             self._seconds[self._now].append(time.perf_counter() - self._began)
             self._began = None
-            self._go_on()
+            self._choose()
 
-    def _go_on(self) -> None:
+    def _choose(self) -> None:
         least = {name: min(seconds) for name, seconds in self._seconds.items() if len(seconds) == TRIALS}
-        if len(least) == len(self._ways):
+        if len(least) == len(self._updaters):
             now = min(least, key=lambda name: least[name])
             took = ", ".join(f"{name} {1e3 * seconds:.3f} ms" for name, seconds in least.items())
-            self.note = f"updates of offloaded states run with step={now!r}: the least of {TRIALS} steps took {took}"
+            self.note = f"updates of offloaded states run with step={now!r}: the fastest of {TRIALS} steps took {took}"
             _log.info("shardopt: %s", self.note)
-            for name in self._ways.keys() - {now}:
-                self._ways[name].drop_buffers()
+            for name in self._updaters.keys() - {now}:
+                self._updaters[name].free_buffers()
         else:
-            now = next(name for name in self._ways if name not in least)
+            now = next(name for name in self._updaters if name not in least)
         if now != self._now:
             self._now = now
             for home in self._homes:
-                self._way.step_here(home)
+                self._updater.update_here(home)
 
     # -- the rest --------------------------------------------------------------------------------------------------
 
     @property
     def buffer_bytes(self) -> Mapping[str, int]:
         found: dict[str, int] = {}
-        for way in self._ways.values():
-            for tier, nbytes in way.buffer_bytes.items():
+        for updater in self._updaters.values():
+            for tier, nbytes in updater.buffer_bytes.items():
                 found[tier] = found.get(tier, 0) + nbytes
         return found
 
     def close(self) -> None:
-        for way in self._ways.values():
-            way.drop_buffers()
+        for updater in self._updaters.values():
+            updater.free_buffers()
         self._host.close()

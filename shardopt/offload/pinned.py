@@ -1,7 +1,8 @@
-"""Host memory that a GPU copies to and from at the speed of the bus: pages of our own, registered with CUDA.
+"""Pinned host memory, which a GPU copies at the speed of the bus: pages of our own, registered with CUDA.
 
-torch's pinned allocator rounds every request up to a power of two, nearly twice the bytes at worst. Where registering
-fails, or would take more than the system may do without, memory stays pageable: copies are slower, the bits the same.
+torch's pinned allocator rounds every request up to a power of two, nearly twice the bytes at worst. Memory stays
+pageable where registering fails, or would leave the system too little that it can reclaim: copies are slower then, the
+bits the same.
 """
 
 import os
@@ -14,8 +15,7 @@ from pathlib import Path
 import torch
 
 _PAGE = 4096  # bytes
-# Of the memory that this process may have at most, for all of its optimizers: pages that are registered cannot be
-# reclaimed.
+# Share of the process's memory that all of its optimizers may pin. The system cannot reclaim pinned pages.
 _MOST_PINNED = 0.9
 _CGROUP = Path("/sys/fs/cgroup/memory.max")
 
@@ -23,13 +23,12 @@ _ALL: "weakref.WeakSet[Pages]" = weakref.WeakSet()
 
 
 class Pages:
-    """Makes and forgets streams."""
+    """Makes streams in host memory and pins them."""
 
     def __init__(self, zeros: Callable[[int, torch.dtype], torch.Tensor], register: Callable[[int, int], bool] | None):
-        """
-        Args:
-            zeros: 1D tensors in host memory.
-            register: makes (address, bytes) known to the GPU; whether it could. None: nothing is registered.
+        """Args:
+        zeros: makes 1D tensors in host memory.
+        register: registers (address, bytes) with the GPU; True if that worked. None: nothing is registered.
         """
         self._make, self._register = zeros, register
         self._registered: dict[int, int] = {}  # address -> bytes
@@ -44,7 +43,7 @@ class Pages:
     def zeros(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         tensor = self._make(numel, dtype)
         address, nbytes = tensor.data_ptr(), tensor.nbytes
-        # What is small shares its pages with others.
+        # A smaller tensor shares its pages with others.
         if self._register is None or nbytes < _PAGE or address % _PAGE:
             return tensor
         pinned = sum(each.pinned_bytes for each in _ALL)
@@ -53,15 +52,15 @@ class Pages:
         elif not self._has_warned:
             self._has_warned = True
             warnings.warn(
-                f"{nbytes} bytes of host memory for what is offloaded could not be pinned, beside {pinned} that are: "
-                "copies to and from the GPU will be slower. Raise the limits of locked memory (ulimit -l) or of the "
-                "container, or give Offload(pin_memory=False).",
+                "raise the limits of locked memory (ulimit -l) or of the container, or give Offload(pin_memory=False): "
+                f"{nbytes} bytes of host memory for offloading could not be pinned, beside {pinned} that are, so "
+                "copies to and from the GPU are slower.",
                 stacklevel=2,
             )
         return tensor
 
     def give_back(self, tensors: Iterable[torch.Tensor]) -> None:
-        """They are not copied any more. Their memory lives on as long as anybody looks at it."""
+        """Unpins tensors that no copy uses any more. Their memory lives as long as somebody refers to it."""
         for tensor in tensors:
             nbytes = self._registered.pop(tensor.data_ptr(), None)
             if nbytes is not None:
@@ -69,7 +68,7 @@ class Pages:
 
 
 def memory_limit() -> int:
-    """Bytes that this process may have: the machine's, or its container's."""
+    """Returns the bytes that this process may use: the machine's, or its container's."""
     limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     with suppress(OSError, ValueError):  # no control group, or "max"
         limit = min(limit, int(_CGROUP.read_text()))

@@ -1,19 +1,19 @@
-"""The store: where masters and states rest between steps, and how a chunk of them comes to compute and goes back.
+"""The store: holds masters and states between steps, and brings chunks of them to where the update runs.
 
 A step calls four verbs, and never asks where anything lies::
 
-    prefetch([a, b, c])          what this step will fetch, in this order
-    fetch(a)                     the streams of chunk a, in memory, to be updated in place
-    write_back(a)                they were
-    flush()                      nothing is under way any more
+    prefetch([a, b, c])          this step will fetch these chunks, in this order
+    fetch(a)                     returns the streams of chunk a, in memory, to be updated in place
+    write_back(a)                chunk a was updated
+    flush()                      waits until no write is under way
 
-In memory a chunk is a whole shard, ``fetch`` answers with views and the other verbs do nothing. From elsewhere chunks
-are read ahead of the update and written behind it, between ``begin`` and a vote of the ranks: ``commit`` on all of
-them, or ``roll_back`` on all of them. A store may also have an update run elsewhere than where params and gradients
-are: then it brings gradients there, and params back.
+In memory a chunk is a whole shard, ``fetch`` returns views, and the other verbs do nothing. Other stores read chunks
+ahead of the update and write them after it, between ``begin`` and a vote of the ranks: then all ranks ``commit``, or
+all ``roll_back``. A store may also run updates on another device than that of params and gradients: then it copies
+gradients there, and params back.
 
-A home is what a store keeps of one shard: named streams ("master", "exp_avg"). A stream is one plane of items, of
-whatever dtype: one item an element of the shard, or one for each so many elements, such as the scale of a block.
+A ``ShardStorage`` is what a store keeps of one shard: named streams ("master", "exp_avg"). A stream is 1D items of one
+dtype: one item an element of the shard, or one for every so many elements, such as the scale of a block.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -25,7 +25,7 @@ import torch
 
 @dataclass(frozen=True)
 class Plane:
-    """How a stream lies: its items, one for ``grain`` elements of the shard each."""
+    """The layout of a stream: one item for every ``grain`` elements of the shard."""
 
     dtype: torch.dtype
     grain: int = 1
@@ -38,97 +38,98 @@ class Plane:
 
 
 class ShardStorage(Protocol):
-    """The streams of one shard. Bounds are elements of the shard, and a start is a multiple of the plane's grain.
+    """The streams of one shard. Bounds are elements of the shard; a start is a multiple of the plane's grain.
 
     Attributes:
         tier: as its store's.
         device: where the kernels run that update it.
-        is_apart: whether that is in host memory, and params are not.
+        updates_on_host: True if that is the host's memory, and params are on a device.
     """
 
     tier: str
     device: torch.device
-    is_apart: bool
+    updates_on_host: bool
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the streams that there are."""
+        """The names of the streams."""
 
     @property
     def planes(self) -> Mapping[str, Plane]:
-        """Of each stream."""
+        """The layout of each stream."""
 
     @property
     def nbytes(self) -> dict[str, int]:
-        """Of each stream."""
+        """The bytes of each stream."""
 
     def ensure(self, planes: Mapping[str, Plane]) -> None:
-        """Makes the streams of these names that are not there yet, of zeros: all of them or none.
+        """Makes the missing ones of these streams, of zeros: all of them or none.
 
         Raises:
             OffloadError: there is no room for them.
         """
 
     def chunks(self) -> Sequence[tuple[int, int]]:
-        """The (start, stop) that this home is fetched and best read by; multiples of a block, but for the end."""
+        """The (start, stop) of each chunk. All but the last stop are multiples of a block."""
 
     def read(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """The items of these elements, 1D: a view where the stream lies in memory, else a copy.
+        """Returns the items of these elements, 1D: a view if the stream lies in memory, else a copy.
 
         Raises:
-            OffloadError: what was kept cannot be read, or is not what was written.
+            OffloadError: the stream cannot be read, or is not what was written.
         """
 
     def read_into(self, name: str, start: int, into: torch.Tensor) -> None:
-        """Copies items from element ``start`` on to a 1D tensor of their dtype, as many as it has.
+        """Copies items from element ``start`` on into a 1D tensor of their dtype, as many as it has.
 
         Raises:
-            OffloadError: as ``read``; it holds anything.
+            OffloadError: as ``read``; ``into`` holds anything.
         """
 
     def write(self, name: str, start: int, values: torch.Tensor) -> None:
-        """Sets items from element ``start`` on; outside of ``begin`` and ``commit`` all of them or none.
+        """Sets items from element ``start`` on; outside of a transaction all of them or none.
 
         Raises:
-            OffloadError: it cannot be written.
+            OffloadError: the stream cannot be written.
         """
 
     def renew(self, zeroed: Collection[str]) -> None:
-        """Zeroes these streams; tensors that were read before, of any stream, keep what they showed."""
+        """Zeroes these streams. Tensors that were read before, of any stream, keep their values."""
 
     def release(self) -> None:
-        """Gives the room back; the home is not used any more."""
+        """Frees the streams; the storage is not used any more."""
 
 
 @dataclass(frozen=True, eq=False)
 class Chunk:
-    """What is updated at a time."""
+    """The elements of a shard that are updated at a time."""
 
     home: ShardStorage
     start: int  # in the shard
     stop: int
-    names: tuple[str, ...]  # of the streams that the update needs
-    # 1D [stop - start]: the shard's params, which the update writes; None: one of the streams
+    names: tuple[str, ...]  # streams that the update needs
+    # 1D [stop - start]: the shard's params, which the update writes; None if the params are one of the streams
     param: torch.Tensor | None
-    gradients: tuple[torch.Tensor, ...] = ()  # each 1D: those that are not where the update runs, for it to be brought
-    written: tuple[slice, ...] = ()  # elements of the chunk whose params a home that is apart takes back
-    reads_param: bool = True  # whether the update begins with the params: no master in the streams is all of them
+    # each 1D: those that lie elsewhere than the update runs, for the store to copy
+    gradients: tuple[torch.Tensor, ...] = ()
+    written: tuple[slice, ...] = ()  # elements whose params are copied back to the device, if updates_on_host
+    reads_param: bool = True  # False if a stream holds a whole master
 
 
 class Fetched(NamedTuple):
-    """A chunk where its update runs."""
+    """A chunk, on the device where its update runs."""
 
     streams: Sequence[torch.Tensor]  # 1D items, in the order of the chunk's names
     param: torch.Tensor | None
-    gradients: Sequence[torch.Tensor]  # in the order of the chunk's
+    gradients: Sequence[torch.Tensor]  # in the order of the chunk's gradients
 
 
 class Store(Protocol):
-    """Keeps the homes of one optimizer on this rank.
+    """Keeps the storages of one optimizer on this rank.
 
     Attributes:
         tier: "device", "host" or "disk".
-        is_final: what is written back cannot be taken back, so that no vote is taken.
+        is_final: True if a write cannot be rolled back, so that ranks take no vote.
     """
 
     tier: str
@@ -136,39 +137,41 @@ class Store(Protocol):
 
     @property
     def note(self) -> str | None:
-        """What a user may want to know of how updates run; None: nothing."""
+        """A remark for the user on how updates run; None: nothing to say."""
 
     def home(self, numel: int, dtype: torch.dtype, device: torch.device) -> ShardStorage:
-        """For a shard of ``numel`` params of this dtype; it has no streams yet."""
+        """Makes the storage of a shard of ``numel`` params of this dtype; it has no streams yet."""
 
     def prefetch(self, chunks: Sequence[Chunk]) -> None: ...
 
     def fetch(self, chunk: Chunk) -> Fetched:
-        """To be read and written until the chunk is written back."""
+        """Returns the chunk, to be read and written until it is written back."""
 
     def write_back(self, chunk: Chunk) -> None: ...
 
     def flush(self) -> None: ...
 
     def begin(self) -> None:
-        """What is written from here on belongs together; without it each ``ShardStorage.write`` stands alone."""
+        """Begins a transaction. Without one, each ``ShardStorage.write`` stands alone."""
 
     def commit(self) -> None:
-        """It holds from now on. Cannot fail."""
+        """Makes the writes of the transaction hold. Cannot fail."""
 
     def roll_back(self) -> None:
-        """It has not happened, and neither have the updates of params of fetched chunks; nothing in memory."""
+        """Undoes the writes of the transaction, and the updates of params of fetched chunks. A store in memory undoes
+        nothing.
+        """
 
     @property
     def buffer_bytes(self) -> Mapping[str, int]:
-        """Of memory that the store itself takes, by tier."""
+        """The bytes of the store's own buffers, by tier."""
 
     def close(self) -> None:
-        """Nothing of it is left."""
+        """Frees everything that the store holds."""
 
 
 class FinalStore:
-    """What stores have in common whose updates hold as soon as they are made."""
+    """The common part of stores whose updates hold as soon as they are made."""
 
     is_final = True
     note: str | None = None
@@ -200,9 +203,9 @@ class FinalStore:
 
 
 class ResidentStorage:
-    """Streams as tensors."""
+    """The streams of a shard as tensors in memory."""
 
-    is_apart = False
+    updates_on_host = False
 
     def __init__(self, numel: int, zeros: Callable[[int, torch.dtype], torch.Tensor], tier: str, device: torch.device):
         self._numel, self._zeros, self.tier, self.device = numel, zeros, tier, device
@@ -249,7 +252,7 @@ class ResidentStorage:
 
 
 class ResidentStore(FinalStore):
-    """The trivial store: streams lie where they are computed with."""
+    """A store in memory: streams lie where the update runs."""
 
     def __init__(self, tier: str, zeros: Callable[[int, torch.dtype, torch.device], torch.Tensor]):
         """``zeros(numel, dtype, device)`` makes a stream."""
@@ -261,7 +264,7 @@ class ResidentStore(FinalStore):
 
     def fetch(self, chunk: Chunk) -> Fetched:
         home = chunk.home
-        assert isinstance(home, ResidentStorage)  # of which every chunk is the whole
+        assert isinstance(home, ResidentStorage)  # its only chunk is the whole shard
         return Fetched([home.streams[name] for name in chunk.names], chunk.param, chunk.gradients)
 
     def close(self) -> None:

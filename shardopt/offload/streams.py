@@ -1,8 +1,8 @@
-"""The order between copies and kernels: two lanes beside the one that computes.
+"""The order between copies and kernels: one CUDA stream for copies to the device, one for copies to the host.
 
-A mark is a point in a lane. What is put into a lane begins once the mark that it is given was reached, and never before
-what was put there earlier. All order of the ring is said with these five calls, so that tests can take them at their
-word: run a copy at once, or as late as they allow.
+A mark is a point in a stream. A copy begins once the mark that it is given is reached, and never before the copies that
+were put into its stream earlier. These five calls say all the order that the stores need. So tests can take the calls
+at their word, and run each copy at once, or as late as the calls allow (``tests/support/late_copies.py``).
 """
 
 from collections.abc import Sequence
@@ -14,37 +14,38 @@ Mark = Any
 
 
 class Copy(NamedTuple):
-    """Both 1D, of one dtype and length."""
+    """Both tensors are 1D, of one dtype and length."""
 
     into: torch.Tensor
     source: torch.Tensor
 
 
 class CopyStreams(Protocol):
-    """Copies to the device, kernels, copies back."""
+    """Copies to the device and copies to the host, in order with kernels."""
 
     def now(self) -> Mark:
-        """Behind all kernels so far."""
+        """Returns a mark after all kernels that were launched so far."""
 
-    def bring(self, copies: Sequence[Copy], behind: Mark) -> Mark:
-        """Copies to the device; the mark behind them."""
+    def to_device(self, copies: Sequence[Copy], after: Mark) -> Mark:
+        """Copies to the device; returns the mark after these copies."""
 
-    def take(self, copies: Sequence[Copy], behind: Mark) -> Mark:
-        """Copies from the device, in a lane of their own: the bus goes both ways at a time."""
+    def to_host(self, copies: Sequence[Copy], after: Mark) -> Mark:
+        """Copies to the host, in another stream than ``to_device``: the bus carries both directions at a time."""
 
-    def join(self, mark: Mark) -> None:
-        """Kernels from now on run behind the mark."""
+    def wait(self, mark: Mark) -> None:
+        """Kernels that are launched from now on run after the mark."""
 
-    def settle(self, mark: Mark) -> None:
+    def synchronize(self, mark: Mark) -> None:
         """The host waits for the mark."""
 
 
 class CudaCopyStreams:
-    """Two streams beside the current one."""
+    """Two CUDA streams beside the current one."""
 
     def __init__(self, device: torch.device):
         self._device = device
-        self._in = torch.cuda.Stream(device)  # a copy to the device must not wait for the one back before it
+        # Two streams: in one, a copy to the device would wait for the copy to the host before it.
+        self._in = torch.cuda.Stream(device)
         self._out = torch.cuda.Stream(device)
 
     def now(self) -> torch.cuda.Event:
@@ -55,21 +56,21 @@ class CudaCopyStreams:
         mark.record(stream)
         return mark
 
-    def bring(self, copies: Sequence[Copy], behind: torch.cuda.Event) -> torch.cuda.Event:
-        return self._copy(self._in, copies, behind)
+    def to_device(self, copies: Sequence[Copy], after: torch.cuda.Event) -> torch.cuda.Event:
+        return self._copy(self._in, copies, after)
 
-    def take(self, copies: Sequence[Copy], behind: torch.cuda.Event) -> torch.cuda.Event:
-        return self._copy(self._out, copies, behind)
+    def to_host(self, copies: Sequence[Copy], after: torch.cuda.Event) -> torch.cuda.Event:
+        return self._copy(self._out, copies, after)
 
-    def _copy(self, stream: torch.cuda.Stream, copies: Sequence[Copy], behind: torch.cuda.Event) -> torch.cuda.Event:
-        stream.wait_event(behind)
+    def _copy(self, stream: torch.cuda.Stream, copies: Sequence[Copy], after: torch.cuda.Event) -> torch.cuda.Event:
+        stream.wait_event(after)
         with torch.cuda.stream(stream):
             for into, source in copies:
                 into.copy_(source, non_blocking=True)
         return self._mark(stream)
 
-    def join(self, mark: torch.cuda.Event) -> None:
+    def wait(self, mark: torch.cuda.Event) -> None:
         torch.cuda.current_stream(self._device).wait_event(mark)
 
-    def settle(self, mark: torch.cuda.Event) -> None:
+    def synchronize(self, mark: torch.cuda.Event) -> None:
         mark.synchronize()

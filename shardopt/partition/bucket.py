@@ -11,14 +11,14 @@ from .memory import Memory
 
 
 class Bucket:
-    """Holds params as views of ``flat``, so that what is gathered into it needs no copy to reach the model.
+    """Holds params as views of ``flat``, so that gathered values reach the model without a copy.
 
-    A param keeps its strides when they are dense (transposed, channels-last): it lies in storage order. Only the tensor
-    behind ``param.data`` is exchanged; the ``nn.Parameter`` object, its gradient and its version counter stay.
+    A param keeps its strides if they are dense (transposed, channels-last): it lies in storage order. Only the tensor
+    behind ``param.data`` is replaced; the ``nn.Parameter`` object, its gradient and its version counter stay.
 
-    Unless the bucket is released between uses, each param has a storage of its own in the bucket's memory. Whoever
-    takes params of one storage for tied weights (Accelerate keeps one of them in a file and leaves the others out) then
-    sees that they are not, and a file of one param holds that one only.
+    Unless the bucket is freed between uses (stage 3), each param has a storage of its own within the bucket's memory.
+    Tools that take params of one storage for tied weights (Accelerate saves one of them and omits the others) then see
+    that they are not tied, and a file of one param holds only that param.
     """
 
     def __init__(
@@ -28,17 +28,20 @@ class Bucket:
         fresh: Collection[torch.Tensor] = (),
         is_released: bool = False,
     ):
-        """``fresh`` params have no values yet: a bucket of such that will be released is so from the start."""
+        """Args:
+        fresh: params that have no values yet.
+        is_released: True if the bucket is freed between uses. If all of its params are fresh, it begins freed.
+        """
         self.params = tuple(params)
         self._classes = [(type(param), released_class(type(param))) for param in params]
-        self._present = list(range(len(self.params)))  # those that have not left
+        self._present = list(range(len(self.params)))  # indices of params that were not removed
         self.layout = layout
         first = params[0]
-        self._room = Memory(layout.numel, first.dtype, first.device)
-        self.flat = self._room.tensor  # 1D, padding stays zero
+        self._memory = Memory(layout.numel, first.dtype, first.device)
+        self.flat = self._memory.tensor  # 1D; padding stays zero
         self._shapes = tuple((param.size(), dense_strides(param)) for param in self.params)
         try:
-            self._take_in(fresh, is_released)
+            self._adopt_params(fresh, is_released)
         except BaseException:
             self.release()
             raise
@@ -46,66 +49,66 @@ class Bucket:
             self.drop()
 
     @torch.no_grad()
-    def _take_in(self, fresh: Collection[torch.Tensor], is_released: bool) -> None:
+    def _adopt_params(self, fresh: Collection[torch.Tensor], is_released: bool) -> None:
         for index, param in enumerate(self.params):
             view = self.view(self.flat, index, param)
-            if not is_released:  # memory that is given back must have one owner
+            if not is_released:  # memory that is freed must have one storage
                 view = with_own_storage(view)
             if param not in fresh:
                 view.copy_(param)
-            param.data = view  # only now may the old storage go: one bucket at a time is there twice
+            param.data = view  # frees the old storage: at most one bucket has two copies at a time
 
     @property
     def nbytes(self) -> int:
-        """Of the whole bucket, here or not."""
-        return self._room.nbytes
+        """The bytes of the whole bucket, whether it is allocated or not."""
+        return self._memory.nbytes
 
     @property
     def resident_bytes(self) -> int:
-        return self._room.nbytes if self._room.is_there else 0
+        return self._memory.nbytes if self._memory.is_allocated else 0
 
     def drop(self) -> None:
-        """Gives the memory back. Params, and what autograd saved of them, stay views of the same empty storage."""
+        """Frees the memory. Params, and what autograd saved of them, stay views of the same empty storage."""
         self.hide()
-        self._room.give_back()
+        self._memory.free()
 
     def hide(self) -> None:
-        """Params must not be read any more."""
+        """Makes reading a param an error."""
         for index in self._present:
             self.params[index].__class__ = self._classes[index][1]
 
-    def take_room(self) -> None:
-        """Memory for the whole bucket again, at another address perhaps; it holds anything."""
-        self._room.take()
+    def allocate(self) -> None:
+        """Allocates the memory again, perhaps at another address; it holds anything."""
+        self._memory.allocate()
 
     def show(self) -> None:
-        """The values are whole: params may be read again."""
+        """Lets params be read again: their values are whole."""
         for index in self._present:
             self.params[index].__class__ = self._classes[index][0]
 
     def versions(self) -> list[tuple[torch.nn.Parameter, int]]:
-        """How often each param, which is here, was written in place."""
+        """Returns each param with its version counter. The bucket must be allocated."""
         return [(self.params[index], self.params[index]._version) for index in self._present]
 
-    def let_go(self, param: torch.nn.Parameter) -> None:
-        """Gives one param, which is here, storage of its own; its place stays empty."""
+    def remove_param(self, param: torch.nn.Parameter) -> None:
+        """Gives one param a storage of its own; its place stays empty. The bucket must be allocated."""
         with torch.no_grad():
             param.data = param.detach().clone(memory_format=torch.preserve_format)
         self._present.remove(next(index for index in self._present if self.params[index] is param))
 
     def lends_memory_to(self, tensor: torch.Tensor) -> bool:
-        """Whether it is a param, or a view of one."""
+        """True if the tensor is a param of this bucket, or a view of one."""
         return bool(tensor.untyped_storage()._cdata == self.flat.untyped_storage()._cdata)
 
     @property
     def holders(self) -> int:
-        """How many tensors lie in the memory."""
+        """The number of tensors that use the memory."""
         return int(torch._C._storage_Use_Count(self.flat.untyped_storage()._cdata))
 
-    def leave_memory(self) -> None:
-        """The params, which are here, move to other memory, without their values; other views keep this one."""
-        self._room = Memory(self.layout.numel, self.dtype, self.device)
-        self.flat = self._room.tensor
+    def move_params_out(self) -> None:
+        """Moves the params to new memory, without their values. Other views keep the old memory."""
+        self._memory = Memory(self.layout.numel, self.dtype, self.device)
+        self.flat = self._memory.tensor
         with torch.no_grad():
             for index in self._present:
                 self.params[index].data = self.view(self.flat, index, self.params[index])
@@ -119,15 +122,15 @@ class Bucket:
         return self.flat.dtype
 
     def shard(self, rank: int) -> torch.Tensor:
-        """The slice of ``flat`` that ``rank`` owns, 1D."""
+        """Returns the slice of ``flat`` that ``rank`` owns, 1D."""
         return self.flat[self.layout.shard_slice(rank)]
 
     def view(self, buffer: torch.Tensor, index: int, like: torch.Tensor) -> torch.Tensor:
-        """The param of ``index`` in a buffer laid out as ``flat``, with its shape and storage order."""
+        """Returns a param's view in a buffer laid out as ``flat``, with its shape and storage order."""
         return buffer.as_strided(like.size(), dense_strides(like), self.layout.offsets[index] + buffer.storage_offset())
 
     def holds(self, index: int) -> bool:
-        """Whether the param of ``index`` is still the view that it was made."""
+        """True if the param is still the view that this bucket made."""
         param = self.params[index]
         shape, strides = self._shapes[index]
         address = self.flat.data_ptr() + self.layout.offsets[index] * self.flat.element_size()
@@ -140,10 +143,12 @@ class Bucket:
         )
 
     def release(self) -> None:
-        """Gives every param storage of its own again; in a bucket that is not there, none has values to take along."""
-        if not self._room.is_there:
+        """Gives every param a storage of its own again. In a freed bucket params have no values, and keep the empty
+        storage.
+        """
+        if not self._memory.is_allocated:
             self.show()
         with torch.no_grad():
             for index, param in enumerate(self.params):
-                if index in self._present and self.holds(index) and self._room.is_there:
+                if index in self._present and self.holds(index) and self._memory.is_allocated:
                     param.data = param.detach().clone(memory_format=torch.preserve_format)

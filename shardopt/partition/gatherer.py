@@ -113,7 +113,7 @@ class Gatherer:
         if each.is_here:
             self._here[each] = self._here.pop(each)  # most recently used
         else:
-            self._take_room(each)
+            self._make_room(each)
             self._arrive(each)
         if self._transport.overlaps:
             self._ask_for_next(each)
@@ -136,7 +136,7 @@ class Gatherer:
     def leave(self, each: GatheredBucket) -> None:
         """As ``done``, its memory being left to others that keep views of it."""
         if each.users == 1:
-            each.bucket.leave_memory()
+            each.bucket.move_params_out()
             each.window = replace(each.window, flat=each.bucket.flat)
         self.done(each, drop=True)
 
@@ -154,7 +154,7 @@ class Gatherer:
         """A new forward begins: what follows will be as in the last pass before a step."""
         self._trace.now.clear()
 
-    def _take_room(self, each: GatheredBucket) -> None:
+    def _make_room(self, each: GatheredBucket) -> None:
         if each.arriving is not None:
             return
         for other in list(self._here):
@@ -165,7 +165,7 @@ class Gatherer:
         each.arriving = self._ask(each)
 
     def _ask(self, each: GatheredBucket) -> AllGather:
-        each.bucket.take_room()
+        each.bucket.allocate()
         try:
             each.slice.read(each.bucket.shard(each.rank))
         except BaseException:  # from a disk

@@ -1,6 +1,6 @@
-"""Where each param lies in its bucket and which slice each rank owns: integers only, testable without ranks.
+"""The place of each param in its bucket, and the slice of each rank: integers only, testable without ranks.
 
-Params lie in a bucket one behind the other, each starting on a block of 256 elements; every rank owns the same number
+Params follow each other in a bucket, each starting on a block of 256 elements; every rank owns the same number
 of whole blocks. With params of 300, 0, 700 and 1 elements over 3 ranks (one character is 64 elements, `.` is padding)::
 
     block    0   1   2   3   4   5
@@ -28,7 +28,7 @@ class Piece:
     param: int  # index in the bucket
     start: int  # first element of the param, in storage order
     numel: int
-    shard_start: int  # where it starts in the shard; a multiple of 256
+    shard_start: int  # its start in the shard; a multiple of 256
 
     @property
     def shard_end(self) -> int:
@@ -42,7 +42,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class BucketLayout:
-    """One bucket: offsets of its params, slices of its shards.
+    """The offsets of one bucket's params, and the slices of its shards.
 
     Attributes:
         numels: elements of each param.
@@ -54,29 +54,29 @@ class BucketLayout:
 
     def __post_init__(self) -> None:
         if self.num_shards < 1 or any(numel < 0 for numel in self.numels):
-            raise ValueError(f"a layout needs at least one shard and no negative sizes, found {self!r}.")
+            raise ValueError(f"give a layout at least one shard and no negative sizes, found {self!r}.")
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:
-        """First element of each param in the bucket; one more entry for the end of the last."""
+        """The first element of each param in the bucket, and the end of the last param."""
         return tuple(accumulate((_round_up(numel) for numel in self.numels), initial=0))
 
     @cached_property
     def shard_numel(self) -> int:
-        """Elements of every rank's shard, padding included."""
+        """The elements of every rank's shard, padding included."""
         blocks = self.offsets[-1] // BLOCK
         return -(-blocks // self.num_shards) * BLOCK
 
     @property
     def numel(self) -> int:
-        """Elements of the bucket, padding included."""
+        """The elements of the bucket, padding included."""
         return self.shard_numel * self.num_shards
 
     def shard_slice(self, rank: int) -> slice:
         return slice(rank * self.shard_numel, (rank + 1) * self.shard_numel)
 
     def pieces(self, rank: int) -> tuple[Piece, ...]:
-        """What of each param lies in the shard of ``rank``, in order; params that do not touch it are left out."""
+        """Returns the part of each param in the shard of ``rank``, in order; omits params with no element in it."""
         return tuple(self._pieces(rank))
 
     def _pieces(self, rank: int) -> Iterator[Piece]:
@@ -92,7 +92,7 @@ class BucketLayout:
 
 
 def split_into_buckets(nbytes: Sequence[int], bucket_bytes: int) -> list[list[int]]:
-    """Indices of params, grouped in their order so that a bucket holds at most ``bucket_bytes`` (or a single param)."""
+    """Groups indices of params, in their order: a bucket holds at most ``bucket_bytes``, or a single param."""
     buckets: list[list[int]] = []
     filled = 0
     for index, size in enumerate(nbytes):

@@ -1,13 +1,13 @@
-"""The ranks of a training in two directions: those that share one copy of the states, and those that hold a copy each.
+"""The ranks of a training in two directions: shard (one copy of the states) and replicate (several copies).
 
 ::
 
                     shard ->                  all ranks: world
-    replicate   rank 0   rank 1   rank 2      a row shares one copy, each rank a slice of it
-        |       rank 3   rank 4   rank 5      a column owns the same slice in every copy
+    replicate   rank 0   rank 1   rank 2      a row shares one copy of the states, each rank owns a slice
+        |       rank 3   rank 4   rank 5      a column owns the same slice of every copy
         v
 
-Without a device mesh there is one row from stage 1 on, and one column at stage 0: "replicate all" and "shard all" are
+Without a device mesh there is one row from stage 1 on, and one column at stage 0. "Replicate all" and "shard all" are
 the two ends of hybrid sharding, so no code asks for the stage.
 """
 
@@ -22,26 +22,28 @@ from .comm.group import Ranks
 
 @dataclass(frozen=True)
 class Mesh:
-    """Where this rank stands."""
+    """This rank's groups in both directions."""
 
     world: Ranks
     shard: Ranks
     replicate: Ranks
-    one_copy: tuple[int, ...]  # ranks of the world that hold the first copy
+    one_copy: tuple[int, ...]  # ranks of the world that share the first copy of the states
 
     @property
     def is_hybrid(self) -> bool:
-        """Whether there are several copies of several slices."""
+        """True for hybrid sharding: several copies of several slices."""
         return self.shard.size > 1 and self.replicate.size > 1
 
     @property
     def first(self) -> Ranks:
-        """The direction in which gradients are summed first."""
+        """The direction in which gradients are reduced first."""
         return self.shard if self.shard.size > 1 else self.replicate
 
     @staticmethod
     def of(group: dist.ProcessGroup | DeviceMesh | None, sharded: bool, deadline: timedelta | None) -> "Mesh":
-        """The mesh of a group (one row, or one column if nothing is sharded) or of a 2D (replicate, shard) mesh."""
+        """Returns the mesh of a group (one row, or one column if nothing is sharded) or of a 2D (replicate, shard)
+        mesh.
+        """
         if isinstance(group, DeviceMesh):
             return _of_device_mesh(group, sharded, deadline)
         world = Ranks(group, deadline)
@@ -51,7 +53,7 @@ class Mesh:
 
 
 def everyone_of(group: dist.ProcessGroup | DeviceMesh) -> dist.ProcessGroup:
-    """One group of all ranks of a mesh. Collective where it has to be made."""
+    """Returns one group of all ranks of a mesh. Collective if the group must be made."""
     if not isinstance(group, DeviceMesh):
         return group
     if group.ndim == 1:

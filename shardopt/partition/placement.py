@@ -1,19 +1,19 @@
-"""A ZeRO stage is three placements, said once and read by one code path."""
+"""A ZeRO stage as three placements, which one code path reads."""
 
 from dataclasses import dataclass
 from enum import Enum
 
 
 class Placement(Enum):
-    """How one kind of tensor lies over the ranks."""
+    """How one kind of tensor is distributed over the ranks."""
 
-    REPLICATE = "replicate"  # every rank holds all of it
+    REPLICATE = "replicate"  # every rank holds the whole tensor
     SHARD = "shard"  # every rank holds its slice
 
 
 @dataclass(frozen=True)
 class Placements:
-    """Where params, gradients and states (masters with them) lie; Rajbhandari et al., arXiv 1910.02054."""
+    """The placements of params, gradients and states (with masters); Rajbhandari et al., arXiv 1910.02054."""
 
     param: Placement
     grad: Placement

@@ -1,7 +1,15 @@
-"""A bucket as it is reduced: where gradients lie in its buffer, what is summed, and what becomes of the sum."""
+"""The gradients of one bucket: their place in the buffer that is reduced, and what becomes of their sum.
+
+======================  ================================================================================================
+:class:`DeviceSum`      stays on the device where it is reduced, and later backwards add to it
+:class:`HostSum`        the same, but offloaded to host memory between rounds (``reduce_buckets_host.py``)
+:class:`PassingSum`     is used as soon as it is reduced (``release_gradients``), and then dropped
+======================  ================================================================================================
+"""
 
 from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
+from typing import Protocol
 
 import torch
 
@@ -15,20 +23,155 @@ from .mesh import Mesh
 from .streams import last_used
 
 
-class FilledBucket:
-    """Where the gradients of one bucket lie in the buffer that they are reduced in."""
+class Sink(Protocol):
+    """Holds or uses the sum of one bucket's gradients. A sink that has nothing to do for a call inherits it.
 
-    def __init__(self, layout: BucketLayout, dtype: torch.dtype, device: torch.device):
-        """``dtype`` of the reduction."""
-        self.dtype, self.device = dtype, device
+    Attributes:
+        accumulates: True if later backwards add to the sum.
+        is_on_host: True if the sum lies in host memory between rounds, and params lie on a device.
+    """
+
+    accumulates: bool = True
+    is_on_host: bool = False
+
+    @property
+    def tensors(self) -> Sequence[torch.Tensor]:
+        """The tensors that stay allocated between rounds."""
+        return ()
+
+    def window(self, replicas: Transport) -> Window | None:
+        """Collective: opens a window on this sum for the ranks that replicate it. None: no rank reads it."""
+        return None
+
+    def expect(self) -> None:
+        """Begins to load the sum to the device: the next round of this bucket adds to it."""
+        return
+
+    def zero(self, part: slice) -> None:
+        """Zeroes a part of the sum within a round."""
+        return
+
+    def reduction(self, buffer: torch.Tensor, add: bool) -> Reduction:
+        """Returns the reduction of a full buffer over the first direction of the mesh."""
+
+    def use(self, reduction: Reduction, arrived: AbstractSet[int]) -> None:
+        """Takes the result of a finished reduction.
+
+        Args:
+            arrived: params of which this rank had a gradient in it.
+        """
+        return
+
+    def wait_for_copies(self) -> None:
+        """The host waits, at the end of a round, until the sum is in its memory."""
+        return
+
+    def abandon(self) -> None:
+        """Forgets the round after an error; no reduction of this bucket goes on."""
+        return
+
+
+class DeviceSum(Sink):
+    """Keeps the sum on the device where it is reduced.
+
+    Attributes:
+        total: 1D [shard_numel], this rank's slice of the sum over ranks and backwards. It may be read and written
+            between rounds; its memory never moves.
+    """
+
+    def __init__(self, shard_numel: int, dtype: torch.dtype, device: torch.device, mesh: Mesh):
+        """
+        Args:
+            shard_numel: elements of this rank's slice.
+            dtype: of the sum between reductions: fp32, or the format that each reduction rounds it to.
+        """
+        self._mesh, self._shard_numel = mesh, shard_numel
+        # Ranks that replicate one slice reduce it in parts of equal length: the sum is padded to whole parts.
+        parts = BucketLayout((shard_numel,), mesh.replicate.size)
+        self._part_numel, self._part = parts.shard_numel, parts.shard_slice(mesh.replicate.rank)
+        self._padded = zeros(parts.numel, dtype, device)
+        self.total = self._padded[:shard_numel]
+        # Hybrid sharding: the sum within one copy of the states. All of it is fp32, as the sum over copies follows.
+        self._partial = zeros(parts.numel, torch.float32, device) if mesh.is_hybrid else None
+
+    @property
+    def tensors(self) -> Sequence[torch.Tensor]:
+        return [self._padded] if self._partial is None else [self._padded, self._partial]
+
+    def zero(self, part: slice) -> None:
+        self.total[part].zero_()
+
+    def window(self, replicas: Transport) -> Window | None:
+        return replicas.open(self._padded, self._part_numel)
+
+    def reduction(self, buffer: torch.Tensor, add: bool) -> Reduction:
+        if self._partial is not None:
+            return Reduction(buffer, self._partial[: self._shard_numel], add=False)
+        return Reduction(buffer, self.total if self._mesh.shard.size > 1 else self._padded[self._part], add)
+
+    def reduction_across(self, add: bool) -> Reduction:
+        """Returns the reduction over the second direction of the mesh, which follows the first."""
+        assert self._partial is not None
+        return Reduction(self._partial, self._padded[self._part], add)
+
+
+class PassingSum(Sink):
+    """Uses the sum as soon as it is reduced, and keeps nothing.
+
+    The sum of one rank is the buffer itself, in the buffer's dtype. The sum of several ranks is fp32.
+    """
+
+    accumulates = False
+
+    # Takes a sum (1D, at least as long as this rank's slice) and the params of which this rank had a gradient in it.
+    on_sum: Callable[[torch.Tensor, AbstractSet[int]], None]
+
+    def __init__(self, shard_numel: int, device: torch.device, mesh: Mesh):
+        """``on_sum`` must be set before the first round."""
+        assert not mesh.is_hybrid
+        self._shard_numel, self._device, self._mesh = shard_numel, device, mesh
+
+    def use(self, reduction: Reduction, arrived: AbstractSet[int]) -> None:
+        self.on_sum(reduction.target, arrived)
+        last_used(reduction.target)
+
+    def reduction(self, buffer: torch.Tensor, add: bool) -> Reduction:
+        assert not add
+        if self._mesh.world.size == 1:
+            return Reduction(buffer, buffer, add)
+        numel = self._shard_numel if self._mesh.shard.size > 1 else buffer.numel()
+        return Reduction(buffer, torch.empty(numel, dtype=torch.float32, device=self._device), add)
+
+
+class GradientBucket:
+    """The layout of one bucket's gradients in a reduction buffer, and the sink of their sum."""
+
+    def __init__(
+        self,
+        numels: Sequence[int],
+        shard_numel: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        mesh: Mesh,
+        sink: Sink,
+    ):
+        """
+        Args:
+            numels: elements of each param.
+            shard_numel: elements of this rank's slice.
+            dtype: of gradients in the buffer, and on the wire.
+        """
+        layout = BucketLayout(tuple(numels), mesh.first.size)
+        self.dtype, self.device, self.sink = dtype, device, sink
         self.offsets, self.buffer_numel = layout.offsets, layout.numel
+        self._start = mesh.shard.rank * shard_numel
 
     @property
     def num_params(self) -> int:
         return len(self.offsets) - 1
 
     def is_filled_by(self, grad: torch.Tensor, strides: tuple[int, ...]) -> bool:
-        """Whether the gradient's own memory is what the buffer would be: the bucket's only param, in its order."""
+        """True if the gradient can be the buffer: it is the bucket's only one, in dtype and storage order."""
         return (
             grad.numel() == self.buffer_numel
             and self.num_params == 1
@@ -36,143 +179,7 @@ class FilledBucket:
             and in_storage_order(grad, strides) is grad
         )
 
-    def expect(self) -> None:
-        """The next round of this bucket will add to its sum: what takes time to get there may begin."""
-
-    def settle(self) -> None:
-        """At the end of a round, waits until its sum is where it is kept."""
-
-    def leave(self) -> None:
-        """The round was given up; no reduction of this bucket goes on."""
-
-
-class KeptBucket(FilledBucket):
-    """A bucket whose sum is kept, and added to by later backwards.
-
-    Attributes:
-        total: 1D [shard_numel], this rank's slice of the sum over ranks and backwards; the same memory for life. To be
-            read and written between rounds.
-        at_rest: whether that is in host memory beside a device.
-    """
-
-    takes_more = True  # what comes when the bucket has left
-    at_rest = False
-    total: torch.Tensor
-
-    def __init__(self, numels: Sequence[int], shard_numel: int, dtype: torch.dtype, device: torch.device, mesh: Mesh):
-        """As of :class:`ReducedBucket`."""
-        super().__init__(BucketLayout(tuple(numels), mesh.first.size), dtype, device)
-        self._mesh, self._shard_numel = mesh, shard_numel
-
-    @property
-    def sums(self) -> list[torch.Tensor]:
-        """What is allocated."""
-        raise NotImplementedError
-
-    def _own(self, index: int) -> slice:
-        """What the slice holds of one param."""
-        start = self._mesh.shard.rank * self._shard_numel
-        first, last = (max(offset - start, 0) for offset in self.offsets[index : index + 2])
-        return slice(first, last)
-
-    def window(self, replicas: Transport) -> Window | None:
-        """Collective: on the sum, for the other holders of the same slice."""
-        raise NotImplementedError
-
     def zero(self, index: int) -> None:
-        """In a round, forgets what the slice holds of one param."""
-        raise NotImplementedError
-
-    def job(self, buffer: torch.Tensor, add: bool) -> Reduction:
-        """The reduction of a full buffer over the first direction of the mesh."""
-        raise NotImplementedError
-
-    def use(self, job: Reduction, arrived: AbstractSet[int]) -> None:
-        """The job is done; ``arrived`` are the params that this rank had in it."""
-        raise NotImplementedError
-
-
-class ReducedBucket(KeptBucket):
-    """A bucket whose sum is kept where it is reduced."""
-
-    def __init__(
-        self,
-        numels: Sequence[int],
-        shard_numel: int,
-        dtype: torch.dtype,
-        kept: torch.dtype,
-        device: torch.device,
-        mesh: Mesh,
-    ):
-        """
-        Args:
-            numels: of the params.
-            shard_numel: of this rank's slice.
-            dtype: in which gradients travel.
-            kept: in which their sum is kept: fp32, or what that is rounded to after each reduction.
-        """
-        super().__init__(numels, shard_numel, dtype, device, mesh)
-        # The holders of one slice sum it in parts of equal length, so it is as long as a whole number of them.
-        parts = BucketLayout((shard_numel,), mesh.replicate.size)
-        self.part_numel, self.part = parts.shard_numel, parts.shard_slice(mesh.replicate.rank)
-        self.padded = zeros(parts.numel, kept, device)
-        self.total = self.padded[:shard_numel]
-        # The sum within one copy of the states, where there are several copies of several slices: all of it in fp32, as
-        # the sum over copies is yet to come.
-        self._partial = zeros(parts.numel, torch.float32, device) if mesh.is_hybrid else None
-
-    @property
-    def sums(self) -> list[torch.Tensor]:
-        return [self.padded] if self._partial is None else [self.padded, self._partial]
-
-    def zero(self, index: int) -> None:
-        self.total[self._own(index)].zero_()
-
-    def window(self, replicas: Transport) -> Window | None:
-        return replicas.open(self.padded, self.part_numel)
-
-    def use(self, job: Reduction, arrived: AbstractSet[int]) -> None:
-        """Nothing: the sum stays where it is."""
-
-    def job(self, buffer: torch.Tensor, add: bool) -> Reduction:
-        if self._partial is not None:
-            return Reduction(buffer, self._partial[: self._shard_numel], add=False)
-        return Reduction(buffer, self.total if self._mesh.shard.size > 1 else self.padded[self.part], add)
-
-    def job_across(self, add: bool) -> Reduction:
-        """The reduction over the second direction, behind the first."""
-        assert self._partial is not None
-        return Reduction(self._partial, self.padded[self.part], add)
-
-
-class PassingBucket(FilledBucket):
-    """A bucket whose sum is used as soon as it is there, and kept by nobody.
-
-    One rank's sum is the buffer itself, in its own dtype; that of several ranks is fp32.
-    """
-
-    takes_more = False  # the sum was used
-    sums: Sequence[torch.Tensor] = ()
-
-    # Takes a sum, 1D, as long as this rank's slice at least, and which params this rank had in it.
-    on_sum: Callable[[torch.Tensor, AbstractSet[int]], None]
-
-    def __init__(self, numels: Sequence[int], shard_numel: int, dtype: torch.dtype, device: torch.device, mesh: Mesh):
-        """As of :class:`ReducedBucket`; ``on_sum`` is to be set before the first round."""
-        super().__init__(BucketLayout(tuple(numels), mesh.shard.size), dtype, device)
-        assert not mesh.is_hybrid
-        self._sum_numel = shard_numel if mesh.shard.size > 1 else self.buffer_numel
-        self._is_alone = mesh.world.size == 1
-
-    def window(self, replicas: Transport) -> Window | None:
-        return None
-
-    def use(self, job: Reduction, arrived: AbstractSet[int]) -> None:
-        self.on_sum(job.target, arrived)
-        last_used(job.target)
-
-    def job(self, buffer: torch.Tensor, add: bool) -> Reduction:
-        """The reduction of a full buffer."""
-        assert not add
-        total = buffer if self._is_alone else torch.empty(self._sum_numel, dtype=torch.float32, device=self.device)
-        return Reduction(buffer, total, add)
+        """Zeroes one param's elements in this rank's sum, within a round."""
+        first, last = (max(offset - self._start, 0) for offset in self.offsets[index : index + 2])
+        self.sink.zero(slice(first, last))

@@ -27,7 +27,7 @@ from .comm.reduce_scatter import ReduceScatter, Reduction
 from .comm.transport import Transport
 from .memory import return_free_pages, zeros
 from .mesh import Mesh
-from .reduce_buckets import FilledBucket, KeptBucket, PassingBucket, ReducedBucket
+from .reduce_buckets import DeviceSum, GradientBucket
 from .streams import Buffer, last_used
 
 # What may be under way at once: enough that a rank need not wait for another one's every bucket, little beside a model.
@@ -75,7 +75,7 @@ class Reducer:
         self._scatter: ReduceScatter = (shards if mesh.shard.size > 1 else replicas).scatter()
         self._across: ReduceScatter | None = replicas.scatter() if mesh.is_hybrid else None
         self._scatters = [each for each in (self._scatter, self._across) if each is not None]
-        self.buckets: list[KeptBucket | PassingBucket] = []
+        self.buckets: list[GradientBucket] = []
         self.is_open = False
         self._order: list[int] = []
         self._is_ordered = True
@@ -91,11 +91,11 @@ class Reducer:
         self._patience, self._was_patient = self._most_patience, True
         _REDUCERS.add(self)
 
-    def window(self, bucket: KeptBucket | PassingBucket) -> Window | None:
+    def window(self, bucket: GradientBucket) -> Window | None:
         """Collective: on the sum of a bucket that is about to be added; None: nobody else looks at it."""
-        return bucket.window(self._replicas)
+        return bucket.sink.window(self._replicas)
 
-    def add(self, bucket: KeptBucket | PassingBucket, window: Window | None) -> int:
+    def add(self, bucket: GradientBucket, window: Window | None) -> int:
         """One more bucket, between rounds. Returns its number."""
         self._windows.append(window)
         self.buckets.append(bucket)
@@ -177,7 +177,7 @@ class Reducer:
                 self._completed.append(number)
             self._start_completed()
 
-    def _take_buffer(self, bucket: FilledBucket) -> Buffer:
+    def _take_buffer(self, bucket: GradientBucket) -> Buffer:
         pool = self._pool.setdefault(bucket.dtype, [])
         if not any(buffer.memory.numel() >= bucket.buffer_numel for buffer in pool):
             self._settle(BUCKETS_UNDER_WAY - 1)
@@ -194,7 +194,7 @@ class Reducer:
         bucket = self.buckets[number]
         buffer.order.join()  # params may have been filled in on several streams
         memory = buffer.memory[: bucket.buffer_numel]
-        job = bucket.job(memory, add)
+        job = bucket.sink.reduction(memory, add)
         self._lent[id(memory)] = _Lent(buffer, number, job)
         self._scatter.start(job)
         while self._may_wait and self._is_much_under_way():
@@ -220,7 +220,7 @@ class Reducer:
     def _recycle(self, buffers: Sequence[torch.Tensor]) -> None:
         for memory in buffers:
             buffer, number, job = self._lent.pop(id(memory))
-            self.buckets[number].use(job, self._filling[number].arrived)
+            self.buckets[number].sink.use(job, self._filling[number].arrived)
             buffer.order.mark()  # the reduction is behind the current stream now
             if buffer.is_pooled:
                 self._pool.setdefault(memory.dtype, []).append(buffer)
@@ -244,7 +244,6 @@ class Reducer:
             if index not in filling.arrived:
                 buffer.memory[bucket.offsets[index] : bucket.offsets[index + 1]].zero_()
             if filling.held and index not in filling.held:
-                assert isinstance(bucket, KeptBucket)
                 bucket.zero(index)
         self._send(number, buffer, add=bool(filling.held))
         filling.buffer, filling.started = None, True
@@ -256,11 +255,11 @@ class Reducer:
         if self._started < len(self._order):
             number = self._order[self._started]
             if self._filling[number].held:
-                self.buckets[number].expect()
+                self.buckets[number].sink.expect()
 
     def _settle_sums(self) -> None:
         for bucket in self.buckets:
-            bucket.settle()
+            bucket.sink.wait_for_copies()
 
     def finish(self) -> None:
         """Reduces what is left, until every rank's sums are whole.
@@ -274,7 +273,7 @@ class Reducer:
         self._sum_across(range(len(self.buckets)), [bool(filling.held) for filling in self._filling])
         self._settle_sums()
         for bucket, filling, seen in zip(self.buckets, self._filling, self._seen, strict=True):
-            if not bucket.takes_more:
+            if not bucket.sink.accumulates:
                 continue
             if not self._is_ordered:
                 seen.clear()
@@ -309,9 +308,9 @@ class Reducer:
             return
         if self._across is not None:
             for number, each in zip(numbers, add, strict=True):
-                bucket = self.buckets[number]
-                assert isinstance(bucket, ReducedBucket)
-                self._across.start(bucket.job_across(each))
+                sink = self.buckets[number].sink
+                assert isinstance(sink, DeviceSum)
+                self._across.start(sink.reduction_across(each))
                 self._across.settle(BUCKETS_UNDER_WAY, PATIENCE)
             self._across.finish()
         gather = self._replicas.gather("spreading sums of gradients")
@@ -338,7 +337,7 @@ class Reducer:
         for scatter in self._scatters:
             scatter.leave(self._rounds)
         for bucket in self.buckets:
-            bucket.leave()
+            bucket.sink.abandon()
         self._filling = []
         self._lent.clear()
         self.is_open = False

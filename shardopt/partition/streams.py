@@ -1,17 +1,17 @@
-"""Who may touch a buffer when: the only place that knows of streams and events.
+"""Who may use a reduction buffer when: the only place that knows CUDA streams and events of reductions.
 
-A buffer of the reducer is written by whichever stream autograd runs a param's node on, read by the collective, and
-written again for another bucket. On a CPU everything happens in the order in which it is called; on a GPU each stream
-has an order of its own, and what one stream left is joined by the next one that comes:
+[Note: Streams of a reduction] A buffer of the reducer is written by the stream on which autograd runs a param's node,
+read by the collective, and written again for another bucket. On a CPU everything happens in the order of the calls. On
+a GPU each stream has an order of its own, and each stream that comes to a buffer waits for those that used it before:
 
-* ``mark``: the current stream has used the buffer. An event on that stream, because the host is ahead of it.
-* ``join``: the current stream waits for all marks of others. A mark of the same stream needs no waiting.
+* ``mark``: the current stream has used the buffer. This records an event on the stream, because the host is ahead of
+it. * ``join``: the current stream waits for the marks of all other streams. Its own marks need no waiting.
 
-A collective starts behind the stream that is current when it is called and, waited for, ends ahead of the stream that
-is current then. So ``join`` before it and ``mark`` after the wait order it among the rest. A pool keeps its buffers'
-memory. What is not pooled (a gradient that was as good as a buffer, a collective's result) goes back to torch's
-allocator, which knows only the stream that it was made on: ``last_used`` names the one that the wait ordered behind the
-collective.
+A collective starts after the stream that is current when it is called. Once waited for, it ends before what the then
+current stream does next. So ``join`` before it and ``mark`` after the wait order it among the other uses. A pool keeps
+the memory of its buffers. Other memory (a gradient that serves as the buffer, a collective's result) goes back to
+torch's allocator, which knows only the stream on which the memory was allocated: ``last_used`` names the stream that
+waited for the collective.
 """
 
 from typing import Any, Protocol
@@ -20,7 +20,7 @@ import torch
 
 
 class Order(Protocol):
-    """The uses of one buffer."""
+    """The order of the uses of one buffer."""
 
     def mark(self) -> None: ...
 
@@ -28,7 +28,7 @@ class Order(Protocol):
 
 
 class HostOrder:
-    """Calls are in order by themselves."""
+    """On a CPU: calls happen in their order."""
 
     def mark(self) -> None:
         pass
@@ -38,7 +38,7 @@ class HostOrder:
 
 
 class StreamOrder:
-    """One event for each stream that used the buffer."""
+    """On a GPU: one event for each stream that used the buffer."""
 
     def __init__(self, device: torch.device):
         self._device = device
@@ -57,7 +57,7 @@ class StreamOrder:
 
 
 class Buffer:
-    """Memory that holds a bucket's gradients while they are reduced: lent from a pool, or the gradient's own."""
+    """Memory for a bucket's gradients while they are reduced: from a pool, or the gradient's own."""
 
     def __init__(self, memory: torch.Tensor, is_pooled: bool):
         self.memory, self.is_pooled = memory, is_pooled  # 1D
@@ -65,6 +65,6 @@ class Buffer:
 
 
 def last_used(memory: torch.Tensor) -> None:
-    """No other use of the memory, once it is given back, comes before what the current stream has been given to do."""
+    """Keeps the allocator from reusing the memory before the current stream's work so far has ended."""
     if memory.device.type == "cuda":
         memory.record_stream(torch.cuda.current_stream(memory.device))

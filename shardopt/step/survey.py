@@ -157,7 +157,7 @@ def _ready(domain: Domain, entry: ParamRecord, group: int, number: int, grad: to
             number,
             gradient_slice.start,
             gradient_slice,
-            entry.shard.reduced.at_rest,
+            entry.shard.reduced.is_on_host,
         )
     # Zeros are their own mean, if all ranks have them: one that has other values raises this on all of them. So torch's
     # get_state_dict() and set_state_dict() make states: they assign zeros and take a step.

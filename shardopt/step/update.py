@@ -74,7 +74,7 @@ class ShardUpdate(NamedTuple):
         return [self._task(chunk) for chunk in self.shard.chunks(names, pieces)]
 
     def _task(self, chunk: Chunk) -> ChunkUpdate:
-        apart = chunk.home.is_apart
+        apart = chunk.home.updates_on_host
         runs = [None if launch.at_rest == apart else _runs(launch, chunk.start, chunk.stop) for launch in self.launches]
         moved = tuple(run.values for each in runs if each is not None for run in each)
         written = self._written(chunk) if apart else ()

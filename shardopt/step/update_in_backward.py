@@ -208,7 +208,7 @@ class UpdateInBackward(Backward):
         with torch.no_grad(), self._domain.clock.phase("update"):
             if not self._look_at(shard, total):
                 return
-            if self._domain.mesh.world.size > 1 and len(arrived) < shard.passing.num_params:
+            if self._domain.mesh.world.size > 1 and len(arrived) < len(shard.bucket.params):
                 self._round.waiting[shard] = total
                 return
             launches = self._launches(shard, total, arrived)

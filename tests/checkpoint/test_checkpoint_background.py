@@ -103,14 +103,14 @@ def one_is_silent(root: Path) -> None:
     moments = Moments(root.with_name("moments"))
     model, optimizer = build(1)
     train(model, optimizer, range(1))
-    real: Callable[..., Any] = shardopt.checkpoint.write.Run._write
+    real: Callable[..., Any] = shardopt.checkpoint.write.RankWriter._write
 
     def stuck(run: Any) -> Any:
         if dist.get_rank() == 1:
             moments.wait("gave up")
         return real(run)
 
-    with patch.object(shardopt.checkpoint.write.Run, "_write", stuck):
+    with patch.object(shardopt.checkpoint.write.RankWriter, "_write", stuck):
         saving = shardopt.save_checkpoint(root, model, optimizer, asynchronous=True)
         with raises(CheckpointError, "nothing has grown" if dist.get_rank() == 0 else ""):
             saving.wait()

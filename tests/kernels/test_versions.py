@@ -149,8 +149,8 @@ def test_import_loads_no_compiler(printed: dict[str, str]) -> None:
 # -- what the package must not do --------------------------------------------------------------------------------------
 
 # The one file that reads pickles, restricted, and what alone may import it: the command that imports checkpoints.
-RESTRICTED = "checkpoint/unpickle.py"
-READERS = ["checkpoint/from_dcp.py", "checkpoint/from_deepspeed.py", "checkpoint/from_torch.py"]
+RESTRICTED = "checkpoint/foreign/unpickle.py"
+READERS = [f"checkpoint/foreign/{name}.py" for name in ("from_dcp", "from_deepspeed", "from_torch")]
 
 # Calls that run, or can run, what a file or a peer sends.
 FORBIDDEN_CALLS = {"eval", "exec", "__import__", "import_module", "load_module", "literal_eval"}
@@ -208,12 +208,10 @@ def importers(module: str) -> list[str]:
 
 def test_the_import_command_alone_reads_pickles() -> None:
     assert importers("unpickle") == READERS
-    assert {each for name in ("from_dcp", "from_deepspeed") for each in importers(name)} == {
-        "checkpoint/import_command.py"
-    }
-    assert set(importers("from_torch")) == {"checkpoint/from_dcp.py", "checkpoint/import_command.py"}
-    assert importers("import_command") == ["checkpoint/commands.py"]
-    assert importers("commands") == ["__main__.py"]
+    assert {each for name in ("from_dcp", "from_deepspeed") for each in importers(name)} == {"tools/import_command.py"}
+    assert set(importers("from_torch")) == {READERS[0], "tools/import_command.py"}
+    assert importers("import_command") == ["tools/checkpoint_commands.py"]
+    assert importers("checkpoint_commands") == ["tools/cli.py"]
     source = (PACKAGE / RESTRICTED).read_text()
     assert "weights_only=True" in source and "pickle.load" not in source and source.count("find_class") == 1
 

@@ -61,7 +61,7 @@ def resident() -> Iterator[Callable[[], int]]:
     """Tells the most bytes of buckets that were there at once, of those that stage 3 releases."""
     buckets: list[Bucket] = []
     most = 0
-    init, take = Bucket.__init__, Bucket.take_room
+    init, take = Bucket.__init__, Bucket.allocate
 
     def note() -> None:
         nonlocal most
@@ -77,7 +77,7 @@ def resident() -> Iterator[Callable[[], int]]:
         take(bucket)
         note()
 
-    with patch.object(Bucket, "__init__", inits), patch.object(Bucket, "take_room", takes):
+    with patch.object(Bucket, "__init__", inits), patch.object(Bucket, "allocate", takes):
         yield lambda: most
 
 

@@ -68,12 +68,12 @@ FORMATS = [
 ]
 
 
-@sweep({"formats": FORMATS, "lanes": (AsLateAsAllowed, AtOnce)}, strength=1)
-def test_every_way_to_write_params_is_followed(formats: dict[str, Any], lanes: Any, tmp_path: Path) -> None:
+@sweep({"formats": FORMATS, "streams": (AsLateAsAllowed, AtOnce)}, strength=1)
+def test_every_way_to_write_params_is_followed(formats: dict[str, Any], streams: Any, tmp_path: Path) -> None:
     """What the CPU knows of the params must never be put over what others wrote to them."""
     ends: dict[str, list[list[bytes]]] = {}
     for name, offload in ({"still": None} | ways(tmp_path)).items():
-        with nullcontext() if offload is None else as_on_a_gpu(lanes):
+        with nullcontext() if offload is None else as_on_a_gpu(streams):
             params, optimizer = make(ShardedAdamW, offload, torch.bfloat16, **formats)
             found = ends[name] = []
             for step in range(7):  # "auto" goes from one way to the other behind the third
@@ -114,13 +114,13 @@ def test_every_way_to_write_params_is_followed(formats: dict[str, Any], lanes: A
     assert not any(os.listdir(each) for each in (tmp_path, tmp_path / "elsewhere") if each != tmp_path)
 
 
-@sweep({"master": ("split", "fp32", "none"), "lanes": (AsLateAsAllowed, AtOnce)}, strength=1)
-def test_params_without_a_whole_master_are_what_the_device_says(master: Any, lanes: Any, tmp_path: Path) -> None:
+@sweep({"master": ("split", "fp32", "none"), "streams": (AsLateAsAllowed, AtOnce)}, strength=1)
+def test_params_without_a_whole_master_are_what_the_device_says(master: Any, streams: Any, tmp_path: Path) -> None:
     """A write through ``.data`` leaves no trace, and counts where the update begins with the param."""
     dtype = torch.float32 if master == "fp32" else torch.bfloat16  # an fp32 param is its own master
     ends: dict[str, list[bytes]] = {}
     for name, offload in ({"still": None} | ways(tmp_path)).items():
-        with nullcontext() if offload is None else as_on_a_gpu(lanes):
+        with nullcontext() if offload is None else as_on_a_gpu(streams):
             params, optimizer = make(ShardedAdamW, offload, dtype, master=master)
             for step in range(8):
                 advance(params, optimizer, [step])
@@ -131,12 +131,12 @@ def test_params_without_a_whole_master_are_what_the_device_says(master: Any, lan
     assert [name for name, end in ends.items() if end != ends["still"]] == []
 
 
-@pytest.mark.parametrize("lanes", [AtOnce, AsLateAsAllowed])
-def test_params_that_get_no_gradient_are_let_alone(lanes: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("streams", [AtOnce, AsLateAsAllowed])
+def test_params_that_get_no_gradient_are_let_alone(streams: Any, tmp_path: Path) -> None:
     """What is written to them through ``.data`` stays, in whatever chunk of others they lie."""
     ends: dict[str, list[bytes]] = {}
     for name, offload in ({"still": None} | ways(tmp_path)).items():
-        with nullcontext() if offload is None else as_on_a_gpu(lanes):
+        with nullcontext() if offload is None else as_on_a_gpu(streams):
             params = [Parameter(torch.linspace(-1, 1, n).to(torch.bfloat16)) for n in (300, 5, 256, 1, 2500, 0, 700)]
             optimizer = ShardedAdamW(params, lr=1e-2, offload=offload, tuning=Tuning(chunk_bytes=CHUNK))
             for step in range(8):
@@ -162,11 +162,11 @@ def test_a_step_does_not_wait_for_params_on_their_way_up(tmp_path: Path) -> None
         with as_on_a_gpu(Watched):
             params, optimizer = make(ShardedAdamW, offload, torch.bfloat16)
             advance(params, optimizer, range(3))
-            (lanes,) = [each for each in made if each.last]  # sums of gradients would have lanes of their own
-            assert lanes.uploads and not lanes.last["in"].is_over
+            (streams,) = [each for each in made if each.last]  # sums of gradients would have streams of their own
+            assert streams.uploads and not streams.last["in"].is_over
             made.clear()
             optimizer.close()
-            assert lanes.last["in"].is_over
+            assert streams.last["in"].is_over
 
 
 def test_a_step_that_fails_leaves_params_on_the_device_as_they_were(tmp_path: Path) -> None:
@@ -182,13 +182,13 @@ def test_only_gradients_come_down_and_only_params_go_up() -> None:
     moved = {"down": 0, "up": 0}
 
     class Counting(AtOnce):
-        def bring(self, copies: Any, behind: Any) -> None:
+        def to_device(self, copies: Any, after: Any) -> None:
             moved["up"] += sum(each.source.nbytes for each in copies)
-            super().bring(copies, behind)
+            super().to_device(copies, after)
 
-        def take(self, copies: Any, behind: Any) -> None:
+        def to_host(self, copies: Any, after: Any) -> None:
             moved["down"] += sum(each.source.nbytes for each in copies)
-            AtOnce.bring(self, copies, behind)
+            AtOnce.to_device(self, copies, after)
 
     numel = 40 * 1024
     params = [Parameter(torch.ones(1024, dtype=torch.bfloat16)) for _ in range(40)]

@@ -24,13 +24,13 @@ def on_cpu(numel: int, dtype: torch.dtype) -> torch.Tensor:
     return zeros(numel, dtype, torch.device("cpu"))
 
 
-def ring(lanes: CopyStreams, register: Callable[[int, int], bool] | None = None) -> RingStore:
-    return RingStore(torch.device("cpu"), lanes, HostStore(Pages(on_cpu, register), CHUNK))
+def ring(copies: CopyStreams, register: Callable[[int, int], bool] | None = None) -> RingStore:
+    return RingStore(torch.device("cpu"), copies, HostStore(Pages(on_cpu, register), CHUNK))
 
 
-@pytest.mark.parametrize("lanes", [AtOnce, AsLateAsAllowed])
+@pytest.mark.parametrize("copies", [AtOnce, AsLateAsAllowed])
 @pytest.mark.parametrize("case", CASES, ids=repr)
-def test_every_rule_leaves_the_same_bits(case: Case, lanes: Any) -> None:
+def test_every_rule_leaves_the_same_bits(case: Case, copies: Any) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         ends = []
         for streams in (False, True):
@@ -38,7 +38,7 @@ def test_every_rule_leaves_the_same_bits(case: Case, lanes: Any) -> None:
             advance(params, optimizer, range(1))
             assert optimizer.engine.domain is not None
             if streams:
-                relocate(optimizer.engine.domain, "host", lambda: ring(lanes()))
+                relocate(optimizer.engine.domain, "host", lambda: ring(copies()))
             found = []
             for step in range(1, 5):
                 advance(params, optimizer, range(step, step + 1))
@@ -55,12 +55,12 @@ def test_every_rule_leaves_the_same_bits(case: Case, lanes: Any) -> None:
 @pytest.mark.parametrize("formats", [{"master": "split"}, {"state_format": "int8"}, {"state_format": "bf16"}], ids=repr)
 def test_every_format_leaves_the_same_bits(formats: dict[str, str]) -> None:
     ends = []
-    for lanes in (None, AtOnce(), AsLateAsAllowed()):
+    for copies in (None, AtOnce(), AsLateAsAllowed()):
         params, optimizer = make(ShardedAdamW, None, torch.bfloat16, **formats)
         advance(params, optimizer, range(1))
-        if lanes is not None:
+        if copies is not None:
             assert optimizer.engine.domain is not None
-            relocate(optimizer.engine.domain, "host", lambda lanes=lanes: ring(lanes))
+            relocate(optimizer.engine.domain, "host", lambda copies=copies: ring(copies))
         advance(params, optimizer, range(1, 5))
         saved = optimizer.state_dict()
         optimizer.load_state_dict(saved)

@@ -35,7 +35,7 @@ from shardopt import (
 from shardopt.config import Options
 from shardopt.partition import reducer as reducer_module
 from shardopt.partition.comm.group import Ranks
-from shardopt.partition.reduce_buckets import PassingBucket
+from shardopt.partition.reduce_buckets import PassingSum
 from shardopt.tensors.released_gradient import ReleasedGradient
 from shardopt.tools.plan import Way, plan
 from tests.support import modules, training
@@ -47,7 +47,7 @@ ADAMW = {"lr": 0.01, "weight_decay": 0.1}
 SGD = {"lr": 0.125, "momentum": 0.5, "weight_decay": 0.25}
 SMALL = {"master": "split24", "state_format": "int8"}
 HALF_WAY = "half-way"
-JOB = PassingBucket.job
+JOB = PassingSum.reduction
 
 Loss = Callable[[nn.Module, int], Tensor]
 
@@ -263,7 +263,7 @@ def keeps_no_gradient(stage: int) -> None:
         made.update({StorageWeakRef(each.untyped_storage()): each.untyped_storage().nbytes() for each in tensors})
         peaks.append(sum(nbytes for ref, nbytes in made.items() if not ref.expired()))
 
-    def job(self: PassingBucket, buffer: Tensor, add: bool) -> Any:
+    def job(self: PassingSum, buffer: Tensor, add: bool) -> Any:
         found = JOB(self, buffer, add)
         note(found.buffer, found.target)
         return found
@@ -273,7 +273,7 @@ def keeps_no_gradient(stage: int) -> None:
     # More memory than was meant is taken by ranks of a busy machine that lose patience, and beside an optimizer that
     # another test left in mid-backward.
     patient = patch.multiple(reducer_module, BYTES_UNDER_WAY=0, PATIENCE=60.0, _REDUCERS=WeakSet())
-    with patch.object(PassingBucket, "job", job), patient:
+    with patch.object(PassingSum, "reduction", job), patient:
         for step in range(3):
             x = torch.randn(4, 64, generator=torch.Generator().manual_seed(step)).bfloat16()
             model(x).square().mean().backward()

@@ -19,7 +19,7 @@ from shardopt.partition.comm import reduce_scatter_p2p as message_scatter
 from shardopt.partition.comm import reduce_scatter_peer as neighbour_scatter
 from shardopt.partition.comm.all_gather import NoAllGather
 from shardopt.partition.comm.transport import Transport
-from shardopt.partition.reduce_buckets import ReducedBucket
+from shardopt.partition.reduce_buckets import DeviceSum
 from shardopt.partition.reducer import Reducer
 from shardopt.step import step as step_module
 from shardopt.step import survey as survey_module
@@ -31,7 +31,7 @@ NUMBERS = step_module.plain_numbers
 SCALARS = survey_module.scalars_of
 SUM_INTO = scatter.sum_into
 DELIVER = Reducer.deliver
-JOB = ReducedBucket.job
+JOB = DeviceSum.reduction
 NO_SYNC = ShardedOptimizer.no_sync
 
 
@@ -142,7 +142,7 @@ class SummingBy:
 _PREVIOUS: dict[torch.dtype, Any] = {}
 
 
-def adds_another_bucket(self: ReducedBucket, buffer: Any, add: bool) -> Any:
+def adds_another_bucket(self: DeviceSum, buffer: Any, add: bool) -> Any:
     """On the first rank, a buffer still holds what was in the last one."""
     previous = _PREVIOUS.get(buffer.dtype)
     _PREVIOUS[buffer.dtype] = buffer.clone()
@@ -172,7 +172,7 @@ REDUCING_CHEATS: dict[str, Any] = {
     "earlier backwards overwritten": SummingBy(earlier_backwards_overwritten),
     "later backwards dropped on one rank": patch.object(Reducer, "deliver", last_rank_leaves_later_ones_out),
     "no_sync() forgets": patch.object(ShardedOptimizer, "no_sync", forgetful_no_sync),
-    "another bucket added": patch.object(ReducedBucket, "job", adds_another_bucket),
+    "another bucket added": patch.object(DeviceSum, "reduction", adds_another_bucket),
 }
 
 

@@ -59,21 +59,21 @@ class AtOnce:
     def now(self) -> Mark:
         return None
 
-    def bring(self, copies: Sequence[Copy], behind: Mark) -> Mark:
+    def to_device(self, copies: Sequence[Copy], after: Mark) -> Mark:
         for into, source in copies:
             into.copy_(source)
 
-    take = bring
+    to_host = to_device
 
-    def join(self, mark: Mark) -> None:
+    def wait(self, mark: Mark) -> None:
         pass
 
-    settle = join
+    synchronize = wait
 
 
 @dataclass
 class AsLateAsAllowed:
-    """Two lanes in which nothing moves until it is waited for, and uploads go on until the host waits for them.
+    """Two streams in which nothing moves until it is waited for, and uploads go on until the host waits for them.
 
     Kernels are done when they return.
     """
@@ -86,21 +86,21 @@ class AsLateAsAllowed:
         self.joined = [each for each in self.joined if not each.is_over]
         return Later([], list(self.joined), is_done=True)
 
-    def _put(self, lane: str, copies: Sequence[Copy], behind: Later | None) -> Later:
+    def _put(self, stream: str, copies: Sequence[Copy], after: Later | None) -> Later:
         self._check()
-        before = [each for each in (self.last.get(lane), behind) if each is not None]
-        self.last[lane] = Later(list(copies), before)
-        return self.last[lane]
+        before = [each for each in (self.last.get(stream), after) if each is not None]
+        self.last[stream] = Later(list(copies), before)
+        return self.last[stream]
 
-    def bring(self, copies: Sequence[Copy], behind: Later | None) -> Later:
+    def to_device(self, copies: Sequence[Copy], after: Later | None) -> Later:
         for into, _ in copies:
-            into.view(torch.uint8).fill_(0xFF) if behind is None or behind.is_done else None
-        mark = self._put("in", copies, behind)
+            into.view(torch.uint8).fill_(0xFF) if after is None or after.is_done else None
+        mark = self._put("in", copies, after)
         self.uploads += [Upload(mark, source, source.clone()) for _, source in copies]
         return mark
 
-    def take(self, copies: Sequence[Copy], behind: Later | None) -> Later:
-        return self._put("out", copies, behind)
+    def to_host(self, copies: Sequence[Copy], after: Later | None) -> Later:
+        return self._put("out", copies, after)
 
     def _check(self) -> None:
         self.uploads = [each for each in self.uploads if not each.by.is_over]
@@ -131,37 +131,37 @@ class AsLateAsAllowed:
             kept.append(each)
         self.uploads = kept
 
-    def join(self, mark: Later | None) -> None:
+    def wait(self, mark: Later | None) -> None:
         if mark is not None:
             self._run(mark)
             self.joined.append(mark)
 
-    def settle(self, mark: Later | None) -> None:
+    def synchronize(self, mark: Later | None) -> None:
         if mark is not None:
             for each in self._run(mark):
                 each.is_over, each.before = True, []
 
 
 @contextmanager
-def as_on_a_gpu(lanes: type[CopyStreams]) -> Iterator[None]:
-    """Params on the CPU are offloaded as those on a GPU are: by the same stores, with these lanes."""
+def as_on_a_gpu(streams: type[CopyStreams]) -> Iterator[None]:
+    """Params on the CPU are offloaded as those on a GPU are: by the same stores, with these streams."""
 
     def beside(rests: Offload, tuning: Any) -> Any:
-        return tiers._beside(CPU, lanes(), rests, tuning)
+        return tiers._gpu_store(CPU, streams(), rests, tuning)
 
     def landing(rests: Offload | None, device: torch.device) -> Any:
         if rests is None or rests.gradients is None:
             return None
-        return HostLanding(CPU, lanes(), tiers._pages(rests))
+        return HostLanding(CPU, streams(), tiers._pages(rests))
+
+    def offloads_params(offload: Offload | None, device: torch.device) -> bool:
+        return offload is not None and offload.params is not None
 
     with ExitStack() as stack:
-        stack.enter_context(patch("shardopt.domain.tiers._beside_cpu", beside))
+        stack.enter_context(patch("shardopt.domain.tiers._cpu_store", beside))
         stack.enter_context(patch("shardopt.domain.bind.make_landing", landing))
         stack.enter_context(patch("shardopt.domain.tiers.register_with_cuda", None))
         for module in ("domain.bind", "engine"):
             stack.enter_context(patch(f"shardopt.{module}.check_offload", lambda rests, *_: None))
-        away = patch(
-            "shardopt.domain.domain.params_rest", lambda rests, device: rests is not None and rests.params is not None
-        )
-        stack.enter_context(away)
+        stack.enter_context(patch("shardopt.domain.domain.offloads_params", offloads_params))
         yield

@@ -333,15 +333,15 @@ def train_step(model: nn.Module, opt: ShardedOptimizer, step: int) -> None:
 def poisoned() -> Iterator[None]:
     """Memory that was given back stays, full of NaN."""
 
-    def give_back(room: Memory) -> None:
-        room.is_there = False
-        room.tensor.data.fill_(math.nan)
+    def free(memory: Memory) -> None:
+        memory.is_allocated = False
+        memory.tensor.data.fill_(math.nan)
 
-    def take(room: Memory) -> None:
-        room.is_there = True
-        room.tensor.data.fill_(math.nan)
+    def allocate(memory: Memory) -> None:
+        memory.is_allocated = True
+        memory.tensor.data.fill_(math.nan)
 
-    with patch.object(Memory, "give_back", give_back), patch.object(Memory, "take", take):
+    with patch.object(Memory, "free", free), patch.object(Memory, "allocate", allocate):
         yield
 
 

@@ -104,7 +104,7 @@ def test_a_bug_is_3_and_an_interrupt_130(capsys: Printed, monkeypatch: pytest.Mo
         def fails(*_: object, error: BaseException = error) -> None:
             raise error
 
-        monkeypatch.setattr("shardopt.plan.Planner.need", fails)
+        monkeypatch.setattr("shardopt.tools.plan.Planner.need", fails)
         found, out, err = called(PLAN, capsys)
         assert (found, out, len(err.splitlines())) == (code, "", 1) and words in err
     shown = called(["--help"], capsys)

@@ -10,13 +10,13 @@ import torch
 
 from ...domain.param_state import ParamState
 from ...errors import CheckpointError, StateError
-from ...optim.optimizer import ShardedOptimizer
+from ...optim.classes import Recipe
 from ...partition.comm.group import Ranks
 from .. import files, publish, values
-from ..meeting import Desk
+from ..meeting import FileSignals
 from ..plan_save import Piece, SavePlan
 from ..records import NAME_OF_DTYPE, Key, Tensor, Tensors
-from ..write import Run, as_checkpoint_error
+from ..write import RankWriter, as_checkpoint_error
 from .recognise import plain_hyper
 from .source import Foreign, ForeignParam, Values
 
@@ -38,7 +38,7 @@ class _Counted:
         self.values.write(start, values)
 
 
-def plan_import(foreign: Foreign, optimizer: ShardedOptimizer, advance: Advance = lambda nbytes: None) -> SavePlan:
+def plan_import(foreign: Foreign, recipe: Recipe, advance: Advance = lambda nbytes: None) -> SavePlan:
     """What will be written. Reads step counts, and no large tensor.
 
     Raises:
@@ -56,11 +56,11 @@ def plan_import(foreign: Foreign, optimizer: ShardedOptimizer, advance: Advance 
         if found.numel:
             pieces.append(Piece(key, described, 0, found.numel, _Counted(found, advance)))
 
-    groups = [{**optimizer.defaults, **plain_hyper(group.hyper)} for group in foreign.groups]
+    groups = [{**recipe.defaults, **plain_hyper(group.hyper)} for group in foreign.groups]
     group_of = {name: groups[index] for index, group in enumerate(foreign.groups) for name in group.names}
     for name, param in foreign.params.items():
         add(Key("params", name, "param"), param.values)
-        state = _checked(name, param, optimizer, group_of.get(name))
+        state = _checked(name, param, recipe, group_of.get(name))
         for kind in state.tensors:
             add(Key("params", name, kind), param.state[kind].as_dtype(torch.float32))
         params[name] = {
@@ -76,7 +76,7 @@ def plan_import(foreign: Foreign, optimizer: ShardedOptimizer, advance: Advance 
         {"params": list(group.names), "values": values.encode(hyper, _no_tensor, "a param group")}
         for group, hyper in zip(foreign.groups, groups, strict=True)
     ]
-    rule = optimizer.rule
+    rule = recipe.rule
     shared = {
         "step": max((each["step"] for each in params.values()), default=0),
         "params": params,
@@ -90,13 +90,11 @@ def _no_tensor(tensor: torch.Tensor) -> str:
     raise CheckpointError(f"a param group holds a tensor of shape {tuple(tensor.shape)}: nothing was written.")
 
 
-def _checked(
-    name: str, param: ForeignParam, optimizer: ShardedOptimizer, group: Mapping[str, Any] | None
-) -> ParamState:
+def _checked(name: str, param: ForeignParam, recipe: Recipe, group: Mapping[str, Any] | None) -> ParamState:
     """The state as the optimizer's own ``load_state_dict`` would take it, its tensors without values."""
     if group is None or not param.state:
         return ParamState()
-    scalars = ("step", *optimizer.rule.carried)
+    scalars = ("step", *recipe.rule.carried)
     given = {
         key: value.item() if isinstance(value, Values) and key in scalars else value
         for key, value in param.state.items()
@@ -110,7 +108,7 @@ def _checked(
         raise CheckpointError(f"the step count of {name!r} is {step!r}: the file is damaged, and nothing was written.")
     like = torch.empty(param.values.shape, device="meta")
     try:
-        return ParamState.from_torch(empty, optimizer.rule, group, like, repr(name))
+        return ParamState.from_torch(empty, recipe.rule, group, like, repr(name))
     except StateError as error:
         raise CheckpointError(f"{error} (Found while importing; nothing was written.)") from error
 
@@ -127,7 +125,7 @@ def write_import(plan: SavePlan, root: Path) -> Path:
     except OSError as error:
         raise as_checkpoint_error(error, root) from error
     try:
-        Run(site, lock, plan, Desk(site, 0, 1, Ranks(None, None).seconds), None, 0, 1).run()
+        RankWriter(site, lock, plan, FileSignals(site, Ranks.alone()), None).run()
     except BaseException:
         with suppress(OSError, CheckpointError):
             publish.abandon(site)

@@ -1,13 +1,10 @@
 """Which optimizer a foreign state belongs to: by its hyper-parameters and the names of its states."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
-
-import torch
 
 from ...errors import CheckpointError
 from ...optim import classes as optim
-from ...optim.optimizer import ShardedOptimizer
 from .source import Foreign, Values
 
 # How a step is computed, not what; what was chosen elsewhere is not carried over.
@@ -16,22 +13,16 @@ _OPTIONAL = {"maximize", "decoupled_weight_decay"}  # not in the dicts of every 
 
 
 def optimizer_names() -> list[str]:
-    return sorted(name for name, _ in _classes())
+    return sorted(name.removeprefix("Sharded") for name in optim.__all__)
 
 
-def _classes() -> Iterator[tuple[str, type[ShardedOptimizer]]]:
-    for name, value in vars(optim).items():
-        if isinstance(value, type) and issubclass(value, ShardedOptimizer) and value is not ShardedOptimizer:
-            yield name.removeprefix("Sharded"), value
-
-
-def recognise(foreign: Foreign, name: str | None) -> ShardedOptimizer:
-    """An instance that stands for the class, with its rule and defaults; ``name`` where the user gave one.
+def recognise(foreign: Foreign, name: str | None) -> optim.Recipe:
+    """Returns the rule and the defaults of the one class that fits. ``name``: the class that the user gave, or None.
 
     Raises:
         CheckpointError: no class fits, or several do.
     """
-    every = {each: kind([torch.zeros(1)]) for each, kind in _classes()}  # type: ignore[call-arg]
+    every = {each: optim.recipe(getattr(optim, f"Sharded{each}")) for each in optimizer_names()}
     fitting = [each for each, made in every.items() if _states_fit(foreign, made)]
     if name is not None:
         if name not in fitting:
@@ -70,17 +61,17 @@ def _kinds(foreign: Foreign) -> set[str]:
     return {key for param in foreign.params.values() for key in param.state}
 
 
-def _states_fit(foreign: Foreign, optimizer: ShardedOptimizer) -> bool:
+def _states_fit(foreign: Foreign, recipe: optim.Recipe) -> bool:
     for group in foreign.groups:
-        flags = {**optimizer.defaults, **plain_hyper(group.hyper)}
+        flags = {**recipe.defaults, **plain_hyper(group.hyper)}
         try:
-            needed = set(optimizer.rule.variant(flags).states)
+            needed = set(recipe.rule.variant(flags).states)
         except (KeyError, TypeError):
             return False
         for name in group.names:
             state = foreign.params[name].state
             found = {key for key, value in state.items() if value is not None}
-            if found and found - {"step", "master"} != needed | set(optimizer.rule.carried):
+            if found and found - {"step", "master"} != needed | set(recipe.rule.carried):
                 return False
     return True
 

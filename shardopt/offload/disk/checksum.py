@@ -1,9 +1,9 @@
-"""A checksum at the speed of memory, for what comes back from a disk.
+"""A checksum at the speed of memory, for data that is read back from a disk.
 
-Four lanes of 64-bit words, each word mixed in by exclusive or, a rotation and a multiplication with an odd number. Each
-of these steps is one-to-one, so a change confined to one word (any number of flipped bits in 8 bytes) is always seen;
-any other one (a sector that was never written, an older one, two that changed places, zeros) with all but 1 in 2**64.
-It is no authentication: who can write to the file can make it fit.
+Four independent sums over 64-bit words: each word is mixed in by exclusive or, a rotation and a multiplication with an
+odd number. Each of these operations is one-to-one, so a change within one word (any number of flipped bits in 8 bytes)
+is always seen. Any other change (a sector that was never written, an old one, two that changed places, zeros) is seen
+with all but 1 in 2**64. The checksum is no authentication: who can write to the file can forge it.
 
 On one core of the machine that it was written on, 4 MiB at a time: 14 GB/s, where CRC-32 of zlib makes 4.
 """
@@ -22,7 +22,7 @@ _PRIME = 0x9FB21C651E98DF25
 
 
 def checksum(words: NDArray[np.uint64]) -> int:
-    """Of a whole number of 32 bytes; runs without the GIL."""
+    """Returns the checksum of a whole number of 32 bytes. Runs without the GIL."""
     return int(compile_checksum()(words))
 
 
@@ -46,8 +46,8 @@ def _compiled() -> Callable[[NDArray[np.uint64]], int]:
             b = ((b << left) | (b >> right)) * prime
             c = ((c << left) | (c >> right)) * prime
             d = ((d << left) | (d >> right)) * prime
-        for lane in (b, c, d):
-            a ^= lane
+        for other in (b, c, d):
+            a ^= other
             a = ((a << left) | (a >> right)) * prime
         return a
 
@@ -55,6 +55,6 @@ def _compiled() -> Callable[[NDArray[np.uint64]], int]:
 
 
 def compile_checksum() -> Callable[[NDArray[np.uint64]], int]:
-    """The compiled function; the first call compiles it, in a third of a second."""
+    """Returns the compiled function. The first call compiles it, in a third of a second."""
     with _compiling:
         return _compiled()

@@ -1,10 +1,10 @@
-"""A file that is read and written past the page cache, and memory that this can be done with.
+"""A file that is read and written past the page cache, and buffers for that.
 
-What is read once a step and written once a step has no use for a cache: it would push the model's own pages out, and
-be copied once more. Where the file system cannot do without (``O_DIRECT`` refused), the same calls go through it.
+Data that a step reads once and writes once gains nothing from a cache: it would evict the model's own pages, and cost
+one more copy. Where the file system refuses ``O_DIRECT``, the same calls go through the cache.
 
-Every count is checked. A call that was interrupted, or came back early, goes on where it stood; what cannot go on is an
-OffloadError that says what failed and where.
+Every count is checked. A call that was interrupted, or that moved less than asked, goes on from there. Any other
+failure is an OffloadError that names the operation and the place.
 """
 
 import errno
@@ -19,18 +19,18 @@ import torch
 from numpy.typing import NDArray
 
 from ...errors import OffloadError
+from ..huge_pages import map_huge_pages
 
-PAGE = 4096  # bytes: offsets, lengths and addresses are multiples of it, as direct transfers need on every disk
-_HUGE_PAGE = 2 << 20
-# Calls in a row that bring nothing: a signal each, or fewer bytes than a page.
+PAGE = 4096  # bytes; direct transfers need offsets, lengths and addresses that are multiples of it, on every disk
+# Calls in a row that move less than a page, or that a signal interrupts, until the transfer is given up.
 _PATIENCE = 100
-Transfer = Callable[[int, memoryview, int], int]  # fd, buffer, offset; bytes moved
-# What file systems answer that cannot transfer directly.
+SystemCall = Callable[[int, memoryview, int], int]  # fd, buffer, offset; bytes moved
+# Errors of file systems that cannot transfer directly.
 _NO_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP)
 
 
 class System:
-    """The calls of the operating system that a file of ours depends on; tests put failing ones in their place."""
+    """The system calls that a file of ours needs; tests replace them by failing ones."""
 
     def open(self, name: str, flags: int, mode: int, folder: int) -> int:
         return os.open(name, flags, mode, dir_fd=folder)
@@ -58,26 +58,24 @@ def padded(nbytes: int) -> int:
     return -(-nbytes // PAGE) * PAGE
 
 
-class Buffer:
-    """Memory for direct transfers: whole pages, huge ones where there can be, so that few have to be pinned."""
+class TransferBuffer:
+    """Memory for direct transfers: whole pages, in huge pages where possible."""
 
     def __init__(self, nbytes: int):
         self.nbytes = padded(nbytes)
-        self._pages = mmap.mmap(-1, self.nbytes + _HUGE_PAGE)
-        start = -torch.frombuffer(self._pages, dtype=torch.uint8, count=1).data_ptr() % _HUGE_PAGE
-        whole = self.nbytes // _HUGE_PAGE * _HUGE_PAGE
-        if whole and hasattr(mmap, "MADV_HUGEPAGE"):
-            self._pages.madvise(mmap.MADV_HUGEPAGE, start, whole)
-        self.bytes = np.frombuffer(self._pages, np.uint8, self.nbytes, start)  # keeps the mapping
+        # Shared: after a fork, a private page would be copied at the next write, and a direct transfer that is under
+        # way could end in the page of the child (open(2), on O_DIRECT).
+        mapping, start = map_huge_pages(self.nbytes, mmap.MAP_SHARED)
+        self.bytes = np.frombuffer(mapping, np.uint8, self.nbytes, start)  # keeps the mapping alive
 
-    def parts(self, nbytes: Sequence[int]) -> "list[Part]":
-        """Consecutive parts of these sizes, each a whole number of pages."""
+    def split(self, nbytes: Sequence[int]) -> "list[PageView]":
+        """Splits the buffer into consecutive parts of these sizes, each a whole number of pages."""
         ends = np.cumsum(nbytes)
-        return [Part(self.bytes[end - size : end]) for size, end in zip(nbytes, ends, strict=True)]
+        return [PageView(self.bytes[end - size : end]) for size, end in zip(nbytes, ends, strict=True)]
 
 
-class Part:
-    """Some pages of a buffer, seen as what they are used as."""
+class PageView:
+    """Some pages of a buffer, in the types that their users need."""
 
     def __init__(self, octets: NDArray[np.uint8]):
         self.bytes = octets
@@ -85,22 +83,25 @@ class Part:
         self.words = octets.view(np.uint64)
 
     def items(self, dtype: torch.dtype, count: int) -> torch.Tensor:
-        """The first ``count`` of this dtype, 1D."""
+        """Returns the first ``count`` items of this dtype, 1D."""
         return torch.from_numpy(self.bytes).view(dtype)[:count]
 
 
 class AlignedFile:
-    """An open file; several threads may read and write it at a time."""
+    """An open file. Several threads may read and write it at the same time."""
 
     def __init__(self, fd: int, name: str, is_direct: bool):
         self.fd, self.name, self.is_direct = fd, name, is_direct
 
     @staticmethod
     def create(folder: int, file: str, name: str) -> "AlignedFile":
-        """A new file in an open folder, readable by this user alone. ``name`` for messages.
+        """Creates a file in an open folder, readable by this user alone.
+
+        Args:
+            name: for messages.
 
         Raises:
-            OffloadError: there is a file of this name, a link perhaps, or none can be made.
+            OffloadError: the name is taken (by a link perhaps), or no file can be made.
         """
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         direct = getattr(os, "O_DIRECT", 0)
@@ -110,7 +111,7 @@ class AlignedFile:
             except OSError as error:
                 if error.errno not in _NO_DIRECT:
                     raise
-            # Some file systems make the file before they refuse.
+            # Some file systems create the file and then refuse the flag: open it, then.
             try:
                 fd = SYSTEM.open(file, flags, 0o600, folder)
             except FileExistsError:
@@ -120,17 +121,17 @@ class AlignedFile:
             raise _failed(f"creating {name}", error) from error
 
     def read(self, buffer: memoryview, offset: int) -> None:
-        """Fills the buffer with what lies at ``offset``.
+        """Fills the buffer from ``offset`` on.
 
         Raises:
-            OffloadError: the system reported an error, or the file ends before.
+            OffloadError: the system reported an error, or the file ends too early.
         """
         self._transfer("reading", SYSTEM.read, buffer, offset)
 
     def write(self, buffer: memoryview, offset: int) -> None:
         self._transfer("writing", SYSTEM.write, buffer, offset)
 
-    def _transfer(self, verb: str, call: Transfer, buffer: memoryview, offset: int) -> None:
+    def _transfer(self, verb: str, call: SystemCall, buffer: memoryview, offset: int) -> None:
         done = idle = 0
         while done < len(buffer):
             where = f"{verb} {len(buffer)} bytes at {offset} of {self.name}"
@@ -145,15 +146,15 @@ class AlignedFile:
                 raise _failed(where, error) from error
             if count == 0:
                 raise OffloadError(
-                    f"{where}: it ends after {done} bytes, so somebody cut it off. What it held of the states is lost: "
-                    "load a checkpoint (load_state_dict), and keep others out of the directory."
+                    "load a checkpoint (load_state_dict) and keep others out of the directory: somebody cut the file "
+                    f"off. {where}: it ends after {done} bytes."
                 )
-            # Direct transfers go on at a whole page only.
+            # A direct transfer can only go on from a whole page.
             done = len(buffer) if done + count == len(buffer) else done + max(count, 0) // PAGE * PAGE
             idle = 0 if count >= PAGE else idle + 1
             if idle > _PATIENCE:
                 raise OffloadError(
-                    f"{where}: {idle} calls in a row were interrupted or brought less than a page. Try the step again."
+                    f"retry the step. {where}: {idle} calls in a row were interrupted or moved less than a page."
                 )
 
     def _go_through_cache(self) -> None:
@@ -161,7 +162,7 @@ class AlignedFile:
         fcntl.fcntl(self.fd, fcntl.F_SETFL, fcntl.fcntl(self.fd, fcntl.F_GETFL) & ~getattr(os, "O_DIRECT", 0))
 
     def reserve(self, offset: int, length: int) -> None:
-        """Makes sure that the disk has room for this range; on failure the file is as long as before."""
+        """Reserves disk space for this range; on failure the file keeps its length."""
         try:
             while True:
                 try:
@@ -173,12 +174,12 @@ class AlignedFile:
             raise _failed(f"reserving {length} bytes for {self.name}", error) from error
 
     def truncate(self, length: int) -> None:
-        """Gives back what lies behind; left as it is where that fails: it goes with the file."""
+        """Frees the end of the file. A failure is ignored: the space is freed with the file."""
         with suppress(OSError):
             SYSTEM.truncate(self.fd, length)
 
     def sync(self) -> None:
-        """Until what went through the page cache is on the disk, so that its errors are known."""
+        """Waits until writes through the page cache are on the disk, so that their errors are known."""
         if self.is_direct:
             return
         try:
@@ -194,11 +195,11 @@ class AlignedFile:
 
 def _failed(what: str, error: OSError) -> OffloadError:
     advice = {
-        errno.ENOSPC: "The disk is full: make room on it, or give another directory.",
-        errno.EDQUOT: "The quota on this disk is used up: make room, or give another directory.",
-        errno.EFBIG: "The file may not become so large (RLIMIT_FSIZE, the file system): give another directory.",
-        errno.EACCES: "This user may not write there: give another directory.",
-        errno.EIO: "The disk reports a fault: see the system's log before trusting it with more.",
+        errno.ENOSPC: "Make room on the disk, which is full, or give another directory.",
+        errno.EDQUOT: "Make room, or give another directory: the quota on this disk is used up.",
+        errno.EFBIG: "Give another directory: the file may not become so large (RLIMIT_FSIZE, the file system).",
+        errno.EACCES: "Give another directory: this user may not write there.",
+        errno.EIO: "See the system's log before you use the disk again: it reports a fault.",
     }
-    say = advice.get(error.errno or 0, "Mend the cause and take the step again, or give another directory.")
+    say = advice.get(error.errno or 0, "Fix the cause and retry the step, or give another directory.")
     return OffloadError(f"{what}: {error.strerror or error}. {say}")

@@ -1,14 +1,14 @@
-"""A file of our own in a directory that others use too: made, held, recognised and removed.
+"""A file of our own in a directory that others use too: created, locked, recognised and removed.
 
 Each optimizer on each rank makes one folder with a random name and one file in it::
 
     <the user's directory>/shardopt-6f0e.../     0700
                                 states           0600; locked (flock) as long as the optimizer lives
 
-The first page of the file says whose it is. It dies with its process at the latest: nothing reads it afterwards. What a
-killed process left behind is removed by the next run of the same user in the same directory: if it is ours by name,
-owner, mode and first page, if nobody holds its lock, and if the process that it names is gone. Nothing else is ever
-removed, so that several jobs can share a directory.
+The first page of the file names its owner. The file dies with its process at the latest: nothing reads it afterwards.
+The next run of the same user in the same directory removes what a killed process left. It removes a folder only if the
+folder is ours by name, owner, mode and first page, if nobody holds the lock, and if the process named in the page is
+gone. It removes nothing else, so several jobs can share a directory.
 """
 
 import fcntl
@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ...errors import OffloadError
-from .file_io import PAGE, AlignedFile, Buffer
+from .file_io import PAGE, AlignedFile, TransferBuffer
 
 _log = logging.getLogger("shardopt")
 _FILE = "states"
@@ -33,17 +33,17 @@ _MAGIC = b"shardopt states 1\n"
 _FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
-class _Place(NamedTuple):
-    """Where a file of ours lies: open descriptors, so that names may be moved meanwhile."""
+class _FolderHandle(NamedTuple):
+    """Open descriptors of the directories of our file: their names may be moved meanwhile."""
 
-    held: int  # the user's directory
-    folder: int  # ours in it
-    name: str  # of ours
-    pid: int  # that made it
+    held: int  # of the user's directory
+    folder: int  # of our folder in it
+    name: str  # of our folder
+    pid: int  # of the process that made the folder
 
 
 class OwnedFile:
-    """A file that nobody else may use, gone when it is closed, collected, or the interpreter ends."""
+    """A file for this optimizer alone. It is removed when it is closed, collected, or the interpreter ends."""
 
     def __init__(self, root: Path):
         """Makes folder and file under ``root``, and removes what dead runs left there.
@@ -60,16 +60,17 @@ class OwnedFile:
         except BaseException:
             os.close(held)
             raise
-        place = _Place(held, folder, self.path.name, os.getpid())
+        handle = _FolderHandle(held, folder, self.path.name, os.getpid())
         try:
             self.file = AlignedFile.create(folder, _FILE, str(self.path / _FILE))
         except BaseException:
-            _remove(place, None)
+            _remove(handle, None)
             raise
-        self._pid = place.pid
-        self.close = weakref.finalize(self, _remove, place, self.file)
+        self._pid = handle.pid
+        self.close = weakref.finalize(self, _remove, handle, self.file)
         try:
-            with suppress(OSError):  # some file systems have no locks; then the process number has to do
+            # some file systems have no locks; the process number then tells whether the owner lives
+            with suppress(OSError):
                 fcntl.flock(self.file.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self._write_header()
         except BaseException:
@@ -77,17 +78,16 @@ class OwnedFile:
             raise
 
     def check_process(self) -> None:
-        """Raises OffloadError in a forked child, which shares the file and the memory of transfers with its parent."""
+        """Raises OffloadError in a forked child, which shares the file and the transfer buffers with its parent."""
         if os.getpid() != self._pid:
             raise OffloadError(
-                f"process {os.getpid()} is a fork of {self._pid}, to which {self.path} belongs: both would write to "
-                "one file, and the threads that move states were left behind. Nothing was read or written. Use the "
-                "optimizer in the process that made it, or construct one in the child; offload('cpu') before the fork "
-                "gives the child a copy of the states."
+                "use the optimizer in the process that made it, or construct one in the child; offload('cpu') before "
+                f"the fork gives the child a copy of the states. Process {os.getpid()} is a fork of {self._pid}, which "
+                f"owns {self.path}: both would write to one file. Nothing was read or written."
             )
 
     def _write_header(self) -> None:
-        (page,) = Buffer(PAGE).parts([PAGE])
+        (page,) = TransferBuffer(PAGE).split([PAGE])
         owner = {"token": self.path.name, "pid": os.getpid(), "start": _start_of(os.getpid()), "boot": _boot()}
         text = _MAGIC + json.dumps(owner).encode()
         page.memory[: len(text)] = text
@@ -95,59 +95,61 @@ class OwnedFile:
 
 
 def _open_root(root: Path) -> int:
-    """An open descriptor: what is checked is what is used, whatever happens to the name."""
+    """Opens the directory and checks the descriptor: the name may point elsewhere later."""
     try:
-        with suppress(FileExistsError):  # another rank's, or the user's
+        with suppress(FileExistsError):  # the user, or another rank, made it
             root.mkdir(mode=0o700)
             _log.warning(
-                "offload=%r was not there and was made, on the disk of %r. If that is a typing error, or a disk that "
-                "is not mounted, stop here: states would fill another disk.",
+                "check that this is the right disk, which states will fill: offload=%r was not there and was made, on "
+                "the disk of %r. Is it a typing error, or a disk that is not mounted?",
                 str(root),
                 str(root.parent),
             )
         held = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError as error:
         raise OffloadError(
-            f"offload={str(root)!r} is no directory that can be used: {error.strerror}. Give one that exists, on a "
-            "disk with room for two copies of the states."
+            "give offload= a directory that exists, on a disk with room for two copies of the states: "
+            f"offload={str(root)!r} is no directory that can be used: {error.strerror}."
         ) from error
     status = os.fstat(held)
     is_safe = not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) or status.st_mode & stat.S_ISVTX
     if status.st_uid not in (0, os.geteuid()) or not is_safe:
         os.close(held)
         raise OffloadError(
-            f"offload={str(root)!r}: other users can rename and replace what lies in this directory (owner "
-            f"{status.st_uid}, mode {stat.S_IMODE(status.st_mode):o}), and states tell about the training data. Give a "
-            "directory of your own, or one with the sticky bit, as /tmp."
+            "give offload= a directory of your own, or one with the sticky bit, as /tmp: other users can rename and "
+            f"replace what lies in this directory (owner {status.st_uid}, mode {stat.S_IMODE(status.st_mode):o}), and "
+            f"states reveal training data: offload={str(root)!r}."
         )
     return held
 
 
 def _make_folder(held: int, path: Path) -> int:
-    """An open descriptor of a new folder."""
+    """Makes a folder and opens it."""
     try:
         os.mkdir(path.name, 0o700, dir_fd=held)
         return os.open(path.name, _FOLDER_FLAGS, dir_fd=held)
     except OSError as error:
         raise OffloadError(
-            f"no folder for states can be made in {path.parent}: {error.strerror}. Give offload= a directory that this "
-            "user may write to, and look at the number of open files (ulimit -n)."
+            "give offload= a directory that this user may write to, and look at the number of open files (ulimit -n): "
+            f"no folder for states can be made in {path.parent}: {error.strerror}."
         ) from error
 
 
-def _remove(place: _Place, file: AlignedFile | None) -> None:
-    """What we made, unless it was replaced; a forked child, which has the same table of objects, leaves it alone."""
-    if os.getpid() == place.pid:
-        if file is not None and _is_same(place.folder, _FILE, file.fd):
+def _remove(handle: _FolderHandle, file: AlignedFile | None) -> None:
+    """Removes file and folder, unless they were replaced, and closes them. A forked child only closes its
+    descriptors.
+    """
+    if os.getpid() == handle.pid:
+        if file is not None and _is_same(handle.folder, _FILE, file.fd):
             with suppress(OSError):
-                os.unlink(_FILE, dir_fd=place.folder)
-        if _is_same(place.held, place.name, place.folder):
-            with suppress(OSError):  # somebody put a file of his own into it
-                os.rmdir(place.name, dir_fd=place.held)
+                os.unlink(_FILE, dir_fd=handle.folder)
+        if _is_same(handle.held, handle.name, handle.folder):
+            with suppress(OSError):  # not empty: somebody else put a file into it
+                os.rmdir(handle.name, dir_fd=handle.held)
     if file is not None:
         file.close()
-    os.close(place.folder)
-    os.close(place.held)
+    os.close(handle.folder)
+    os.close(handle.held)
 
 
 def _is_same(folder: int, name: str, fd: int) -> bool:
@@ -163,7 +165,7 @@ def _is_same(folder: int, name: str, fd: int) -> bool:
 def _reclaim(held: int) -> None:
     for name in os.listdir(held):
         if _FOLDER.fullmatch(name):
-            with suppress(OSError):  # another run reclaims it at the same time, or it is not ours to look into
+            with suppress(OSError):  # another run reclaims it at the same time, or it is not ours to open
                 folder = os.open(name, _FOLDER_FLAGS, dir_fd=held)
                 try:
                     _reclaim_folder(held, folder, name)
@@ -180,10 +182,11 @@ def _reclaim_folder(held: int, folder: int, name: str) -> None:
         if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1 or not _is_private(status):
             return
         owner = _owner(os.pread(fd, PAGE, 0))
-        # Whoever wrote this page held the lock: one that is being made is not tried, which would get in its way.
+        # The owner held the lock when it wrote this page. A file that is still being made has no such page: locking it
+        # here would make its owner's own lock fail.
         if owner.get("token") != name or _is_alive(owner):
             return
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # an error where the owner, or a child of it, lives
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails if the owner, or a child of it, lives
         os.unlink(_FILE, dir_fd=folder)
         os.rmdir(name, dir_fd=held)
     finally:
@@ -195,7 +198,7 @@ def _is_private(status: os.stat_result) -> bool:
 
 
 def _owner(page: bytes) -> dict[str, Any]:
-    """What the first page says; empty where it is not ours."""
+    """Reads the first page; empty if the page is not ours."""
     if not page.startswith(_MAGIC):
         return {}
     try:
@@ -206,7 +209,10 @@ def _owner(page: bytes) -> dict[str, Any]:
 
 
 def _is_alive(owner: dict[str, Any]) -> bool:
-    """By its number, for file systems without locks: no process of an earlier boot, no other one that has it now."""
+    """True if the process named in the page runs; needed on file systems without locks.
+
+    Boot and start time tell the process from a later one of the same number.
+    """
     pid = owner.get("pid")
     return isinstance(pid, int) and owner.get("boot") == _boot() and owner.get("start") == _start_of(pid) is not None
 
@@ -218,7 +224,7 @@ def _boot() -> str | None:
 
 
 def _start_of(pid: int) -> str | None:
-    """When the process started, in ticks since the boot; None where there is none of this number."""
+    """Returns when the process started, in ticks since boot; None if there is no such process."""
     with suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     return None

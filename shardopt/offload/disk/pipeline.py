@@ -1,4 +1,4 @@
-"""Reading ahead of an update and writing behind it, through a few slots of memory.
+"""Reads chunks ahead of an update and writes them after it, through a few slots.
 
 ::
 
@@ -6,8 +6,9 @@
     slot 1           read 1 | update 1 | write 1 | ...
     slot 2                  read 2 | update 2 | ...
 
-A turn is one chunk's way through a slot. Turns enter in their order, as slots come free; their transfers run on a few
-threads, which release the GIL. What fails is raised by the next call of the thread that updates.
+A slot is a staging buffer. A job is one chunk's way through a slot: read, update, write. Jobs enter in their order, as
+slots become free. Their transfers run on a few threads, which release the GIL. An error of a transfer is raised by the
+next call of the thread that updates.
 """
 
 import threading
@@ -16,48 +17,48 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from ...errors import OffloadError
-from .file_io import Buffer, Part
+from .file_io import PageView, TransferBuffer
 
-# Transfers in flight, of 4 MiB each. With as many as this a step moves what plain direct I/O does in the same memory; 8
-# made it some percent slower (checksums are made on these threads too, and the update wants the cores), 3 no faster.
+# Transfers under way, of 4 MiB each. 4 move as much in a step as plain direct I/O in the same memory. 8 make a step
+# some percent slower (these threads compute checksums too, and the update needs the cores), 3 make it no faster.
 THREADS = 4
-# One read, one updated, two written. With 5, 6 or 8 a step took no less time that could be told from noise; each is a
-# chunk of all states in memory.
+# One for a read, one for the update, two for writes. With 5, 6 or 8 slots a step takes no measurably less time, and
+# each slot holds a chunk of all states in memory.
 SLOTS = 4
 
-Move = Callable[[Part], None]
+Move = Callable[[PageView], None]
 
 
-class Turn:
-    """One chunk's way.
+class ChunkJob:
+    """One chunk's way through a slot.
 
     Args:
-        sizes: bytes of each of its parts, whole pages.
-        reads: fill their part of the slot; none where it is not read.
-        writes: take it away; none where it is not written.
+        sizes: bytes of each part, whole pages.
+        reads: each fills its part of the slot; empty if the chunk is not read.
+        writes: each writes its part to the file; empty if the chunk is not written.
     """
 
     def __init__(self, sizes: Sequence[int], reads: Sequence[Move], writes: Sequence[Move]):
         self.sizes, self.reads, self.writes = sizes, reads, writes
-        self.slot: Buffer | None = None
-        self.parts: list[Part] = []
+        self.slot: TransferBuffer | None = None
+        self.parts: list[PageView] = []
         self.is_read = threading.Event()
-        self.left = len(reads)  # transfers of the phase that it is in
+        self.left = len(reads)  # transfers of the current phase that have not ended
 
 
 class Pipeline:
-    """Runs turns. One thread at a time calls its methods."""
+    """Runs jobs. One thread at a time may call the methods."""
 
     def __init__(self, deadline: float):
         """``deadline`` of each wait, in seconds."""
         self._deadline = deadline
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="shardopt-io")
         self._changed = threading.Condition()
-        self._waiting: deque[Turn] = deque()
-        self._free: list[Buffer] = []
+        self._waiting: deque[ChunkJob] = deque()
+        self._free: list[TransferBuffer] = []
         self._made = 0
         self._slot_bytes = 0
-        self._busy = 0  # transfers that were handed to the threads
+        self._busy = 0  # transfers that the threads have not ended
         self._problem: Exception | None = None
         self._is_abandoned = False
 
@@ -65,36 +66,36 @@ class Pipeline:
     def buffer_bytes(self) -> int:
         return self._made * self._slot_bytes
 
-    def prefetch(self, turns: Sequence[Turn]) -> None:
-        """These will be fetched, in this order."""
-        largest = max((sum(turn.sizes) for turn in turns), default=0)
+    def prefetch(self, jobs: Sequence[ChunkJob]) -> None:
+        """Begins to read these jobs, which ``fetch`` takes in this order."""
+        largest = max((sum(job.sizes) for job in jobs), default=0)
         if largest > self._slot_bytes:
             self._free, self._made, self._slot_bytes = [], 0, largest
-        while self._made < min(SLOTS, len(turns)):
-            self._free.append(Buffer(self._slot_bytes))
+        while self._made < min(SLOTS, len(jobs)):
+            self._free.append(TransferBuffer(self._slot_bytes))
             self._made += 1
         with self._changed:
-            self._waiting.extend(turns)
+            self._waiting.extend(jobs)
             self._admit()
 
     def _admit(self) -> None:
-        """Under the lock: turns enter while there are slots."""
+        """Lets jobs enter while slots are free. The caller holds the lock."""
         while self._waiting and self._free:
-            turn = self._waiting.popleft()
-            turn.slot = self._free.pop()
-            turn.parts = turn.slot.parts(turn.sizes)
-            self._hand_over(turn, turn.reads)
+            job = self._waiting.popleft()
+            job.slot = self._free.pop()
+            job.parts = job.slot.split(job.sizes)
+            self._hand_over(job, job.reads)
 
-    def _hand_over(self, turn: Turn, moves: Sequence[Move]) -> None:
-        turn.left = len(moves)
+    def _hand_over(self, job: ChunkJob, moves: Sequence[Move]) -> None:
+        job.left = len(moves)
         self._busy += len(moves)
         if not moves:
-            self._end_phase(turn)
+            self._end_phase(job)
             return
-        for move, part in zip(moves, turn.parts, strict=True):
-            self._pool.submit(self._run, turn, move, part)
+        for move, part in zip(moves, job.parts, strict=True):
+            self._pool.submit(self._run, job, move, part)
 
-    def _run(self, turn: Turn, move: Move, part: Part) -> None:
+    def _run(self, job: ChunkJob, move: Move, part: PageView) -> None:
         problem: Exception | None = None
         try:
             if self._problem is None and not self._is_abandoned:
@@ -104,52 +105,52 @@ class Pipeline:
         with self._changed:
             self._problem = self._problem or problem
             self._busy -= 1
-            turn.left -= 1
-            if not turn.left:
-                self._end_phase(turn)
+            job.left -= 1
+            if not job.left:
+                self._end_phase(job)
             self._changed.notify_all()
 
-    def _end_phase(self, turn: Turn) -> None:
-        if not turn.is_read.is_set():
-            turn.is_read.set()
+    def _end_phase(self, job: ChunkJob) -> None:
+        if not job.is_read.is_set():
+            job.is_read.set()
             return
         if not self._is_abandoned:
-            assert turn.slot is not None
-            self._free.append(turn.slot)
-            turn.slot, turn.parts = None, []
+            assert job.slot is not None
+            self._free.append(job.slot)
+            job.slot, job.parts = None, []
             self._admit()
 
-    def fetch(self, turn: Turn) -> list[Part]:
-        """Its parts, read."""
-        self._wait(lambda: turn.is_read.is_set() or self._problem is not None, "a chunk to be read")
+    def fetch(self, job: ChunkJob) -> list[PageView]:
+        """Returns the parts of the job, once they are read."""
+        self._wait(lambda: job.is_read.is_set() or self._problem is not None, "a chunk to be read")
         self._raise_problem()
-        return turn.parts
+        return job.parts
 
-    def write_back(self, turn: Turn) -> None:
+    def write_back(self, job: ChunkJob) -> None:
         with self._changed:
-            self._hand_over(turn, turn.writes)
+            self._hand_over(job, job.writes)
 
     def flush(self) -> None:
-        """Until everything is written."""
+        """Waits until everything is written."""
         self._wait(lambda: not self._busy, "chunks to be written")
         self._raise_problem()
 
-    def sweep(self, turns: Sequence[Turn], acts: Sequence[Move]) -> None:
-        """Turns of one part from their reads to the end of their writes, and in between these on the calling thread.
+    def sweep(self, jobs: Sequence[ChunkJob], acts: Sequence[Move]) -> None:
+        """Runs jobs of one part each from read to write; calls ``acts`` in between, on the calling thread.
 
-        Slots that it makes go with it: states that only rest take no memory.
+        Frees the slots that it makes: states that are offloaded and not updated take no memory.
 
         Raises:
-            OffloadError: a transfer failed, or does not end: none is begun any more.
+            OffloadError: a transfer failed or does not end; no further one begins.
         """
-        self.settle()
+        self.wait_idle()
         had_slots = self._made > 0
         try:
-            self.prefetch(turns)
-            for turn, act in zip(turns, acts, strict=True):
-                (part,) = self.fetch(turn)
+            self.prefetch(jobs)
+            for job, act in zip(jobs, acts, strict=True):
+                (part,) = self.fetch(job)
                 act(part)
-                self.write_back(turn)
+                self.write_back(job)
             self.flush()
         except BaseException:
             self.abandon()
@@ -158,20 +159,20 @@ class Pipeline:
             self._drop_slots()
 
     def abandon(self) -> None:
-        """Nothing more is begun, and what was read is dropped; ``settle`` waits for what still runs."""
+        """Begins no more transfers and drops what was read. ``wait_idle`` waits for transfers that still run."""
         with self._changed:
             self._is_abandoned = True
             self._waiting.clear()
-            self._drop_slots()  # those of turns that were read and never written would not come back
+            self._drop_slots()  # slots of jobs that were read but not written would never become free
 
     def _drop_slots(self) -> None:
         self._free, self._made, self._slot_bytes = [], 0, 0
 
-    def settle(self) -> None:
-        """Until nothing runs that was abandoned.
+    def wait_idle(self) -> None:
+        """Waits until no abandoned transfer runs any more.
 
         Raises:
-            OffloadError: it does not end.
+            OffloadError: a transfer does not end.
         """
         self._wait(lambda: not self._busy, "transfers of an earlier step to end")
         self._problem, self._is_abandoned = None, False
@@ -184,16 +185,16 @@ class Pipeline:
         with self._changed:
             if not self._changed.wait_for(until, self._deadline):
                 raise OffloadError(
-                    f"waited {self._deadline:g} s for {what}: the disk does not answer. Nothing was changed; make the "
-                    "call again once it does."
+                    f"make the call again later: the disk does not answer. Waited {self._deadline:g} s for {what}. "
+                    "Nothing was changed."
                 )
 
     def close(self) -> None:
-        """Nothing runs any more when it returns: a descriptor that is closed then may become another file's.
+        """Returns once no transfer runs: a closed descriptor may become the descriptor of another file.
 
         Raises:
             OffloadError: a transfer does not end; nothing was closed.
         """
         self.abandon()
-        self.settle()
+        self.wait_idle()
         self._pool.shutdown(wait=False)

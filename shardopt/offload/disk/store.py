@@ -1,7 +1,7 @@
-"""Masters and states in a file: read chunk by chunk, updated, and written beside what they replace.
+"""Masters and states in a file: each chunk is read, updated, and written beside the copy that it replaces.
 
-A step that fails anywhere has changed nothing: what it wrote counts only once every rank has said that all it wrote is
-on its disk. Params are updated where they lie, and kept until then to be put back.
+A step that fails anywhere changes nothing: its writes hold only once every rank has said that all of its own are on its
+disk. Params are updated in place; a copy of their old values is kept until then.
 """
 
 import ctypes
@@ -18,16 +18,16 @@ import torch
 from ...errors import OffloadError
 from ..store import Chunk, Fetched, Plane
 from .checksum import compile_checksum
-from .file_io import PAGE, Part, padded
+from .file_io import PAGE, PageView, padded
 from .ownership import OwnedFile
-from .pipeline import Pipeline, Turn
+from .pipeline import ChunkJob, Pipeline
 from .segments import Segment, Segments
 
 _FP32 = 4  # bytes
 
 
 class _Stream(NamedTuple):
-    """Where a plane lies in the file: its chunks one after the other, each on pages of its own, in two copies."""
+    """The place of a plane in the file: its chunks follow each other, each on its own pages, in two copies."""
 
     plane: Plane
     offset: int
@@ -36,20 +36,20 @@ class _Stream(NamedTuple):
 
 
 class _Span(NamedTuple):
-    """What of a segment is read or written."""
+    """The part of a segment that is read or written."""
 
     segment: Segment
     dtype: torch.dtype
     items: slice  # of the segment
-    is_whole: bool  # whether these are all of it
+    is_whole: bool  # True if the items are all of the segment
     values: torch.Tensor  # 1D, in memory
 
 
-def _take(span: _Span, part: Part) -> None:
+def _copy_out(span: _Span, part: PageView) -> None:
     span.values.copy_(part.items(span.dtype, span.items.stop)[span.items.start :])
 
 
-def _put(span: _Span, part: Part) -> None:
+def _copy_in(span: _Span, part: PageView) -> None:
     part.items(span.dtype, span.items.stop)[span.items.start :].copy_(span.values)
 
 
@@ -58,13 +58,13 @@ class DiskStorage:
 
     tier = "disk"
     device = torch.device("cpu")
-    is_apart = False
+    updates_on_host = False
 
     def __init__(self, store: "DiskStore", numel: int, dtype: torch.dtype):
         self._store, self._segments, self._numel = store, store.segments, numel
         self._chunk_numel = store.chunk_bytes // _FP32
         self._streams: dict[str, _Stream] = {}
-        self._extents: list[int] = []  # where what was reserved begins
+        self._extents: list[int] = []  # offsets of the ranges that were reserved
         self._dtype, self._kept = dtype, torch.empty(0, dtype=dtype)
 
     @property
@@ -77,8 +77,9 @@ class DiskStorage:
 
     @property
     def kept(self) -> torch.Tensor:
-        """1D [numel]: params before the step that is under way."""
-        if self._kept.numel() < self._numel:  # until a first step, states that only rest there cost no memory
+        """Params before the step that is under way, 1D [numel]."""
+        # Made at the first step: states that are offloaded and never updated cost no memory.
+        if self._kept.numel() < self._numel:
             self._kept = torch.empty(self._numel, dtype=self._dtype)
         return self._kept
 
@@ -97,7 +98,7 @@ class DiskStorage:
         pitches = {name: padded(plane.nbytes(min(self._chunk_numel, self._numel))) for name, plane in fresh.items()}
         strides = {name: pitch * len(self.chunks()) for name, pitch in pitches.items()}
         offset = self._segments.reserve(2 * sum(strides.values()))
-        if self._numel:  # nothing at all begins where the next range does, which is another's to give back
+        if self._numel:  # an empty range would begin where the next one does, which another shard gives back
             self._extents.append(offset)
         for name, plane in fresh.items():
             self._streams[name] = _Stream(plane, offset, pitches[name], strides[name])
@@ -108,13 +109,13 @@ class DiskStorage:
         return [(start, min(start + self._chunk_numel, self._numel)) for start in starts]
 
     def segment(self, name: str, start: int) -> Segment:
-        """The one that begins at element ``start`` of the shard."""
+        """Returns the segment that begins at element ``start`` of the shard."""
         plane, offset, pitch, stride = self._streams[name]
         nbytes = padded(plane.nbytes(min(self._chunk_numel, self._numel - start)))
         return Segment(offset + start // self._chunk_numel * pitch, stride, nbytes)
 
-    def items(self, name: str, part: Part, elements: int) -> torch.Tensor:
-        """What of a segment's memory is of its first ``elements``."""
+    def items(self, name: str, part: PageView, elements: int) -> torch.Tensor:
+        """Returns the items of the segment's first ``elements``."""
         plane = self._streams[name].plane
         return part.items(plane.dtype, plane.items(elements))
 
@@ -126,21 +127,21 @@ class DiskStorage:
 
     def read_into(self, name: str, start: int, into: torch.Tensor) -> None:
         spans = self._spans(name, start, into)
-        turns = [Turn([each.segment.nbytes], [self._segments.loader(each.segment)], ()) for each in spans]
+        jobs = [ChunkJob([each.segment.nbytes], [self._segments.loader(each.segment)], ()) for each in spans]
         with self._store.reading() as pipeline:
-            pipeline.sweep(turns, [partial(_take, each) for each in spans])
+            pipeline.sweep(jobs, [partial(_copy_out, each) for each in spans])
 
     def write(self, name: str, start: int, values: torch.Tensor) -> None:
         spans = self._spans(name, start, values)
-        with self._store.together():
-            turns = []
+        with self._store.transaction():
+            jobs = []
             for each in spans:
                 before = () if each.is_whole else (self._segments.loader(each.segment),)
-                turns.append(Turn([each.segment.nbytes], before, [self._segments.writer(each.segment)]))
-            self._store.pipeline.sweep(turns, [partial(_put, each) for each in spans])
+                jobs.append(ChunkJob([each.segment.nbytes], before, [self._segments.writer(each.segment)]))
+            self._store.pipeline.sweep(jobs, [partial(_copy_in, each) for each in spans])
 
     def _spans(self, name: str, start: int, values: torch.Tensor) -> list["_Span"]:
-        """Where items from element ``start`` on lie."""
+        """Returns the parts of segments that hold the items from element ``start`` on."""
         plane = self._streams[name].plane
         stop, taken, spans = min(start + values.numel() * plane.grain, self._numel), 0, []
         for first in range(start // self._chunk_numel * self._chunk_numel, stop, self._chunk_numel):
@@ -154,7 +155,7 @@ class DiskStorage:
         return spans
 
     def renew(self, zeroed: Collection[str]) -> None:
-        with self._store.together():
+        with self._store.transaction():
             for name in zeroed:
                 for start, _ in self.chunks():
                     self._segments.forget(self.segment(name, start))
@@ -166,17 +167,16 @@ class DiskStorage:
 
 
 class DiskStore:
-    """The homes of one optimizer on this rank, in one file of its own."""
+    """The storages of one optimizer on this rank, in one file of its own."""
 
     tier = "disk"
     is_final = False
     note: str | None = None
 
     def __init__(self, root: Path, chunk_bytes: int, deadline: float):
-        """
-        Args:
+        """Args:
             root: an existing directory, or one to be made.
-            chunk_bytes: of one fp32 stream in a chunk: what one transfer moves.
+            chunk_bytes: of one fp32 stream in a chunk, the size of one transfer.
             deadline: of each wait for the disk, in seconds.
 
         Raises:
@@ -187,10 +187,10 @@ class DiskStore:
         self._owned = OwnedFile(root)
         self._file = self._owned.file
         self.segments = Segments(self._owned)
-        self.pipeline = Pipeline(deadline)  # of steps, and of what is written
+        self.pipeline = Pipeline(deadline)  # for steps and for writes
         self._reads, self._reading, self._deadline = Pipeline(deadline), threading.Lock(), deadline
-        self._turns: dict[Chunk, Turn] = {}
-        self._fetched: list[Chunk] = []  # whose params may have been updated
+        self._jobs: dict[Chunk, ChunkJob] = {}
+        self._fetched: list[Chunk] = []  # chunks whose params may have been updated
         self._homes: weakref.WeakSet[DiskStorage] = weakref.WeakSet()
 
     def home(self, numel: int, dtype: torch.dtype, device: torch.device) -> DiskStorage:
@@ -201,19 +201,19 @@ class DiskStore:
     # -- a step ----------------------------------------------------------------------------------------------------
 
     def prefetch(self, chunks: Sequence[Chunk]) -> None:
-        self._turns = {chunk: self._turn(chunk) for chunk in chunks if chunk.names}
-        self.pipeline.prefetch(list(self._turns.values()))
+        self._jobs = {chunk: self._job(chunk) for chunk in chunks if chunk.names}
+        self.pipeline.prefetch(list(self._jobs.values()))
 
-    def _turn(self, chunk: Chunk) -> Turn:
+    def _job(self, chunk: Chunk) -> ChunkJob:
         home = chunk.home
         assert isinstance(home, DiskStorage)
         parts = [home.segment(name, chunk.start) for name in chunk.names]
-        return Turn(
+        return ChunkJob(
             [part.nbytes for part in parts], [*map(self.segments.reader, parts)], [*map(self.segments.writer, parts)]
         )
 
     def fetch(self, chunk: Chunk) -> Fetched:
-        parts = self.pipeline.fetch(self._turns[chunk]) if chunk.names else []
+        parts = self.pipeline.fetch(self._jobs[chunk]) if chunk.names else []
         if chunk.param is not None:
             _copy(_kept(chunk), chunk.param)
             self._fetched.append(chunk)
@@ -225,38 +225,40 @@ class DiskStore:
 
     def write_back(self, chunk: Chunk) -> None:
         if chunk.names:
-            self.pipeline.write_back(self._turns.pop(chunk))
+            self.pipeline.write_back(self._jobs.pop(chunk))
 
     def flush(self) -> None:
         self.pipeline.flush()
         self._file.sync()
 
-    # -- what belongs together -------------------------------------------------------------------------------------
+    # -- transactions -------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """
+        """Begins a transaction.
+
         Raises:
-            OffloadError: transfers of an earlier step do not end, or this is a fork of the process that made the store.
+            OffloadError: transfers of an earlier step do not end, or this process is a fork of the one that made the
+                store.
         """
         self._owned.check_process()
-        self.pipeline.settle()
+        self.pipeline.wait_idle()
         self.segments.begin()
 
     def commit(self) -> None:
         self.segments.commit()
-        self._turns, self._fetched = {}, []
+        self._jobs, self._fetched = {}, []
 
     def roll_back(self) -> None:
         self.segments.drop()
         for chunk in self._fetched:
             assert chunk.param is not None
             _copy(chunk.param, _kept(chunk))
-        self._turns, self._fetched = {}, []
+        self._jobs, self._fetched = {}, []
         self.pipeline.abandon()
 
     @contextmanager
-    def together(self) -> Iterator[None]:
-        """As between ``begin`` and ``commit``; within these, a part of what they enclose."""
+    def transaction(self) -> Iterator[None]:
+        """A transaction of its own, or a part of the one that is open."""
         if self.segments.is_open:
             yield
             return
@@ -271,15 +273,15 @@ class DiskStore:
 
     @contextmanager
     def reading(self) -> Iterator[Pipeline]:
-        """For what is read beside a step: by one thread at a time, of which one answers to other ranks.
+        """The pipeline for reads outside of a step, for one thread at a time: one thread answers other ranks.
 
         Raises:
-            OffloadError: another one does not come to an end.
+            OffloadError: another thread does not end its read.
         """
         if not self._reading.acquire(timeout=self._deadline):
             raise OffloadError(
-                f"waited {self._deadline:g} s for another thread that reads {self._file.name}: the disk does not "
-                "answer. Nothing was changed; make the call again once it does."
+                f"make the call again later: the disk does not answer. Waited {self._deadline:g} s for another thread "
+                f"that reads {self._file.name}. Nothing was changed."
             )
         try:
             yield self._reads
@@ -294,7 +296,7 @@ class DiskStore:
     def close(self) -> None:
         with self.reading() as reads:
             reads.abandon()
-            reads.settle()
+            reads.wait_idle()
             self.pipeline.close()
             reads.close()
         self._owned.close()
@@ -306,5 +308,5 @@ def _kept(chunk: Chunk) -> torch.Tensor:
 
 
 def _copy(into: torch.Tensor, source: torch.Tensor) -> None:
-    # torch would wake its own threads, which then spin on the cores that the update needs.
+    # copy_() would wake torch's threads, which then spin on the cores that the update needs.
     ctypes.memmove(into.data_ptr(), source.data_ptr(), source.nbytes)

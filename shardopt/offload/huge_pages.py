@@ -1,0 +1,31 @@
+"""Host memory in huge pages of 2 MiB, mapped from the system.
+
+The system zeroes each page at its first touch. With pages of 4 KiB the first touch takes ten times as long as filling
+the same memory again (16 MiB: 6 ms and 0.4 ms), with huge pages twice as long. Kernels that stream miss fewer address
+translations, and a direct transfer pins fewer pages.
+"""
+
+import mmap
+
+import torch
+
+HUGE_PAGE = 2 << 20  # bytes
+CAN_ADVISE = hasattr(mmap, "MADV_HUGEPAGE") and hasattr(mmap, "MADV_DONTNEED")
+
+
+def map_huge_pages(nbytes: int, flags: int) -> tuple[mmap.mmap, int]:
+    """Maps zeroed memory that belongs to no file.
+
+    Args:
+        flags: ``mmap.MAP_PRIVATE`` or ``mmap.MAP_SHARED``: what a forked process sees of later writes.
+
+    Returns:
+        The mapping, and the offset in it from which ``nbytes`` lie in huge pages.
+    """
+    mapping = mmap.mmap(-1, nbytes + HUGE_PAGE, flags=flags | mmap.MAP_ANONYMOUS)
+    start = -torch.frombuffer(mapping, dtype=torch.uint8, count=1).data_ptr() % HUGE_PAGE
+    # Whole huge pages only: the system would allocate all of a huge page of which the end uses a corner.
+    whole = nbytes // HUGE_PAGE * HUGE_PAGE
+    if whole and CAN_ADVISE:
+        mapping.madvise(mmap.MADV_HUGEPAGE, start, whole)
+    return mapping, start
