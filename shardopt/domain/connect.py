@@ -39,7 +39,7 @@ def connect(domain: Domain, device: torch.device, landing: HostLanding | None, u
     sharded = None
     if Placements.of_stage(options.stage).param is Placement.SHARD:
         # Offloaded params lie in no memory that other ranks could read.
-        transport = Transport(mesh.shard, device) if domain.params_rest(device) else shards
+        transport = Transport(mesh.shard, device) if domain.offloads_params(device) else shards
         gatherer = Gatherer(transport, tuning.live_bytes)
         sharded = ShardedParams(gatherer, domain.gather, domain.fetcher, domain.name_of)
     remote = RemoteStates.meet(domain) if mesh.shard.size > 1 else None

@@ -59,13 +59,13 @@ class Shard:
         states: Iterable[str],
         store: Store,
         kept: StreamFormats,
-        params_rest: bool = False,
+        offloads_params: bool = False,
     ):
         """
         Args:
             states: names of those to make now.
             kept: the formats of masters and of all states that there may be.
-            params_rest: True if this rank's slice of the params is offloaded to the store as well.
+            offloads_params: True if this rank's slice of the params is offloaded to the store as well.
 
         Raises:
             OffloadError: the store has no room for masters and states.
@@ -74,7 +74,7 @@ class Shard:
         self.pieces: tuple[Piece, ...] = bucket.layout.pieces(rank)
         self.numel = bucket.layout.shard_numel
         is_there = bucket.resident_bytes == bucket.nbytes
-        self.param = None if params_rest else bucket.shard(rank) if is_there else self._zeros()
+        self.param = None if offloads_params else bucket.shard(rank) if is_there else self._zeros()
         self.format: Format = dtype_format(bucket.dtype, "a param")
         self.kept = kept
         self.masters = ("master",) if kept.master is not None else ()
@@ -85,7 +85,7 @@ class Shard:
         self.home = store.home(self.numel, bucket.dtype, bucket.device)
         try:
             self.home.ensure(self._planes((*self.masters, *states)))
-            if params_rest:
+            if offloads_params:
                 self.home.ensure({"param": Plane(bucket.dtype)})
                 if is_there:
                     self.home.write("param", 0, bucket.shard(rank))
