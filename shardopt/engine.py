@@ -35,8 +35,8 @@ from .domain.timings import Timings
 from .domain.unsharded import check_gathered_by_nobody, check_weights, unsharded
 from .errors import DisagreementError, ShardoptError, StateError
 from .module.backward import Backward
-from .module.closure import Settled, run_closure
-from .module.materialize import check_materialisable, check_unused, device_to_train_on, meta_params
+from .module.closure import RaiseNow, run_closure
+from .module.materialize import check_materializable, check_unused, device_to_train_on, meta_params
 from .module.takeover import ModuleTakeover
 from .offload.store import Store
 from .partition.comm.group import Ranks
@@ -176,7 +176,7 @@ class Engine:
             backward = self._make_backward(main)
             self._composition = self.states.domains_of_model = Domains(main, self.options, self.local_params)
             if self.takeover is not None:
-                self.takeover.begin(main, backward)
+                self.takeover.use_domain(main, backward)
         return self._composition
 
     def groups_by_domain(self) -> list[DomainGroups]:
@@ -313,12 +313,12 @@ class Engine:
             takeover.check_covers(self.groups)
             takeover.check_covered()
             assert takeover.backward is not None
-            takeover.backward.check_free(candidates)
+            takeover.check_free(candidates)
             self.compose().look(self.groups)
             numbers = [plain_numbers(group) for group in self.groups]
             check_numbers(numbers, self.defaults)
             if takeover.fresh or meta_params(takeover.module):
-                check_materialisable(takeover.module, state_dict, takeover.fresh)
+                check_materializable(takeover.module, state_dict, takeover.fresh)
             else:
                 check_unused(state_dict)
         except Exception as error:
@@ -365,7 +365,7 @@ class Engine:
         """Gradients were set to None or zero: a backward that failed before leaves nothing."""
         backward = self._backward()
         if backward is not None:
-            backward.forget()
+            backward.forget_gradients()
 
     def _backward(self) -> Backward | None:
         """Of the module that was taken over, once it is bound."""
@@ -409,7 +409,7 @@ class Engine:
             if self.takeover is not None and backward is not None:
                 self.takeover.check_still_covered()
                 backward.check_whole()
-        except Settled as error:
+        except RaiseNow as error:
             settled = error.error
         except Exception as error:  # raised on every rank by run_step, so that no rank waits for this one
             problem = error
@@ -423,7 +423,7 @@ class Engine:
         except BaseException:
             backward = self._backward()
             if closure is not None and backward is not None:
-                backward.end_closure()
+                backward.catch_up()
             raise
 
     def take(self, call: Call) -> None:

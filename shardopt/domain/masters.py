@@ -3,10 +3,11 @@
 from collections import defaultdict
 from collections.abc import Iterable
 
+from ..kernels import codecs
 from ..partition.memory import return_free_pages
 from .domain import Domain
 from .param import MasterState, ParamRecord
-from .shard import Shard
+from .shard import IsRounded, Shard
 
 
 def follow_written_params(domain: Domain) -> None:
@@ -36,18 +37,21 @@ def refresh_masters(domain: Domain) -> None:
 
 
 def _refresh(domain: Domain, entries: Iterable[ParamRecord]) -> None:
-    written: dict[Shard, list[int]] = defaultdict(list)
+    written: dict[tuple[Shard, IsRounded], list[int]] = defaultdict(list)
     unmatched: list[ParamRecord] = []
     for entry in entries:
         if entry.master_state is MasterState.UNMATCHED:
             unmatched.append(entry)
         else:
-            written[entry.shard].append(entry.index)
+            # A master that was loaded may have been a ``split`` one, whose ties are rounded away from zero. A step
+            # rounds the ties of fp32 masters to even: where the param is the other neighbour, somebody wrote it.
+            is_rounded: IsRounded = codecs.rounds_to if entry.version is None else codecs.rounds_to_even
+            written[entry.shard, is_rounded].append(entry.index)
     if not written and not unmatched:
         return
     with domain.all_or_nothing():
-        for shard, indices in written.items():
-            shard.refresh_masters(indices)
+        for (shard, is_rounded), indices in written.items():
+            shard.refresh_masters(indices, is_rounded)
         for entry in unmatched:
             entry.shard.keep_low_bits(entry.index)
     for entry in unmatched:  # once the store keeps them: an error before loses nothing

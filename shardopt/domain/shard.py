@@ -1,6 +1,6 @@
 """A shard: this rank's slice of a bucket, with the masters and states that belong to it."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
@@ -23,6 +23,8 @@ from ..rules.rule import EMA
 from ..tensors.strides import dense_strides, flattened, in_storage_order
 from .formats import StreamFormats
 from .shard_tables import ShardTables
+
+IsRounded = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def scales_name(state: str) -> str:
@@ -234,10 +236,13 @@ class Shard:
         """Keeps of the unmatched master of param ``index`` the low bits beside the param as it is now."""
         self.write("master", index, self.slice_of(index).start, self.unmatched_masters[index])
 
-    def refresh_masters(self, indices: Iterable[int]) -> None:
+    def refresh_masters(self, indices: Iterable[int], is_rounded: IsRounded) -> None:
         """Makes the masters of these params follow them: where the master rounds to the param, it stays.
 
         A master in halves becomes the param: its upper half is the param, so nothing tells what the master was.
+
+        Args:
+            is_rounded: takes fp32 masters and their params, both 1D; True for each param that is the master rounded.
         """
         slices = [self.slice_of(index).local for index in indices]
         for name in self.masters:
@@ -245,7 +250,7 @@ class Shard:
                 inside = [slice(max(each.start, start), min(each.stop, stop)) for each in slices]
                 inside = [each for each in inside if each.start < each.stop]
                 if inside and self.has_whole_masters:
-                    self._refresh(name, start, stop, inside)
+                    self._refresh(name, start, stop, inside, is_rounded)
                 else:
                     for each in inside:
                         self.write_chunk(name, each.start, self.params(each.start, each.stop).float())
@@ -255,12 +260,12 @@ class Shard:
         """True if a master holds the full value, and not the low bits beside its param."""
         return self.kept.master is FP32
 
-    def _refresh(self, name: str, start: int, stop: int, slices: Sequence[slice]) -> None:
+    def _refresh(self, name: str, start: int, stop: int, slices: Sequence[slice], is_rounded: IsRounded) -> None:
         masters = self.home.read(name, start, stop)
         for each in slices:
             master = masters[each.start - start : each.stop - start]
             param = self.params(each.start, each.stop).to(masters.device)
-            is_followed = codecs.rounds_to(master, param)
+            is_followed = is_rounded(master, param)
             if not is_followed.all():
                 self.home.write(name, each.start, torch.where(is_followed, master, param.float()))
 

@@ -14,7 +14,7 @@ from ..partition.comm.all_gather import Window
 from ..partition.gatherer import GatheredBucket, Gatherer, Slice
 from ..tensors.part import ParamPart, Part
 from ..tensors.strides import flattened
-from ..tensors.unsharded_guard import Read, Write, forget, stand_in
+from ..tensors.unsharded_guard import Read, Write, mark_sharded, mark_whole
 from .shard import Shard
 
 Gather = Callable[[Shard, str], torch.Tensor]
@@ -47,7 +47,7 @@ class ShardedParams:
             self.frozen.append(shard)
         for index, param in enumerate(shard.bucket.params):
             self.where[param] = gathered
-            stand_in(param, *self._stand_in(shard, index, param), partial(self.name_of, param))
+            mark_sharded(param, *self._stand_in(shard, index, param), partial(self.name_of, param))
 
     def remove_params(self, params: Sequence[torch.nn.Parameter]) -> None:
         """Collective: gives frozen params that will train whole values of their own.
@@ -61,7 +61,7 @@ class ShardedParams:
                 try:
                     gathered.bucket.remove_param(param)
                     del self.where[param]
-                    forget(param)
+                    mark_whole(param)
                 finally:
                     self.gatherer.done(gathered)
 
@@ -97,7 +97,7 @@ class ShardedParams:
         for each in self.buckets:
             self.gatherer.need(each)
         for param in self.where:
-            forget(param)
+            mark_whole(param)
         self.gatherer.meet()
         for shard in self.frozen:
             shard.bucket.release()

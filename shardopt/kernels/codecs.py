@@ -90,9 +90,14 @@ def join(param: torch.Tensor, rest: torch.Tensor, format: Format) -> torch.Tenso
     return (upper + lower).view(torch.float32)
 
 
+def rounds_to_even(master: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
+    """Whether each param is its fp32 master as a step with fp32 masters rounds it; all 1D."""
+    return master.to(param.dtype) == param
+
+
 def rounds_to(master: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
     """Whether each fp32 master is that of its param; all 1D. Ties were rounded to even, or as ``split`` does."""
-    to_even = master.to(param.dtype) == param
+    to_even = rounds_to_even(master, param)
     if param.dtype is not torch.bfloat16:
         return to_even
     return to_even | ((master.view(torch.int32) + 0x8000 >> 16).short() == param.view(torch.int16))

@@ -1,5 +1,5 @@
 """What happens around forward and backward?
 
-A module that was handed over has hooks: its first forward binds, at stage 3 each forward gathers params, each
-backward hands gradients to the reducer. A DDP module loses its own reducer here.
+A module that was taken over has hooks: its first forward binds the params, each forward at stage 3 gathers params, and
+each backward delivers gradients to the reducer. A DDP module loses its own reducer here.
 """

@@ -1,10 +1,11 @@
-"""Backward of a module that was handed over: the reducer sums gradients over ranks, and ``param.grad`` becomes a part.
+"""Backward of a module that was taken over: the reducer sums gradients over ranks, and ``param.grad`` becomes a part.
 
-A round is one synchronised backward. The gradient of the module's output, or else the first gradient of a param, opens
-it. Autograd accumulates gradients, and each one goes to the reducer at once. When autograd is done, the reducer sends
-the rest; then one small all-reduce (:mod:`shardopt.gradient_report`) tells all ranks each param's norms, and
-``param.grad`` becomes a part. Where a gradient arrived after its bucket was sent (reentrant activation checkpointing),
-that bucket is reduced once more, and a second all-reduce tells the norms of the new sums.
+A round is one backward that reduces gradients; with gradient accumulation, the last backward before the step. The
+gradient of the module's output, or else the first gradient of a param, opens the round. Autograd accumulates gradients,
+and each one goes to the reducer at once. When autograd is done, the reducer sends the remaining buckets. Then one small
+all-reduce (:mod:`shardopt.module.gradient_report`) tells all ranks each param's norms, and ``param.grad`` becomes a
+part. A gradient may arrive after its bucket was sent (reentrant activation checkpointing): that bucket is reduced once
+more, and a second all-reduce tells the norms of the new sums.
 """
 
 import weakref
@@ -14,18 +15,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.weak import WeakIdKeyDictionary
 
 from ..domain.agreement import StepDigest, agree
 from ..domain.domain import Domain
-from ..domain.param import Candidate, ParamRecord
+from ..domain.param import ParamRecord
 from ..domain.shard import Shard
-from ..errors import (
-    BindingError,
-    CommunicationError,
-    DisagreementError,
-    ShardoptError,
-)
+from ..errors import CommunicationError, DisagreementError, ShardoptError
 from ..kernels.formats import Format
 from ..kernels.launch import backend_of
 from ..kernels.reductions import COLUMNS, norms_of_limbs
@@ -35,17 +30,14 @@ from ..tensors.gradient import GradientPart
 from ..tensors.gradient_slice import GradientSlice, Norms
 from ..tensors.part import Part
 from ..tensors.unsharded_guard import keep_pattern
-from .closure import ClosureRun
+from .closure import ClosureState
 from .gradient_report import Arrivals, Report, ReportLayout
-
-# Params whose gradients an optimizer takes: a second optimizer would take half of them.
-_TAKEN: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 class Round(Enum):
-    """State of the round of a module that was handed over.
+    """State of the round of a module that was taken over.
 
-    A gradient under ``no_sync()``, or before any forward, changes no state. An error of the user's own in backward (of
+    A gradient under ``no_sync()``, or before any forward, changes no state. An error of the user's own in backward (in
     a hook, say) ends autograd without a call to shardopt: the round stays open until the next call notices.
 
     ======  =======================================  ======
@@ -69,23 +61,23 @@ class Round(Enum):
     """
 
     CLOSED = "closed"
-    """No round is open. Every ``param.grad`` that shows a sum shows a whole one."""
+    """No round is open. Every ``param.grad`` that shows a sum shows a complete one."""
 
     OPEN = "open"
-    """Gradients arrive and buckets travel. Sums are not readable yet, and all ranks must end the round together."""
+    """Gradients arrive and buckets are reduced. Sums are not readable yet; all ranks must end the round together."""
 
     LOST = "lost"
-    """A round was given up. Its sums lack gradients, so that no ``param.grad`` shows them and steps are refused."""
+    """A round was abandoned. Its sums lack gradients: no ``param.grad`` shows them, and ``step()`` raises."""
 
 
 class Backward:
     """Takes the gradients of a domain's params.
 
     Attributes:
-        is_syncing: whether the backward of the last forward is a round; that forward sets it.
+        is_syncing: True if the backward of the last forward is a round; that forward sets it.
         on_end: is called when a round ends or is lost.
-        before_round: where ranks may run out of batches, is called ahead of each round with the numbers of the params
-            that hold a gradient. Returns the divisor of the round's sums, or None for the number of all ranks.
+        before_round: is called before each round while a ``join()`` is open, with the numbers of the params that hold a
+            gradient. It returns the divisor of the round's sums, or None for the number of all ranks.
         closure: the closure of a step, if one runs.
     """
 
@@ -94,8 +86,10 @@ class Backward:
         self._entries: list[ParamRecord] = []
         self._rows: dict[Shard, np.ndarray[Any, Any]] = {}  # 1D [pieces]: the number of each piece's entry
         self._tables: dict[Shard, Gradients] = {}  # the kernels' tables, for sums that stay on the device
-        self._staged: dict[tuple[Shard, int], Gradients] = {}  # the same for sums that leave it, by their address there
-        self._noted: dict[Shard, torch.Tensor] = {}  # totals of the sums that left, taken before they did
+        # The same for sums that are copied to host memory, by their address on the device, and the totals that were
+        # taken before the copy.
+        self._staged: dict[tuple[Shard, int], Gradients] = {}
+        self._early_totals: dict[Shard, torch.Tensor] = {}
         self._layout = ReportLayout([], 0, 1)  # where each number lies in the report that ends a round
         self._hooks: list[Any] = []
         self.is_syncing = False
@@ -103,7 +97,7 @@ class Backward:
         self.on_end: Callable[[], None] = lambda: None
         self.before_round: Callable[[list[int]], int | None] | None = None
         self._divisor = domain.mesh.world.size  # of this round's sums
-        self.closure = ClosureRun()
+        self.closure = ClosureState()
         self._failed = False  # this rank's closure raised: it sends zeros for the rest of the round, and reports it
 
     @property
@@ -113,39 +107,28 @@ class Backward:
 
     # -- params ----------------------------------------------------------------------------------------------------
 
-    def check_free(self, candidates: Sequence[Candidate]) -> None:
-        """Raise BindingError if another optimizer takes the gradient of a candidate."""
-        for name, param, _ in candidates:
-            owner = _TAKEN.get(param)
-            if owner is not None and owner() not in (None, self):
-                raise BindingError(
-                    f"another optimizer already takes the gradient of {name}: each would see some of its gradients. "
-                    "Give a param to one optimizer, or close() the other one first."
-                )
-
     def attach(self, entries: Sequence[ParamRecord], shards: Sequence[Shard]) -> None:
-        """Take the gradients of params that were just bound, into these shards."""
+        """Takes the gradients of params that were just bound to these shards, from now on."""
         me = weakref.ref(self)
         for entry in entries:
             self._entries.append(entry)
-            _TAKEN[entry.param] = me
-            self._take_over(entry)
-            self._hooks.append(entry.param.register_post_accumulate_grad_hook(_taker(me, entry)))
+            self._attach_slice(entry)
+            self._hooks.append(entry.param.register_post_accumulate_grad_hook(_gradient_hook(me, entry)))
         for shard in shards:
             numbers = {entry.index: number for number, entry in enumerate(self._entries) if entry.shard is shard}
             self._rows[shard] = np.array([numbers[piece.param] for piece in shard.pieces], dtype=np.int64)
-            self._track(shard)
+            self._watch_sums(shard)
         mesh = self._domain.mesh
         where = [(entry.shard.bucket.layout, entry.index) for entry in self._entries]
         self._layout = ReportLayout(where, mesh.shard.rank, mesh.world.size)
 
-    def _track(self, shard: Shard) -> None:
+    def _watch_sums(self, shard: Shard) -> None:
         if isinstance(shard.reduced, HostSum):
-            shard.reduced.on_sum = _noter(weakref.ref(self), weakref.ref(shard))
+            shard.reduced.on_sum = _totals_hook(weakref.ref(self), weakref.ref(shard))
             return
         self._tables[shard] = shard.sums
 
-    def _take_over(self, entry: ParamRecord) -> None:
+    def _attach_slice(self, entry: ParamRecord) -> None:
         domain, shard, me = self._domain, entry.shard, weakref.ref(self)
         where, its = shard.slice_of(entry.index), weakref.ref(entry)  # weak: the entry holds the slice
 
@@ -163,40 +146,39 @@ class Backward:
         )
 
     def detach(self) -> None:
-        """Leave the params to autograd again."""
+        """Removes all hooks: gradients are autograd's own again."""
         for hook in self._hooks:
             hook.remove()
         for entry in self._entries:
             if isinstance(entry.param.grad, Part):
                 entry.param.grad = None
-            _TAKEN.pop(entry.param, None)
             entry.gradient_slice = None  # its closures hold the domain: a cycle would outlive the optimizer
         self._hooks, self._entries, self._rows, self._tables = [], [], {}, {}
-        self._staged, self._noted = {}, {}
+        self._staged, self._early_totals = {}, {}
         self.is_syncing = False  # the user may still run backward through an older graph
 
     # -- a round ---------------------------------------------------------------------------------------------------
 
     @property
     def state(self) -> Round:
-        """The state of the round: the reducer knows whether one is open, and ``abandon()`` notes why one is lost."""
+        """The state of the round. The reducer knows if one is open; ``abandon()`` stores why one is lost."""
         if self._domain.reducer is not None and self._domain.reducer.is_open:
             return Round.OPEN
         return Round.CLOSED if self._lost is None else Round.LOST
 
     @property
     def is_open(self) -> bool:
-        """Whether a round is open."""
+        """True if a round is open."""
         return self.state is Round.OPEN
 
     def check_whole(self) -> None:
-        """Raise ShardoptError if gradients are reduced in part only."""
+        """Raises ShardoptError if gradients were reduced in part only."""
         if self.is_open:
             self.abandon("backward ended before all gradients were reduced")
         if self._lost is not None:
             raise ShardoptError(
-                f"the gradients are those of a part of a backward only: {self._lost}. A step would train on them, so "
-                "it was refused. Call zero_grad() on every rank and go on with the next batch."
+                "call zero_grad() on every rank and go on with the next batch: the gradients are those of a part of a "
+                f"backward only, and a step would train on them. {self._lost}."
             )
         waiting = next(
             (
@@ -208,12 +190,12 @@ class Backward:
         )
         if waiting is not None:
             raise ShardoptError(
-                f"gradients of {waiting.name} were accumulated under no_sync() and not reduced: a step would leave "
-                "them out. Leave no_sync() for the last backward before step(), or call zero_grad()."
+                "run the last backward before step() outside of no_sync(), or call zero_grad(): gradients of "
+                f"{waiting.name} were accumulated under no_sync() and not reduced, and a step would omit them."
             )
 
     def abandon(self, reason: str) -> None:
-        """Give up the open round, which is lost then; the other ranks hear of it where the transport can tell them."""
+        """Abandons the open round, which is LOST then. The other ranks hear of it if the transport can tell them."""
         assert self._domain.reducer is not None
         self._domain.reducer.leave()
         self._lost = reason
@@ -222,8 +204,8 @@ class Backward:
             if entry.gradient_slice is not None:  # its sum may hold a part of the lost round
                 entry.gradient_slice.part = None
 
-    def forget(self) -> None:
-        """Forget all gradients: the user set them to None or zero."""
+    def forget_gradients(self) -> None:
+        """Forgets all gradients: the user set them to None or zero."""
         if self.is_open:
             self.abandon("zero_grad() was called in the middle of it")
         self._lost = None
@@ -235,17 +217,17 @@ class Backward:
 
     @property
     def rounds(self) -> int:
-        """How many rounds all ranks finished."""
+        """Number of rounds that all ranks finished."""
         return 0 if self._domain.reducer is None else self._domain.reducer.rounds
 
     def fail(self, error: Exception, rounds: int) -> bool:
-        """Tell ranks that wait in a round that this rank's closure raised. See :mod:`shardopt.module.closure`.
+        """Tells ranks that wait in a round that this rank's closure raised. See :mod:`shardopt.module.closure`.
 
         Args:
             rounds: how many rounds were finished when the closure began.
 
         Returns:
-            Whether all ranks will meet at the beginning of the step.
+            True if all ranks will meet at the beginning of the step.
         """
         reducer = self._domain.reducer
         if reducer is None:
@@ -259,7 +241,7 @@ class Backward:
             self._failed = True
             try:
                 self._finish()
-            except CommunicationError:  # the others get it; this rank raises the closure's own error
+            except CommunicationError:  # raised by the other ranks; this rank raises the closure's own error
                 pass
             finally:
                 self._failed = False
@@ -270,13 +252,13 @@ class Backward:
         sharded = self._domain.sharded
         return sharded is not None and sharded.gatherer.waits_for_others
 
-    def end_closure(self) -> None:
-        """Begin the next round with all ranks, who know now that a closure failed."""
+    def catch_up(self) -> None:
+        """Begins the next round with all ranks, after all of them heard that a closure failed."""
         if self._domain.reducer is not None:
             self._domain.reducer.catch_up()
 
     def open(self) -> None:
-        """Open a round, which ends with the outermost of the graphs that autograd is running."""
+        """Opens a round; it ends with the outermost of the graphs that autograd is running."""
         self._divisor, reducer, told = self._domain.mesh.world.size, self._domain.reducer, None
         assert reducer is not None
         if self.before_round is not None:
@@ -289,12 +271,12 @@ class Backward:
         torch.autograd.Variable._execution_engine.queue_callback(self._finish)
         self._begin_round()
 
-    def shadow(self, held: Collection[int], divisor: int) -> None:
-        """Run a round to which this rank adds zeros.
+    def run_round_of_zeros(self, held: Collection[int], divisor: int) -> None:
+        """Runs a round to which this rank adds zeros: it has run out of batches.
 
         Args:
             held: numbers of the params that hold a gradient of an earlier round on the other ranks.
-            divisor: of the round's sums.
+            divisor: the divisor of the round's sums.
         """
         for number, entry in enumerate(self._entries):
             if entry.gradient_slice is not None:
@@ -321,22 +303,24 @@ class Backward:
                 gradient_slice.pending = gradient_slice.undivided = None
                 continue
             held[entry.shard.number].add(entry.index)
-            gradient_slice.restore_sum(self._divisor)  # the user may have read or scaled the mean
+            # The user may have read or scaled the mean since.
+            gradient_slice.restore_sum(self._divisor)
         reducer.begin(held, absent)
         self._lost = None
 
     def _receive(self, entry: ParamRecord, grad: torch.Tensor) -> None:
-        """Take a gradient that autograd adds to a part."""
+        """Takes a gradient that autograd adds to a part."""
         gradient_slice = entry.gradient_slice
         assert gradient_slice is not None
         if gradient_slice.pending is not None:
             gradient_slice.pending.add_(grad.detach())
         else:
-            # Autograd may hand the same tensor to another param. A round reads it at once; no_sync() has to keep it.
+            # Autograd may pass the same tensor to another param. A round reads it at once; under no_sync() it is kept
+            # until a later backward, and a write to the other param's gradient would change it.
             gradient_slice.pending = grad.detach() if self.is_syncing else grad.detach().clone()
 
-    def take(self, entry: ParamRecord) -> None:
-        """Take the gradient of a param, which autograd has just accumulated."""
+    def take_gradient(self, entry: ParamRecord) -> None:
+        """Takes the gradient of a param that autograd has just accumulated."""
         if not self.is_syncing:
             return
         try:
@@ -358,10 +342,10 @@ class Backward:
         assert reducer is not None
         if gathered is not None and not gathered.is_here and torch._C._current_graph_task_id() != -1:
             raise ShardoptError(
-                f"{entry.name} got a gradient while its values were released: backward may have read memory that was "
-                "given back. Its module hands a tensor on that is not in what its forward returns (an auxiliary loss "
-                "kept as an attribute, say). Return it, or construct the optimizer with "
-                f"{keep_pattern(self._domain.name_of(entry.param))} and it stays whole on every rank."
+                "return from a module's forward every tensor that others use (an auxiliary loss kept as an attribute, "
+                f"say), or construct the optimizer with {keep_pattern(self._domain.name_of(entry.param))} and the "
+                f"param stays whole: {entry.name} got a gradient while its values were released, so backward may have "
+                "read memory that was freed."
             )
         grad = param.grad
         if gradient_slice is not None and gradient_slice.shows_in(grad):
@@ -371,8 +355,9 @@ class Backward:
         assert grad is not None
         if grad.layout is not torch.strided:
             raise ShardoptError(
-                f"the gradient of {entry.name} is sparse ({grad.layout}): only dense ones are reduced. Build the "
-                "embedding with sparse=False, or give this param to torch.optim.SparseAdam and another module to DDP."
+                "build the embedding with sparse=False, or give this param to torch.optim.SparseAdam and another "
+                f"module to DDP: the gradient of {entry.name} is sparse ({grad.layout}), and only dense ones are "
+                "reduced."
             )
         reducer.deliver(entry.shard.number, entry.index, grad.detach(), entry.shard.strides(entry.index))
 
@@ -380,7 +365,8 @@ class Backward:
         if not self.is_open:  # abandoned since autograd was asked for this call
             return
         try:
-            # Params may be released by now; without this, reading any of their attributes would run their checks.
+            # Params may be resharded by now; without this, reading any of their attributes would run the guard's
+            # checks.
             with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
                 self._finish_round()
         except BaseException as error:
@@ -396,14 +382,14 @@ class Backward:
             arrivals = self._reduce_rest()
             report = self._report(arrivals)
             if report.late.any():
-                behind = (entry for entry, is_late in zip(self._entries, report.late, strict=True) if is_late)
-                reducer.finish_late(sorted({entry.shard.number for entry in behind}))
-                report = self._report(arrivals)  # the sums are other ones now
+                late = (entry for entry, is_late in zip(self._entries, report.late, strict=True) if is_late)
+                reducer.finish_late(sorted({entry.shard.number for entry in late}))
+                report = self._report(arrivals)  # finish_late() changed the sums
             reducer.end()
-            self._show(report)
+            self._show_gradients(report)
 
     def _reduce_rest(self) -> Arrivals:
-        """Reduce what is left, until every rank's sums are whole."""
+        """Reduces the remaining buckets, until every rank's sums are complete."""
         reducer = self._domain.reducer
         assert reducer is not None
         held = self._deliver_rest()
@@ -413,10 +399,10 @@ class Backward:
         return Arrivals(present, held, late=np.array([reducer.is_late(*each) for each in where], dtype=bool))
 
     def _deliver_rest(self) -> "np.ndarray[Any, Any]":
-        """Hand over the gradients of no_sync() that this backward did not touch.
+        """Delivers the gradients of no_sync() that this backward did not touch.
 
         Returns:
-            1D [entries] bool: which params showed a sum of earlier rounds.
+            1D [entries] bool: True for params that showed a sum of earlier rounds.
         """
         held = np.zeros(len(self._entries), dtype=bool)
         for number, entry in enumerate(self._entries):
@@ -431,11 +417,11 @@ class Backward:
     # -- what every rank knows -------------------------------------------------------------------------------------
 
     def _report(self, arrivals: Arrivals) -> Report:
-        """Collective: what all ranks together know of every gradient.
+        """Collective: returns what all ranks together know of every gradient.
 
         Raises:
             CommunicationError: a rank died, is late, or failed in this backward; on every rank but that one.
-            DisagreementError: some ranks have added to an earlier gradient and others have not; on every rank.
+            DisagreementError: some ranks added to an earlier gradient and others did not; on every rank.
         """
         mesh = self._domain.mesh
         report, error = self._own_report(arrivals)
@@ -444,73 +430,73 @@ class Backward:
             raise error
         if report.failed:
             raise CommunicationError(
-                f"rank {report.failed[0]} left this backward after an error of its own; look at its output. Its "
-                "gradients are missing, so params and states are unchanged: call zero_grad() on every rank and go on "
-                "together."
+                f"call zero_grad() on every rank and go on together: rank {report.failed[0]} left this backward after "
+                "an error of its own (look at its output), and its gradients are missing. Params and states are "
+                "unchanged."
             )
         if report.held_apart.any():
+            name = self._entries[int(report.held_apart.argmax())].name
             raise DisagreementError(
-                f"{self._entries[int(report.held_apart.argmax())].name} has a gradient from an earlier backward on "
-                "some ranks and none on others: the new one was added there and not here. Call zero_grad() on every "
-                "rank, or on none."
+                f"call zero_grad() on every rank, or on none: {name} has a gradient from an earlier backward on some "
+                "ranks and none on others, and the new one was added on some only."
             )
         return report
 
     def _own_report(self, arrivals: Arrivals) -> tuple[Report, Exception | None]:
-        """This rank's report, and the error that made its sums impossible: the others hear of it in the report."""
+        """Returns this rank's report, and the error that made its sums impossible, which the report tells all ranks."""
         mesh, report, error = self._domain.mesh, self._layout.blank(), None
         report.fill_arrivals(arrivals)
         if self._updated():
-            report.say_updated()
+            report.mark_updated()
         try:
             sums = self._sums()
-            if mesh.world.rank in mesh.one_copy:  # other copies hold the same
+            if mesh.world.rank in mesh.one_copy:  # replicas of a shard hold the same sums, which count once
                 report.fill_sums(sums)
         except Exception as raised:
             error = raised
         if self._failed or error is not None:
-            report.say_failed(mesh.world.rank)
+            report.mark_failed(mesh.world.rank)
         return report, error
 
     def _sums(self) -> "np.ndarray[Any, Any]":
-        """Sum up this rank's slices: 2D [entries, COLUMNS] int64, as of ``Totals``."""
+        """Returns the totals of this rank's slices: 2D [entries, COLUMNS] int64, as in ``Totals``."""
         sums = np.zeros((len(self._entries), COLUMNS), dtype=np.int64)
         for shard, gradients in self._tables.items():
-            self._sum_up(sums, shard, shard.kept.gradient, gradients)
-        for shard, table in self._noted.items():
-            self._fill_in(sums, shard, table)
+            self._add_totals(sums, shard, shard.kept.gradient, gradients)
+        for shard, table in self._early_totals.items():
+            self._store_rows(sums, shard, table)
         return sums
 
-    def note(self, shard: Shard, total: torch.Tensor) -> None:
-        """Take the totals of a sum, 1D on the device, before it leaves for host memory."""
+    def total_early(self, shard: Shard, total: torch.Tensor) -> None:
+        """Takes the totals of a sum, 1D on the device, before it is copied to host memory."""
         if not len(self._rows[shard]):
             return
         where = shard, total.data_ptr()
-        if where not in self._staged:  # a new table makes the host wait for the device in mid-backward
+        if where not in self._staged:  # a new table makes the host wait for the device in the middle of backward
             self._staged[where] = shard.tables.gradients_in(total)
-        self._noted[shard] = self._added_up(shard, shard.kept.gradient, self._staged[where])
+        self._early_totals[shard] = self._totals(shard, shard.kept.gradient, self._staged[where])
 
-    def _sum_up(self, sums: "np.ndarray[Any, Any]", shard: Shard, grad: Format, gradients: Gradients) -> None:
-        """Fill in the rows of the params in one shard."""
+    def _add_totals(self, sums: "np.ndarray[Any, Any]", shard: Shard, grad: Format, gradients: Gradients) -> None:
+        """Writes the totals of the params in one shard to their rows of ``sums``."""
         if len(self._rows[shard]):
-            self._fill_in(sums, shard, self._added_up(shard, grad, gradients))
+            self._store_rows(sums, shard, self._totals(shard, grad, gradients))
 
-    def _added_up(self, shard: Shard, grad: Format, gradients: Gradients) -> torch.Tensor:
-        """Total the blocks of a shard's gradients: 2D [rows, COLUMNS] int64, on their device."""
+    def _totals(self, shard: Shard, grad: Format, gradients: Gradients) -> torch.Tensor:
+        """Returns the totals of a shard's gradients: 2D [rows, COLUMNS] int64, on their device."""
         backend = backend_of(shard.device)
         blocks = backend.block_sums(grad, gradients, Factors(self._divisor))
         return backend.totals(blocks, gradients).table
 
-    def _fill_in(self, sums: "np.ndarray[Any, Any]", shard: Shard, table: torch.Tensor) -> None:
+    def _store_rows(self, sums: "np.ndarray[Any, Any]", shard: Shard, table: torch.Tensor) -> None:
         rows = self._rows[shard]
         sums[rows] = table[: len(rows)].cpu().numpy()
 
     def _updated(self) -> bool:
-        """Whether the round has changed this rank's params or states."""
+        """True if the round has changed this rank's params or states."""
         return False
 
-    def _show(self, report: Report) -> None:
-        """Make ``param.grad`` a part wherever any rank had a gradient."""
+    def _show_gradients(self, report: Report) -> None:
+        """Makes ``param.grad`` a part wherever any rank had a gradient."""
         two, largest, counts = norms_of_limbs(report.limbs).tolist(), report.largest.tolist(), report.nonfinite.tolist()
         present, held = report.present.tolist(), report.held.tolist()
         for number, entry in enumerate(self._entries):
@@ -523,14 +509,15 @@ class Backward:
                 entry.param.grad = GradientPart(gradient_slice, entry.param)
 
 
-def _noter(backward: "weakref.ref[Backward]", shard: "weakref.ref[Shard]") -> Callable[[torch.Tensor], None]:
-    # The shard holds the bucket that calls this: a cycle would keep masters and states alive.
-    def note(total: torch.Tensor) -> None:
+def _totals_hook(backward: "weakref.ref[Backward]", shard: "weakref.ref[Shard]") -> Callable[[torch.Tensor], None]:
+    # Weak references: the shard holds the bucket that calls this, and a cycle would keep masters and states alive after
+    # the optimizer was dropped.
+    def take_totals(total: torch.Tensor) -> None:
         owner, where = backward(), shard()
         if owner is not None and where is not None:
-            owner.note(where, total)
+            owner.total_early(where, total)
 
-    return note
+    return take_totals
 
 
 def _is_held(entry: ParamRecord) -> bool:
@@ -541,11 +528,11 @@ def _is_waiting(entry: ParamRecord, gradient_slice: GradientSlice) -> bool:
     return gradient_slice.pending is not None and gradient_slice.shows_in(entry.param.grad)
 
 
-def _taker(backward: "weakref.ref[Backward]", entry: ParamRecord) -> Callable[[torch.Tensor], None]:
-    # Weak: a module keeps its hooks, and must not keep an optimizer that the user dropped.
-    def take(_: torch.Tensor) -> None:
+def _gradient_hook(backward: "weakref.ref[Backward]", entry: ParamRecord) -> Callable[[torch.Tensor], None]:
+    # A weak reference: a param keeps its hooks, and must not keep an optimizer that the user dropped.
+    def take_gradient(_: torch.Tensor) -> None:
         owner = backward()
         if owner is not None:
-            owner.take(entry)
+            owner.take_gradient(entry)
 
-    return take
+    return take_gradient

@@ -1,14 +1,14 @@
-"""What all ranks know of each param's gradient at the end of a backward, told by one all-reduce.
+"""What all ranks know of each param's gradient at the end of a backward, by one all-reduce.
 
-A report is a vector of int64. Each rank fills in its own, and the sum over ranks is the report of all of them::
+A report is a vector of int64. Each rank fills in its own report, and the sum over ranks is the report of all of them::
 
     failed    updated   limbs, counts      largest
     [ranks]   [1]       [params, 22]       [pieces]
 
-Sums of integers have the same bits in any order. Limbs and counts are added up; a fact becomes the number of ranks on
-which it holds. A sum does not keep a maximum, so every piece (the part of one param that lies in one shard) has a word
-of its own: only the owner of the piece fills it in, and each rank takes the maximum over the pieces of a param. A
-bucket of P params has at most P + ranks - 1 pieces, and one word more for each empty param.
+Sums of integers have the same bits in any order. Limbs and counts are added up; a flag becomes the number of ranks that
+set it. A sum does not keep a maximum, so every piece (the part of one param that lies in one shard) has a word of its
+own: only the owner of the piece fills the word in, and each rank takes the maximum over the pieces of a param. A bucket
+of P params has at most P + ranks - 1 pieces, and one word more for each empty param.
 """
 
 from collections.abc import Sequence
@@ -36,7 +36,7 @@ class Arrivals(NamedTuple):
 
 
 class ReportLayout:
-    """Where each number lies in a report: the same on all ranks of one domain."""
+    """The place of each number in a report, the same on all ranks of one domain."""
 
     def __init__(self, params: Sequence[tuple[BucketLayout, int]], shard_rank: int, ranks: int):
         """
@@ -50,7 +50,8 @@ class ReportLayout:
         numels = np.array([bucket.numels[index] for bucket, index in params], dtype=np.int64)
         shards = np.array([max(bucket.shard_numel, 1) for bucket, _ in params], dtype=np.int64)
         first, last = starts // shards, (starts + np.maximum(numels, 1) - 1) // shards  # shards that the param spans
-        words = last - first + 1  # an empty param has one too, which stays 0: reduceat takes no empty runs
+        # An empty param has one word, which stays 0: np.maximum.reduceat takes no empty runs.
+        words = last - first + 1
         self.first_piece = np.cumsum(words) - words
         self.num_pieces = int(words.sum())
         is_own = (numels > 0) & (first <= shard_rank) & (shard_rank <= last)
@@ -58,12 +59,12 @@ class ReportLayout:
         self.own_pieces = (self.first_piece + shard_rank - first)[is_own]
 
     def blank(self) -> "Report":
-        """A report of nothing."""
+        """Returns a report of zeros."""
         return Report(self)
 
 
 class Report:
-    """The report of one rank and, once it was added up over ranks, of all of them.
+    """The report of one rank and, after its sum over ranks, of all ranks.
 
     Attributes:
         vector: 1D int64, in host memory.
@@ -76,31 +77,32 @@ class Report:
         self._head, self._pieces = words[:head], words[head + body :]
         self._params = words[head : head + body].reshape(layout.num_params, _WORDS)
 
-    # -- of this rank ----------------------------------------------------------------------------------------------
+    # -- this rank fills in --------------------------------------------------------------------------------------------
 
     def fill_sums(self, sums: "Array") -> None:
-        """Fills in what this rank's shards add up to.
+        """Fills in the totals of this rank's slices.
 
-        Only one copy of the gradients may do this.
+        Only one of the ranks that replicate a shard may do this: the report would count its gradients twice.
 
         Args:
-            sums: 2D [params, COLUMNS] int64, as of ``Totals``.
+            sums: 2D [params, COLUMNS] int64, as in ``Totals``.
         """
         self._params[:, :LIMBS], self._params[:, _NONFINITE] = sums[:, :LIMBS], sums[:, NONFINITE]
         self._pieces[self._layout.own_pieces] = sums[self._layout.own_params, LARGEST]
 
     def fill_arrivals(self, arrivals: Arrivals) -> None:
+        """Fills in what happened to each gradient on this rank."""
         self._params[:, _PRESENT], self._params[:, _HELD], self._params[:, _LATE] = arrivals
 
-    def say_updated(self) -> None:
-        """This rank's params or states are not those of before the backward."""
+    def mark_updated(self) -> None:
+        """Says that this backward has changed this rank's params or states."""
         self._head[-1] = 1
 
-    def say_failed(self, rank: int) -> None:
-        """This rank's gradients are missing."""
+    def mark_failed(self, rank: int) -> None:
+        """Says that this rank's gradients are missing."""
         self._head[rank] = 1
 
-    # -- of all ranks ----------------------------------------------------------------------------------------------
+    # -- all ranks read ------------------------------------------------------------------------------------------------
 
     @property
     def failed(self) -> list[int]:
@@ -110,7 +112,7 @@ class Report:
 
     @property
     def updated(self) -> bool:
-        """Whether the params or states of any rank are not those of before the backward."""
+        """True if this backward has changed params or states of any rank."""
         return bool(self._head[-1])
 
     @property
@@ -120,7 +122,7 @@ class Report:
 
     @property
     def nonfinite(self) -> "Array":
-        """1D [params] int64, a view: how many elements are Inf or NaN."""
+        """1D [params] int64, a view: number of elements that are Inf or NaN."""
         return self._params[:, _NONFINITE]
 
     @property
@@ -128,26 +130,26 @@ class Report:
         """1D [params] fp32: the largest magnitude of the finite elements."""
         if not self._layout.num_params:
             return np.zeros(0, dtype=np.float32)
-        # As bits, which sort as the magnitudes do.
+        # The bits of nonnegative floats sort as their values do.
         bits = np.maximum.reduceat(self._pieces, self._layout.first_piece)
         return bits.astype(np.int32).view(np.float32)
 
     @property
     def present(self) -> "Array":
-        """1D [params] bool: whether a gradient arrived on any rank."""
+        """1D [params] bool: True if a gradient arrived on any rank."""
         return self._params[:, _PRESENT] > 0
 
     @property
     def held(self) -> "Array":
-        """1D [params] bool: whether a gradient of an earlier backward was there on any rank."""
+        """1D [params] bool: True if any rank held a gradient of an earlier backward."""
         return self._params[:, _HELD] > 0
 
     @property
     def held_apart(self) -> "Array":
-        """1D [params] bool: whether that differs between ranks."""
+        """1D [params] bool: True if some ranks held such a gradient and others did not."""
         return self.held & (self._params[:, _HELD] < self._layout.ranks)
 
     @property
     def late(self) -> "Array":
-        """1D [params] bool: whether a gradient arrived on any rank after its bucket was sent."""
+        """1D [params] bool: True if a gradient arrived on any rank after its bucket was sent."""
         return self._params[:, _LATE] > 0

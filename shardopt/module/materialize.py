@@ -1,9 +1,9 @@
-"""Models that were built on the meta device: values, and memory for them, come bucket by bucket.
+"""Models that were built on the meta device get memory and values, bucket by bucket.
 
 A model too large for one rank is built under ``with torch.device("meta")``. At binding its params become views of
-buckets that have no memory yet; then every module that owns some is initialised in turn, by its own
-``reset_parameters()`` or from a state dict, on all ranks with rank 0's random numbers. At stage 3 each rank keeps its
-slice and gives the bucket's memory back before the next one is needed.
+buckets that have no memory yet. Then all ranks initialize every module that owns some of the params in turn, by the
+module's own ``reset_parameters()`` with rank 0's random numbers, or from a state dict. At stage 3 each rank keeps its
+slice and frees the bucket's memory before the next bucket is needed.
 """
 
 import copyreg
@@ -23,19 +23,20 @@ _STATE_DICT = "bind(state_dict=)"
 
 
 def meta_params(module: nn.Module) -> list[nn.Parameter]:
+    """Returns the params on the meta device."""
     return [param for param in module.parameters() if param.is_meta]
 
 
-def check_materialisable(
+def check_materializable(
     module: nn.Module, state_dict: Mapping[str, torch.Tensor] | None, fresh: Collection[torch.Tensor]
 ) -> None:
-    """Raises BindingError if some module could not be given values. Changes nothing.
+    """Raises BindingError if some module cannot be given values. Changes nothing.
 
     Args:
-        fresh: tensors that were on the meta device, and got no values when they last were to.
+        fresh: tensors that were on the meta device and still have no values: an earlier attempt failed.
 
     Raises:
-        TypeError: ``state_dict`` is no mapping of names, or holds something else than tensors with values.
+        TypeError: ``state_dict`` is no mapping of names, or holds something other than tensors with values.
     """
     if state_dict is not None:
         _check_names(module, by_name(state_dict, _STATE_DICT))
@@ -52,19 +53,20 @@ def check_materialisable(
             wrong = [key for key in on_meta if key in state_dict and state_dict[key].shape != tensors[key].shape]
             if lacking or wrong:
                 raise BindingError(
-                    f"the state dict does not fit the module on the meta device: missing {lacking}, of other shapes "
-                    f"{wrong}. They would start from random memory. Give one that was saved from the same model."
+                    "give a state dict that was saved from the same model: params would start from random memory. The "
+                    f"state dict does not fit the module on the meta device: missing {lacking}, of other shapes "
+                    f"{wrong}."
                 )
         elif not hasattr(each, "reset_parameters"):
             raise BindingError(
-                f"{on_meta} are on the meta device and {type(each).__name__} has no reset_parameters(): nobody knows "
-                "their values. Define it, or call optimizer.bind(state_dict=...) with the values before the first "
-                "forward."
+                "define reset_parameters(), or call optimizer.bind(state_dict=...) with the values before the first "
+                f"forward: {on_meta} are on the meta device and {type(each).__name__} has no reset_parameters(), so "
+                "their values are unknown."
             )
 
 
 def check_unused(state_dict: object) -> None:
-    """Raises BindingError for values that nothing on the meta device waits for: they would be dropped silently."""
+    """Raises BindingError if there is a state dict, but nothing on the meta device: its values would be dropped."""
     if state_dict is not None:
         by_name(state_dict, _STATE_DICT)
         raise BindingError(
@@ -74,19 +76,19 @@ def check_unused(state_dict: object) -> None:
 
 
 def _check_names(module: nn.Module, state_dict: Mapping[str, torch.Tensor]) -> None:
-    """Raises BindingError for names that the module does not have; whatever a submodule saves besides may be there."""
+    """Raises BindingError for names that the module does not have; extra state of submodules is allowed."""
     params = module.named_parameters(remove_duplicate=False)
     known = {name for name, _ in (*params, *module.named_buffers(remove_duplicate=False))}
     unknown = [name for name in state_dict if name not in known and not name.endswith("_extra_state")]
     if unknown:
         raise BindingError(
-            f"{_STATE_DICT} holds {unknown[:8]}, which the module does not have: these values would be dropped. Give "
-            f"one with the names of the module (a prefix is to be taken off), such as {sorted(known)[:3]}."
+            f"give a state dict with the names of the module (remove a prefix), such as {sorted(known)[:3]}: "
+            f"{_STATE_DICT} holds {unknown[:8]}, which the module does not have, and these values would be dropped."
         )
 
 
 def _check_value(name: str, value: object, target: torch.Tensor) -> None:
-    """Raises TypeError unless a param or buffer can be filled from it."""
+    """Raises TypeError unless ``value`` can fill the param or buffer ``target``."""
     if not isinstance(value, torch.Tensor):
         found = f"a {type(value).__name__}"
     elif value.is_meta:
@@ -101,17 +103,20 @@ def _check_value(name: str, value: object, target: torch.Tensor) -> None:
 
 
 def give_devices(module: nn.Module, world: Ranks) -> list[torch.Tensor]:
-    """Turns tensors on the meta device into ones on the device to train on; params still without memory, or values."""
+    """Moves params and buffers from the meta device to the training device, and returns them.
+
+    The params still have no memory. Neither params nor buffers have values.
+    """
     fresh: list[torch.Tensor] = [*meta_params(module)]
     others = [param.device for param in module.parameters() if not param.is_meta]
     device = others[0] if others else device_to_train_on(world)
     recurrent = [each for each in module.modules() if isinstance(each, nn.RNNBase)]
     for layers in recurrent:
-        layers._flat_weight_refs = []  # weak references, with which no param could be exchanged
+        layers._flat_weight_refs = []  # swap_tensors() refuses tensors that have weak references
     for param in meta_params(module):
         empty = torch.empty(param.size(), dtype=param.dtype, device=device)
         empty.untyped_storage().resize_(0)
-        # In place, so that optimizers, tied modules and hooks go on holding the same object.
+        # In place: optimizers, tied modules and hooks hold this object.
         torch.utils.swap_tensors(param, _with_values(param, empty))
     for layers in recurrent:
         layers._init_flat_weights()
@@ -124,7 +129,7 @@ def give_devices(module: nn.Module, world: Ranks) -> list[torch.Tensor]:
 
 
 def _with_values(param: nn.Parameter, values: torch.Tensor) -> torch.Tensor:
-    """A param of the same class and attributes: ``swap_tensors`` exchanges these as well."""
+    """Returns a param with these values and the class and attributes of ``param``: ``swap_tensors`` swaps all three."""
     new: torch.Tensor = torch.Tensor._make_subclass(type(param), values, param.requires_grad)
     new.__dict__.update(param.__dict__)
     for name in copyreg._slotnames(type(param)):  # type: ignore[attr-defined]
@@ -134,6 +139,7 @@ def _with_values(param: nn.Parameter, values: torch.Tensor) -> torch.Tensor:
 
 
 def device_to_train_on(world: Ranks) -> torch.device:
+    """Returns the current GPU if there is one and the process group can use it, else the CPU."""
     if torch.cuda.is_available() and (world.group is None or world.carries(torch.device("cuda"))):
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
@@ -143,16 +149,15 @@ def device_to_train_on(world: Ranks) -> torch.device:
 def give_values(
     module: nn.Module, fresh: list[torch.Tensor], domain: Domain, state_dict: Mapping[str, torch.Tensor] | None
 ) -> None:
-    """Collective: initialises the modules that own ``fresh`` tensors, one after the other, in the order in which
-    constructors do: a module behind those that it holds.
+    """Collective: initializes the modules that own ``fresh`` tensors, one by one, on all ranks or none.
 
-    On every rank or on none: after an error all of them can be given values again.
+    A module follows the modules that it holds, as in constructors. After an error all tensors are still fresh.
     """
     problem: Exception | None = None
     without, waiting = set(fresh), set(fresh)
     where = {} if domain.sharded is None else domain.sharded.where
     for tensor in fresh:
-        if tensor not in domain.entries and tensor not in where:  # no bucket gave it memory: frozen, and small
+        if tensor not in domain.entries and tensor not in where:  # frozen and small: no bucket gave it memory
             tensor.untyped_storage().resize_(tensor.numel() * tensor.element_size())
     with _random_numbers_of_rank_0(domain.mesh.world, domain.device):
         for prefix, each in _inside_out(module, "", set()):
@@ -164,8 +169,8 @@ def give_values(
                 domain.gatherer.need_all(buckets)
             try:
                 if problem is None:
-                    _initialise(each, prefix, own, waiting, state_dict)
-            except Exception as error:  # the other ranks go on gathering, and must meet this one
+                    _initialize(each, prefix, own, waiting, state_dict)
+            except Exception as error:  # raised below: the other ranks go on gathering, and need this rank
                 problem = error
             for bucket in buckets:
                 domain.gatherer.write_back(bucket)
@@ -180,6 +185,7 @@ def give_values(
 
 
 def _inside_out(module: nn.Module, prefix: str, seen: set[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    """Yields the name and module of all submodules once, each after the modules that it holds."""
     if module not in seen:
         seen.add(module)
         for name, child in module.named_children():
@@ -187,7 +193,7 @@ def _inside_out(module: nn.Module, prefix: str, seen: set[nn.Module]) -> Iterato
         yield prefix, module
 
 
-def _initialise(
+def _initialize(
     module: nn.Module,
     prefix: str,
     own: list[torch.Tensor],
@@ -195,7 +201,7 @@ def _initialise(
     state_dict: Mapping[str, torch.Tensor] | None,
 ) -> None:
     if state_dict is None:
-        # What has values keeps them: it is tied to another module's, or was never on the meta device.
+        # Tensors that have values keep them: they are tied to another module's, or were never on the meta device.
         kept = [(tensor, tensor.clone()) for tensor in own if tensor not in waiting]
         module.reset_parameters()  # type: ignore[operator]
         for tensor, value in kept:
@@ -209,9 +215,9 @@ def _initialise(
 
 @contextmanager
 def _random_numbers_of_rank_0(world: Ranks, device: torch.device) -> Iterator[None]:
-    """Every rank draws what rank 0 would have drawn, and then goes on with its own numbers; rank 0 behind them.
+    """Lets every rank draw rank 0's random numbers. Afterwards rank 0 goes on from there, the others with their own.
 
-    After an error every rank goes on as if nothing had been drawn.
+    After an error every rank goes on as if no number had been drawn.
     """
     generators = [torch.default_generator]
     if device.type == "cuda":

@@ -1,4 +1,4 @@
-"""Which modules and params a module consists of, so that one that is exchanged after binding is noticed."""
+"""The modules and params that a module consists of, to notice one that is replaced after binding."""
 
 from itertools import chain
 from operator import is_
@@ -8,10 +8,11 @@ from torch import nn
 
 
 class ModuleTree:
-    """What a module consisted of when this was made.
+    """The objects that a module consisted of when the tree was made.
 
-    To look whether it still does costs a fraction of ``list(module.parameters())``, and sees what no hook tells of
-    (``module._parameters[name] = ...``, as ``Module.to()`` may do): it runs in every step.
+    Every step compares them with the module's present objects. The comparison costs a fraction of
+    ``list(module.parameters())``, and finds what no hook reports (``module._parameters[name] = ...``, as
+    ``Module.to()`` may do).
     """
 
     def __init__(self, root: nn.Module):
@@ -22,7 +23,7 @@ class ModuleTree:
 
     @property
     def is_current(self) -> bool:
-        """Whether the module consists of the same objects."""
+        """True if the module still consists of the same objects."""
         return sum(map(len, self._tables)) == len(self._values) and all(
             map(is_, chain.from_iterable(map(dict.values, self._tables)), self._values)
         )

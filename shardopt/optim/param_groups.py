@@ -1,5 +1,6 @@
 """Param groups: what a new one may hold, and how those of a loaded state dict match the optimizer's own."""
 
+import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -102,12 +103,13 @@ def check_added(
         )
 
 
-def matched(saved: list[Group], groups: Sequence[Group], defaults: Mapping[str, Any]) -> list[Group]:
+def matched(given: Sequence[Group], groups: Sequence[Group], defaults: Mapping[str, Any]) -> list[Group]:
     """Saved param groups with the params of the optimizer's own in place of their numbers.
 
     Raises:
         ValueError: they do not match (torch's own messages).
     """
+    saved = copy.deepcopy(list(given))
     if len(saved) != len(groups):
         raise ValueError("loaded state dict has a different number of parameter groups")
     if any(len(new["params"]) != len(own["params"]) for new, own in zip(saved, groups, strict=True)):

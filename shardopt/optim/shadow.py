@@ -279,7 +279,7 @@ class Shadow(JoinHook):
     def _round(self, optimizer: Joined, told: Told) -> None:
         assert self._backward is not None
         _follow_edits(self._backward, told.facts["edits"])
-        self._backward.shadow(told.facts["held"], self._divisor(told))
+        self._backward.run_round_of_zeros(told.facts["held"], self._divisor(told))
 
     def _step(self, optimizer: Joined, told: Told) -> None:
         facts = told.facts

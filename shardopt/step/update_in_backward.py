@@ -108,10 +108,10 @@ class UpdateInBackward(Backward):
 
     # -- params ----------------------------------------------------------------------------------------------------
 
-    def _take_over(self, entry: ParamRecord) -> None:
+    def _attach_slice(self, entry: ParamRecord) -> None:
         """No gradient is ever shown."""
 
-    def _track(self, shard: Shard) -> None:
+    def _watch_sums(self, shard: Shard) -> None:
         me, there = weakref.ref(self), weakref.ref(shard)  # a cycle would keep masters and states
 
         def use(total: torch.Tensor, arrived: AbstractSet[int]) -> None:
@@ -152,7 +152,7 @@ class UpdateInBackward(Backward):
             why = f"a backward with release_gradients=True, of which some buckets were used: {reason}"
             self._domain.break_off(why)
 
-    def take(self, entry: ParamRecord) -> None:
+    def take_gradient(self, entry: ParamRecord) -> None:
         if not self.is_syncing:
             raise ShardoptError(
                 f"{entry.name} got a gradient under no_sync(), or behind no forward of the module that was handed "
@@ -160,7 +160,7 @@ class UpdateInBackward(Backward):
                 "own forward, or call optimizer.bind() before, and call backward() outside of no_sync(), once a step; "
                 "or construct the optimizer without release_gradients."
             )
-        super().take(entry)
+        super().take_gradient(entry)
 
     def open(self) -> None:
         if self._outcome is not None and not any(entry.param.requires_grad for entry in self._entries):
@@ -222,7 +222,8 @@ class UpdateInBackward(Backward):
     def _look_at(self, shard: Shard, total: torch.Tensor) -> bool:
         """Whether the sum may be used."""
         assert self._round is not None
-        self._sum_up(self._round.sums, shard, format_of(total.dtype, "a gradient"), shard.tables.gradients_in(total))
+        gradients = shard.tables.gradients_in(total)
+        self._add_totals(self._round.sums, shard, format_of(total.dtype, "a gradient"), gradients)
         spoilt = self._round.sums[self._rows[shard], NONFINITE].any()
         return not spoilt or self._domain.options.tuning.nonfinite == "propagate"
 

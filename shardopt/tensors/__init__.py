@@ -1,5 +1,5 @@
-"""What stands where a tensor was?
+"""What does a script find in place of a tensor?
 
-Parts, which show a whole tensor and hold a slice of it: of a state, of a gradient, of a param at stage 3. They answer
-what a slice can answer and refuse the rest by name.
+A part, which has the shape of a whole tensor and holds this rank's slice of it: of a state, of a gradient, or of a
+param at stage 3. A part answers the functions that a slice can answer. It refuses all others by name.
 """

@@ -1,4 +1,4 @@
-"""A range of a tensor's elements as boxes, for those who know of slices along dimensions only. Integers alone."""
+"""A range of a tensor's elements as boxes, for formats that know only slices along dimensions. Integers, no tensors."""
 
 import math
 from typing import NamedTuple
@@ -17,7 +17,7 @@ class Box(NamedTuple):
 
 
 def boxes(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
-    """The fewest boxes, in order, that make up the row-major elements ``[start, stop)``: at most ``2 d - 1``.
+    """Returns the fewest boxes, in order, that make up the row-major elements ``[start, stop)``: at most ``2 d - 1``.
 
     ::
 
@@ -41,7 +41,7 @@ def boxes(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
 
 
 def _inside(shape: tuple[int, ...], index: int, start: int, stop: int) -> list[Box]:
-    """Of the range, which lies in the row ``index``."""
+    """Returns the boxes of a range that lies in the row ``index``."""
     before = index * math.prod(shape[1:])
     return [
         Box((index, *each.offsets), (1, *each.sizes), before + each.start)

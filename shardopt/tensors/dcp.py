@@ -1,10 +1,10 @@
 """Parts as torch's distributed checkpoint (``torch.distributed.checkpoint``) sees them: boxes of a tensor.
 
-It knows of slices along dimensions, and a part is a range of elements: that is up to ``2 d - 1`` boxes of a tensor of
-``d`` dimensions, each a view of the part's own memory, so that what is loaded lands where the part lies. A function
-here takes a tensor of the whole's shape and strides, and the part of its elements that begin at ``start``.
+The checkpoint knows only slices along dimensions, and a part is a range of elements. That is up to ``2 d - 1`` boxes of
+a tensor of ``d`` dimensions. Each box is a view of the part's own memory, so loading writes straight into the part. The
+functions take a tensor with the shape and strides of the whole, and the part's elements, which begin at ``start``.
 
-Loaded with the first part that is asked: importing shardopt does not import torch's checkpoints.
+``Part`` imports this module on demand: importing shardopt does not import torch's checkpoints.
 """
 
 from typing import NamedTuple
@@ -29,7 +29,7 @@ class _View(NamedTuple):
 
 def _views(whole: torch.Tensor, local: torch.Tensor, start: int) -> list[_View]:
     strides = dense_strides(whole)
-    # Elements are numbered along storage: the dimension of the largest stride first.
+    # Elements are numbered in storage order: the dimension of the largest stride comes first.
     order = sorted(range(whole.dim()), key=lambda dim: (-strides[dim], -whole.shape[dim], dim))
     shape = tuple(whole.shape[dim] for dim in order)
     back = [order.index(dim) for dim in range(whole.dim())]
@@ -38,13 +38,13 @@ def _views(whole: torch.Tensor, local: torch.Tensor, start: int) -> list[_View]:
         first = box.start - start
         values = local[first : first + box.numel].view(box.sizes).permute(back)
         found.append(_View(torch.Size([box.offsets[dim] for dim in back]), values))
-    if whole.numel() == 0:  # every rank says that there is such a tensor
+    if whole.numel() == 0:  # an empty tensor has no boxes, but must be in the checkpoint
         found.append(_View(torch.Size([0] * whole.dim()), local.new_empty(whole.shape)))
     return found
 
 
 def write_items(whole: torch.Tensor, local: torch.Tensor, start: int, name: str) -> list[WriteItem]:
-    """What this rank writes of it."""
+    """Returns what this rank writes of the tensor."""
     return [
         WriteItem(
             MetadataIndex(name, view.offsets),
@@ -60,16 +60,16 @@ def write_items(whole: torch.Tensor, local: torch.Tensor, start: int, name: str)
 
 
 def chunk_list(whole: torch.Tensor, local: torch.Tensor, start: int) -> list[ChunkStorageMetadata]:
-    """What this rank wants to read of it."""
+    """Returns what this rank reads of the tensor."""
     return [ChunkStorageMetadata(view.offsets, view.values.size()) for view in _views(whole, local, start)]
 
 
 def shard_at(whole: torch.Tensor, local: torch.Tensor, start: int, index: MetadataIndex) -> torch.Tensor:
-    """The box at an offset."""
+    """Returns the box at an offset."""
     for view in _views(whole, local, start):
         if view.offsets == index.offset:
             return view.values
     raise StateError(
-        f"{index.fqn}: a checkpoint asks for a slice at {index.offset}, this rank holds none that begins there. Take "
-        "state_dict() again, on every rank, before saving or loading."
+        "take state_dict() again, on every rank, before saving or loading: a checkpoint asks for a slice of "
+        f"{index.fqn} at {index.offset}, and this rank holds none that begins there."
     )

@@ -1,16 +1,16 @@
 """``param.grad`` where shardopt reduces: a part of the mean gradient.
 
-Each rank keeps its slice of the sum over ranks, in fp32 or as ``gradient_format`` says (:class:`GradientSlice`). Of the
-whole, every rank knows a few numbers (:class:`Norms`) that follow all that is done to it in place. So clipping,
-unscaling, zeroing and reading a norm need no communication and give the same on every rank::
+Each rank keeps its slice of the sum over ranks, in fp32 or as ``gradient_format`` says (:class:`GradientSlice`). Every
+rank also knows the norms of the whole gradient (:class:`Norms`), and each in-place operation updates them. So clipping,
+unscaling, zeroing and reading a norm need no communication and give the same result on every rank::
 
     clip_grad_norm_, get_total_norm   norms, then mul_ of each slice
-    clip_grad_value_                  clamp_ of each slice; nobody knows the norms afterwards
+    clip_grad_value_                  clamp_ of each slice; the norms are unknown afterwards
     GradScaler.unscale_               found_inf from the count of Inf and NaN, mul_ of each slice
     zero_grad(set_to_none=False)      zero_
-    a second backward                 add_, which hands the full local gradient to the reducer
+    gradient accumulation             add_, which passes the full local gradient to the reducer
 
-Where one rank holds everything, whatever only reads is answered as well.
+On a rank that holds the whole gradient, every operation that only reads works, too.
 """
 
 import itertools
@@ -32,31 +32,33 @@ aten = torch.ops.aten
 class GradientPart(Part):
     """The mean gradient of one param, of which this rank holds a slice.
 
-    With ``Offload(gradients="cpu")`` that is in host memory, where ``local`` and views show it. Whatever else is read
-    of it, copies and norms too, is on the param's device.
+    With ``Offload(gradients="cpu")`` the slice is in host memory, and so are ``local`` and views. All other results,
+    copies and norms included, are on the param's device.
 
-    In place, it can be scaled (``mul_``, ``div_`` by one number, ``neg_``), zeroed and clamped by numbers. Its norms of
-    order 2 and inf are known, fp32 unless a dtype is asked for; NaN if any element is Inf or NaN (which is not known).
-    ``isfinite``, ``isinf`` and ``isnan`` have ``all()`` and ``any()``. ``detach()`` and ``.data`` are the same
-    gradient, ``clone()`` and casts are copies of the slice.
+    The part can be scaled in place (``mul_``, ``div_`` by one number, ``neg_``), zeroed, and clamped by numbers. Its
+    norms of order 2 and inf are known: fp32 unless a dtype is given; NaN if any element is Inf or NaN. ``isfinite``,
+    ``isinf`` and ``isnan`` return a mask with ``all()`` and ``any()``. ``detach()`` and ``.data`` return the same
+    gradient, ``clone()`` and casts return copies of the slice.
 
-    Its dtype is the param's, but float32 for a float16 one: ``torch.amp.GradScaler`` unscales no float16 gradient.
+    The dtype is the param's, but float32 for a float16 param: ``torch.amp.GradScaler`` unscales no float16 gradient.
     """
 
-    # Found before torch's own descriptors, which go through __torch_function__; a scaler reads them for every param.
+    # Slots are found before torch's own descriptors, which go through __torch_function__: a scaler reads device and
+    # dtype of every param.
     __slots__ = ("_origin", "_param_dtype", "device", "dtype", "gradient_slice", "whole_numel")
     is_sparse = False
-    # Torch's own, which shows no memory: torch.compile asks for it to tell tensors apart.
+    # Part's method would fetch the whole. torch.compile calls it only to tell tensors apart
+    # (test_compiled_model_accumulates).
     untyped_storage = Tensor.untyped_storage
 
     gradient_slice: GradientSlice
     whole_numel: int
-    _origin: "GradientPart | None"  # of which this is an alias
-    _param_dtype: torch.dtype  # as assignment to param.grad wants it
+    _origin: "GradientPart | None"  # the part that this is an alias of
+    _param_dtype: torch.dtype  # torch checks it when the part is assigned to param.grad
 
     @staticmethod
     def __new__(cls, gradient_slice: GradientSlice, like: Tensor) -> "GradientPart":
-        """The part that shows ``gradient_slice`` from now on, for the param ``like``; older ones become stale."""
+        """Returns the part that shows the slice for the param ``like`` from now on; older parts become stale."""
         assert gradient_slice.gather is not None or gradient_slice.total.numel() == like.numel()
         part = gradient_slice.part = cls._showing(gradient_slice, like, like.dtype, None)
         return part
@@ -78,20 +80,20 @@ class GradientPart(Part):
         return self.gradient_slice.part is not (self if self._origin is None else self._origin)
 
     def live_slice(self) -> GradientSlice:
-        """The slice, if it still holds this gradient.
+        """Returns the slice if it still holds this gradient.
 
         Raises:
             StateError: it does not.
         """
         if self.is_stale:
             raise StateError(
-                f"{self!r} was kept from an earlier backward: its memory now holds another step's gradient, or none. "
-                "Read param.grad again, and clone what is to be kept."
+                f"read param.grad again, and clone what is to be kept: {self!r} was kept from an earlier backward, and "
+                "its memory now holds another step's gradient, or none."
             )
         return self.gradient_slice
 
     def whole_slice(self) -> GradientSlice:
-        """The slice, if it holds all of this gradient.
+        """Returns the slice if it holds all of this gradient.
 
         Raises:
             StateError: it does not.
@@ -99,15 +101,15 @@ class GradientPart(Part):
         gradient_slice = self.live_slice()
         if gradient_slice.pending is not None:
             raise StateError(
-                f"{self!r} is not all of the gradient: a later backward under no_sync() added this rank's own to it, "
-                "which is not reduced yet. Scaling or reading the part alone would have missed that. Leave no_sync() "
-                "for the last backward before gradients are used, or call zero_grad()."
+                "run the last backward before gradients are used outside of no_sync(), or call zero_grad(): "
+                f"{self!r} is not all of the gradient. A later backward under no_sync() added this rank's gradient, "
+                "which is not reduced yet: scaling or reading the part alone would miss it."
             )
         return gradient_slice
 
     @property
     def local(self) -> Tensor:
-        """1D, this rank's slice of the mean as it is kept, to be read: a write to it makes norms unknown."""
+        """1D, this rank's slice of the mean, in the slice's dtype, to be read: a write to it makes norms unknown."""
         return self.whole_slice().lend()
 
     @property
@@ -115,7 +117,7 @@ class GradientPart(Part):
         return self.gradient_slice.start
 
     def full_tensor(self) -> Tensor:
-        """The whole mean, on every rank. Every rank must make this call, for the same parts in the same order."""
+        """Collective: returns the whole mean. Every rank must make this call, for the same parts in the same order."""
         gradient_slice = self.whole_slice()
         if gradient_slice.gather is None:
             return self.whole().clone()
@@ -123,12 +125,12 @@ class GradientPart(Part):
         return gradient_slice.gather(gradient_slice.total).to(self.dtype)
 
     def whole(self) -> Tensor:
-        """The mean where this rank holds all of it: the slice's own memory where device and dtype allow."""
+        """Returns the mean, if this rank holds all of it: the slice's own memory where device and dtype allow."""
         self.gradient_slice.show_mean()
         return self.shaped(self.gradient_slice.total.to(self.device)).to(self.dtype)
 
     def shaped(self, total: Tensor) -> Tensor:
-        """A view with the param's shape of all its elements in storage order."""
+        """Returns a view with the param's shape of all the param's elements, 1D in storage order."""
         return total.as_strided(self.size(), self.stride())
 
     def share_memory_(self) -> Self:
@@ -149,8 +151,8 @@ class GradientPart(Part):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise StateError(
-            f"{self!r} holds this rank's slice only, and a file of it would silently lack the rest. Save what "
-            "full_tensor() returns; every rank must call it."
+            f"save what full_tensor() returns, which every rank must call: {self!r} holds this rank's slice only, and "
+            "a file of it would silently lack the rest."
         )
 
     @classmethod
@@ -233,29 +235,29 @@ def _clamp(function: Any, part: GradientPart, *bounds: Any, **named_bounds: Any)
 
 
 def _accumulate(function: Any, part: GradientPart, other: Any, *, alpha: float = 1) -> GradientPart:
-    """``param.grad += grad``, as autograd does it in a second backward."""
+    """Answers ``param.grad += grad``, as autograd does in a second backward."""
     gradient_slice = part.live_slice()
     in_backward = torch._C._current_graph_task_id() >= 0
     is_gradient = isinstance(other, Tensor) and not isinstance(other, Part) and other.size() == part.size()
     if not (in_backward and is_gradient and alpha == 1):
         raise StateError(
-            f"{part!r} was added to: only a backward can do that, whose gradients are summed over ranks; this would "
-            "have been added on some ranks and not on others. Add the term to the loss, or gather the gradient with "
-            "full_tensor() on every rank."
+            "add the term to the loss, or gather the gradient with full_tensor() on every rank: only a backward, whose "
+            f"gradients are summed over ranks, can add to {part!r}. This would be added on some ranks and not on "
+            "others."
         )
     gradient_slice.receive(other)
     return part
 
 
 def _each(name: str) -> Callable[..., None]:
-    """The ``_foreach_`` form of a method, for lists in which parts and plain tensors may be mixed."""
+    """Returns the ``_foreach_`` form of a method, for lists of parts and plain tensors."""
 
     check = GradientPart.live_slice if name == "zero_" else GradientPart.whole_slice
 
     def answer(function: Any, tensors: list[Tensor], *operand: Any) -> None:
         for tensor in tensors:
             if isinstance(tensor, GradientPart):
-                check(tensor)  # before any of them is changed
+                check(tensor)  # first: an error in the middle would leave some tensors changed
         of_each = zip(operand[0]) if operand and isinstance(operand[0], list) else itertools.repeat(operand)
         for tensor, each in zip(tensors, of_each, strict=False):
             getattr(tensor, name)(*each)
@@ -264,13 +266,13 @@ def _each(name: str) -> Callable[..., None]:
 
 
 def _unscale(function: Any, tensors: list[Tensor], found_inf: Tensor, inverse: Tensor) -> None:
-    """``found_inf`` is 1 on every rank if any element on any rank is Inf or NaN."""
+    """Unscales by ``inverse``; sets ``found_inf`` to 1 on every rank if any element on any rank is Inf or NaN."""
     parts = [tensor for tensor in tensors if isinstance(tensor, GradientPart)]
     counts = [_known(part).nonfinite if part.whole_slice().gather else None for part in parts]
     plain = [tensor for tensor in tensors if not isinstance(tensor, GradientPart)]
     if plain:
         function(plain, found_inf, inverse)
-    factor = inverse.item() if parts else 1.0  # read once: on a GPU, each time is a wait
+    factor = inverse.item() if parts else 1.0  # once for all parts: on a GPU, each item() waits for the device
     for part, count in zip(parts, counts, strict=True):
         if count or (count is None and not part.gradient_slice.lend().isfinite().all()):
             found_inf.fill_(1.0)
@@ -284,9 +286,9 @@ def _known(part: GradientPart) -> Norms:
     norms = part.whole_slice().norms
     if norms is None:
         raise StateError(
-            f"the norms of {part!r} are not known: since its last backward it was clamped, written to through .local, "
-            "or scaled out of its range, of which every rank sees its own slice only. Read norms, unscale and look "
-            "for Inf and NaN before that, or call full_tensor() on every rank."
+            "read norms, unscale and look for Inf and NaN before clamping, writing to .local or scaling out of range, "
+            f"or call full_tensor() on every rank: the norms of {part!r} are not known, since one of these happened "
+            "after its last backward, and every rank sees only its own slice."
         )
     return norms
 
@@ -300,9 +302,9 @@ def _norm(
         if gradient_slice.gather is None:
             return NotImplemented
         raise StateError(
-            f"a norm of order {ord}, dim {dim}, keepdim {keepdim}, dtype {dtype} was asked of {part!r}: of the whole, "
-            "only those of order 2 and inf over all elements are known, as new 0-d tensors of a float dtype. Call "
-            "full_tensor() on every rank for any other."
+            "call full_tensor() on every rank and take the norm of that: only norms of order 2 and inf over all "
+            "elements are known, as new 0-d tensors of a float dtype. Asked for: order "
+            f"{ord}, dim {dim}, keepdim {keepdim}, dtype {dtype} of {part!r}."
         )
     if gradient_slice.gather is None and gradient_slice.norms is None:
         return torch.linalg.vector_norm(gradient_slice.lend(), ord, dtype=dtype).to(part.device)
@@ -335,8 +337,8 @@ def _is_inf_or_nan(function: Any, part: GradientPart) -> Any:
         return part.shaped(function(gradient_slice.lend()).to(part.device))
     if _known(part).nonfinite:
         raise StateError(
-            f"{function} was called on {part!r}, which holds Inf or NaN; which of them is not known without the other "
-            "ranks' slices. Ask torch.isfinite, or call full_tensor() on every rank."
+            "call torch.isfinite, or full_tensor() on every rank: the number of Inf and NaN together is known, but not "
+            f"of each. {function} was called on {part!r}, which holds some."
         )
     return Mask(
         function(gradient_slice.total).to(part.device), gradient_slice.start, part, part.whole_numel == 0, False
@@ -349,7 +351,7 @@ def _alias(function: Any, part: GradientPart) -> GradientPart:
 
 
 def _copy(function: Any, part: GradientPart, *, memory_format: Any = None, **keywords: Any) -> Any:
-    """A copy of the slice, as a part of its own; of a whole gradient, a plain tensor."""
+    """Returns a copy of the slice as a ``Part``, or a plain tensor where this rank holds the whole gradient."""
     gradient_slice = part.whole_slice()
     if gradient_slice.gather is None:
         return NotImplemented
@@ -362,7 +364,7 @@ def _copy(function: Any, part: GradientPart, *, memory_format: Any = None, **key
 
 
 def _of_whole(function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-    """Whatever only reads, where this rank holds everything.
+    """Answers functions that only read, on a rank that holds the whole gradient.
 
     The result has the part's dtype. A view shows the slice's own memory and has its dtype: no write to it is lost.
     """
@@ -381,14 +383,14 @@ def _of_whole(function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any
 
 def _unwritable(function: Any) -> StateError:
     return StateError(
-        f"{function} would change a gradient that is spread over ranks. In place it can be multiplied or divided by "
-        "one number, negated, zeroed, and clamped by numbers; for anything else, change the loss, or the gradients "
-        "that hooks of the param see in backward."
+        "change the loss instead, or the gradients that hooks of the param see in backward: "
+        f"{function} would change a gradient that is sharded over ranks. In place it can only be multiplied or divided "
+        "by one number, negated, zeroed, and clamped by numbers."
     )
 
 
 def _to_host(function: Any, part: GradientPart, *arguments: Any, **keywords: Any) -> Any:
-    """``tolist()`` and ``numpy()``, which torch refuses for any subclass."""
+    """Answers ``tolist()`` and ``numpy()``, which torch refuses for any subclass."""
     if part.whole_slice().gather is not None:
         raise refusal(function)
     return function(part.shaped(part.gradient_slice.alias()).to(part.dtype), *arguments, **keywords)
@@ -426,8 +428,8 @@ _ANSWERS: dict[Any, Callable[..., Any]] = {
     for name, overloads in _IN_LISTS.items()
     for overload in overloads
 }
-# Before __torch_dispatch__: what torch takes apart or refuses on the way there; and, as the way takes longer than the
-# answer, what clipping asks of every part.
+# Answered before __torch_dispatch__: functions that torch decomposes or refuses on the way there. Also the functions
+# that clipping calls for every part: the way to __torch_dispatch__ takes longer than the answer.
 _EARLY: dict[Any, Callable[..., Any]] = {
     torch.isfinite: _is_finite,
     Tensor.isfinite: _is_finite,

@@ -13,12 +13,12 @@ Rounding = Callable[[float], float]
 
 
 def fp32(number: float) -> float:
-    """Round to the nearest fp32 value, as kernels that scale do with a factor."""
+    """Rounds to the nearest fp32 value, as kernels that scale do with a factor."""
     return ctypes.c_float(number).value
 
 
 def bf16(number: float) -> float:
-    """Round to the nearest fp32 value and that to the nearest bf16 value, ties to even. The number must not be NaN."""
+    """Rounds to the nearest fp32 value and that to the nearest bf16 value, ties to even. The number must not be NaN."""
     bits = ctypes.c_uint32.from_buffer(ctypes.c_float(number)).value
     upper = bits + 0x7FFF + (bits >> 16 & 1) & 0xFFFF0000
     return ctypes.c_float.from_buffer(ctypes.c_uint32(upper)).value
@@ -36,17 +36,17 @@ class Norms:
 
     two: float  # 2-norm of the finite elements
     largest: float  # largest magnitude of the finite elements, a value that the slice can hold
-    nonfinite: int  # how many elements are Inf or NaN
+    nonfinite: int  # number of elements that are Inf or NaN
 
     def times(self, factor: float, numel: int, rounded: Rounding) -> "Norms | None":
-        """The norms after all ``numel`` elements were multiplied; None if finite elements overflowed."""
+        """Returns the norms after all ``numel`` elements were multiplied; None if finite elements overflowed."""
         factor = abs(fp32(factor))
         if not factor < math.inf:
             return Norms(0.0, 0.0, numel)
         return self._scaled(self.two * factor, rounded(self.largest * factor))
 
     def over(self, divisor: float, numel: int, rounded: Rounding) -> "Norms | None":
-        """The norms after all ``numel`` elements were divided; None if finite elements overflowed."""
+        """Returns the norms after all ``numel`` elements were divided; None if finite elements overflowed."""
         divisor = abs(fp32(divisor))
         if not divisor > 0:
             return Norms(0.0, 0.0, numel)
@@ -55,7 +55,7 @@ class Norms:
     def _scaled(self, two: float, largest: float) -> "Norms | None":
         # Products and quotients of fp32 values, rounded twice by way of float64, are those rounded once.
         if largest == math.inf:
-            return None  # nobody knows how many elements are infinite now
+            return None  # the number of elements that are infinite now is unknown
         return Norms(two if largest else 0.0, largest, self.nonfinite)
 
 
@@ -67,16 +67,16 @@ class GradientSlice:
             rounds once to this dtype.
         start: index of the slice's first element in the param's storage order.
         receive: takes a full local gradient that autograd adds to the part.
-        gather: collective; makes the whole mean gradient (the param's shape) from every rank's divided slice. None
-            where this rank holds the whole gradient.
+        gather: collective; returns the whole mean gradient (the param's shape), once every rank has divided its slice.
+            None where this rank holds the whole gradient.
         rounded: rounds a number to the dtype of ``total``.
         divisor: number by which ``total`` still has to be divided; 1 once it is the mean.
         undivided: the sum that ``total`` held before ``show_mean()`` divided it.
         part: the part that shows this gradient. Any other part of this slice is stale.
-        is_used: whether a step used this gradient since the last backward.
+        is_used: True if a step used this gradient after the last backward.
         edits: in-place edits of the mean since the last round: each the name of a method of the part and its arguments.
         pending: this rank's own gradient (the param's shape), which autograd added to the part under ``no_sync()``; the
-            next synchronised backward reduces it.
+            next round reduces it.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class GradientSlice:
 
     @property
     def was_written(self) -> bool:
-        """Whether the user may have written single elements, which would change the norms."""
+        """True if the user may have written single elements, which would change the norms."""
         return self._is_aliased or (self._lent is not None and self._lent._version != self._lent_version)
 
     @property
@@ -117,21 +117,21 @@ class GradientSlice:
             self._lent_version = self._lent._version
 
     def divide(self) -> None:
-        """Make ``total`` the mean: divide once and round once, as a kernel that divides on reading does."""
+        """Makes ``total`` the mean: divides once and rounds once, as a kernel that divides on reading does."""
         self.undivided = None
         if self.divisor != 1:
             divide_(self.total, self.divisor)
             self.divisor = 1
 
     def show_mean(self) -> None:
-        """Make ``total`` the mean for a reader, and keep the sum: rounds and steps have the same bits as without."""
+        """Makes ``total`` the mean for a reader, and keeps the sum: rounds and steps have the same bits as without."""
         if self.divisor != 1:
             total, self._undivided_by = self.total.clone(), self.divisor
             self.divide()
             self.undivided = total
 
     def summed(self) -> tuple[Tensor, int]:
-        """The sum and its divisor: the kept sum after ``show_mean()``, else ``total``.
+        """Returns the sum and its divisor: the undivided sum after ``show_mean()``, else ``total``.
 
         Elements of the mean that the user wrote since ``show_mean()`` are multiplied by the divisor.
         """
@@ -142,7 +142,7 @@ class GradientSlice:
         return torch.where(self.total == mean, self.undivided, self.total * self._undivided_by), self._undivided_by
 
     def restore_sum(self, count: int) -> None:
-        """Make ``total`` the sum of ``count`` ranks again, so that a round can add to it."""
+        """Makes ``total`` the sum of ``count`` ranks again, so that a round can add to it."""
         if self.divisor == count:
             return
         if self.undivided is not None and self._undivided_by == count:
@@ -157,7 +157,7 @@ class GradientSlice:
         return getattr(grad, "gradient_slice", None) is self and not cast(Any, grad).is_stale
 
     def lend(self) -> Tensor:
-        """The mean, to be read. Once somebody writes to it, the norms are unknown."""
+        """Returns the mean, to be read. After a write to it the norms are unknown."""
         self.show_mean()
         if self._lent is None:
             # ``total`` shares its version counter with the whole buffer; ``.data`` has a counter of its own.
@@ -166,16 +166,16 @@ class GradientSlice:
         return self._lent
 
     def alias(self) -> Tensor:
-        """The mean, for views whose writes cannot be seen: the norms of this slice are never known again."""
+        """Returns the mean, for views. Writes to views go unnoticed: the norms of this slice are never known again."""
         self.show_mean()
         self._is_aliased = True
         return self.total
 
 
 def divide_(tensor: Tensor, divisor: float) -> None:
-    """Divide in place by IEEE division in fp32, and round once.
+    """Divides in place by IEEE division in fp32, and rounds once.
 
-    torch's CUDA kernel multiplies by the reciprocal where the divisor lies in host memory.
+    With a divisor in host memory, torch's CUDA kernel would multiply by the reciprocal.
     """
-    # 1D: torch would round a 0-d divisor to bf16 before it divides a bf16 tensor.
+    # The divisor is 1D: torch would round a 0-d divisor to bf16 before it divides a bf16 tensor.
     tensor.div_(divisor if tensor.device.type == "cpu" else torch.full((1,), divisor, device=tensor.device))

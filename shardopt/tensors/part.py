@@ -1,8 +1,11 @@
-"""A part: a tensor with a param's full shape outside and this rank's slice inside.
+"""A part: a tensor with the full shape of a param outside and this rank's slice inside.
 
-The states in ``state_dict()`` are parts wherever more than one rank holds them. A part answers what its slice or its
-description can answer. What reads the rest, saving it above all, asks the other ranks for theirs, which answer without
-noticing; what would write is refused by name. ``full_tensor()`` gathers faster, with every rank's help.
+The states in ``state_dict()`` are parts wherever more than one rank holds them. A part answers functions for which its
+slice or its description is enough. A function that reads the rest (saving, above all) fetches the other ranks' slices
+from them, in the background and without a call of theirs. A function that would write is refused by name.
+``full_tensor()`` gathers faster, but every rank must call it.
+
+A part is no ``DTensor``: slices are ranges of elements, of uneven length, which no placement of a DTensor describes.
 """
 
 import weakref
@@ -15,7 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..errors import StateError
 
-# What can be done to the slice alone, element by element, with the same meaning for the whole.
+# Functions of single elements: they mean the same for the slice alone and for the whole.
 _ELEMENTWISE = {
     torch.ops.aten.detach.default,
     torch.ops.aten.alias.default,
@@ -23,7 +26,10 @@ _ELEMENTWISE = {
     torch.ops.aten._to_copy.default,
 }
 
-# Wholes whose memory was asked for, by what fetches them: parts of one param (tied weights) then show one memory.
+# Whole tensors whose address was asked for, by what fetches them. The parts of tied weights must have one address: a
+# writer that reads memory (safetensors) would save two copies. This is a table of the process because the parts of one
+# param come from several calls of state_dict() and have nothing in common but an equal ``fetch``. It is weak: the parts
+# own the wholes. See test_files_without_pickle.
 _WHOLES: "weakref.WeakValueDictionary[Callable[[], torch.Tensor], torch.Tensor]" = weakref.WeakValueDictionary()
 
 
@@ -39,7 +45,7 @@ class Part(torch.Tensor):
     _local: torch.Tensor
     _gather: Callable[[torch.Tensor], torch.Tensor] | None
     _fetch: Callable[[], torch.Tensor] | None = None
-    _whole: torch.Tensor | None = None  # in memory of its own, once that was asked for
+    _whole: torch.Tensor | None = None  # the whole in memory of its own, once its address was asked for
 
     @staticmethod
     def __new__(
@@ -51,10 +57,14 @@ class Part(torch.Tensor):
         dtype: torch.dtype | None = None,
         fetch: Callable[[], torch.Tensor] | None = None,
     ) -> Self:
-        """A part shaped as ``like`` (size and strides), outside of ``local``'s dtype where none is given.
+        """Makes a part with the size and strides of ``like``.
 
-        ``gather`` turns every rank's slice into the whole, with the help of all; ``fetch`` asks the other ranks for
-        theirs, and gives the whole in host memory.
+        Args:
+            local: 1D, this rank's slice.
+            start: index of the first local element in storage order.
+            gather: collective; makes the whole of every rank's slice.
+            dtype: of the part; by default that of ``local``.
+            fetch: reads the other ranks' slices, and returns the whole in host memory.
         """
         part = cls._wrapper(like, dtype or local.dtype, local.device)
         part.start, part._local, part._gather, part._fetch = start, local, gather, fetch
@@ -68,7 +78,8 @@ class Part(torch.Tensor):
         wrapper: Self = torch.Tensor._make_wrapper_subclass(
             cls, like.size(), strides=like.stride(), dtype=dtype, device=device
         )
-        # C functions that ask no class (torch.utils.dlpack.to_dlpack) then raise, where they would hand out address 0.
+        # Without it, C functions that bypass the class (torch.utils.dlpack.to_dlpack) would return address 0 and crash
+        # (test_a_part_has_no_address).
         torch._C._set_throw_on_mutable_data_ptr(wrapper)
         return wrapper
 
@@ -77,16 +88,17 @@ class Part(torch.Tensor):
         return self._local
 
     def full_tensor(self) -> torch.Tensor:
-        """The whole, on every rank. Every rank must make this call, for the same parts in the same order."""
+        """Collective: returns the whole. Every rank must make this call, for the same parts in the same order."""
         if self._gather is None:
             raise StateError(
-                "this part is a copy, apart from its optimizer: take one from optimizer.state_dict() and gather it."
+                "take a part from optimizer.state_dict() and gather that: this part is a copy, apart from its "
+                "optimizer."
             )
         return self._gather(self.local)
 
-    # Whoever writes files without pickle (safetensors) reads memory. A copy of the whole is made for it, on this rank
-    # alone and in host memory, which may have room for it. It lives as long as the part, because two tensors at one
-    # address are taken for one.
+    # Writers of files without pickle (safetensors) read memory. For them this rank alone makes a copy of the whole, in
+    # host memory. The copy lives as long as the part: writers take two tensors at one address for one tensor, and freed
+    # memory would be used again.
 
     def data_ptr(self) -> int:
         return self._memory("data_ptr()").data_ptr()
@@ -104,7 +116,7 @@ class Part(torch.Tensor):
             self._whole = _WHOLES[self._fetch] = self._fetch()
         return self._whole
 
-    # What torch does at the address of a tensor's memory, without asking whether there is any: it would crash.
+    # Methods that use the address of a tensor's memory without a check that there is any: they would crash.
 
     def apply_(self, *arguments: Any) -> Self:
         raise self._refused("apply_()")
@@ -138,12 +150,13 @@ class Part(torch.Tensor):
         if self._fetch is not None:
             return self._fetch().__reduce_ex__(protocol)
         raise StateError(
-            f"{self!r} holds this rank's slice only, and a file of it would silently lack the rest. Call "
-            "optimizer.consolidate_state_dict(to=0) on every rank first; then optimizer.state_dict() on rank 0 is "
-            "plain tensors that torch.save can write."
+            "call optimizer.consolidate_state_dict(to=0) on every rank first: then optimizer.state_dict() on rank 0 "
+            f"holds plain tensors that torch.save can write. {self!r} holds this rank's slice only, and a file of it "
+            "would silently lack the rest."
         )
 
-    # What torch's distributed checkpoint asks of a tensor of which each rank holds something else.
+    # The protocol of torch's distributed checkpoint for tensors of which each rank holds a slice. dcp is imported on
+    # demand: ``import shardopt`` does not import torch's checkpoints.
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
         from .dcp import write_items
@@ -177,7 +190,7 @@ class Part(torch.Tensor):
         part = next(argument for argument in arguments if isinstance(argument, Part))
         local = tree_map_only(Part, lambda each: each.local, (arguments, keywords))
         local[1].pop("memory_format", None)  # the slice is 1D
-        # A copy or a cast is a value of its own, which the ranks' live slices no longer make up.
+        # A copy or a cast keeps its value while the ranks' slices change: it can be fetched, but not gathered.
         live = function in (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
         dtype = local[1].get("dtype") or part.dtype
         fetch = part._fetch
@@ -191,7 +204,7 @@ def _fetch_as(fetch: Callable[[], torch.Tensor], dtype: torch.dtype) -> torch.Te
 
 
 def _of_whole(function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-    """Whatever only reads, of what the other ranks are asked for. Its result has the part's device."""
+    """Answers functions that only read: fetches the whole from the other ranks. The result is on the part's device."""
     parts = [leaf for leaf in tree_leaves((arguments, keywords)) if isinstance(leaf, Part)]
     if writes_to(Part, function, arguments, keywords) or any(part._fetch is None for part in parts):
         raise refusal(function)
@@ -205,7 +218,7 @@ def _of_whole(function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any
 
 
 def writes_to(kind: type, function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> bool:
-    """Whether the function would change an argument of this kind."""
+    """True if the function would change an argument of this kind."""
     schema = function._schema.arguments
     named = dict(zip((each.name for each in schema), arguments, strict=False)) | keywords
     written = [named.get(each.name) for each in schema if each.alias_info is not None and each.alias_info.is_write]
@@ -213,21 +226,22 @@ def writes_to(kind: type, function: Any, arguments: tuple[Any, ...], keywords: d
 
 
 def refusal(function: Any) -> StateError:
-    """The error for a function that a part cannot answer."""
+    """Returns the error for a function that a part cannot answer."""
     return StateError(
-        f"{function} was called on a part, a tensor of which this rank holds a slice only: the result would "
-        "silently lack the rest. Call part.full_tensor() on every rank, or read part.local, this rank's slice."
+        "call part.full_tensor() on every rank, or read part.local, this rank's slice: "
+        f"{function} was called on a part, a tensor of which this rank holds a slice only, and the result would "
+        "silently lack the rest."
     )
 
 
 class ParamPart(Part):
-    """What a sharded param shows of itself. ``copy_()`` of a whole tensor, which every rank must call, writes it."""
+    """``detach()`` of a sharded param. ``copy_()`` of a whole tensor, which every rank must call, writes the param."""
 
     _write: Callable[[torch.Tensor], None]
 
     @staticmethod
     def of(part: Part, write: Callable[[torch.Tensor], None]) -> "ParamPart":
-        """The same, with a way to write this rank's slice of a whole tensor to where the param is."""
+        """Returns the same part, with a function that writes this rank's slice of a whole tensor to the param."""
         own = ParamPart(part.local, part.start, part, part._gather, part.dtype, part._fetch)
         own._write = write
         return own
@@ -242,11 +256,11 @@ class ParamPart(Part):
 
 
 class Mask(Part):
-    """What ``isfinite``, ``isinf`` and ``isnan`` of a part give: elements of this rank's slice, all() and any() of all.
+    """The result of ``isfinite``, ``isinf`` or ``isnan`` of a part: this rank's elements, and all() and any() of all.
 
     Attributes:
-        every: whether all elements of the whole are true.
-        some: whether any is.
+        every: all elements of the whole are true.
+        some: any element of the whole is true.
     """
 
     every: bool

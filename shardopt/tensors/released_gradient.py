@@ -1,4 +1,4 @@
-"""What ``param.grad`` is once its gradient was used and released: something that cannot be taken for a gradient."""
+"""``param.grad`` after its gradient was used and released: a tensor that cannot be mistaken for a gradient."""
 
 from typing import Any, Self
 
@@ -12,20 +12,19 @@ aten = torch.ops.aten
 
 
 def second_backward() -> ShardoptError:
-    """The error for one that begins before ``step()``."""
+    """Returns the error for a second backward before ``step()``."""
     return ShardoptError(
-        "a second backward began before step(), with release_gradients=True: the gradients of the first were used for "
-        "an update and are gone, so that these could not be added to them. Call step() after each backward (sum the "
-        "losses of several into one). If the first was of another module's loss, which runs through this one, freeze "
-        "this one's params meanwhile (requires_grad_(False)): they were updated. To accumulate, construct the "
-        "optimizer without release_gradients."
+        "call step() after each backward (sum several losses into one), or construct the optimizer without "
+        "release_gradients for gradient accumulation: a second backward began before step(), and the first one's "
+        "gradients were used for an update and are gone. If the first was of another module's loss, which runs through "
+        "this module, freeze this module's params meanwhile (requires_grad_(False)): they were updated."
     )
 
 
 class ReleasedGradient(Part):
-    """``param.grad`` between a backward and its step: the mean gradient, which was used and is gone.
+    """``param.grad`` between a backward and its step, where the mean gradient was used and is gone.
 
-    It can be zeroed, which changes nothing; all else would be a silent zero, and is refused.
+    ``zero_()`` changes nothing. Every other function is refused: it would silently read a zero.
     """
 
     whose: str
@@ -45,11 +44,10 @@ class ReleasedGradient(Part):
 
     def _gone(self, what: str) -> StateError:
         return StateError(
-            f"the gradient of {self.whose} was used for the update and released while backward ran "
-            f"(release_gradients=True), and {what}: clipping, scaling, accumulating or logging it would come too late "
-            "and miss it. optimizer.grad_norm is the norm of all gradients, behind step(). For anything else construct "
-            "the optimizer without release_gradients; if a GradScaler scaled the loss, the update that was made is "
-            "wrong: load a checkpoint."
+            "construct the optimizer without release_gradients to clip, scale, accumulate or log gradients: the "
+            f"gradient of {self.whose} was used for the update and released while backward ran "
+            f"(release_gradients=True), and {what}. After step(), optimizer.grad_norm is the norm of all gradients. "
+            "If a GradScaler scaled the loss, the update was wrong: load a checkpoint."
         )
 
     def _refused(self, call: str) -> StateError:

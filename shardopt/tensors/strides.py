@@ -6,7 +6,7 @@ from ..errors import BindingError
 
 
 def dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
-    """The tensor's strides if its elements fill a range of storage without gaps, else those of a contiguous copy.
+    """Returns the tensor's strides if its elements fill storage without gaps, else the strides of a contiguous copy.
 
     Raises:
         BindingError: elements share memory (an expanded tensor): an update in place would be applied several times.
@@ -18,9 +18,9 @@ def dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
     ):
         if stride == 0:
             raise BindingError(
-                f"a param of shape {tuple(tensor.shape)} has strides {tensor.stride()}: several of its elements are "
-                "one place in memory, so that one update would be applied to it several times. Make it a tensor of its "
-                "own: nn.Parameter(param.detach().clone())."
+                "make it a tensor of its own (nn.Parameter(param.detach().clone())): several of its elements are one "
+                "place in memory, and one update would be applied several times. A param of shape "
+                f"{tuple(tensor.shape)} has strides {tensor.stride()}."
             )
         if stride != expected:
             return torch.empty(tensor.size(), device="meta").stride()
@@ -29,8 +29,8 @@ def dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 def in_storage_order(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
-    """``tensor`` itself where it has these strides, else a copy that does: its memory is then in storage order."""
-    # The stride of a dimension of one element says nothing.
+    """Returns ``tensor`` itself if it has these strides, else a copy that has: its memory is then in storage order."""
+    # The stride of a dimension of one element is arbitrary.
     if all(
         size == 1 or own == wanted for size, own, wanted in zip(tensor.size(), tensor.stride(), strides, strict=True)
     ):
@@ -39,7 +39,7 @@ def in_storage_order(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Te
 
 
 def with_own_storage(view: torch.Tensor) -> torch.Tensor:
-    """The same elements in the same memory, in a storage that begins and ends with them and keeps the memory."""
+    """Returns the same elements in the same memory, with a storage of their own that keeps the memory alive."""
     if not view.numel():
         return torch.empty_strided(view.size(), view.stride(), dtype=view.dtype, device=view.device)
     capsule = torch._C._to_dlpack(flattened(view))
@@ -48,5 +48,5 @@ def with_own_storage(view: torch.Tensor) -> torch.Tensor:
 
 
 def flattened(tensor: torch.Tensor) -> torch.Tensor:
-    """1D view of a dense tensor's memory, in storage order."""
+    """Returns a 1D view of a dense tensor's memory, in storage order."""
     return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())

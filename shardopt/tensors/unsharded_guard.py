@@ -1,12 +1,13 @@
-"""Params whose values lie on other ranks: they keep shape, dtype and gradient, and refuse to be read.
+"""Sharded params while they are not gathered: they keep shape, dtype and gradient, and refuse to be read.
 
-Reading memory that was given back would crash the process or, worse, train on stale numbers. While a param's bucket is
-released its class is :class:`ReleasedParameter`, which costs a tenth of a microsecond to change.
+A read of freed memory would crash the process or, worse, train on stale numbers. While a param's bucket is released,
+the param's class is :class:`ReleasedParameter`. A change of class costs a tenth of a microsecond.
 """
 
 import types
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
@@ -17,86 +18,49 @@ Read = Callable[[], torch.Tensor]
 Write = Callable[[torch.Tensor], None]
 Name = Callable[[], str | None]
 
-# What a released param can be asked for all the same: its slice as a part, to take this rank's slice of a tensor, and
-# its name in the module.
-_STANDINS: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+class _Access(NamedTuple):
+    """The functions of a sharded param that work while it is released."""
+
+    read: Read  # returns this rank's slice as a part: the answer to detach()
+    write: Write  # collective: writes this rank's slice of a whole tensor: the answer to copy_()
+    name: Name  # returns the param's name in the module
 
 
-def stand_in(param: torch.nn.Parameter, read: Read, write: Write, name: Name) -> None:
-    """Says how a released ``param`` answers ``detach()``, how it takes ``copy_(whole)``, and what it is called."""
-    _STANDINS[param] = read, write, name
+# All sharded params. This is a table of the process because an attribute of the param would travel: torch.save() and
+# copies of a module take a param's attributes with them, and these functions hold the optimizer's shards.
+_SHARDED: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def mark_sharded(param: torch.nn.Parameter, read: Read, write: Write, name: Name) -> None:
+    """Says that ``param`` is sharded, and how it answers ``detach()`` and ``copy_(whole)`` while it is released."""
+    _SHARDED[param] = _Access(read, write, name)
 
 
 def is_sharded(param: torch.Tensor) -> bool:
-    """Whether some optimizer keeps ``param`` in slices, be it gathered at this moment or not."""
-    return param in _STANDINS
+    """True if an optimizer keeps ``param`` in slices, gathered at this moment or not."""
+    return param in _SHARDED
 
 
-def forget(param: torch.nn.Parameter) -> None:
-    """It is whole from now on."""
-    _STANDINS.pop(param, None)
+def mark_whole(param: torch.nn.Parameter) -> None:
+    """Says that ``param`` is not sharded any more."""
+    _SHARDED.pop(param, None)
 
 
 _Tensor = torch.Tensor
 
 
-def _names(text: str) -> list[str]:
-    return text.split()
-
-
-_PROPERTIES = [
-    "shape",
-    "dtype",
-    "device",
-    "layout",
-    "grad",
-    "requires_grad",
-    "is_leaf",
-    "grad_fn",
-    "ndim",
-    "names",
-    "is_sparse",
-    "is_cuda",
-    "is_cpu",
-    "is_meta",
-    "is_quantized",
-    "is_mkldnn",
-    "is_nested",
-    "_version",
-    "_backward_hooks",
-    "_post_accumulate_grad_hooks",
-    "grad_dtype",
-    "itemsize",
-    "nbytes",
-    "retains_grad",
-]
-_METHODS = [
-    "size",
-    "stride",
-    "dim",
-    "numel",
-    "nelement",
-    "element_size",
-    "is_contiguous",
-    "is_floating_point",
-    "is_complex",
-    "storage_offset",
-    "register_hook",
-    "register_post_accumulate_grad_hook",
-    "requires_grad_",
-    "__hash__",
-    "is_shared",
-    "is_signed",
-    "ndimension",
-    "get_device",
-    "data_ptr",
-    "untyped_storage",
-    "new_empty",
-    "new_full",
-    "new_ones",
-    "new_tensor",
-    "new_zeros",
-]
+# Properties and methods that read no values.
+_PROPERTIES = """
+    shape dtype device layout grad requires_grad is_leaf grad_fn ndim names is_sparse is_cuda is_cpu is_meta
+    is_quantized is_mkldnn is_nested _version _backward_hooks _post_accumulate_grad_hooks grad_dtype itemsize
+    nbytes retains_grad
+""".split()  # noqa: SIM905 (names read better as a text)
+_METHODS = """
+    size stride dim numel nelement element_size is_contiguous is_floating_point is_complex storage_offset
+    register_hook register_post_accumulate_grad_hook requires_grad_ __hash__ is_shared is_signed ndimension
+    get_device data_ptr untyped_storage new_empty new_full new_ones new_tensor new_zeros
+""".split()  # noqa: SIM905
 _ALLOWED = {
     *(getattr(getattr(_Tensor, name, None), "__get__", None) for name in _PROPERTIES),
     *(getattr(getattr(_Tensor, name, None), "__set__", None) for name in ("grad", "requires_grad", "grad_dtype")),
@@ -116,23 +80,18 @@ _ALLOWED = {
 } - {None}
 
 
-_CLASSES: dict[type, type] = {}
-
-
+@cache
 def released_class(own: type) -> type:
-    """What a param of this class is while it is released: :class:`ReleasedParameter`, and of its own class as well."""
+    """Returns the class of a released param of class ``own``: a subclass of it and of :class:`ReleasedParameter`."""
     if own is torch.nn.Parameter or issubclass(own, ReleasedParameter):
         return ReleasedParameter
-    if own not in _CLASSES:
-        body: dict[str, Any] = {"__slots__": ()}  # or it would not be of the same layout
-        _CLASSES[own] = types.new_class(
-            f"Released{own.__name__}", (ReleasedParameter, own), {}, lambda of: of.update(body)
-        )
-    return _CLASSES[own]
+    # Without __slots__ the layout would differ, and Python would refuse the assignment to __class__.
+    body: dict[str, Any] = {"__slots__": ()}
+    return types.new_class(f"Released{own.__name__}", (ReleasedParameter, own), {}, lambda space: space.update(body))
 
 
 class ReleasedParameter(torch.nn.Parameter):
-    """An ``nn.Parameter`` of which this rank holds its slice only, at this moment."""
+    """An ``nn.Parameter`` of which this rank holds only its slice at this moment."""
 
     @classmethod
     def __torch_function__(
@@ -146,14 +105,14 @@ class ReleasedParameter(torch.nn.Parameter):
             with torch._C.DisableTorchFunctionSubclass():
                 return function(*args, **(kwargs or {}))
         first = args[0] if args else None
-        if isinstance(first, ReleasedParameter) and _leaves_it(function, first, args[1:], kwargs or {}):
-            return first  # module.to(...) of where it is: as torch, which then hands back the tensor itself
-        if isinstance(first, ReleasedParameter) and first in _STANDINS:
-            read, write, _ = _STANDINS[first]
+        if isinstance(first, ReleasedParameter) and _changes_nothing(function, first, args[1:], kwargs or {}):
+            return first  # module.to() returns the tensor itself, as torch does
+        if isinstance(first, ReleasedParameter) and first in _SHARDED:
+            access: _Access = _SHARDED[first]
             if function in (_Tensor.detach, torch.detach, _Tensor.data.__get__):  # type: ignore[attr-defined]
-                return read()
+                return access.read()
             if function is _Tensor.copy_ and not isinstance(args[1], ReleasedParameter):
-                write(args[1])
+                access.write(args[1])
                 return first
         found = next((each for each in (*args, *(kwargs or {}).values()) if isinstance(each, ReleasedParameter)), first)
         raise _refusal(getattr(function, "__name__", str(function)), found)
@@ -179,11 +138,11 @@ _CASTS = {
 _MOVES = (_Tensor.cpu, _Tensor.cuda, _Tensor.to, *_CASTS)
 
 
-def _leaves_it(function: Any, param: torch.Tensor, args: Sequence[Any], keywords: Mapping[str, Any]) -> bool:
-    """Whether the call would move or cast a param to where and what it is, or assign its data to itself.
+def _changes_nothing(function: Any, param: torch.Tensor, args: Sequence[Any], keywords: Mapping[str, Any]) -> bool:
+    """True if the call would move or cast a param to its own device and dtype, or assign its data to itself.
 
     Raises:
-        ReleasedError: it would change it.
+        ReleasedError: the call would move or cast it to others.
     """
     if function == _Tensor.data.__set__:  # type: ignore[attr-defined]
         return args[0] is param
@@ -200,28 +159,24 @@ def _leaves_it(function: Any, param: torch.Tensor, args: Sequence[Any], keywords
     if stays and dtype in (None, param.dtype):
         return True
     raise ReleasedError(
-        f"a param of shape {tuple(param.shape)}, {param.dtype} on {param.device}, was to become {dtype or param.dtype} "
-        f"on {device or param.device}, but this rank holds a slice of it only (stage 3). Move and cast the model "
-        "before the first forward, or call optimizer.close() on every rank, which gives it back whole; a copy of one "
-        "param is made in `with optimizer.unsharded():`."
+        "move and cast the model before the first forward, or after optimizer.close() on every rank, which gives it "
+        "back whole; copy a param in `with optimizer.unsharded():`. This rank holds a slice of it only (stage 3): a "
+        f"param of shape {tuple(param.shape)}, {param.dtype} on {param.device}, was to become {dtype or param.dtype} "
+        f"on {device or param.device}."
     )
 
 
 def keep_pattern(name: str | None) -> str:
-    """What to pass to the optimizer so that a param of this name stays whole."""
+    """Returns the argument that makes the optimizer keep a param of this name whole."""
     return f'tuning=Tuning(keep=("{name}",))' if name else "tuning=Tuning(keep=...), which takes its name,"
 
 
 def _refusal(call: str, param: Any) -> ReleasedError:
-    if param not in _STANDINS:
-        shape = tuple(param.shape) if isinstance(param, _Tensor) else "?"
-        name, whose = None, f"a param of shape {shape}"
-    else:
-        name = _STANDINS[param][-1]()
-        whose = f"{name or 'a param'} of shape {tuple(param.shape)}"
+    name = _SHARDED[param].name() if param in _SHARDED else None
+    shape = tuple(param.shape) if isinstance(param, _Tensor) else "?"
     return ReleasedError(
-        f"{call} was called on {whose}, whose values are sharded over the ranks at this moment (stage 3). Construct "
-        f"the optimizer with {keep_pattern(name)} and it stays whole on every rank; or put the call in "
-        "`with optimizer.unsharded():`, which every rank must enter and leave. It is gathered by itself only while its "
-        "own module runs forward or backward."
+        "put the call in `with optimizer.unsharded():`, which every rank must enter and leave; or construct the "
+        f"optimizer with {keep_pattern(name)} and the param stays whole on every rank. {call} was called on "
+        f"{name or 'a param'} of shape {shape}, whose values are sharded over the ranks at this moment (stage 3). "
+        "Without a call it is gathered only while its own module runs forward or backward."
     )

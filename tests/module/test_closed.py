@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from shardopt import BindingError, ShardedOptimizer, ShardedSGD
-from shardopt.module.takeover import RetiredReducer
+from shardopt.module.ddp import RetiredReducer
 from tests.support.modules import RATES, W, plain, small, train_step
 from tests.support.ranks import Pool
 from tests.support.training import raises

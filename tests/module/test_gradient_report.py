@@ -77,9 +77,9 @@ def test_who_failed_and_whether_anything_moved() -> None:
         for rank in range(4):
             report = ReportLayout(params, rank, 4).blank()
             if rank % 2:
-                report.say_failed(rank)
+                report.mark_failed(rank)
             if rank == 2:
-                report.say_updated()
+                report.mark_updated()
             total.vector += report.vector
         assert total.failed == [1, 3] and total.updated and len(total.largest) == len(params)
 

@@ -160,6 +160,53 @@ def test_any_sequence_of_many(ranks: Pool) -> None:
     ranks.run(any_sequence, 100, 40, False, world=1, group=False, deadline=3600.0)
 
 
+# -- what was found ----------------------------------------------------------------------------------------------------
+
+LOW_SGD = Setting("SGD", stage=0, low=True)
+# A state is loaded whose master is half-way between two weights, and the param is the one that is not even.
+TIES_OF_LOADED_MASTERS: list[tuple[int, list[Act]]] = [
+    (
+        1,
+        [
+            ("backward", 81, (ALL, 98), -1, True),
+            ("step",),
+            ("zero_grad", True),
+            ("backward", 0, (ALL, ALL), 1, True),
+            ("step",),
+            ("step",),
+            ("step",),
+            ("assign", 0, 0),
+            ("step",),
+            ("assign", 0, 4),
+            ("step",),
+        ],
+    ),
+    (
+        2,
+        [
+            ("backward", 59, (ALL, 202), -1, True),
+            ("step",),
+            ("step",),
+            ("reopen", 1, "cpu"),
+            ("backward", 60, (103, ALL), -1, True),
+            ("step",),
+            ("step",),
+            ("assign", 1, 5),
+            ("backward", 7, (ALL, ALL), -1, True),
+            ("step",),
+            ("put", 1, False),
+            ("step",),
+        ],
+    ),
+]
+
+
+@pytest.mark.parametrize("world,acts", TIES_OF_LOADED_MASTERS, ids=["one process", "ranks"])
+def test_a_loaded_master_that_is_a_tie(ranks: Pool, world: int, acts: list[Act]) -> None:
+    with made_folder() as folder:
+        ranks.run(perform, LOW_SGD, acts, folder, world=world, group=world > 1)
+
+
 # -- ranks -------------------------------------------------------------------------------------------------------------
 
 

@@ -3,6 +3,7 @@
 import copy
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.nn import Parameter
@@ -22,6 +23,36 @@ from tests.support.ranks import Pool
 from tests.support.training import Net, close_to, ddp, digest, load_bytes, raises, raw, saved_bytes
 
 # -- weights written by others, copies, ends ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("offload", [None, "cpu"])
+def test_the_neighbour_of_a_tie_is_kept_when_it_is_written(offload: str | None) -> None:
+    """A master half-way between two bf16 numbers was rounded to the even one: the other one is what somebody wrote.
+
+    Unless the master was loaded: it may have been a split one, whose ties are rounded away from zero.
+    """
+    upper = torch.arange(0x3F80, 0x3F80 + 150, dtype=torch.int32)
+    masters = ((upper << 16) + 0x8000).view(torch.float32)
+    masters = torch.cat([masters, -masters])
+    even, away = masters.bfloat16(), (masters.view(torch.int32) + 0x8000 >> 16).short().view(torch.bfloat16)
+    for way in ("loaded", "in place", "through .data"):
+        param = Parameter((away if way == "loaded" else even).clone())
+        opt = ShardedSGD([param], lr=0.0, momentum=0.5, offload=offload)
+        state = {"momentum_buffer": torch.ones_like(masters), "master": masters}
+        opt.load_state_dict({**opt.state_dict(), "state": {0: state}})
+        param.grad = torch.ones_like(param)
+        opt.step()
+        assert raw(opt.state[param]["master"]) == raw(masters) and raw(param) == raw(even), way
+        if way == "in place":
+            with torch.no_grad():
+                param.copy_(away)
+        elif way == "through .data":
+            param.data.copy_(away)
+            opt.refresh_masters()
+        opt.step()
+        assert raw(param) == raw(even if way == "loaded" else away), way
+        expected = masters if way == "loaded" else torch.where(away == even, masters, away.float())
+        assert raw(opt.state[param]["master"]) == raw(expected), way
 
 
 def written_weights() -> None:

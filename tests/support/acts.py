@@ -202,6 +202,7 @@ class Performance:
         self.model.follow(self.bound)
         if not is_overflowing:
             self.model.step()
+            self.model.loaded -= self.bound
             self.updates += 1
         self.model.use_gradients()
 
@@ -437,7 +438,7 @@ class Performance:
 
     def _begin_anew(self) -> None:
         self.tier = None
-        self.bound = set()
+        self.bound, self.model.loaded = set(), set(range(len(SHAPES)))
         for gradient in self.model.gradients:
             gradient.zero(True)
         self._drop_masters()

@@ -145,6 +145,14 @@ class Gradient:
         return Gradient(reduced, self.pending, False, self.is_pending_here, self.pending_on)
 
 
+def away_from_zero(master: Tensor) -> Tensor:
+    """To the nearest bf16 numbers, ties away from zero."""
+    near = master.bfloat16()
+    other = (2 * master.double() - near.double()).bfloat16()  # the other neighbour, where the master is a tie
+    is_tie = other.double() + near.double() == 2 * master.double()
+    return torch.where(is_tie & (other.abs() > near.abs()), other, near)
+
+
 @dataclass(frozen=True)
 class Saved:
     """What a checkpoint, or a state dict, holds."""
@@ -166,6 +174,7 @@ class Model:
         self.groups = [list(group) for group in groups]
         self.optimizer = self._make()
         self.steps = 0  # in all: rounding errors add up over them
+        self.loaded = set(range(len(self.weights)))  # params whose masters were made or loaded since their last step
 
     def _make(self) -> torch.optim.Optimizer:
         groups = [{"params": [self.masters[index] for index in group]} for group in self.groups]
@@ -209,10 +218,16 @@ class Model:
         return not all(bool(grad.isfinite().all()) for grad in grads if grad is not None)
 
     def follow(self, indices: Iterable[int]) -> None:
-        """Masters follow weights that were written: elements that are the master rounded keep it."""
+        """Masters follow weights that were written: elements that are the master rounded keep it.
+
+        A master that is a tie and was loaded may have been a split one: either neighbour is that, rounded.
+        """
         for index in indices:
             weight, master = self.weights[index], self.masters[index].data
-            master.copy_(torch.where(master.to(weight.dtype) == weight, master, weight.float()))
+            is_rounded = master.to(weight.dtype) == weight
+            if self.is_low(index) and index in self.loaded:
+                is_rounded |= away_from_zero(master) == weight
+            master.copy_(torch.where(is_rounded, master, weight.float()))
 
     def write(self, index: int, values: Tensor) -> None:
         self.weights[index].copy_(values)
@@ -237,6 +252,7 @@ class Model:
 
     def load(self, saved: Saved, restores_gradients: bool) -> None:
         """A checkpoint."""
+        self.loaded = set(range(len(self.weights)))
         for index, (weight, master) in enumerate(zip(saved.weights, saved.masters, strict=True)):
             self.weights[index].copy_(weight)
             self.masters[index].data.copy_(master)
@@ -248,11 +264,13 @@ class Model:
         """A state dict, and the masters that it holds."""
         self.optimizer.load_state_dict(copy.deepcopy(dict(states)))
         self.begin_states()
+        self.loaded |= {self.owned[number] for number in states["state"]}
         for index, master in masters.items():
             self.masters[index].data.copy_(master)
 
     def put_state(self, index: int, state: Mapping[str, Any] | None, master: Tensor | None) -> None:
         """Of one param; without one it goes back to before its first step."""
+        self.loaded.add(index)
         if state:
             self.optimizer.state[self.masters[index]] = copy.deepcopy(dict(state))
         else:

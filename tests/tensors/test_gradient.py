@@ -255,7 +255,7 @@ def test_nonfinite(bad: float) -> None:
             assert part.isfinite().any() == part.isfinite().logical_not().logical_not().any() == (part.numel() > 1)
             for ask in (torch.isnan, torch.isinf):
                 if size > 1:
-                    with raises(StateError, ask.__name__, "Ask torch.isfinite"):
+                    with raises(StateError, ask.__name__, "call torch.isfinite"):
                         ask(part)
                 else:
                     assert ask(part).any() == ask(torch.tensor(bad))
@@ -361,7 +361,7 @@ def test_norms_and_their_dtypes() -> None:
                     assert raw(norm) == raw(expected)
             assert part.norm() == torch.linalg.norm(part) == part.norm("fro") == torch.norm(part)
             for wrong in (lambda g: g.norm(1), lambda g: g.norm(2, keepdim=True), lambda g: g.norm(dtype=torch.int)):
-                with raises(StateError, "norm of order", "order 2 and inf", "full_tensor"):
+                with raises(StateError, "norms of order", "order 2 and inf", "full_tensor"):
                     wrong(part)
             with raises(StateError, "new 0-d tensors"):
                 torch.linalg.vector_norm(part, out=torch.zeros(()))
@@ -571,7 +571,7 @@ def test_refusals_and_whole_gradients(dtype: torch.dtype) -> None:
         sharded.ranks[0][0].grad.numpy()
     for world in (sharded, alone):
         for name, write in WRITES.items():
-            with raises(StateError, name, "spread over ranks"):
+            with raises(StateError, name, "sharded over ranks"):
                 write(world.ranks[0][0].grad)
         with raises(StateError, "full_tensor"):
             torch.save(world.ranks[0][0].grad, io.BytesIO())
@@ -641,7 +641,7 @@ def test_stale() -> None:
                 with raises(StateError, "stale"):
                     param.sum().backward()
             for each, use in itertools.product((part, alias), STALE_USES):
-                with raises(StateError, "stale", "Read param.grad again"):
+                with raises(StateError, "stale", "read param.grad again"):
                     use(each)
             assert "stale" in repr(part)
         assert not world.received

@@ -1,0 +1,125 @@
+"""A module wrapped in DistributedDataParallel: shardopt reduces its gradients, so DDP loses its reducer and buckets.
+
+DDP goes on to call the module, to broadcast buffers, and to answer ``no_sync()`` and ``state_dict()``.
+"""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, NoReturn, cast
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
+
+from ..errors import BindingError
+
+
+def active_wrapper(module: nn.Module) -> DistributedDataParallel | None:
+    """Returns the DDP module whose forward runs now, if it wraps ``module``."""
+    active = DistributedDataParallel._get_active_ddp_module()
+    return active if active is not None and _wraps(active.module, module) else None
+
+
+def _wraps(outer: nn.Module, inner: nn.Module) -> bool:
+    """True if ``outer`` is ``inner``, or holds it and has no params of its own, as torch.compile's wrapper does."""
+    if outer is inner:
+        return True
+    own = set(inner.parameters())
+    return all(param in own for param in outer.parameters()) and any(each is inner for each in outer.modules())
+
+
+def check_same_ranks(given: dist.ProcessGroup | DeviceMesh, ddp: DistributedDataParallel) -> None:
+    """Raises BindingError if the optimizer's ranks are not those of DDP."""
+    ranks, theirs = _ranks_of(given), _ranks_of(ddp.process_group)
+    if ranks != theirs:
+        raise BindingError(
+            "give the optimizer and DistributedDataParallel the same ranks, or omit process_group=: DDP would "
+            f"broadcast buffers over other ranks than gradients are averaged over. process_group= holds ranks {ranks}, "
+            f"the group of the DistributedDataParallel module {theirs}."
+        )
+
+
+def _ranks_of(group: dist.ProcessGroup | DeviceMesh) -> list[int]:
+    """Returns global ranks, sorted: of a group or of the slice of a mesh that holds this rank."""
+    if isinstance(group, DeviceMesh):
+        return sorted(group.mesh.flatten().tolist())
+    return sorted(dist.get_process_group_ranks(group))
+
+
+def has_reducer(ddp: DistributedDataParallel) -> bool:
+    """True if DDP still reduces gradients itself."""
+    return not isinstance(ddp.reducer, RetiredReducer)
+
+
+def retire_reducer(ddp: DistributedDataParallel, group: dist.ProcessGroup | None) -> None:
+    """Makes DDP ignore gradients, and frees its buckets.
+
+    Args:
+        group: the group that gradients are averaged over; None if that is not known yet, or one rank.
+
+    Raises:
+        BindingError: DDP has an option that only its own reducer can honour, or other ranks than ``group``.
+    """
+    options = {
+        "a communication hook": bool(ddp._comm_hooks),
+        "mixed_precision": ddp.mixed_precision is not None,
+        "join()": ddp._join_config.enable,
+        "delay_all_reduce_named_params": bool(ddp._delay_all_reduce_params),
+        "the Python reducer (torch._dynamo.config.optimize_ddp = 'python_reducer')": bool(ddp._use_python_reducer),
+    }
+    found = [name for name, is_on in options.items() if is_on]
+    if found:
+        raise BindingError(
+            f"construct DistributedDataParallel without {' and '.join(found)}: shardopt replaces DDP's reducer, and "
+            "this would silently have no effect. Instead, reduce_dtype= compresses gradients and `with "
+            "optimizer.join():` is for uneven inputs; or pass model.parameters() without the module at stage 0 or 1."
+        )
+    if group is not None:  # DDP may have been wrapped around the module after bind()
+        check_same_ranks(group, ddp)
+    ddp.reducer = cast(Any, RetiredReducer())
+    ddp.logger = RetiredLogger()  # DDP's own logger holds the old reducer, whose buckets would stay allocated
+
+
+def restore_reducer(ddp: DistributedDataParallel) -> None:
+    """Gives DDP a reducer of its own again, as its constructor does."""
+    params, expect_sparse = ddp._build_params_for_reducer()
+    names = ddp._build_debug_param_to_name_mapping(params)
+    ddp._ddp_init_helper(params, expect_sparse, names, ddp.static_graph)
+
+
+class RetiredReducer:
+    """Answers the calls that DDP makes on its reducer in every forward, and ignores gradients."""
+
+    def prepare_for_forward(self) -> None:
+        pass
+
+    def prepare_for_backward(self, outputs: Any) -> None:
+        pass
+
+    def _rebuild_buckets(self) -> bool:
+        return False
+
+    def _delay_all_reduce(self) -> None:
+        pass
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise BindingError(
+            "use `with optimizer.join():` for uneven inputs; for other features of DDP's reducer (communication hooks, "
+            "changes of the group) call optimizer.close() first, or pass model.parameters() without the module at "
+            f"stage 0 or 1. shardopt has replaced the reducer, and DistributedDataParallel asked it for {name}."
+        )
+
+
+class RetiredLogger:
+    """Accepts DDP's notes about a reducer that is gone, and returns none."""
+
+    def _get_ddp_logging_data(self) -> SimpleNamespace:
+        return SimpleNamespace(strs_map={}, ints_map={})
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return lambda *arguments, **keywords: None
