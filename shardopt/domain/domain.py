@@ -68,7 +68,7 @@ class Domain:
     ``epoch``, ``clock``                          their own methods; :meth:`end_step`
     ``broken``, ``is_half_loaded``                :meth:`break_off`, :meth:`make_good`
     ``counted_elsewhere``, ``slice_numbers``      :meth:`note_slice`
-    ``remote``                                   :meth:`retire`, :meth:`release`
+    ``remote``                                    :meth:`retire`, :meth:`release`
     ============================================  ==========================================
     """
 
@@ -76,7 +76,7 @@ class Domain:
         self.rule = rule
         self.options = options
         self.mesh = mesh
-        self.epoch = Epoch()  # which states these are
+        self.epoch = Epoch()  # the moment of the states
         self.clock = Clock()
         self._links: Links | None = None
         self._shards: list[Shard] = []
