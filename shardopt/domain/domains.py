@@ -222,9 +222,9 @@ class Domains:
                 self._check_apart(name, ranks, own)
                 if not is_within and found is not None and found.mesh.tolist() != mesh.mesh.tolist():
                     raise BindingError(
-                        f"{name} is a DTensor over ranks {sorted(ranks)}, others are over ranks "
-                        f"{sorted(found.mesh.flatten().tolist())}: it cannot be told which ranks hold copies of params "
-                        "that are none. Use one tensor mesh for all params of an optimizer."
+                        f"use one tensor mesh for all params of an optimizer: {name} is a DTensor over ranks "
+                        f"{sorted(ranks)}, others are over ranks {sorted(found.mesh.flatten().tolist())}, and it "
+                        "cannot be told which ranks hold copies of plain params."
                     )
             except BindingError as error:
                 return found or mesh, error
@@ -237,10 +237,9 @@ class Domains:
         sharing = set(_ranks(self.main.mesh.world if own is None else self.others[own].mesh.world))
         if len(ranks & sharing) > 1:
             raise BindingError(
-                f"{name} is a DTensor over ranks {sorted(ranks)}, and ranks {sorted(ranks & sharing)} of these "
-                "are to share its states: they hold different elements, or copies that tensor parallelism keeps "
-                'alike. Give the data-parallel ranks: process_group=mesh["dp"].get_group(), also where that is '
-                "one rank."
+                'give the data-parallel ranks, also if it is one rank: process_group=mesh["dp"].get_group(). '
+                f"{name} is a DTensor over ranks {sorted(ranks)}, and ranks {sorted(ranks & sharing)} of these are to "
+                "share its states. They hold different elements, or copies that tensor parallelism keeps alike."
             )
 
     def _note_copies(self, groups: Sequence[Group], mesh: DeviceMesh | None) -> None:
@@ -250,9 +249,9 @@ class Domains:
             own = group.get("process_group")
             if own is not None and mesh is not None and not is_dtensor(param):
                 raise BindingError(
-                    f"{name} is a plain tensor of a group with its own process_group, beside DTensors: whether the "
-                    "ranks of their mesh hold copies of it or others cannot be told, so that the norm could count it "
-                    "several times. Make it a DTensor (distribute_tensor), replicated or sharded."
+                    f"make {name} a DTensor (distribute_tensor), replicated or sharded: it is a plain tensor of a "
+                    "group with its own process_group, beside DTensors. The ranks of their mesh may hold copies of it "
+                    "or other values, and the norm could count it several times."
                 )
             domain = self.main if own is None else self.others[own]
             is_slice = is_dtensor(param)
@@ -267,9 +266,9 @@ class Domains:
             beyond = set(others) - set(_ranks(ranks))
             if beyond:
                 raise BindingError(
-                    f"ranks {sorted(beyond)} share states or params with this one and are not in {what}, "
-                    f"{_ranks(ranks)}: the norm and the decision to skip a step would differ between ranks of one "
-                    "model. Give norm_group= all ranks that train the model (torch.distributed.group.WORLD, say)."
+                    "give norm_group= all ranks that train the model (torch.distributed.group.WORLD, say): ranks "
+                    f"{sorted(beyond)} share states or params with this one and are not in {what}, {_ranks(ranks)}. "
+                    "The norm and the decision to skip a step would differ between ranks of one model."
                 )
 
 
