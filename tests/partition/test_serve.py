@@ -194,6 +194,6 @@ def test_a_directory_with_a_long_name(tmp_path: Path) -> None:
     with patch.object(tempfile, "tempdir", str(deep)):
         there = Listener(None)
     assert there.address.startswith("/tmp/") and not list(deep.iterdir())
-    in_child(there.leave, lambda: None)
+    in_child(there.forget, lambda: None)
     with socket.socket(socket.AF_UNIX) as caller:  # the child's copy was closed, not ours
         caller.connect(there.address)
