@@ -96,7 +96,7 @@ def upward(found: Mapping[str, set[str]]) -> list[tuple[str, str]]:
     for name, targets in sorted(found.items()):
         for target in sorted(targets):
             here, there = room(name), room(target)
-            if here in (FACE, there) or (there == FACE and floor_of(here) == 0):
+            if here in (FACE, there) or (there == FACE and floor_of(here) <= 1):
                 continue
             if there == FACE or floor_of(there) <= floor_of(here):
                 wrong.append((name, target))

@@ -20,7 +20,7 @@ from .config import Offload, Options
 from .domain.agreement import StepDigest, agree, agree_on_call
 from .domain.bind import bind, frozen_of
 from .domain.domain import Domain
-from .domain.domains import Domains, Party
+from .domain.domains import DomainGroups, Domains
 from .domain.dtensors import DTensorLocals, local_gradient
 from .domain.exclusive import exclusive
 from .domain.formats import check_formats
@@ -49,9 +49,8 @@ from .partition.mesh import Mesh, everyone_of
 from .partition.placement import Placement, Placements
 from .rules import Rule
 from .states.consolidate import consolidate, rank_to_gather_on
-from .states.table import StateTable
+from .states.table import StateTable, StateView
 from .states.torch_format import read_state_dict, to_state_dict
-from .states.view import StateView
 from .step.step import NOTHING_DONE, Call, Outcome, run_step
 from .step.survey import Scaling
 from .step.update_in_backward import UpdateInBackward, drop_gradients
@@ -180,14 +179,14 @@ class Engine:
         if self._composition is None:
             main = self._make_domain(self._process_group())
             backward = self._make_backward(main)
-            self._composition = self.states.composition = Domains(main, self.options, self.local_params)
+            self._composition = self.states.domains_of_model = Domains(main, self.options, self.local_params)
             if self.takeover is not None:
                 self.takeover.use_domain(main, backward)
         return self._composition
 
-    def parties(self) -> list[Party]:
+    def groups_by_domain(self) -> list[DomainGroups]:
         """Each domain that has params, with its groups; in the same order on all ranks of a domain."""
-        return self.compose().parties(self.groups, self._make_domain)
+        return self.compose().groups_by_domain(self.groups, self._make_domain)
 
     def ranks(self) -> Ranks:
         """All that make every call together; before the first step too, which may still be given another DDP module."""
@@ -340,12 +339,12 @@ class Engine:
             self.bind()
             return
         try:
-            for party in self.parties():
-                candidates = party.domain.unbound(party.groups)
+            for domain, groups in self.groups_by_domain():
+                candidates = domain.unbound(groups)
                 if candidates:
-                    numbers = [plain_numbers(group) for group in party.groups]
+                    numbers = [plain_numbers(group) for group in groups]
                     check_numbers(numbers, self.defaults)
-                    self._bind_params(party.domain, party.groups, numbers, candidates)
+                    self._bind_params(domain, groups, numbers, candidates)
         finally:
             self.local_params.show()
 
@@ -451,7 +450,7 @@ class Engine:
         return NOTHING_DONE
 
     def _run(self, call: Call) -> Outcome:
-        parties, composition = self.parties(), self.compose()
+        by_domain, composition = self.groups_by_domain(), self.compose()
         composition.compare_norm_groups(call.problem)
         try:
             composition.look(self.groups)
@@ -464,7 +463,7 @@ class Engine:
         except Exception as error:
             call = dataclasses.replace(call, problem=error)
         try:
-            return run_step(parties, composition.whole, call, self._bind_params)
+            return run_step(by_domain, composition.whole, call, self._bind_params)
         finally:
             self.local_params.drop_gradients()
             self.local_params.show()
@@ -493,8 +492,8 @@ class Engine:
         if domain is None or domain.mesh.shard.size == 1:
             rank_to_gather_on(to, self.ranks().size)
             return
-        (party,) = self.parties()
-        states = consolidate(domain, to, party.groups)
+        ((_, groups),) = self.groups_by_domain()
+        states = consolidate(domain, to, groups)
         if states is not None:
             self.states.consolidated = {**self.states.waiting, **states}
 

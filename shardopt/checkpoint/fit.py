@@ -84,7 +84,7 @@ class _Fitting:
     def _is_others(self, saved: str) -> bool:
         """True if other ranks hold the param: those of another process group, of as many as there are here."""
         turn = self.manifest.params[saved].get("turn")
-        own = {tuple(member.turn) for member in self.model.params.values() if member.turn is not None}
+        own = {tuple(member.expert_group) for member in self.model.params.values() if member.expert_group is not None}
         return turn is not None and tuple(turn) not in own and turn[1] in {total for _, total in own}
 
     def _note(self, mismatch: str) -> None:

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from ..arguments import flag
-from ..domain.loaded import begin_states
 from ..domain.param import ParamRecord
 from ..domain.param_state import ParamState
 from ..errors import CheckpointError, ShardoptError
@@ -222,8 +221,7 @@ class Loading:
         shard, index = entry.shard, entry.index
         kinds = {} if saved is None else self._manifest.kinds[saved]
         # The next step writes the master anew from the param, if the master does not round to it.
-        entry.version, entry.begins_average = None, False
-        shard.awaiting.pop(index, None)
+        entry.await_weights()
         if "master" not in kinds and shard.masters:
             # The checkpoint has no master, and the low bits of the present one belong to other weights.
             where = shard.slice_of(index).local
@@ -234,7 +232,7 @@ class Loading:
         if not about["has_state"]:  # back to before the param's first step
             entry.forget()
             shard.zero(index)
-            begin_states(shard, index, entry.initial)
+            entry.write_initial()
             return
         entry.take_counters(ParamState(about["step"], carried_of(about)))
         if EMA in shard.kept.states and EMA not in kinds:

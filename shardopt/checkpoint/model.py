@@ -9,8 +9,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..domain.domain import Domain
-from ..domain.domains import Turn
-from ..domain.dtensors import Place, is_dtensor, place_of
+from ..domain.domains import ExpertGroup
+from ..domain.dtensors import DTensorPlace, is_dtensor, place_of
 from ..domain.param import ParamRecord
 from ..domain.shard import Shard
 from ..errors import CheckpointError
@@ -35,8 +35,9 @@ class ModelParam:
     shard: Shard | None
     index: int = 0  # in the shard's bucket
     entry: ParamRecord | None = None  # where it is trained
-    place: Place | None = None  # of a DTensor
-    turn: Turn | None = None  # of a group with a process_group of its own: ranks outside of it hold others
+    place: DTensorPlace | None = None  # of a DTensor
+    # Of a group with a process_group of its own: ranks outside of it hold other experts.
+    expert_group: ExpertGroup | None = None
     world: Ranks | None = None  # that hold the same; None: all that make the checkpoint
 
 
@@ -74,7 +75,7 @@ class Model:
             number, group = owner[param]
             engine = self.engines[number]
             composition, local = engine.compose(), engine.local_params.of(param)
-            turn = composition.turn_of(group)
+            expert_group = composition.expert_group_of(group)
             domain = composition.domain_of(local)
             entry = None if domain is None else domain.entries[local]
             member = ModelParam(name, tuple(aliases), local, number, None, None, place=place_of(param))
@@ -82,10 +83,12 @@ class Model:
                 member = replace(member, domain=domain, shard=entry.shard, index=entry.index, entry=entry)
             elif id(param) in sharded:
                 member = self._frozen(name, tuple(aliases), param, sharded, number)
-            if turn is not None:
-                named = [f"{each}@{turn}" for each in (name, *aliases)]
+            if expert_group is not None:
+                named = [f"{each}@{expert_group}" for each in (name, *aliases)]
                 world = composition.world_of(group)
-                member = replace(member, name=named[0], aliases=tuple(named[1:]), turn=turn, world=world)
+                member = replace(
+                    member, name=named[0], aliases=tuple(named[1:]), expert_group=expert_group, world=world
+                )
             yield member
 
     @staticmethod
@@ -183,12 +186,12 @@ def meeting_of(engines: Sequence[Engine], module: nn.Module) -> Meeting:
     """Returns the ranks of this call. Collective where an engine's process groups are not numbered yet."""
     world, beyond = world_of(engines), []
     for engine in engines:
-        engine.parties()
+        engine.groups_by_domain()
         composition = engine.compose()
         own = composition.main.mesh.world
         composition.look(engine.groups)
         whole = composition.whole
-        composition.take_turns()
+        composition.number_expert_groups()
         beyond += [ranks for ranks in whole if ranks.group is not own.group and ranks.size > 1]
     return Meeting(world, device_of(module), beyond)
 

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from ..domain.domain import Domain
-from ..domain.domains import Turn
-from ..domain.masters import settle_masters
+from ..domain.domains import ExpertGroup
+from ..domain.masters import keep_low_bits
 from ..domain.param_state import ParamState
 from ..domain.shard import Shard, scales_name
 from ..errors import CheckpointError
@@ -131,14 +131,14 @@ def plan_save(model: Model, extra: Mapping[str, Any], step: int | None, widens: 
         for domain in engine.domains:
             if not widens:
                 _check_halves(domain)
-            settle_masters(domain)  # split masters are saved as they are
+            keep_low_bits(domain)  # their halves are saved as they are kept
     return _Planner(model, widens).plan(extra, step)
 
 
 def _check_halves(domain: Domain) -> None:
     """Raises CheckpointError for a loaded master whose low bits do not belong to the present weights."""
     for shard in domain.shards:
-        for index in shard.awaiting:
+        for index in shard.unmatched_masters:
             if not shard.fits_master(index):
                 raise CheckpointError(
                     "load the model's weights before this save, or call refresh_masters(): the low bits of loaded "
@@ -224,7 +224,7 @@ class _Planner:
             self._whole(Key("params", member.name, kind), tensor, member.world)
         return {
             **({} if member.place is None else {"place": str(member.place)}),
-            **({} if member.turn is None else {"turn": list(member.turn)}),
+            **({} if member.expert_group is None else {"turn": list(member.expert_group)}),
             "aliases": list(member.aliases),
             "optimizer": member.optimizer,
             "step": state.step,
@@ -306,9 +306,9 @@ def _with_all_turns(group: Mapping[str, Any], params: Mapping[str, Any]) -> dict
             names.append(name)
             continue
         number, total = params[name]["turn"]
-        base = name.removesuffix(f"@{Turn(number, total)}")
-        turns = [f"{base}@{Turn(each, total)}" for each in range(total)]
-        names += [each for each in turns if each in params]
+        base = name.removesuffix(f"@{ExpertGroup(number, total)}")
+        siblings = [f"{base}@{ExpertGroup(each, total)}" for each in range(total)]
+        names += [each for each in siblings if each in params]
     return {**group, "params": names}
 
 

@@ -1,5 +1,6 @@
 """What lies on the ranks that share one set of shards?
 
-A domain joins the four: a rule's states lie in shards, partitioned over ranks, in a number format, on a tier.
-``bind.py`` makes it once; ``domain.py`` is the table that is left; ``domains.py`` has several of them, for one model.
+A domain joins four folders: the states of a rule (``rules/``) lie in shards over ranks (``partition/``), in a number
+format (``kernels/``), on a tier (``offload/``). ``bind.py`` makes its parts once; ``domain.py`` is the table of them;
+``domains.py`` has the several domains of one model.
 """

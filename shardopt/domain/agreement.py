@@ -1,9 +1,9 @@
-"""Agreement: one small message a step by which every rank knows what all ranks are about to do.
+"""Agreement: one small message a step, by which every rank knows what all ranks are about to do.
 
-A sharded step needs every rank. If one had other params, another learning rate, a gradient that others lack, or an
-error, the rest would hang or go on with numbers that no longer belong together. So before anything changes each rank
-shows a digest of its view of the step, and what the decision needs (overflow, norm). Where digests differ, the views
-themselves are exchanged and the first difference is named on every rank.
+A sharded step needs every rank. If one rank had other params, another learning rate, a gradient that others lack, or an
+error, the rest would hang, or go on with shards that do not belong together. So before anything changes, each rank
+sends a digest of its view of the step, and what the decision needs (overflow, norm). If digests differ, ranks exchange
+the views themselves, and the first difference is named on every rank.
 """
 
 import hashlib
@@ -31,16 +31,16 @@ _ALIKE, _TINY = 1e-2, 1e-12
 
 @dataclass(frozen=True)
 class StepDigest:
-    """One rank's view of the step it is about to take."""
+    """What one rank is about to do, in a form that ranks compare."""
 
     key: Any  # JSON-able and short; must be equal on all ranks
-    describe: Callable[[], dict[str, Any]]  # JSON-able, with names; called only where keys differ
+    describe: Callable[[], dict[str, Any]]  # JSON-able, with names; called only if keys differ
     problem: Exception | None = None  # why this rank cannot step
     overflow: bool = False  # the GradScaler found an Inf or NaN
     nonfinite: int = 0  # such elements in the gradients of this rank's shards
     witness: int = 0  # bits of a float64 that must be alike on all ranks
-    written: int = 0  # params that others wrote since the last step
-    limbs: tuple[int, ...] = field(default=(0,) * LIMBS)  # sum of squares of them
+    written: int = 0  # params that were written since the last step, but not by it
+    limbs: tuple[int, ...] = field(default=(0,) * LIMBS)  # sum of squares of the gradients, see kernels/reductions.py
     consequence: str = "so no rank took the step and nothing changed"  # of a difference
 
     def row(self) -> list[int]:
@@ -59,7 +59,7 @@ class StepDigest:
 
 @dataclass(frozen=True)
 class Consensus:
-    """What all ranks know now."""
+    """What all ranks know after they agreed."""
 
     overflow: bool
     nonfinite: int
@@ -68,10 +68,10 @@ class Consensus:
 
 
 def agree(view: StepDigest, ranks: Ranks, device: torch.device, one_copy: Sequence[int] = ()) -> Consensus:
-    """Exchanges the views.
+    """Collective: exchanges the digests.
 
     Args:
-        one_copy: the ranks whose shards make up one copy of all gradients, where their sums are asked for.
+        one_copy: the ranks whose shards make up one copy of all gradients; empty if ``limbs`` are equal on all ranks.
 
     Raises:
         Exception: this rank's own problem.
@@ -132,13 +132,13 @@ def _compare_witnesses(bits: Sequence[int]) -> None:
 def _raise_problem(view: StepDigest, ranks: Ranks, device: torch.device) -> None:
     own = None if view.problem is None else [type(view.problem).__name__, str(view.problem)]
     problems = ranks.exchange_json(own, device, "reporting a problem")
-    # Of a rank that left a backward the others hear there already: its own error says more.
+    # A rank that broke off a backward fails the others with a CommunicationError there: its own error says more.
     told = [(rank, problem) for rank, problem in enumerate(problems) if problem is not None]
     first = [each for each in told if each[1][0] != CommunicationError.__name__]
     if view.problem is not None and (own in [problem for _, problem in first] or not first):
         raise view.problem
     rank, (kind, text) = (first or told)[0]
-    # What can be mended and tried again is of one type on all ranks, so that all can catch it.
+    # An OffloadError can be fixed and the call repeated, so it is of one type on all ranks: all can catch it.
     error = OffloadError if kind == OffloadError.__name__ else DisagreementError
     raise error(
         f"rank {rank} cannot take this step, so no rank does and nothing changed. It says: {kind}: {text}"
@@ -160,7 +160,7 @@ def _raise_difference(view: StepDigest, ranks: Ranks, device: torch.device) -> N
 
 
 def first_difference(one: Any, other: Any, where: str = "") -> tuple[str, Any, Any] | None:
-    """Where two JSON values first differ: (path, value in the one, value in the other)."""
+    """Returns the first difference of two JSON values: (path, value in the one, value in the other); None if equal."""
     if isinstance(one, dict) and isinstance(other, dict):
         for key in [*one, *(key for key in other if key not in one)]:
             found = first_difference(one.get(key), other.get(key), f"{where}.{key}" if where else key)
@@ -181,3 +181,9 @@ def _first_in_lists(one: Sequence[Any], other: Sequence[Any], where: str) -> tup
         if found:
             return found
     return None
+
+
+def checksum(param: torch.Tensor) -> int:
+    """Returns the sum of a param's bit patterns, by which ranks notice that they start from different weights."""
+    bits = param.detach().contiguous().view(torch.int16 if param.element_size() == 2 else torch.int32)
+    return int(bits.sum(dtype=torch.int64))

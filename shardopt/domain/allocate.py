@@ -1,7 +1,7 @@
-"""What binding allocates on this rank: buckets that params move into, masters and states, sums of gradients, slices.
+"""Allocates on this rank what binding needs: buckets that params move into, masters and states, sums of gradients.
 
-All of it is made before the last agreement of the ranks, and nothing refers to it until then but the params: whoever
-binds hands an ``ExitStack`` over that undoes what was made, if memory runs out here or on another rank.
+All of it is made before the last agreement of the ranks, and until then only the params refer to it. If memory runs out
+here or on another rank, the ``ExitStack`` of the caller undoes what was made.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -19,7 +19,6 @@ from ..partition.reduce_buckets_host import HostSum
 from .bucket_plan import PlannedBucket
 from .domain import Domain
 from .formats import NOTHING
-from .loaded import begin_states, expect_weights, write_tensors
 from .param import ParamRecord
 from .param_state import ParamState
 from .shard import Shard
@@ -31,10 +30,10 @@ Fresh = Collection[torch.Tensor]
 
 @dataclass(frozen=True, eq=False)
 class Made:
-    """What was made of one bucket.
+    """The allocations of one bucket.
 
     Attributes:
-        entries: of its params; none where they are frozen.
+        entries: the records of its params; empty if they are frozen.
         sums: of their gradients, where the module was handed over.
         own: this rank's slice of the params apart from the bucket, at stage 3.
     """
@@ -53,27 +52,27 @@ def allocate(
     landing: HostLanding | None,
     undo: ExitStack,
 ) -> Made:
-    """Moves params into a bucket, makes masters and states, fills them with what was loaded.
+    """Moves params into a bucket, makes masters and states, and fills them with loaded states.
 
     Args:
-        waiting: states that were loaded.
+        waiting: states that were loaded, by param.
         fresh: params that have no values yet.
     """
     bucket = _bucket([param for _, param, _ in planned.members], planned.layout, fresh, planned.is_released, undo)
-    rests = planned.is_released and domain.params_rest(bucket.device)
+    is_offloaded = planned.is_released and domain.offloads_params(bucket.device)
     store = domain.store_for(bucket.device)
-    shard = Shard(bucket, domain.mesh.shard.rank, planned.states, store, planned.kept, rests)
+    shard = Shard(bucket, domain.mesh.shard.rank, planned.states, store, planned.kept, is_offloaded)
     undo.callback(shard.home.release)
     entries = []
     for index, (name, param, group) in enumerate(planned.members):
-        initial, state = domain.rule.initial_values(group), waiting.get(param)
-        entries.append(ParamRecord(param, name, shard, index, None, has_state=bool(initial), initial=initial))
+        entry, state = ParamRecord(param, name, shard, index, domain.rule.initial_values(group)), waiting.get(param)
+        entries.append(entry)
         if state is None:
-            begin_states(shard, index, initial)
+            entry.write_initial()
         else:
-            write_tensors(shard, index, state)
-            entries[-1].take_counters(state)
-            expect_weights(entries[-1], state)
+            entry.write_state(state)
+            entry.take_counters(state)
+            entry.expect_weights(state)
     sums = None if domain.options.module is None else _sums(domain, planned, shard, landing, undo)
     return Made(shard, tuple(entries), sums, shard.own_slice() if planned.is_released else None)
 
@@ -81,11 +80,11 @@ def allocate(
 def allocate_frozen(
     domain: Domain, params: Sequence[torch.nn.Parameter], layout: BucketLayout, fresh: Fresh, undo: ExitStack
 ) -> Made:
-    """Moves params that nothing trains into a bucket: they have no master, no state and no gradient."""
+    """Moves frozen params into a bucket: they have no master, no state and no gradient."""
     bucket = _bucket(params, layout, fresh, True, undo)
-    rests = domain.params_rest(bucket.device)
-    store = domain.store_for(bucket.device) if rests else make_store(None, domain.options.tuning, bucket.device)
-    shard = Shard(bucket, domain.mesh.shard.rank, (), store, NOTHING, rests)
+    is_offloaded = domain.offloads_params(bucket.device)
+    store = domain.store_for(bucket.device) if is_offloaded else make_store(None, domain.options.tuning, bucket.device)
+    shard = Shard(bucket, domain.mesh.shard.rank, (), store, NOTHING, is_offloaded)
     undo.callback(shard.home.release)
     return Made(shard, own=shard.own_slice())
 
@@ -99,22 +98,22 @@ def _bucket(
 
 
 def _give_back(bucket: Bucket) -> None:
-    """Lets params out again. One that finds no memory of its own stays in the bucket's, with its values."""
-    with suppress(MemoryError, RuntimeError):  # torch's own is a RuntimeError
+    """Gives params memory of their own. If there is none, a param stays in the bucket, with its values."""
+    with suppress(MemoryError, RuntimeError):  # torch reports a lack of memory as a RuntimeError
         bucket.release()
 
 
 def _sums(
     domain: Domain, planned: PlannedBucket, shard: Shard, landing: HostLanding | None, undo: ExitStack
 ) -> GradientBucket:
-    """Where gradients of the shard are summed."""
+    """Makes the bucket in which gradients of the shard are summed."""
     options, mesh, kept = domain.options, domain.mesh, planned.kept.gradient.dtype
     sink: DeviceSum | HostSum | PassingSum
     if options.release_gradients:
         shard.passing = sink = PassingSum(shard.numel, shard.device, mesh)
     elif landing is None:
         shard.reduced = sink = DeviceSum(shard.numel, kept, shard.device, mesh)
-        shard.sums = shard.gradients_in(sink.total)
+        shard.sums = shard.tables.gradients_in(sink.total)
     else:
         shard.reduced = sink = HostSum(shard.numel, kept, mesh, landing)
         undo.callback(landing.give_back, sink.total)

@@ -1,4 +1,4 @@
-"""The moving average of the weights in the place of the weights, for a while."""
+"""Shows the moving average of the weights in place of the weights, for a while."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -18,13 +18,13 @@ Slices = dict[Shard, torch.Tensor]  # 1D, as long as the shard and of its params
 
 @contextmanager
 def averaged(domain: Domain) -> Iterator[None]:
-    """Collective, both ends: inside, every param is its average; behind it what it was, whatever was written.
+    """A context, collective at both ends: inside, every param is its average; afterwards it has its weights again.
 
-    Params that were never updated (frozen, unused) have none and stay what they are. Takes memory for one copy of this
-    rank's slices.
+    Writes to params inside are lost. Params that were never updated (frozen, unused) have no average and stay what they
+    are. Takes memory for one copy of this rank's slices.
 
     Raises:
-        OffloadError: a rank cannot read its own; nothing changed.
+        OffloadError: a rank cannot read its own slices; nothing changed.
     """
     with torch.no_grad():
         begin_averages(domain)
@@ -40,7 +40,7 @@ def averaged(domain: Domain) -> Iterator[None]:
     followed = [entry for entry in domain.entries.values() if entry.version == entry.param._version]
     try:
         for shard in shards:
-            shard.aside = weights[shard]
+            shard.saved_weights = weights[shard]
         _put(domain, averages)
         with domain.sharded.unsharded() if domain.sharded is not None else nullcontext():
             yield
@@ -52,13 +52,13 @@ def averaged(domain: Domain) -> Iterator[None]:
             raise
         finally:
             for shard in shards:
-                shard.aside = None
-        for entry in followed:  # what was written inside is gone: masters have nothing to follow
-            entry.version = entry.param._version
+                shard.saved_weights = None
+        for entry in followed:  # writes inside are gone: masters need not follow them
+            entry.follow_param()
 
 
 def has_average(domain: Domain) -> bool:
-    """Whether any param was updated while one is kept; the same on all ranks of the domain."""
+    """True if averages are kept and any param was updated; the same on all ranks of the domain."""
     return domain.rule.average is not None and any(entry.step for entry in domain.entries.values())
 
 
@@ -76,7 +76,7 @@ def _updated(domain: Domain, shard: Shard) -> list[ParamRecord]:
 
 @torch.no_grad()
 def _put(domain: Domain, values: Slices) -> None:
-    """Collective: every rank's slices become these, and travel wherever params are whole."""
+    """Collective: writes these slices of each rank, and gathers params that are whole on every rank."""
     if domain.sharded is not None:
         domain.gatherer.write_slice(lambda: None)  # nobody still gathers what is about to be overwritten
 
@@ -96,7 +96,7 @@ def _put(domain: Domain, values: Slices) -> None:
 
 
 def _on_all(domain: Domain, act: Callable[[], None]) -> None:
-    """Collective where it can fail on one rank alone: then on all."""
+    """Calls ``act``. Collective if it can fail on one rank alone (with a disk): it then fails on all ranks."""
     problem: Exception | None = None
     try:
         act()

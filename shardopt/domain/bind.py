@@ -1,16 +1,16 @@
 """Binds params on all ranks or on none.
 
-Frameworks move, cast, load and wrap a model after the optimizer was made, so nothing is taken over before the first
-step or forward. Params that appear later (``add_param_group``, unfreezing) are bound then, into buckets of their own:
-what is bound never changes its place. In this order:
+Frameworks move, cast, load and wrap a model after the optimizer was made, so binding waits for the first step or
+forward. Params that appear later (``add_param_group``, unfreezing) are bound when they do, into buckets of their own: a
+bound param never changes its place. The order of events:
 
-1. plan and check: which params share a bucket, integers only;
-2. agree: all that the layout depends on is the same on all ranks;
-3. allocate: all that lasts, on this rank alone. Agree: every rank could;
-4. connect: how ranks reach each other, where each keeps what it made. Agree: every rank has;
-5. adopt: it becomes part of the domain. Nothing is allocated, nothing can fail.
+1. plan and check: decides which params share a bucket, with integers only;
+2. agree: everything that the layout depends on is the same on all ranks;
+3. allocate: makes all that lasts, on this rank alone. Agree: every rank could;
+4. connect: ranks tell each other where each keeps what it made. Agree: every rank did;
+5. adopt: adds it to the domain. Nothing is allocated, nothing can fail.
 
-An error before 5 is raised on all ranks, and what was made is undone on all of them.
+An error before 5 is raised on all ranks, and all of them undo what they made.
 """
 
 from collections.abc import Collection, Sequence
@@ -28,7 +28,7 @@ from ..partition.memory import return_free_pages
 from ..partition.placement import Placement, Placements
 from ..tensors.part import Part
 from ..tensors.unsharded_guard import is_sharded
-from .agreement import StepDigest, agree
+from .agreement import StepDigest, agree, checksum
 from .allocate import Fresh, Made, Waiting, allocate, allocate_frozen
 from .bindable import check_bindable, check_gradient_format, warn_of_master
 from .bucket_plan import PlannedBucket, plan_buckets
@@ -43,11 +43,11 @@ from .tiers import check_offload, make_landing
 
 @dataclass(frozen=True)
 class Bound:
-    """What was bound by one call: new in the domain's table.
+    """What one call bound.
 
     Attributes:
-        entries: of params that train, in the order of the table.
-        shards: theirs.
+        entries: the records of params that train, in the order of the domain's table.
+        shards: the shards of these params.
     """
 
     entries: tuple[ParamRecord, ...]
@@ -65,20 +65,20 @@ def bind(
     fresh: Fresh = (),
     closure: bool = False,
 ) -> Bound:
-    """Collective: takes params into buckets.
+    """Collective: moves params into buckets.
 
     Args:
         numbers: the groups' hyper-parameters as plain numbers.
         candidates: params that train.
-        waiting: states that were loaded, by param. They are read; whoever keeps them drops those of ``Bound.entries``.
-        frozen: params that nothing trains, to be sharded; see :func:`frozen_of`.
+        waiting: states that were loaded, by param. The caller drops those of ``Bound.entries`` afterwards.
+        frozen: params that do not train, to be sharded; see :func:`frozen_of`.
         fresh: params and buffers that were on the meta device and have no values yet.
-        closure: whether ``step()`` was called with one; must be equal on all ranks.
+        closure: True if ``step()`` was called with one; must be equal on all ranks.
 
     Raises:
-        BindingError: a param that no bucket can hold; on the ranks that have it.
+        BindingError: no bucket can hold a param; on the ranks that have the param.
         DisagreementError: ranks differ in what they bind, or another one has a problem.
-        Exception: memory ran out here, say; DisagreementError on the other ranks.
+        Exception: this rank's own problem, such as no memory; DisagreementError on the other ranks.
     """
     problem: Exception | None = None
     plan: list[PlannedBucket] = []
@@ -100,8 +100,8 @@ def bind(
         made: list[Made] = []
         landing = domain.landing
         try:
-            if domain.sharded is not None:  # they were frozen: whole values first
-                domain.sharded.let_go([param for _, param, _ in candidates])
+            if domain.sharded is not None:  # frozen params that train from now on need whole values first
+                domain.sharded.remove_params([param for _, param, _ in candidates])
             if domain.links is None and domain.options.module is not None:
                 landing = make_landing(domain.options.rests, device)
                 if landing is not None:
@@ -118,7 +118,7 @@ def bind(
             if links is None:
                 links = connect(domain, device, landing, undo)
             windows = open_windows(links, made)
-        except CommunicationError:  # of which the others hear as they wait
+        except CommunicationError:  # the other ranks meet it as well, while they wait
             raise
         except Exception as error:
             problem = error
@@ -126,21 +126,21 @@ def bind(
         undo.pop_all()
     assert links is not None
     bound = _adopt(domain, links, made, windows)
-    return_free_pages()  # what came and went while params moved and masters were made
+    return_free_pages()  # the pages of params before they moved, and of temporaries
     return bound
 
 
 def _check(domain: Domain, groups: Sequence[Group], candidates: Sequence[Candidate]) -> None:
-    """Raises BindingError for what this rank alone can tell. Changes nothing."""
+    """Raises BindingError for problems that this rank can find alone. Changes nothing."""
     device, options = domain.device if domain.shards else candidates[0][1].device, domain.options
     check_offload(options.rests, device, domain.mesh.replicate.size)
     if options.release_gradients and options.rests is not None and device.type != "cpu":
         raise BindingError(
-            f"release_gradients=True was given with offload={options.offload!r} and params on {device}: "
-            "states would come and go for one bucket after the other in mid-backward, which no test has seen to be "
-            "right. Leave one of the two away."
+            f"omit release_gradients or offload: release_gradients=True was given with offload={options.offload!r} "
+            f"and params on {device}: "
+            "states would come and go for one bucket after the other in mid-backward, which no test covers."
         )
-    with torch._C.DisableTorchFunctionSubclass():  # released params are looked at, and not read
+    with torch._C.DisableTorchFunctionSubclass():  # reads shapes and strides of resharded params, no values
         check_bindable(candidates, groups, device)
     check_gradient_format(options, candidates)
     if not domain.entries:
@@ -161,15 +161,15 @@ def _adopt(domain: Domain, links: Links, made: Sequence[Made], windows: Windows)
     for each in made:
         if each.own is not None:
             assert links.sharded is not None
-            links.sharded.take(each.shard, each.own, windows.params[each], is_frozen=not each.entries)
+            links.sharded.shard_params(each.shard, each.own, windows.params[each], is_frozen=not each.entries)
     return bound
 
 
-# -- what is planned ---------------------------------------------------------------------------------------------------
+# -- the plan ----------------------------------------------------------------------------------------------------------
 
 
 def plan_of(domain: Domain, candidates: Sequence[Candidate], waiting: Waiting) -> list[PlannedBucket]:
-    """Layouts for these params, in backward order: integers only. Checks what was loaded for them.
+    """Returns layouts for these params, in backward order. Checks the states that were loaded for them.
 
     Raises:
         StateError: a loaded part does not hold what this rank will need.
@@ -197,7 +197,7 @@ def _check_loaded(planned: PlannedBucket, rank: int, waiting: Waiting) -> None:
 def frozen_of(
     domain: Domain, module: torch.nn.Module, candidates: Sequence[Candidate] = ()
 ) -> list[torch.nn.Parameter]:
-    """Params of the module that are to be sharded though nothing trains them, and are not yet.
+    """Returns the frozen params of the module that are to be sharded and are not yet.
 
     Args:
         candidates: params that are about to be bound.
@@ -234,13 +234,13 @@ def _bucket_bytes(domain: Domain, device: torch.device) -> int:
 
 
 def _kept_whole(domain: Domain) -> Collection[torch.Tensor]:
-    """Params that would be sharded at stage 3, but for ``Tuning.keep``."""
+    """Returns the params that stage 3 would shard if ``Tuning.keep`` did not name them."""
     if Placements.of_stage(domain.options.stage).param is Placement.REPLICATE:
         return frozenset()
     return matching(domain.options.module, domain.options.tuning.keep)
 
 
-# -- what is compared --------------------------------------------------------------------------------------------------
+# -- the comparison ----------------------------------------------------------------------------------------------------
 
 
 def _description(
@@ -276,9 +276,3 @@ def _description(
         ],
         "groups": list(numbers),
     }
-
-
-def checksum(param: torch.Tensor) -> int:
-    """Sum of the bit patterns: ranks that start from different weights would mix them."""
-    bits = param.detach().contiguous().view(torch.int16 if param.element_size() == 2 else torch.int32)
-    return int(bits.sum(dtype=torch.int64))

@@ -1,4 +1,4 @@
-"""Which params a bucket can hold, and what is said of those that it cannot."""
+"""Checks which params a bucket can hold; the errors say why it cannot hold others."""
 
 import warnings
 from collections.abc import Sequence
@@ -21,8 +21,8 @@ def check_bindable(candidates: Sequence[Candidate], groups: Sequence[Group], dev
     for name, param, _ in candidates:
         if param in seen:
             raise BindingError(
-                f"{seen[param]} and {name} are the same param: it would be updated once here and twice by torch, "
-                "and its step count would lie. Remove the duplicate; model.parameters() lists tied params once."
+                f"remove the duplicate: {seen[param]} and {name} are the same param: it would be updated once here and "
+                "twice by torch, and its step count would be wrong. model.parameters() lists tied params once."
             )
         seen[param] = name
         _check_param(name, param, device)
@@ -30,56 +30,56 @@ def check_bindable(candidates: Sequence[Candidate], groups: Sequence[Group], dev
 
 
 def check_gradient_format(options: Options, candidates: Sequence[Candidate]) -> None:
-    """Raises BindingError where sums of gradients cannot be kept as was asked for, or where that says nothing."""
+    """Raises BindingError if sums of gradients cannot have the ``gradient_format``, or it has no effect."""
     if options.gradient_format == "fp32" or options.module is None:
         return
-    asked = f"gradient_format={options.gradient_format!r} was asked for and"
+    asked = f"gradient_format={options.gradient_format!r} was given and"
     for name, param, _ in candidates:
         if param.dtype not in (torch.bfloat16, torch.float32):
             raise BindingError(
-                f"{asked} {name} is {param.dtype}: its gradients have bits that bfloat16 has not, and would lose them "
-                "in the sum. Use bfloat16 params, or gradient_format='fp32'."
+                f"use bfloat16 params, or gradient_format='fp32': {asked} {name} is {param.dtype}. "
+                "In a sum, its gradients have bits that bfloat16 has not, and would lose them."
             )
     if all(param.dtype is not torch.bfloat16 for param in options.module.parameters()):
         name, param, _ = candidates[0]
         raise BindingError(
-            f"{asked} no param of the module is bfloat16 ({name} is {param.dtype}): sums of gradients of fp32 params "
-            "stay in fp32, so it would have no effect. Cast the module to bfloat16, or leave gradient_format away."
+            f"cast the module to bfloat16, or omit gradient_format: {asked} no param of the module is bfloat16 ({name} "
+            f"is {param.dtype}). There, sums of gradients of fp32 params stay in fp32, so it would have no effect."
         )
 
 
 def warn_of_master(options: Options, groups: Sequence[Group]) -> None:
-    """Warns where ``master=`` says nothing, as a script may that trains in several dtypes."""
+    """Warns if ``master=`` has no effect. A script that trains in several dtypes may give it all the same."""
     dtypes = {param.dtype for _, param, _ in named_params(groups)}
     if options.master != "fp32" and dtypes == {torch.float32}:
         warnings.warn(
-            f"master={options.master!r} was given and all params are float32, which are their own masters: it has no "
-            "effect, and saves no memory. Cast the model to bfloat16 before its first step (autocast does not), or "
-            "leave master away.",
+            "cast the model to bfloat16 before its first step (autocast does not), or omit master: "
+            f"master={options.master!r} was given and all params are float32, which are their own masters. It has no "
+            "effect, and saves no memory.",
             stacklevel=2,
         )
 
 
 def _check_param(name: str, param: torch.nn.Parameter, device: torch.device) -> None:
     if param.is_meta:
-        raise BindingError(f"{name} is on the meta device: it has no values to train. Materialise the model first.")
+        raise BindingError(f"materialise the model first: {name} is on the meta device, and has no values to train.")
     values: Any = param.data
     if is_traceable_wrapper_subclass(values):
         raise BindingError(
-            f"{name} is a {type(values).__name__}, whose values lie in other tensors: a bucket cannot hold it. "
-            "Give it to a torch.optim optimizer of its own."
+            f"give {name} to a torch.optim optimizer of its own: it is a {type(values).__name__}, whose values lie in "
+            "other tensors, so a bucket cannot hold it."
         )
     if param.layout is not torch.strided:
-        raise BindingError(f"{name} has layout {param.layout}: it has no flat storage. Use a dense param.")
+        raise BindingError(f"use a dense param: {name} has layout {param.layout}, and no flat storage.")
     if param.device != device:
         raise BindingError(
-            f"{name} is on {param.device}, other params are on {device}: one step is one launch on one device. Move "
-            "the model to one device, or give each device's params an optimizer of their own."
+            f"move the model to one device, or give each device's params an optimizer of their own: {name} is on "
+            f"{param.device}, other params are on {device}, and one step is one launch on one device."
         )
     if values.device.type == "cpu" and values.is_shared():
         raise BindingError(
-            f"{name} lies in memory shared with other processes (share_memory()): they would stop seeing updates, "
-            "which go to the bucket that the param moves into. Use a torch.optim optimizer for Hogwild training."
+            f"use a torch.optim optimizer for Hogwild training: {name} lies in memory shared with other processes "
+            "(share_memory()), which would not see updates any more: these go to the param's bucket."
         )
     format_of(param.dtype, name)
     dense_strides(param)
@@ -97,6 +97,6 @@ def _check_apart(params: Sequence[tuple[str, torch.nn.Parameter]]) -> None:
     for (_, end, name, one), (start, _, other, another) in pairwise(memory):
         if start < end and one != another:
             raise BindingError(
-                f"{name} and {other} share memory but are two params: bound apart they would drift apart. Tie them by "
-                "using one nn.Parameter object for both."
+                f"use one nn.Parameter object for both {name} and {other}: they share memory but are two params, "
+                "and would differ once they lie in buckets."
             )

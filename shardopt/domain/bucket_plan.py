@@ -1,4 +1,4 @@
-"""Which params share a bucket, in which order: integers only, before anything is allocated, and on no rank at all."""
+"""Plans which params share a bucket, in which order: with integers only, before anything is allocated."""
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -16,13 +16,18 @@ from .param import Candidate
 
 @dataclass(frozen=True)
 class PlannedBucket:
-    """A bucket before anything is allocated."""
+    """A bucket before anything is allocated.
+
+    Attributes:
+        kept: the formats of masters, states and sums of gradients.
+        is_released: True if its params are sharded, and gathered when they are needed.
+    """
 
     members: tuple[Candidate, ...]
     layout: BucketLayout
     states: tuple[str, ...]
     kept: StreamFormats
-    is_released: bool  # between uses: its params are gathered when they are needed
+    is_released: bool
 
 
 def plan_buckets(
@@ -33,9 +38,14 @@ def plan_buckets(
     bucket_bytes: Callable[[torch.device], int],
     kept_whole: Collection[torch.Tensor] = (),
 ) -> list[PlannedBucket]:
-    """Layouts for these params, in backward order. ``kept_whole``: params that ``Tuning.keep`` names."""
-    parts_with_params = Placements.of_stage(options.stage).param is Placement.SHARD
-    formats: dict[tuple[torch.dtype, bool], StreamFormats] = {}  # of thousands of params
+    """Returns layouts for these params, in backward order.
+
+    Args:
+        bucket_bytes: the size of a bucket on a device.
+        kept_whole: the params that ``Tuning.keep`` names.
+    """
+    shards_params = Placements.of_stage(options.stage).param is Placement.SHARD
+    formats: dict[tuple[torch.dtype, bool], StreamFormats] = {}  # once a kind: there may be thousands of params
 
     def kept_of(param: torch.nn.Parameter) -> StreamFormats:
         kind = param.dtype, param.numel() < options.tuning.compress_from
@@ -45,8 +55,8 @@ def plan_buckets(
 
     def key(candidate: Candidate) -> tuple[bool, str, tuple[str, ...], tuple[str, ...]]:
         _, param, group = candidate
-        # Buckets of small params hold those of many layers: they are full last, and come last.
-        is_whole = not parts_with_params or param.numel() < options.tuning.keep_below or param in kept_whole
+        # A bucket of whole params holds those of many layers: backward fills it last, so it comes last.
+        is_whole = not shards_params or param.numel() < options.tuning.keep_below or param in kept_whole
         return is_whole, str(param.dtype), kept_of(param).key, rule.variant(group).states
 
     # Backward runs from the last param to the first; sorting is stable, so each kind keeps that order.

@@ -1,4 +1,4 @@
-"""How the ranks of a domain are joined at its first binding, and how what they allocated is opened to each other."""
+"""Connects the ranks of a domain at its first binding, and opens to each other what they allocated."""
 
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -20,7 +20,7 @@ from .sharded_params import ShardedParams
 
 @dataclass(frozen=True)
 class Windows:
-    """By what was made: on its params, and on its sums of gradients (None: nobody else looks at them)."""
+    """The windows on the params and on the sums of gradients of each bucket (None: no other rank reads the sums)."""
 
     params: dict[Made, Window] = field(default_factory=dict)
     sums: dict[Made, Window | None] = field(default_factory=dict)
@@ -30,28 +30,26 @@ def connect(domain: Domain, device: torch.device, landing: HostLanding | None, u
     """Collective: chooses how the ranks reach each other.
 
     Args:
-        landing: where sums of gradients rest.
-        undo: takes what must be closed if the ranks do not come to an agreement.
+        landing: the host memory of sums of gradients.
+        undo: closes what was opened if the ranks do not agree.
     """
     options, tuning, mesh = domain.options, domain.options.tuning, domain.mesh
     shards, replicas = (Transport.of(ranks, device, tuning.neighbours) for ranks in (mesh.shard, mesh.replicate))
     reducer = None if options.module is None else Reducer(mesh, shards, replicas)
     sharded = None
     if Placements.of_stage(options.stage).param is Placement.SHARD:
-        # What rests elsewhere is in no memory that others could read.
-        wires = Transport(mesh.shard, device) if domain.params_rest(device) else shards
-        gatherer = Gatherer(wires, tuning.live_bytes)
+        # Offloaded params lie in no memory that other ranks could read.
+        transport = Transport(mesh.shard, device) if domain.offloads_params(device) else shards
+        gatherer = Gatherer(transport, tuning.live_bytes)
         sharded = ShardedParams(gatherer, domain.gather, domain.fetcher, domain.name_of)
-    exhibit = None
-    if mesh.shard.size > 1:
-        exhibit = RemoteStates.begin(domain)
-        if exhibit is not None:
-            undo.callback(exhibit.close)
-    return Links(shards, replicas, reducer, landing, sharded, exhibit)
+    remote = RemoteStates.meet(domain) if mesh.shard.size > 1 else None
+    if remote is not None:
+        undo.callback(remote.close)
+    return Links(shards, replicas, reducer, landing, sharded, remote)
 
 
 def open_windows(links: Links, made: Sequence[Made]) -> Windows:
-    """Collective: tells the ranks where each of them keeps what was made."""
+    """Collective: tells all ranks where each of them keeps what it made."""
     windows = Windows()
     for each in made:
         bucket = each.shard.bucket

@@ -1,4 +1,4 @@
-"""Composition: one optimizer on a model whose params do not all have the same data-parallel ranks.
+"""Domains: one optimizer on a model whose params do not all have the same data-parallel ranks.
 
 ::
 
@@ -6,9 +6,9 @@
     data     | 0 2      rank 0 and 2 hold the same halves, and share their states (process_group=)
     pipeline | 0 4      rank 4 holds other layers; only the norm and the decision are common (norm_group=)
 
-Each set of ranks that shares states has a domain of its own, with buckets, agreement and gathering inside of it. What
-is common to the whole model is decided in one more exchange: the norm, in which every element counts once, whether an
-Inf or NaN was met, and whether some rank cannot step.
+Each set of ranks that shares states has a domain of its own, with its buckets, its agreement and its all-gather. One
+more exchange decides for the whole model: the norm, in which every element counts once, whether a gradient holds an Inf
+or NaN, and whether some rank cannot step.
 """
 
 from collections.abc import Callable, Sequence
@@ -35,17 +35,12 @@ from .dtensors import (
 )
 from .param import Group, named_params
 
-
-@dataclass(frozen=True)
-class Party:
-    """A domain, and all param groups with the params that it binds, as local tensors."""
-
-    domain: Domain
-    groups: Sequence[Group]
+# A domain, and all param groups with the params that the domain binds, as local tensors.
+DomainGroups = tuple[Domain, Sequence[Group]]
 
 
-class Turn(NamedTuple):
-    """Which of the process groups that share the main ranks out among them: ``number`` of ``total``."""
+class ExpertGroup(NamedTuple):
+    """The expert group of this rank, among the groups that partition the data-parallel ranks."""
 
     number: int
     total: int
@@ -59,7 +54,7 @@ class Domains:
     """The domains of one optimizer.
 
     Attributes:
-        main: for groups without a ``process_group`` of their own.
+        main: the domain of groups without a ``process_group`` of their own.
     """
 
     main: Domain
@@ -70,60 +65,65 @@ class Domains:
     _norm_ranks: Ranks | None = None
     _has_compared: bool = False
     _tensor_ranks: tuple[Ranks, ...] = ()  # of the main domain's tensor mesh, in each of its dimensions
-    _turns: dict[Any, "Turn"] = field(default_factory=dict)  # by process group
+    _expert_groups: dict[Any, ExpertGroup] = field(default_factory=dict)  # by process group
 
     @property
     def domains(self) -> list[Domain]:
         return [self.main, *self.others.values()]
 
     def domain_of(self, local: torch.nn.Parameter) -> Domain | None:
-        """That has bound this local param."""
+        """Returns the domain that has bound this local param."""
         return next((domain for domain in self.domains if local in domain.entries), None)
 
-    def parties(self, groups: Sequence[Group], make: Callable[[Any], Domain]) -> list[Party]:
-        """In the same order on all ranks of each domain; ``make`` gives one for a process group."""
+    def groups_by_domain(self, groups: Sequence[Group], make: Callable[[Any], Domain]) -> list[DomainGroups]:
+        """Each domain that has params, with its groups, in the same order on all ranks of each domain.
+
+        Args:
+            make: makes the domain of a process group.
+        """
         if not any(group.get("process_group") for group in groups):
-            return [Party(self.main, [self.locals.of_group(group) for group in groups])]
+            return [(self.main, [self.locals.of_group(group) for group in groups])]
         for group in groups:
             own = group.get("process_group")
             if own is not None and own not in self.others:
                 self.others[own] = make(own)
-        found = []
+        found: list[DomainGroups] = []
         for own, domain in ((None, self.main), *self.others.items()):
-            # All groups keep their numbers, for messages, and their hyper-parameters are compared. A DeviceMesh is
-            # compared by value, as the table's keys are: ``mesh["dp"]`` is a new object at each call.
+            # Every domain gets all groups, with the params of others removed: the numbers of groups in messages stay,
+            # and ranks compare all hyper-parameters. A DeviceMesh is compared by value, as a key of a table is:
+            # ``mesh["dp"]`` is a new object at each call.
             mine = [
                 self.locals.of_group(group) if group.get("process_group") == own else {**group, "params": []}
                 for group in groups
             ]
             if any(group["params"] for group in mine):
-                found.append(Party(domain, mine))
-        return found or [Party(self.main, list(groups))]  # nothing to update, and a step all the same
+                found.append((domain, mine))
+        return found or [(self.main, list(groups))]  # nothing to update, but the step still takes place
 
-    def take_turns(self) -> None:
-        """Collective over the main ranks, once: numbers the process groups of param groups, by their first rank."""
-        if len(self._turns) == len(self.others):
+    def number_expert_groups(self) -> None:
+        """Collective over the main ranks: numbers the process groups of param groups by their first rank, once."""
+        if len(self._expert_groups) == len(self.others):
             return
         everyone = set(_ranks(self.main.mesh.world))
         beyond = {rank for domain in self.others.values() for rank in _ranks(domain.mesh.world)} - everyone
         if beyond:
             raise CheckpointError(
-                f"ranks {sorted(beyond)} share params of a group with this one and are not in the optimizer's "
-                f"process_group, {sorted(everyone)}, whose ranks make a checkpoint together: these params could not be "
-                "named apart. Give the experts an optimizer, and a checkpoint, of their own."
+                f"give the experts an optimizer, and a checkpoint, of their own: ranks {sorted(beyond)} share params "
+                f"of a group with this one and are not in the optimizer's process_group, {sorted(everyone)}, whose "
+                "ranks make a checkpoint together. These params could not be told apart by name."
             )
         own = [_ranks(domain.mesh.world) for domain in self.others.values()]
         told = self.main.mesh.world.exchange_json(own, self.main.device, "numbering process groups")
         for index, group in enumerate(self.others):
             distinct = sorted({tuple(theirs[index]) for theirs in told})
-            self._turns[group] = Turn(distinct.index(tuple(own[index])), len(distinct))
+            self._expert_groups[group] = ExpertGroup(distinct.index(tuple(own[index])), len(distinct))
 
-    def turn_of(self, group: Group) -> Turn | None:
-        """None: of the main ranks, or not numbered."""
-        return self._turns.get(group.get("process_group"))
+    def expert_group_of(self, group: Group) -> ExpertGroup | None:
+        """The expert group that holds a param group; None if the main ranks hold it, or before the numbering."""
+        return self._expert_groups.get(group.get("process_group"))
 
     def world_of(self, group: Group) -> Ranks:
-        """The ranks that hold the same params of a group."""
+        """Returns the ranks that hold the same params of a group."""
         return self.others.get(group.get("process_group"), self.main).mesh.world
 
     def compare_norm_groups(self, problem: Exception | None) -> None:
@@ -140,20 +140,20 @@ class Domains:
         self._has_compared = True
 
     def look(self, groups: Sequence[Group]) -> None:
-        """Finds over whose ranks, one after the other, the norm is summed and every decision is taken: ``whole``.
+        """Sets ``whole``: the sets of ranks over which the norm is summed and decisions are taken, in this order.
 
-        Empty where the ranks that share the states are all there are. Notes which params others count. After an error
-        the ranks that wait for this one are known as well, so that they can be told.
+        ``whole`` is empty if the ranks that share the states are the whole model. Records which params other ranks
+        count. After an error ``whole`` is set as well, so that the ranks that wait for this one can be told.
 
         Raises:
-            BindingError: it cannot be told which ranks hold copies and which hold something else.
+            BindingError: copies cannot be told from different slices.
         """
         has_dtensors = any(any_dtensor(group["params"]) for group in groups)
         mesh, problem = self._tensor_mesh(groups) if has_dtensors else (None, None)
         if self.options.norm_group is None and not self.others and mesh is None:
             self._tensor_ranks = self.whole = ()
             return
-        # Before anything is refused: the ranks of the exchanges that follow must hear of it.
+        # Before any error: the ranks of the exchanges that follow must be told of it.
         dims = range(0 if mesh is None else mesh.ndim)
         self._tensor_ranks = tuple(Ranks(mesh.get_group(dim), self.options.tuning.deadline) for dim in dims if mesh)
         self.whole = (self.main.mesh.world, *self._tensor_ranks)
@@ -173,19 +173,18 @@ class Domains:
     def _check_composable(self) -> None:
         if self.options.module is not None:
             raise BindingError(
-                "the module was handed over, and it is composed with tensor, pipeline or expert parallelism: gradients "
-                "would be reduced over one process group, at every micro-batch. Give module.parameters() instead of "
-                "the module (stage 1), and average gradients over the data-parallel ranks, by DDP or all_reduce."
+                "give module.parameters() instead of the module (stage 1), and average gradients over the "
+                "data-parallel ranks, by DDP or all_reduce: the module is composed with tensor, pipeline or expert "
+                "parallelism, and its gradients would be reduced over one process group, at every micro-batch."
             )
         if self.options.rests is not None and self.options.rests.directory is not None:
             raise BindingError(
-                "states are offloaded to a disk, and the model is composed with tensor, pipeline or expert "
-                "parallelism: a disk that fills up would undo the step on some ranks of the model only. Use "
-                'offload="cpu", or none.'
+                'use offload="cpu", or none: states are offloaded to a disk, and the model is composed with tensor, '
+                "pipeline or expert parallelism. A full disk would undo the step on some ranks of the model only."
             )
 
     def agree_on_gradients(self, groups: Sequence[Group], problem: Exception | None) -> None:
-        """Collective over the tensor mesh, whose ranks may have to finish sums of gradients together.
+        """Collective over the tensor mesh: its ranks agree before they finish sums of gradients together.
 
         Raises:
             Exception: this rank's problem.
@@ -207,7 +206,7 @@ class Domains:
             ranks.wait(Pending(phase, (dist.all_reduce(tensor, group=ranks.group, async_op=True),)))
 
     def _tensor_mesh(self, groups: Sequence[Group]) -> tuple[DeviceMesh | None, Exception | None]:
-        """That of DTensors whose other ranks are not in the main domain's world, and why it will not do."""
+        """Returns the mesh of DTensors with ranks beyond the main domain's world, and the error if it is unusable."""
         found: DeviceMesh | None = None
         everyone = set(_ranks(self.main.mesh.world))
         for name, param, group in named_params(groups):
@@ -223,9 +222,9 @@ class Domains:
                 self._check_apart(name, ranks, own)
                 if not is_within and found is not None and found.mesh.tolist() != mesh.mesh.tolist():
                     raise BindingError(
-                        f"{name} is a DTensor over ranks {sorted(ranks)}, others are over ranks "
-                        f"{sorted(found.mesh.flatten().tolist())}: it cannot be told which ranks hold copies of params "
-                        "that are none. Use one tensor mesh for all params of an optimizer."
+                        f"use one tensor mesh for all params of an optimizer: {name} is a DTensor over ranks "
+                        f"{sorted(ranks)}, others are over ranks {sorted(found.mesh.flatten().tolist())}, and it "
+                        "cannot be told which ranks hold copies of plain params."
                     )
             except BindingError as error:
                 return found or mesh, error
@@ -234,26 +233,25 @@ class Domains:
         return found, None
 
     def _check_apart(self, name: str, ranks: set[int], own: Any) -> None:
-        """Raises BindingError if ranks of a DTensor's mesh are to share its states."""
+        """Raises BindingError if two ranks of a DTensor's mesh are to share its states."""
         sharing = set(_ranks(self.main.mesh.world if own is None else self.others[own].mesh.world))
         if len(ranks & sharing) > 1:
             raise BindingError(
-                f"{name} is a DTensor over ranks {sorted(ranks)}, and ranks {sorted(ranks & sharing)} of these "
-                "are to share its states: they hold different elements, or copies that tensor parallelism keeps "
-                'alike. Give the data-parallel ranks: process_group=mesh["dp"].get_group(), also where that is '
-                "one rank."
+                'give the data-parallel ranks, also if it is one rank: process_group=mesh["dp"].get_group(). '
+                f"{name} is a DTensor over ranks {sorted(ranks)}, and ranks {sorted(ranks & sharing)} of these are to "
+                "share its states. They hold different elements, or copies that tensor parallelism keeps alike."
             )
 
     def _note_copies(self, groups: Sequence[Group], mesh: DeviceMesh | None) -> None:
-        """Of an element that several ranks hold one counts it."""
+        """Records which rank counts a param: of an element that several ranks hold, one counts it."""
         first = mesh is None or not any(mesh.get_coordinate() or ())
         for name, param, group in named_params(groups):
             own = group.get("process_group")
             if own is not None and mesh is not None and not is_dtensor(param):
                 raise BindingError(
-                    f"{name} is a plain tensor of a group with its own process_group, beside DTensors: whether the "
-                    "ranks of their mesh hold copies of it or others cannot be told, so that the norm could count it "
-                    "several times. Make it a DTensor (distribute_tensor), replicated or sharded."
+                    f"make {name} a DTensor (distribute_tensor), replicated or sharded: it is a plain tensor of a "
+                    "group with its own process_group, beside DTensors. The ranks of their mesh may hold copies of it "
+                    "or other values, and the norm could count it several times."
                 )
             domain = self.main if own is None else self.others[own]
             is_slice = is_dtensor(param)
@@ -268,9 +266,9 @@ class Domains:
             beyond = set(others) - set(_ranks(ranks))
             if beyond:
                 raise BindingError(
-                    f"ranks {sorted(beyond)} share states or params with this one and are not in {what}, "
-                    f"{_ranks(ranks)}: the norm and the decision to skip a step would differ between ranks of one "
-                    "model. Give norm_group= all ranks that train the model (torch.distributed.group.WORLD, say)."
+                    "give norm_group= all ranks that train the model (torch.distributed.group.WORLD, say): ranks "
+                    f"{sorted(beyond)} share states or params with this one and are not in {what}, {_ranks(ranks)}. "
+                    "The norm and the decision to skip a step would differ between ranks of one model."
                 )
 
 
@@ -279,7 +277,7 @@ def _placement(grad: Any) -> str:
 
 
 def agree_on_whole(view: StepDigest, whole: Sequence[Ranks], device: torch.device) -> Consensus:
-    """Collective over each in turn: sums, and problems of any rank, on all ranks.
+    """Collective, over one set of ranks after the other: sums, and the problem of any rank, reach all ranks.
 
     Raises:
         Exception: this rank's own problem.
@@ -291,7 +289,7 @@ def agree_on_whole(view: StepDigest, whole: Sequence[Ranks], device: torch.devic
         joined = StepDigest(view.key, view.describe, problem, agreed.overflow, agreed.nonfinite, limbs=agreed.limbs)
         try:
             agreed = agree(joined, ranks, device, one_copy=range(ranks.size))
-        except Exception as error:  # the ranks of the next exchange wait for this one, and must hear of it
+        except Exception as error:  # the ranks of the next exchange wait for this one, and must be told
             problem = error
     if problem is not None:
         raise problem
@@ -299,5 +297,5 @@ def agree_on_whole(view: StepDigest, whole: Sequence[Ranks], device: torch.devic
 
 
 def _ranks(ranks: Ranks) -> list[int]:
-    """Their global numbers."""
+    """Returns the global numbers of ranks."""
     return [0] if ranks.group is None else sorted(dist.get_process_group_ranks(ranks.group))

@@ -1,9 +1,9 @@
-"""Local params: the plain tensor behind each DTensor param, which is all that buckets, shards and kernels see.
+"""Local params: the plain tensor of each DTensor param, which is all that buckets, shards and kernels see.
 
 A tensor-parallel plan (``parallelize_module``) makes params DTensors: each rank of a tensor mesh holds a local tensor
 of its own. States are sharded over the data-parallel ranks that hold the *same* local tensor, so to an optimizer it is
-a param like any other. What belongs to the mesh is told here: where gradients must be summed first, which rank counts
-an element that several hold, and how a state looks from outside.
+a param like any other. This module knows the mesh: which gradients must be summed first, which rank counts an element
+that several ranks hold, and how a state looks from outside.
 """
 
 import sys
@@ -20,13 +20,13 @@ from .param import Group
 
 
 def is_dtensor(value: Any) -> bool:
-    """Whether it is a DTensor; without importing them, as long as nobody else does."""
+    """True if ``value`` is a DTensor. Does not import DTensor, which takes long, unless the program did."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)
 
 
 def any_dtensor(values: Iterable[Any]) -> bool:
-    """Whether one of them is; asked at every step, of all params."""
+    """True if one of ``values`` is a DTensor. Every step asks this of all params, so it looks the module up once."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and any(isinstance(value, module.DTensor) for value in values)
 
@@ -35,13 +35,13 @@ def any_dtensor(values: Iterable[Any]) -> bool:
 class _Local:
     param: Any  # the user's DTensor
     local: torch.nn.Parameter
-    shown: torch.Tensor  # that the DTensor holds, a view of ``local``
-    versions: tuple[int, int]  # of both, when they were last looked at
-    gradient: torch.Tensor | None = None  # its local tensor; a copy of it where it is a sum still to be made
+    shown: torch.Tensor  # the DTensor's local tensor, a view of ``local``
+    versions: tuple[int, int]  # of ``param`` and ``local``, when they were last compared
+    gradient: torch.Tensor | None = None  # its local tensor; a copy if it has to be summed over the mesh
     sums: Sequence[int] = ()  # the dimensions of the mesh over which it is to be summed
 
     def follow(self) -> None:
-        """The DTensor may have been moved, cast, loaded or frozen."""
+        """Makes the local param follow the DTensor, which may have been moved, cast, loaded or frozen."""
         if self.param._local_tensor is not self.shown:
             self.shown = self.local.data = self.param._local_tensor
         if self.param._version != self.versions[0]:
@@ -50,9 +50,9 @@ class _Local:
         self._look()
 
     def show(self) -> None:
-        """The local param may have moved into a bucket, or out of one, or have been updated."""
+        """Makes the DTensor follow the local param, which may have moved to or from a bucket, or have been updated."""
         if self.local.data_ptr() != self.shown.data_ptr():
-            # Shares the version counter: who writes to to_local() is noticed.
+            # It shares the version counter, so that a write to to_local() is noticed.
             self.shown = self.param._local_tensor = self.local.detach()
         if self.local._version != self.versions[1]:
             torch.autograd.graph.increment_version([self.param])
@@ -63,7 +63,7 @@ class _Local:
 
 
 class DTensorLocals:
-    """Of one optimizer, made when they are first asked for. A plain param is its own."""
+    """The local params of one optimizer, each made at its first use. A plain param is its own local param."""
 
     def __init__(self) -> None:
         self._table: dict[torch.nn.Parameter, _Local] = {}
@@ -82,20 +82,20 @@ class DTensorLocals:
         return found.local
 
     def of_group(self, group: Group) -> Group:
-        """The group with local params; itself where all are plain."""
+        """Returns the group with local params; the same object if all params are plain."""
         if not any_dtensor(group["params"]):
             return group
         return {**group, "params": [self.of(param) for param in group["params"]]}
 
     def show(self) -> None:
-        """What happened to local params happens to the DTensors."""
+        """Makes all DTensors follow their local params."""
         for each in self._table.values():
             each.show()
 
     # -- gradients -------------------------------------------------------------------------------------------------
 
     def prepare_gradients(self) -> None:
-        """Local, before ranks agree: refuses what cannot be taken, and makes the memory that sums need.
+        """Checks gradients and allocates the memory of their sums: on this rank alone, before ranks agree.
 
         Raises:
             ShardoptError: a gradient is no DTensor of the param's mesh.
@@ -109,10 +109,10 @@ class DTensorLocals:
                     each.gradient = each.gradient.clone()
 
     def take_gradients(self, sum_over: Callable[[DeviceMesh, int, torch.Tensor], None]) -> None:
-        """Collective over the tensor mesh where a gradient is a sum still to be made: local params get their part.
+        """Sets the gradients of local params. Collective over the tensor mesh for those that must be summed over it.
 
-        Behind :meth:`prepare_gradients` and an agreement. A rank that failed here would leave its mates waiting: no
-        memory is needed but for a gradient that is placed in an unusual way.
+        Called after :meth:`prepare_gradients` and an agreement. A rank that failed here would leave its mates waiting,
+        so it allocates nothing, but for a gradient with unusual placements.
 
         Args:
             sum_over: sums in place over one dimension of a mesh.
@@ -131,7 +131,7 @@ class DTensorLocals:
 
     @staticmethod
     def outside(param: torch.nn.Parameter, state: Mapping[str, Any]) -> dict[str, Any]:
-        """A state as ``torch.optim`` has it for a DTensor param: DTensors of the same placements."""
+        """Returns a state as ``torch.optim`` has it for a DTensor param: DTensors with the placements of the param."""
         values: Any = param
         if not is_dtensor(param):
             return dict(state)
@@ -144,10 +144,10 @@ class DTensorLocals:
 
     @staticmethod
     def inside(param: torch.nn.Parameter, state: Mapping[str, Any], name: str) -> dict[str, Any]:
-        """Local tensors of a state that :meth:`outside` or a torch class made.
+        """Returns the local tensors of a state that :meth:`outside` or a torch class made.
 
         Raises:
-            StateError: it was placed otherwise.
+            StateError: its placements are not those of the param.
         """
         found: dict[str, Any] = {}
         for key, value in state.items():
@@ -158,17 +158,17 @@ class DTensorLocals:
             if not is_dtensor(param) or _place(value) != _place(own):
                 here = str(_place(own)) if is_dtensor(param) else "a plain tensor"
                 raise StateError(
-                    f"{key} of {name} is a DTensor {_place(value)}, the param is {here}: each rank would take other "
-                    "elements than its own, so nothing was loaded. Load at the same tensor-parallel size and plan, on "
-                    "the rank that saved it, or redistribute() the state first."
+                    "load at the same tensor-parallel size and plan, on the rank that saved the state, or "
+                    f"redistribute() it first: {key} of {name} is a DTensor {_place(value)}, the param is {here}. "
+                    "Otherwise each rank would take other elements than its own, so nothing was loaded."
                 )
             found[key] = value._local_tensor
         return found
 
 
 def _placed_as(param: Any, tensor: torch.Tensor) -> torch.Tensor:
-    """The DTensor of which ``tensor`` is local, where ``param`` has its own."""
-    if tensor.storage_offset():  # torch.save would take the DTensor for a plain tensor, and fail
+    """Returns the DTensor with the local tensor ``tensor`` and the placements of ``param``."""
+    if tensor.storage_offset():  # torch.save fails for a DTensor whose local tensor is a view
         tensor = with_own_storage(tensor)
     meta = param._spec.tensor_meta._replace(dtype=tensor.dtype)
     placed: torch.Tensor = type(param)(tensor, replace(param._spec, tensor_meta=meta), requires_grad=False)
@@ -176,8 +176,8 @@ def _placed_as(param: Any, tensor: torch.Tensor) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a DTensor lies, in words that ranks and files can compare."""
+class DTensorPlace:
+    """The placement of a DTensor, in words that ranks and files can compare."""
 
     shape: tuple[int, ...]  # of the whole
     mesh: tuple[int, ...]
@@ -188,27 +188,27 @@ class Place:
         return f"of shape {self.shape}, placed {self.placements} at {self.coordinate} of a mesh of {self.mesh}"
 
 
-def place_of(param: torch.Tensor) -> Place | None:
-    """None: a plain tensor."""
+def place_of(param: torch.Tensor) -> DTensorPlace | None:
+    """Returns the placement of a param; None for a plain tensor."""
     return _place(param) if is_dtensor(param) else None
 
 
-def _place(tensor: Any) -> Place:
+def _place(tensor: Any) -> DTensorPlace:
     mesh = tensor.device_mesh
-    return Place(
+    return DTensorPlace(
         tuple(tensor.shape), tuple(mesh.shape), str(tuple(tensor.placements)), tuple(mesh.get_coordinate() or ())
     )
 
 
 def is_counted_here(param: torch.Tensor) -> bool:
-    """Whether this rank counts the elements of a DTensor: of several that hold a copy, the first."""
+    """True if this rank counts the elements of a DTensor: the first one of those that hold a copy."""
     values: Any = param
     pairs = zip(values.placements, values.device_mesh.get_coordinate(), strict=True)
     return all(coordinate == 0 or not placement.is_replicate() for placement, coordinate in pairs)
 
 
 def slice_number(param: torch.Tensor) -> int:
-    """Which of the slices of a DTensor this rank holds; ranks that hold copies have the same number."""
+    """Returns the number of this rank's slice of a DTensor; ranks that hold copies have the same number."""
     values: Any = param
     number = 0
     for size, coordinate, placement in zip(
@@ -220,42 +220,42 @@ def slice_number(param: torch.Tensor) -> int:
 
 
 def mesh_of(param: torch.Tensor, name: str) -> DeviceMesh:
-    """Of a DTensor.
+    """Returns the mesh of a DTensor.
 
     Raises:
-        BindingError: no rank holds its values, but a part of a sum.
+        BindingError: its ranks hold parts of a sum, and none holds its values.
     """
     values: Any = param
     if any(placement.is_partial() for placement in values.placements):
         raise BindingError(
-            f"{name} is a DTensor with placements {values.placements}: its ranks hold parts of a sum, and updates of "
-            "parts do not add up to the update of the sum. Give a param that is sharded or replicated."
+            f"give a param that is sharded or replicated: {name} is a DTensor with placements {values.placements}, "
+            "whose ranks hold parts of a sum. Updates of parts do not add up to the update of the sum."
         )
     mesh: DeviceMesh = values.device_mesh
     return mesh
 
 
 def local_gradient(param: torch.nn.Parameter) -> torch.Tensor | None:
-    """What lies on this rank of the param's gradient, summed or not."""
+    """Returns this rank's tensor of the param's gradient, summed or not; None without a gradient."""
     grad: Any = param.grad
     local: torch.Tensor | None = grad._local_tensor if is_dtensor(grad) else grad
     return local
 
 
 def _check_gradient(param: torch.nn.Parameter) -> None:
-    """Raises ShardoptError if this rank's elements of a gradient are not known."""
+    """Raises ShardoptError if it cannot be told which elements of a gradient are this rank's."""
     values: Any = param
     grad: Any = param.grad
     if not is_dtensor(grad) or grad.device_mesh != values.device_mesh:
         found = f"of mesh {grad.device_mesh}" if is_dtensor(grad) else type(grad).__name__
         raise ShardoptError(
-            f"the gradient of a DTensor param of shape {tuple(param.shape)} is a {found}: which of its "
-            "elements are this rank's is not known. Assign a DTensor with the param's mesh."
+            f"assign a DTensor with the param's mesh: the gradient of a DTensor param of shape {tuple(param.shape)} is "
+            f"a {found}, and which of its elements are this rank's is not known."
         )
 
 
 def _sums_to_make(param: torch.nn.Parameter) -> list[int]:
-    """The dimensions of the mesh over which a gradient is to be summed, if that is all that there is to do."""
+    """Returns the dimensions of the mesh over which a gradient is to be summed; none if it must be redistributed."""
     values: Any = param
     grad: Any = param.grad
     pairs = list(zip(grad.placements, values.placements, strict=True))
@@ -265,7 +265,7 @@ def _sums_to_make(param: torch.nn.Parameter) -> list[int]:
 
 
 def _placed_gradient(param: torch.nn.Parameter, gradient: torch.Tensor | None) -> torch.Tensor | None:
-    """Collective where it is placed otherwise: the local tensor of the gradient, placed as the param."""
+    """Returns the local tensor of the gradient, placed as the param. Collective if its placements differ."""
     values: Any = param
     grad: Any = param.grad
     if grad is None or grad.placements == values.placements:

@@ -1,4 +1,4 @@
-"""Threads of one process take turns with an optimizer: what changes its states is done by one of them at a time."""
+"""A lock for the threads of one process: one of them at a time changes the states of an optimizer."""
 
 import threading
 from collections.abc import Callable
@@ -19,7 +19,7 @@ Self = TypeVar("Self", bound=_Locked)
 def exclusive(
     method: Callable[Concatenate[Self, Arguments], Result],
 ) -> Callable[Concatenate[Self, Arguments], Result]:
-    """A method that waits until no other thread is in one of these."""
+    """Makes a method wait until no other thread is in an exclusive method of the same object."""
 
     @wraps(method)
     def waiting(self: Self, /, *arguments: Arguments.args, **keywords: Arguments.kwargs) -> Result:

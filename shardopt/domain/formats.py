@@ -1,4 +1,4 @@
-"""What masters, states and gradients of a param are kept in: as it was asked for, and as the rule tolerates."""
+"""Chooses the formats of a param's master, states and gradient: as the options say, if the rule tolerates them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -31,9 +31,9 @@ class StreamFormats:
     """The formats of one bucket's masters, states and sums of gradients.
 
     Attributes:
-        master: None where there is none: of fp32 params, and where they are rounded by chance instead.
-        states: of every state that the rule may keep.
-        gradient: of the sums over ranks and backwards, where the module is handed over.
+        master: None for fp32 params, and for params with stochastic rounding in place of a master.
+        states: the format of every state that the rule may keep.
+        gradient: the format of the sums over ranks and backwards, if the module was handed over.
     """
 
     master: Format | None
@@ -42,7 +42,7 @@ class StreamFormats:
 
     @property
     def key(self) -> tuple[str, ...]:
-        """Equal for what may share a bucket."""
+        """Equal for params that may share a bucket."""
         return ("" if self.master is None else self.master.name, *(each.name for each in self.states.values()))
 
 
@@ -50,11 +50,11 @@ NOTHING = StreamFormats(None, {})
 
 
 def kept_for(rule: Rule, options: Options, dtype: torch.dtype, numel: int) -> StreamFormats:
-    """For a param of ``numel`` elements in all, whatever of it this rank owns.
+    """Returns the formats of a param with ``numel`` elements in all, however many this rank owns.
 
     Raises:
-        BindingError: a master that params of this dtype cannot have.
-        ValueError: a state that the rule does not keep, or in less than it tolerates.
+        BindingError: params of this dtype cannot have the master that the options name.
+        ValueError: the rule does not keep a state that the options name, or tolerates only finer formats.
     """
     states = {name: _state(rule, options, name, numel) for name in rule.states}
     return StreamFormats(_master(options.master, dtype), states, _gradient(options.gradient_format, dtype))
@@ -67,19 +67,19 @@ def check_formats(rule: Rule, options: Options) -> None:
     for name, precision in named.items():
         if name not in rule.states:
             raise ValueError(
-                f"state_format names {name!r}, which {rule.name} does not keep (it keeps {list(rule.states)}): it "
-                "would have no effect. Remove it."
+                f"remove {name!r} from state_format: {rule.name} does not keep such a state (it keeps "
+                f"{list(rule.states)}), and the entry would have no effect."
             )
         if _is_coarser(precision, rule.tolerates(name)):
             raise ValueError(
-                f"state_format asks for {name!r} in {precision}, of which {rule.name} tolerates no less than "
-                f"{rule.tolerates(name)}: the small changes of a step would be rounded away, or differences become "
-                f"negative. Use {rule.tolerates(name)!r} for it."
+                f"use {rule.tolerates(name)!r} for {name!r}: state_format gives {precision!r}, which is too "
+                f"coarse for {rule.name}: "
+                "the small changes of a step would be rounded away, or differences become negative."
             )
 
 
 def counts_steps(rule: Rule, options: Options) -> bool:
-    """Whether a state dict holds each param's count of steps: its rule does, or rounding depends on it."""
+    """True if a state dict holds each param's count of steps: its rule counts, or stochastic rounding depends on it."""
     states = (_state(rule, options, name, options.tuning.compress_from) for name in rule.states)
     return rule.counts_steps or options.master == "none" or any(each.rounding != "nearest" for each in states)
 
@@ -89,9 +89,9 @@ def _master(asked: str, dtype: torch.dtype) -> Format | None:
         return None
     if asked != "fp32" and dtype is not torch.bfloat16:
         raise BindingError(
-            f"master={asked!r} was asked for and there are params of {dtype}: only a bfloat16 number is the upper half "
-            "of an fp32 one, and rounding by chance cannot help a range that loses small updates altogether. Use "
-            "bfloat16 params, or master='fp32'."
+            f"use bfloat16 params, or master='fp32': master={asked!r} was given and there are params of {dtype}, but "
+            "only a bfloat16 number is the upper half of an fp32 one, and stochastic rounding cannot help a range that "
+            "loses small updates altogether."
         )
     return _MASTERS[asked]
 

@@ -1,4 +1,4 @@
-"""Which param group a param is in, found without a walk through all of them."""
+"""Finds the param group of a param without a walk through all groups."""
 
 from collections.abc import Sequence
 
@@ -8,13 +8,13 @@ from .param import Group
 
 
 class GroupIndex:
-    """Of the params of one optimizer, whose groups may change at any time."""
+    """An index of the params of one optimizer. It is made anew when it does not fit the groups any more."""
 
     def __init__(self) -> None:
         self._known: dict[torch.nn.Parameter, tuple[int, int]] = {}  # group, index in it
 
     def group_of(self, groups: Sequence[Group], param: torch.nn.Parameter) -> Group | None:
-        """None: it is in none of them."""
+        """Returns the group of a param; None if it is in none."""
         found = self._look(groups, param)
         if found is None:
             self._known = {

@@ -13,7 +13,7 @@ Group = Mapping[str, Any]  # a param group, as torch has it
 
 
 def plain_numbers(group: Group) -> dict[str, Any]:
-    """A param group's hyper-parameters as plain numbers. What is not one (a user's own notes) is left out."""
+    """Returns a param group's hyper-parameters as plain numbers. Omits values of other types (a user's own notes)."""
     plain = {key: _plain(value) for key, value in group.items() if key not in ("params", "param_names")}
     return {key: value for key, value in plain.items() if value is not _NOT_PLAIN}
 
@@ -24,7 +24,7 @@ _NOT_PLAIN = object()
 def _plain(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.item() if value.numel() == 1 else _NOT_PLAIN
-    if isinstance(value, np.generic):  # a numpy bool would be compared by its text, a numpy float compute in fp32
+    if isinstance(value, np.generic):  # else ranks compare a numpy bool by its text, and a numpy float computes in fp32
         return value.item()
     if isinstance(value, tuple | list):
         items = [_plain(item) for item in value]
@@ -33,13 +33,13 @@ def _plain(value: Any) -> Any:
 
 
 def check_numbers(numbers: Sequence[Mapping[str, Any]], defaults: Mapping[str, Any]) -> None:
-    """Raises TypeError where a hyper-parameter of a group is no number."""
+    """Raises TypeError if a hyper-parameter of a group is no number."""
     for index, group in enumerate(numbers):
         missing = [key for key in defaults if key not in group]
         if missing:
             raise TypeError(
-                f"{missing} of param group {index} is missing or no plain number (a tensor must hold one element): the "
-                "update cannot be computed. Assign a number."
+                f"assign a number to {missing} of param group {index}: it is missing or no plain number (a tensor must "
+                "hold one element), and the update cannot be computed."
             )
 
 
@@ -47,7 +47,7 @@ def check_group(rule: Rule, group: dict[str, Any], check: Callable[[Mapping[str,
     """Checks a new param group by the arguments of its class, if that has any, and by the scalars of a first step.
 
     Raises:
-        ValueError, TypeError: what the group would update with is no finite number.
+        ValueError, TypeError: a number that the update needs is not finite.
     """
     if check is not None:
         group.update(check(group))
@@ -55,9 +55,9 @@ def check_group(rule: Rule, group: dict[str, Any], check: Callable[[Mapping[str,
     try:
         rule.evaluate(rule.variant(numbers), numbers, 1, {})
     except RuleError:
-        pass  # a key that the user's own rule gets later
+        pass  # the user may add a key of an own rule later
     except ShardoptError as error:
-        if not isinstance(error.__cause__, TypeError):  # so is a number that is None now
+        if not isinstance(error.__cause__, TypeError):  # a TypeError: the number is None for now
             raise ValueError(str(error)) from error.__cause__
     except KeyError:
         pass

@@ -1,7 +1,8 @@
-"""A socket that the other ranks find: in a folder of the user's own where all of them share a kernel, else on a port.
+"""A socket that the other ranks find: in a folder of the user's own if all of them share a kernel, else on a port.
 
-A process that is killed leaves its folder behind. The next one of the same user on the same machine removes it: nobody
-listens there any more. A socket has its final name only once somebody listens, so that one in the making is let alone.
+The folder of a process that was killed stays. The next process of the same user on the same machine removes it, since
+nobody listens there any more. A socket gets its final name once somebody listens, so that no process removes a folder
+which another one is still making.
 """
 
 import hashlib
@@ -17,9 +18,9 @@ from multiprocessing import connection, util
 from pathlib import Path
 from typing import Any
 
-BACKLOG = 1024  # connections that wait to be accepted: all other ranks may come at once
+BACKLOG = 1024  # connections that wait to be accepted: all other ranks may connect at once
 _NAME = "socket"
-_UNFINISHED = 3600.0  # seconds after which a folder without a socket was left by a dead process
+_UNFINISHED = 3600.0  # seconds after which a folder without a socket is that of a dead process
 
 
 class Listener:
@@ -30,10 +31,12 @@ class Listener:
     """
 
     def __init__(self, address: tuple[str, int] | None):
-        """None: a path.
+        """
+        Args:
+            address: None for a path.
 
         Raises:
-            OSError: there is no room for a folder, or no such address.
+            OSError: no folder could be made, or there is no such address.
         """
         self.address: Any
         if address is None:
@@ -41,7 +44,7 @@ class Listener:
         else:
             self._socket = socket.create_server(address, backlog=BACKLOG)
             self.address = self._socket.getsockname()
-        # Also at the end of a process of multiprocessing, which runs nothing of atexit; not in a forked child.
+        # Not atexit, which a process of multiprocessing does not run; a forked child runs neither.
         folder = os.path.dirname(self.address) if address is None else None
         util.Finalize(self, _end, (self._socket, folder), exitpriority=0)
 
@@ -50,15 +53,17 @@ class Listener:
         return self._socket.family.name
 
     def accept(self, seconds: float | None) -> "connection.Connection[Any, Any] | None":
-        """The next connection; None where none came within so many seconds."""
+        """Returns the next connection; None if none came within so many seconds."""
         if not connection.wait([self._socket], seconds):
             return None
         there, _ = self._socket.accept()
         there.setblocking(True)
         return connection.Connection(there.detach())
 
-    def leave(self) -> None:
-        """In a forked child, which does not answer: a caller would wait for it when the parent is dead."""
+    def forget(self) -> None:
+        """Closes the copy of the socket in a forked child, which does not answer: callers would wait for the child once
+        the parent is dead.
+        """
         self._socket.close()
 
 
@@ -69,7 +74,7 @@ def _end(there: socket.socket, folder: str | None) -> None:
 
 
 def _listen_in_folder() -> tuple[socket.socket, str]:
-    roots = dict.fromkeys((tempfile.gettempdir(), "/tmp"))  # the name of a socket is short: 107 bytes on Linux
+    roots = dict.fromkeys((tempfile.gettempdir(), "/tmp"))  # a socket's path may be 107 bytes long on Linux
     errors: list[OSError] = []
     for root in roots:
         try:
@@ -93,7 +98,7 @@ def _listen_in_folder() -> tuple[socket.socket, str]:
 
 
 def reclaim(root: Path) -> None:
-    """Removes what killed processes of this user on this machine left in a directory."""
+    """Removes the folders of killed processes of this user on this machine from a directory."""
     pattern = re.compile(re.escape(_prefix()) + "[a-z0-9_]+")
     for name in os.listdir(root):
         if pattern.fullmatch(name):
@@ -106,7 +111,7 @@ def reclaim(root: Path) -> None:
 
 def _is_dead(folder: Path, status: os.stat_result) -> bool:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        probe.setblocking(False)  # a backlog that is full is that of somebody who lives
+        probe.setblocking(False)  # if the backlog is full, somebody listens
         try:
             probe.connect(str(folder / _NAME))
         except ConnectionRefusedError:
@@ -119,7 +124,7 @@ def _is_dead(folder: Path, status: os.stat_result) -> bool:
 
 
 def _prefix() -> str:
-    """Names the kernel: a directory may be shared by machines, and a socket is heard of on one of them only."""
+    """The start of a folder's name, with the kernel in it: machines may share a directory, but not a socket."""
     try:
         kernel = Path("/proc/sys/kernel/random/boot_id").read_text()
     except OSError:

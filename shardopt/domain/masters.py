@@ -1,4 +1,4 @@
-"""Params that others than an update wrote, and what of masters and averages follows them."""
+"""Params that others than an update wrote, and the masters and averages that follow them."""
 
 from collections import defaultdict
 from collections.abc import Iterable
@@ -6,27 +6,23 @@ from collections.abc import Iterable
 from ..kernels import codecs
 from ..partition.memory import return_free_pages
 from .domain import Domain
-from .param import ParamRecord
+from .param import MasterState, ParamRecord
 from .shard import IsRounded, Shard
 
 
 def follow_written_params(domain: Domain) -> None:
-    """Masters follow params whose version moved: weights were loaded, clamped or averaged in place."""
+    """Makes masters follow params whose version moved: weights were loaded, clamped or averaged in place."""
     begin_averages(domain)
     written = [entry for entry in domain.entries.values() if entry.param._version != entry.version]
-    # Halves of masters that were just loaded and fitted their params are those of these params.
+    # Halves of a master that fitted its param when it was loaded are kept.
     _refresh(
         domain,
-        (
-            entry
-            for entry in written
-            if entry.shard.has_whole_masters or entry.version is not None or entry.index in entry.shard.awaiting
-        ),
+        (e for e in written if e.shard.has_whole_masters or e.master_state is not MasterState.LOADED),
     )
 
 
 def begin_averages(domain: Domain) -> None:
-    """Averages that were not loaded with their states begin with the weights, which may be loaded after these."""
+    """Starts the averages that a loaded state lacks with the weights, which may be loaded after the states."""
     late = [e for e in domain.entries.values() if e.begins_average and e.param._version != e.version]
     if late:
         with domain.all_or_nothing():
@@ -35,39 +31,39 @@ def begin_averages(domain: Domain) -> None:
 
 
 def refresh_masters(domain: Domain) -> None:
-    """All of them, whether their params are known to have been written or not."""
+    """Makes all masters follow their params: a write through ``.data`` moves no version."""
     with domain.epoch.loading():
         _refresh(domain, domain.entries.values())
 
 
 def _refresh(domain: Domain, entries: Iterable[ParamRecord]) -> None:
     written: dict[tuple[Shard, IsRounded], list[int]] = defaultdict(list)
-    awaiting: list[ParamRecord] = []
+    unmatched: list[ParamRecord] = []
     for entry in entries:
-        if entry.index in entry.shard.awaiting:
-            awaiting.append(entry)
+        if entry.master_state is MasterState.UNMATCHED:
+            unmatched.append(entry)
         else:
             # A master that was loaded may have been a ``split`` one, whose ties are rounded away from zero. A step
             # rounds the ties of fp32 masters to even: where the param is the other neighbour, somebody wrote it.
             is_rounded: IsRounded = codecs.rounds_to if entry.version is None else codecs.rounds_to_even
             written[entry.shard, is_rounded].append(entry.index)
-    if not written and not awaiting:
+    if not written and not unmatched:
         return
     with domain.all_or_nothing():
         for (shard, is_rounded), indices in written.items():
             shard.refresh_masters(indices, is_rounded)
-        for entry in awaiting:
-            entry.shard.settle_master(entry.index)
-    for entry in awaiting:
-        del entry.shard.awaiting[entry.index]
+        for entry in unmatched:
+            entry.shard.keep_low_bits(entry.index)
+    for entry in unmatched:  # once the store keeps them: an error before loses nothing
+        entry.drop_unmatched_master()
     if not domain.store.is_final:
         return_free_pages()  # of the chunks that came to be compared
 
 
-def settle_masters(domain: Domain) -> None:
-    """What is kept of masters that were loaded is that of the weights of now; others may still be loaded."""
-    if any(shard.awaiting for shard in domain.shards):
+def keep_low_bits(domain: Domain) -> None:
+    """Keeps of each unmatched master the low bits beside the weights of now; other weights may still be loaded."""
+    if any(shard.unmatched_masters for shard in domain.shards):
         with domain.all_or_nothing():
             for shard in domain.shards:
-                for index in shard.awaiting:
-                    shard.settle_master(index)
+                for index in shard.unmatched_masters:
+                    shard.keep_low_bits(index)

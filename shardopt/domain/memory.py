@@ -1,4 +1,4 @@
-"""What an optimizer takes on this rank: bytes by kind and tier."""
+"""The memory of an optimizer on this rank: bytes by kind and tier."""
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
@@ -17,16 +17,16 @@ def memory_of(
     domains: Sequence[Domain],
     params: Collection[torch.nn.Parameter],
     grads: Iterable[torch.Tensor | None],
-    rests: Offload | None,
+    offload: Offload | None,
     tier: str,
 ) -> Memory:
-    """Bytes by kind and tier (device, host, disk).
+    """Returns bytes by kind and tier (device, host, disk).
 
     Args:
-        params: of the groups and the module.
-        grads: theirs.
-        rests: what of gradients and params on the device's side is in host memory by choice.
-        tier: of masters and states, to be listed even if there are none.
+        params: those of the groups and the module.
+        grads: the gradients of these params.
+        offload: says if sums of gradients and slices of params are in host memory.
+        tier: of masters and states; listed even if there are none yet.
     """
     found: dict[str, Counter[str]] = {kind: Counter() for kind in KINDS}
     own = (grad for grad in grads if grad is not None and not isinstance(grad, Part))
@@ -35,8 +35,8 @@ def memory_of(
     found["param"]["device"] = sum(param.nbytes for param in free)
     found["master"][tier] = found["state"][tier] = found["buffer"]["device"] = 0
     for domain in domains:
-        _add_shards(found, domain, "host" if rests is not None and rests.params == "cpu" else "device")
-        _add_reducer(found, domain, "host" if rests is not None and rests.gradients == "cpu" else "device")
+        _add_shards(found, domain, "host" if offload is not None and offload.params == "cpu" else "device")
+        _add_reducer(found, domain, "host" if offload is not None and offload.gradients == "cpu" else "device")
         if domain.shards:
             found["buffer"].update(domain.store.buffer_bytes)
     return {kind: dict(tiers) for kind, tiers in found.items()}
@@ -48,7 +48,7 @@ def _is_bound(domain: Domain, param: torch.nn.Parameter) -> bool:
 
 def _add_shards(found: dict[str, Counter[str]], domain: Domain, slices: str) -> None:
     frozen = domain.sharded.frozen if domain.sharded is not None else []
-    found["buffer"]["device"] += sum(shard.row_of_block.nbytes for shard in domain.shards)
+    found["buffer"]["device"] += sum(shard.tables.row_of_block.nbytes for shard in domain.shards)
     for shard in (*domain.shards, *frozen):
         found["param"]["device"] += shard.bucket.resident_bytes
         if shard.param_bytes:

@@ -1,12 +1,15 @@
-"""What is known of one bound param, and how params are listed before that."""
+"""The record of one bound param, and the list of params before they are bound."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 
 import torch
 
 from ..errors import BindingError
+from ..rules.rule import EMA
 from ..tensors.gradient_slice import GradientSlice
+from ..tensors.part import Part
 from .hyperparameters import Group as Group
 from .param_state import ParamState
 from .shard import Shard
@@ -14,33 +17,142 @@ from .shard import Shard
 Candidate = tuple[str, torch.nn.Parameter, Group]  # name for messages, param, its group
 
 
+class MasterState(Enum):
+    """Whether the master weights of a bound param are those of the param.
+
+    A state dict and the weights of a model may be loaded in either order, so a loaded master and its param may differ
+    until the next step. Params without a master have these states as well. A master "in halves" (``master="split"``)
+    is kept as the low bits beside its param. The state after each event:
+
+    =================================================  =========  =========  =========  =========
+    event                                              FOLLOWS    LOADED     UNMATCHED  STALE
+    =================================================  =========  =========  =========  =========
+    a step updates the param                           FOLLOWS    FOLLOWS    FOLLOWS    FOLLOWS
+    a state is loaded, whose master fits the param     LOADED     LOADED     LOADED     LOADED
+    a state is loaded, with the halves of others       UNMATCHED  UNMATCHED  UNMATCHED  UNMATCHED
+    a state is loaded, without a master, in halves     STALE      STALE      STALE      STALE
+    refresh_masters()                                  FOLLOWS    LOADED     LOADED     STALE
+    all states are forgotten                           FOLLOWS    LOADED     LOADED     STALE
+    =================================================  =========  =========  =========  =========
+    """
+
+    FOLLOWS = "the master is that of the param at ``ParamRecord.version``; a later version was written by others"
+    LOADED = "the param was bound or its master was loaded: the next step compares an fp32 master, and keeps halves"
+    UNMATCHED = "a master in halves was loaded and does not round to the param: the shard keeps all of it meanwhile"
+    STALE = "the low bits belong to other weights: the next step makes the master what the param is"
+
+
 @dataclass(eq=False)
 class ParamRecord:
-    """What is known of one bound param. Kept in a table: nothing is hung on the user's tensor."""
+    """All that is known of one bound param. The domain keeps it in a table: nothing is hung on the user's tensor.
+
+    Attributes:
+        name: for messages.
+        index: in the shard's bucket.
+        initial: what states hold before the first step, by name; empty if the rule makes its states in a step.
+        version: of the param's data when the master last followed it; None in every state but FOLLOWS.
+        step: updates so far. It is an int: a float counter stops counting (bf16 at 256, fp32 at 2**24).
+        carried: scalars that the rule hands on from step to step.
+        begins_average: True if the average of the weights starts with the weights that the next step finds.
+        gradient_slice: this rank's slice of the reduced gradient, if the module was handed over.
+    """
 
     param: torch.nn.Parameter
     name: str
     shard: Shard
-    index: int  # in the shard's bucket
-    version: int | None  # of the param's data at the end of the last step; None: its master was loaded since
-    step: int = 0  # updates so far; an int: a float counter stops counting (bf16 at 256, fp32 at 2**24)
+    index: int
+    initial: Mapping[str, float] = field(default_factory=dict)
+    version: int | None = None
+    master_state: MasterState = MasterState.LOADED
+    step: int = 0
     carried: dict[str, float] = field(default_factory=dict)
     has_state: bool = False
-    gradient_slice: GradientSlice | None = None  # of its reduced gradient, where the module was handed over
-    begins_average: bool = False  # with the weights as its next step finds them
-    initial: Mapping[str, float] = field(default_factory=dict)  # what states hold before the first step, if it has any
+    begins_average: bool = False
+    gradient_slice: GradientSlice | None = None
+
+    def __post_init__(self) -> None:
+        self.has_state = bool(self.initial)
+
+    # -- the master and the average --------------------------------------------------------------------------------
+
+    def follow_param(self) -> None:
+        """Records that the master is that of the param as it is now. Called at the end of a step."""
+        self.version, self.master_state = self.param._version, MasterState.FOLLOWS
+
+    def await_weights(self) -> None:
+        """Records that the param or its master was replaced: the next step compares the two."""
+        self.version, self.master_state, self.begins_average = None, MasterState.LOADED, False
+        self.shard.unmatched_masters.pop(self.index, None)
+
+    def expect_weights(self, state: ParamState) -> None:
+        """Records that ``state`` was loaded, and keeps its master if the weights that it rounds to are not loaded yet.
+
+        The weights of the model may be loaded after its states, so the next step compares the two.
+        """
+        shard, master = self.shard, state.tensors.get("master")
+        self.await_weights()
+        self.begins_average = _lacks_average(shard, state)
+        if not shard.masters or shard.has_whole_masters:
+            return
+        if master is None:
+            self.master_state = MasterState.STALE
+            return
+        own, kept = self._own_values(master), shard.read("master", self.index)
+        if not torch.equal(kept, own.to(kept.device)):
+            self.master_state = MasterState.UNMATCHED
+            shard.unmatched_masters[self.index] = own.clone()
+
+    def drop_unmatched_master(self) -> None:
+        """Forgets a loaded master: the shard holds what of it fits the param, or it is of no use any more."""
+        if self.shard.unmatched_masters.pop(self.index, None) is not None:
+            self.master_state = MasterState.LOADED
+
+    # -- states ----------------------------------------------------------------------------------------------------
+
+    def write_state(self, state: ParamState) -> None:
+        """Writes this rank's slices of a checked state to the shard."""
+        shard, index = self.shard, self.index
+        shard.ensure_states(name for name in state.tensors if name != "master")
+        for name, tensor in state.tensors.items():
+            if name != "master" or shard.masters:
+                shard.write(name, index, shard.slice_of(index).start, self._own_values(tensor))
+        if _lacks_average(shard, state):
+            shard.begin_average(index)
+
+    def write_initial(self) -> None:
+        """Fills the states, which are zeros, with what they hold before the first step."""
+        where = self.shard.slice_of(self.index)
+        for name, value in self.initial.items():
+            if value:
+                values = torch.full((where.local.stop - where.local.start,), value)
+                self.shard.write(name, self.index, where.start, values)
 
     def take_counters(self, state: ParamState) -> None:
+        """Takes the step count and the carried scalars of a state that was loaded."""
         self.step, self.carried, self.has_state = state.step, dict(state.carried), True
 
+    def count_step(self, carried: dict[str, float]) -> None:
+        """Records an update."""
+        self.step, self.carried, self.has_state = self.step + 1, carried, True
+        self.begins_average = False
+
     def forget(self) -> None:
-        """Back to before the param's first step; its states are zeroed with its shard's, and begun by the caller."""
+        """Returns to before the param's first step. The caller zeroes the states and calls :meth:`write_initial`."""
         self.step, self.carried, self.has_state = 0, {}, bool(self.initial)
         self.begins_average = False
-        self.shard.awaiting.pop(self.index, None)
+        self.drop_unmatched_master()
+
+    def _own_values(self, tensor: torch.Tensor) -> torch.Tensor:
+        """This rank's elements of a tensor of the param's state, 1D, in storage order."""
+        where = self.shard.slice_of(self.index)
+        if isinstance(tensor, Part):
+            first, flat = where.start - tensor.start, tensor.local
+        else:
+            first, flat = where.start, self.shard.in_order(self.index, tensor.detach())
+        return flat[first : first + where.local.stop - where.local.start]
 
     def check(self) -> None:
-        """Raises BindingError if the param is not where it was put."""
+        """Raises BindingError if the param no longer lies in its bucket."""
         if not self.shard.bucket.holds(self.index):
             param, bucket = self.param, self.shard.bucket
             raise BindingError(
@@ -52,7 +164,7 @@ class ParamRecord:
 
 
 def named_params(groups: Sequence[Group]) -> Iterator[Candidate]:
-    """Every param with a name for messages and its group, in the order of the groups."""
+    """Yields every param with a name for messages and its group, in the order of the groups."""
     for number, group in enumerate(groups):
         names = group.get("param_names")
         for index, param in enumerate(group["params"]):
@@ -61,8 +173,13 @@ def named_params(groups: Sequence[Group]) -> Iterator[Candidate]:
 
 
 def without_process_group(group: Group) -> Group:
-    """What of a group can be saved: its process group is this run's."""
+    """Returns what of a group can be saved: its process group is this run's."""
     return {key: value for key, value in group.items() if key != "process_group"}
+
+
+def _lacks_average(shard: Shard, state: ParamState) -> bool:
+    """True if an average of the weights is kept, and a state from after the first step holds none."""
+    return bool(state.step) and EMA in shard.kept.states and EMA not in state.tensors
 
 
 def _describe(tensor: torch.Tensor) -> str:

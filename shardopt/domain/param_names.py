@@ -1,4 +1,4 @@
-"""Params by the names that a user sees: ``model.named_parameters()`` without what wrappers put in between."""
+"""Params by the names that a user sees: those of ``model.named_parameters()``, without the parts that wrappers add."""
 
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
@@ -14,7 +14,7 @@ _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
 
 
 def matching(module: nn.Module | None, patterns: Sequence[str]) -> frozenset[torch.Tensor]:
-    """The params that one of the patterns names, or that lie in a module which one names; ``*`` stands for any text.
+    """Returns the params that a pattern names, and those in a module that a pattern names; ``*`` matches any text.
 
     Raises:
         BindingError: a pattern names nothing.
@@ -28,8 +28,8 @@ def matching(module: nn.Module | None, patterns: Sequence[str]) -> frozenset[tor
         if not own:
             some = ", ".join(name for name, _ in names[:5])
             raise BindingError(
-                f"Tuning(keep=...) has the pattern {pattern!r}, which names no param and no module: nothing would be "
-                "kept whole for it. Write a name as in model.named_parameters(), * standing for any text. This model "
+                f"write a name as in model.named_parameters() (* matches any text): Tuning(keep=...) has the pattern "
+                f"{pattern!r}, which names no param and no module, and nothing would be kept whole for it. This model "
                 f"has {some}{', ...' if len(names) > 5 else ''}."
             )
         found.update(own)
@@ -37,7 +37,7 @@ def matching(module: nn.Module | None, patterns: Sequence[str]) -> frozenset[tor
 
 
 def name_of(module: nn.Module | None, param: torch.Tensor) -> str | None:
-    """The name of a param in the module: the first one, if it is tied."""
+    """Returns the name of a param in the module: the first one, if it is tied."""
     return None if module is None else next((name for name, each in _names(module) if each is param), None)
 
 
@@ -48,7 +48,7 @@ def _names(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _with_modules(name: str) -> Iterator[str]:
-    """``a.b.weight``, ``a.b`` and ``a``."""
+    """Yields the name and those of the modules around it: ``a.b.weight``, ``a.b`` and ``a``."""
     parts = name.split(".")
     for end in range(len(parts), 0, -1):
         yield ".".join(parts[:end])

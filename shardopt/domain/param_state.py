@@ -1,4 +1,4 @@
-"""The state of one param outside of its shard: what ``state_dict()`` shows and ``load_state_dict()`` takes."""
+"""The state of one param outside of its shard, as ``state_dict()`` shows it and ``load_state_dict()`` takes it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,23 +11,23 @@ from ..rules import Rule
 from ..rules.rule import EMA
 from ..tensors.part import Part
 
-# fp32 counts whole numbers up to here.
+# The largest whole number up to which fp32 can count.
 _FP32_COUNTS_TO = 1 << 24
 
 
 def count_as_torch(step: int) -> torch.Tensor:
-    """A step count as ``torch.optim`` keeps it: 0-d, in fp32, which would round a larger count than it can hold."""
+    """Returns a step count as ``torch.optim`` has it: 0-d fp32, or fp64 for a count that fp32 would round."""
     return torch.tensor(step, dtype=torch.float32 if step <= _FP32_COUNTS_TO else torch.float64)
 
 
 @dataclass
 class ParamState:
-    """Step count, carried scalars, and tensors with the param's full shape (or parts of such).
+    """A step count, carried scalars, and tensors with the param's full shape (or parts of them).
 
     Attributes:
         step: updates so far.
         carried: scalars that the rule hands on from step to step.
-        tensors: by name of the state, and "master" where the param is of low precision.
+        tensors: by name of the state; "master" for the master weights of a low-precision param.
     """
 
     step: int = 0
@@ -35,7 +35,7 @@ class ParamState:
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def to_torch(self, counts_steps: bool) -> dict[str, Any]:
-        """In the form of ``torch.optim``'s state dicts."""
+        """Returns the state in the form of ``torch.optim``'s state dicts."""
         counters: dict[str, Any] = {}
         if counts_steps:
             counters["step"] = count_as_torch(self.step)
@@ -53,34 +53,34 @@ class ParamState:
         """Reads what :meth:`to_torch` or a torch class wrote for ``param``.
 
         Raises:
-            StateError: it is not a state that ``rule`` keeps for this param.
+            StateError: ``rule`` keeps no such state for this param.
         """
-        # SGD writes None for a momentum that has not begun.
+        # torch.optim.SGD writes None for a momentum before its first step.
         tensors = {key: value for key, value in state.items() if value is not None}
         counters = ("step",) if rule.counts_steps else ()
         lacking = [key for key in (*counters, *rule.carried) if key not in tensors]
-        # Where no step is counted, having a state means having taken a step.
+        # A rule that counts no steps has tensors only after a step.
         step = int(tensors.pop("step", 1 if tensors else 0))
         carried = {key: float(tensors.pop(key)) for key in rule.carried if key in tensors}
         _check_names(tensors, step, rule, group, name)
         if tensors and lacking:
             raise StateError(
-                f"the state of {name} lacks {lacking}: the update would be that of a first step, so nothing was "
-                "loaded. A format that keeps the count elsewhere must be converted: give each param's state its 'step'."
+                f"give each param's state its 'step': the state of {name} lacks {lacking}, the update would be that of "
+                "a first step, and nothing was loaded. Convert a format that keeps the count elsewhere."
             )
         for key, tensor in tensors.items():
             if not isinstance(tensor, torch.Tensor) or tensor.shape != param.shape:
                 found = tuple(tensor.shape) if isinstance(tensor, torch.Tensor) else type(tensor).__name__
                 raise StateError(
-                    f"{key} of {name} has shape {found}, the param {tuple(param.shape)}: this is the state of another "
-                    "model, and nothing was loaded. Load the state dict that was saved with this one."
+                    f"load the state dict that was saved with this model: {key} of {name} has shape {found}, the param "
+                    f"{tuple(param.shape)}. This is the state of another model, and nothing was loaded."
                 )
         return ParamState(step, carried, tensors)
 
 
 def _check_names(tensors: Mapping[str, Any], step: int, rule: Rule, group: Mapping[str, Any], name: str) -> None:
     needed = rule.variant(group).states
-    # An average of the weights that was not kept so far begins with the weights.
+    # A state without an average of the weights is accepted: the average begins with the weights.
     missing = [state for state in needed if state not in tensors and state != EMA] if step else []
     unknown = [state for state in tensors if state not in (*needed, "master")]
     if missing or unknown:
@@ -98,6 +98,6 @@ def check_part(part: Part, start: int, numel: int, what: str) -> None:
     end = part.start + part.local.numel()
     if numel and not (part.start <= start and start + numel <= end):
         raise StateError(
-            f"{what}: this rank needs elements [{start}:{start + numel}], the part holds [{part.start}:{end}]. Call "
-            "consolidate_state_dict() on the optimizer that it comes from, and load the consolidated dict."
+            f"call consolidate_state_dict() on the optimizer that saved this state, and load the consolidated dict: of "
+            f"{what} this rank needs elements [{start}:{start + numel}], the part holds [{part.start}:{end}]."
         )

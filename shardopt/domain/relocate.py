@@ -36,7 +36,7 @@ def relocate(domain: Domain, tier: str, open_store: Callable[[], Store]) -> None
         raise
     assert store is not None
     store.commit()
-    before, left = domain.rest_in(store, storages)
+    before, left = domain.move_to(store, storages)
     for storage in left:
         storage.release()
     _close(before)  # while `left` keeps its storages alive: buffers that go with them may still be copied to the device
@@ -50,7 +50,7 @@ def _close(store: Store) -> None:
 
 def _copy(domain: Domain, store: Store, storages: list[ShardStorage]) -> None:
     store.begin()
-    for shard in domain.resting:
+    for shard in domain.stored_shards:
         storages.append(store.home(shard.numel, shard.bucket.dtype, shard.device))
         _copy_streams(shard, storages[-1])
     store.flush()

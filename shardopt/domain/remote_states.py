@@ -1,8 +1,8 @@
-"""What this rank shows of its states to ranks that read alone, and sees of theirs: between two steps, of one step.
+"""Serves this rank's slices of states to a rank that reads alone, and reads those of other ranks.
 
-A sharded step needs every rank, so nobody's states move while one rank stays behind a step and reads. A load needs no
-other rank, and a thread may read beside a step. So a moment (a step, and the loads since) goes with every question: a
-rank that has not come so far yet waits, one that is further says so, and what was read counts only if the moment is
+A sharded step needs every rank, so no rank's states change while one rank reads between two steps. A load needs no
+other rank, and a thread may read beside a step. So a moment (a step, and the loads since) goes with every request: a
+rank that has not come to the moment waits, one that is past it says so, and what was read counts only if the moment is
 still the same after the reading.
 """
 
@@ -16,13 +16,13 @@ import torch
 from ..errors import StateError
 from ..partition.mesh import Mesh
 from .epoch import Epoch, Moment
-from .serve import Showing
+from .serve import Peers
 from .shard import Shard
 from .sharded_params import ShardedParams
 
 
 class Shown(Protocol):
-    """What is shown of a domain."""
+    """What other ranks see of a domain."""
 
     @property
     def mesh(self) -> Mesh: ...
@@ -40,61 +40,61 @@ class Shown(Protocol):
 
 @dataclass(frozen=True)
 class Fetch:
-    """Makes one whole state (or "param") of one param, as it is at ``moment``. Equal ones make the same tensor."""
+    """Reads one whole state (or "param") of one param, as it is at ``moment``. Equal ones read the same tensor."""
 
-    exhibit: "RemoteStates"
+    remote: "RemoteStates"
     shard: Shard
     index: int
     name: str
     moment: Moment
 
     def __call__(self) -> torch.Tensor:
-        return self.exhibit.fetch(self.shard, self.index, self.name, self.moment)
+        return self.remote.fetch(self.shard, self.index, self.name, self.moment)
 
 
 class RemoteStates:
-    """The shards of a domain, as other ranks see them."""
+    """The states of a domain that lie on other ranks, and those of this rank as the others read them."""
 
-    _showing: Showing
+    _peers: Peers
 
     def __init__(self, domain: Shown):
         self._domain = domain
-        self._written: torch.cuda.Event | None = None  # behind the last step
+        self._written: torch.cuda.Event | None = None  # after the kernels of the last step
         self._is_closed = False
 
     @staticmethod
-    def begin(domain: Shown) -> "RemoteStates | None":
-        """Collective. None where some rank can open no socket: nothing can then be read by one rank alone."""
-        exhibit = RemoteStates(domain)
-        showing = Showing.begin(domain.mesh.shard, exhibit)
-        if showing is None:
+    def meet(domain: Shown) -> "RemoteStates | None":
+        """Collective. Returns None if some rank can open no socket: one rank alone can then read nothing."""
+        remote = RemoteStates(domain)
+        peers = Peers.meet(domain.mesh.shard, remote)
+        if peers is None:
             return None
-        exhibit._showing = showing
-        return exhibit
+        remote._peers = peers
+        return remote
 
-    def settle(self) -> None:
-        """This rank has come to the end of a step."""
+    def end_step(self) -> None:
+        """Marks the end of a step on this rank: readers of its states wait for the kernels of the step."""
         if self._domain.device.type == "cuda":
             self._written = torch.cuda.Event()
             self._written.record()
 
     def retire(self) -> None:
-        """The optimizer is gone. What the other ranks may still read stays for as long as they may."""
-        self._showing.retire()
+        """Stops reading: the optimizer is gone. The other ranks can read until all of them retire."""
+        self._peers.retire()
 
     def close(self) -> None:
-        """Nothing is shown any more."""
+        """Stops serving; see :meth:`shardopt.domain.serve.Peers.close`."""
         self._is_closed = True
-        self._showing.close()
+        self._peers.close()
 
-    # -- seeing ----------------------------------------------------------------------------------------------------
+    # -- reading ---------------------------------------------------------------------------------------------------
 
     def fetcher(self, shard: Shard, index: int, name: str, moment: Moment) -> Fetch:
-        """What makes the whole state ``name`` (or "param") of a param, as at a moment, in host memory, on demand."""
+        """Returns a function that reads the whole state ``name`` (or "param") of a param into host memory."""
         return Fetch(self, shard, index, name, moment)
 
     def fetch(self, shard: Shard, index: int, name: str, moment: Moment) -> torch.Tensor:
-        """Raises StateError unless all of it is of the moment."""
+        """Reads a whole state. Raises StateError unless all of it is of the moment."""
         self._check(shard, index, name, moment)
         whole = self._read(shard, index, name, moment)
         self._check(shard, index, name, moment)  # while it was read, a step or a load may have begun
@@ -125,15 +125,15 @@ class RemoteStates:
                 if rank == mesh.shard.rank:
                     target.copy_(shard.read_chunk(name, piece.shard_start, piece.shard_end))
                 else:
-                    self._showing.read(rank, moment, number, name, piece.shard_start, target)
+                    self._peers.read(rank, moment, number, name, piece.shard_start, target)
         if flat is None:  # no elements
             flat = torch.empty(0, dtype=param.dtype if name == "param" else torch.float32)
         return flat.as_strided(param.size(), shard.strides(index))
 
     def _number(self, shard: Shard) -> int | None:
-        """By which ranks ask each other for a shard: from 0 on, and from -1 down those of params that do not train.
+        """The number of a shard in requests: from 0 on, and from -1 down for those of frozen params.
 
-        So one that is bound later takes no other one's number, whichever rank has bound it first.
+        So a shard that is bound later never gets the number of another one, whichever rank has bound it first.
         """
         if shard in self._domain.shards:
             return self._domain.shards.index(shard)
@@ -148,10 +148,10 @@ class RemoteStates:
         sharded = self._domain.sharded
         return [] if sharded is None else sharded.frozen
 
-    # -- being seen ------------------------------------------------------------------------------------------------
+    # -- serving --------------------------------------------------------------------------------------------------
 
     def slice_at(self, moment: Moment, number: int, name: str, start: int, stop: int) -> torch.Tensor:
-        """For another rank, in a thread of its own; see :class:`shardopt.domain.serve.Readable`."""
+        """Called by a thread of the server; see :class:`shardopt.domain.serve.Readable`."""
         domain = self._domain
         end = time.monotonic() + domain.mesh.world.seconds
         while (shard := self._numbered(number)) is None or domain.epoch.now(name) < moment:
@@ -165,14 +165,15 @@ class RemoteStates:
             raise StateError("this rank has closed its optimizer.")
         if shard.device.type == "cpu":
             return shard.read_chunk(name, start, stop)
-        # On a stream of its own behind the step's kernels. It allocates nothing on the device, where a collective may
-        # be waiting for the rank that asks.
+        # On a CUDA stream of its own, after the step's kernels. It allocates nothing on the device: an allocation may
+        # wait for a collective, which waits for the rank that asks.
         with torch.cuda.stream(torch.cuda.Stream(shard.device)):
             if self._written is not None:
                 self._written.wait()
             return shard.read_chunk(name, start, stop).cpu()
 
     def check_at(self, moment: Moment, name: str) -> None:
+        """See :class:`shardopt.domain.serve.Readable`."""
         domain, epoch = self._domain, self._domain.epoch
         if domain.broken is not None:
             raise StateError(f"a step of this rank failed half-way ({domain.broken}).")

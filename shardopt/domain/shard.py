@@ -1,16 +1,14 @@
 """A shard: this rank's slice of a bucket, with the masters and states that belong to it."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Sequence
 
-import numpy as np
 import torch
 
 from ..kernels import codecs
 from ..kernels.formats import BF16, BF16_RANDOM, FP32, BlockFormat, Format
 from ..kernels.formats import format_of as dtype_format
 from ..kernels.spec import StepSpec
-from ..kernels.tables import BLOCK, Gradients, Noise
+from ..kernels.tables import BLOCK, Gradients
 from ..offload.store import Chunk, Plane, ShardStorage, Store
 from ..partition.bucket import Bucket
 from ..partition.comm.all_gather import Window
@@ -24,35 +22,37 @@ from ..rules import Variant
 from ..rules.rule import EMA
 from ..tensors.strides import dense_strides, flattened, in_storage_order
 from .formats import StreamFormats
+from .shard_tables import ShardTables
 
 IsRounded = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-class Slice(NamedTuple):
-    """Where a param's elements lie in a state of the shard."""
-
-    start: int  # first element of the param, in storage order
-    local: slice  # of the shard; empty where the shard holds nothing of the param
-
-
 def scales_name(state: str) -> str:
-    """Of the stream that holds the scales of a state's blocks."""
+    """The name of the stream that holds the scales of a state's blocks."""
     return f"{state}.scales"
 
 
 class Shard:
-    """Holds masters and states for one slice of a bucket, and the tables that a kernel needs to update it.
+    """Holds the masters and states for one slice of a bucket.
 
-    Masters and states are kept in their formats, and are fp32 to whoever reads or writes them here.
+    The store keeps masters and states in their formats; the methods here read and write them as fp32.
+
+    Attributes:
+        pieces: the parts of params that lie in the shard.
+        param: this rank's slice of the params, 1D [shard_numel]; None if it is offloaded to the store.
+        home: the storage of masters and states.
+        tables: where kernels find the pieces.
+        unmatched_masters: index of a param -> 1D fp32, its slice of a loaded master that does not round to the param.
+            It is kept until the weights are loaded, see :class:`shardopt.domain.param.MasterState`.
     """
 
     window: Window  # on bucket.flat; opened by all ranks together
-    reduced: DeviceSum | HostSum  # where the module was handed over
-    passing: PassingSum  # in its place, where gradients are released
+    reduced: DeviceSum | HostSum  # the sums of gradients, if the module was handed over
+    passing: PassingSum  # in place of ``reduced``, if gradients are released
     number: int  # of that bucket, in the reducer
     sums: Gradients  # the table of what stays in ``reduced``
-    gathered: GatheredBucket | None = None  # where params are sharded
-    aside: torch.Tensor | None = None  # 1D [shard_numel]: the weights, while params show their average
+    gathered: GatheredBucket | None = None  # if params are sharded
+    saved_weights: torch.Tensor | None = None  # 1D [shard_numel]: the weights, while params show their average
 
     def __init__(
         self,
@@ -61,13 +61,13 @@ class Shard:
         states: Iterable[str],
         store: Store,
         kept: StreamFormats,
-        params_rest: bool = False,
+        offloads_params: bool = False,
     ):
         """
         Args:
             states: names of those to make now.
             kept: the formats of masters and of all states that there may be.
-            params_rest: whether this rank's slice of the params rests in the store as well.
+            offloads_params: True if this rank's slice of the params is offloaded to the store as well.
 
         Raises:
             OffloadError: the store has no room for masters and states.
@@ -76,23 +76,18 @@ class Shard:
         self.pieces: tuple[Piece, ...] = bucket.layout.pieces(rank)
         self.numel = bucket.layout.shard_numel
         is_there = bucket.resident_bytes == bucket.nbytes
-        # 1D [shard_numel]; None where it rests in the store
-        self.param = None if params_rest else bucket.shard(rank) if is_there else self._zeros()
+        self.param = None if offloads_params else bucket.shard(rank) if is_there else self._zeros()
         self.format: Format = dtype_format(bucket.dtype, "a param")
         self.kept = kept
         self.masters = ("master",) if kept.master is not None else ()
-        # Index of a param -> 1D fp32, its slice of a master that was loaded and is not that of the param: which may be
-        # loaded after it.
-        self.awaiting: dict[int, torch.Tensor] = {}
+        self.unmatched_masters: dict[int, torch.Tensor] = {}
         self._piece_of_param = {piece.param: piece for piece in self.pieces}
         self._strides = [dense_strides(param) for param in bucket.params]
-        self._no_row = len(self.pieces)  # the row of blocks that hold no param; its end stays 0
-        self.host_row_of_block = self._make_row_of_block()  # in host memory
-        self.row_of_block = self.host_row_of_block.to(self.device)
-        self.home = store.home(self.numel, bucket.dtype, bucket.device)  # of masters and states
+        self.tables = ShardTables(self.pieces, self.numel, bucket.device)
+        self.home = store.home(self.numel, bucket.dtype, bucket.device)
         try:
             self.home.ensure(self._planes((*self.masters, *states)))
-            if params_rest:
+            if offloads_params:
                 self.home.ensure({"param": Plane(bucket.dtype)})
                 if is_there:
                     self.home.write("param", 0, bucket.shard(rank))
@@ -100,12 +95,6 @@ class Shard:
         except BaseException:
             self.home.release()
             raise
-
-    def _make_row_of_block(self) -> torch.Tensor:
-        rows = np.full(self.numel // BLOCK, self._no_row, dtype=np.int32)
-        for row, piece in enumerate(self.pieces):
-            rows[piece.shard_start // BLOCK : -(-piece.shard_end // BLOCK)] = row
-        return torch.from_numpy(rows)
 
     @property
     def device(self) -> torch.device:
@@ -121,18 +110,18 @@ class Shard:
 
     @property
     def states(self) -> tuple[str, ...]:
-        """Names of the states that there are; masters are none."""
+        """The names of the states that exist; a master is not a state."""
         return tuple(name for name in self.home.names if name in self.kept.states)
 
     def format_of(self, name: str) -> Format:
-        """In which "master" or a state is kept."""
+        """The format in which "master" or a state is kept."""
         if name == "master":
             assert self.kept.master is not None
             return self.kept.master
         return self.kept.states[name]
 
     def _planes(self, names: Iterable[str]) -> dict[str, Plane]:
-        """What "master" and states are kept as."""
+        """The streams in which "master" and states are kept."""
         planes: dict[str, Plane] = {}
         for name in names:
             format = self.format_of(name)
@@ -141,21 +130,17 @@ class Shard:
                 planes[scales_name(name)] = Plane(torch.float32, BLOCK)
         return planes
 
-    @property
-    def num_rows(self) -> int:
-        return len(self.pieces) + 1
-
     def ensure_states(self, names: Iterable[str]) -> None:
-        """Makes the states, of zeros, that are not there yet."""
+        """Makes the states that do not exist yet, of zeros."""
         self.home.ensure(self._planes(names))
 
     def renew(self, keeps_masters: bool) -> None:
-        """Zeroes all states, and masters unless they are kept; a state dict taken before keeps what it showed."""
-        kept = ("param", *(self.masters if keeps_masters else ()))
-        self.home.renew(zeroed=[name for name in self.home.names if name not in kept])
+        """Zeroes all states, and masters unless ``keeps_masters``. A state dict taken before keeps its values."""
+        unchanged = ("param", *(self.masters if keeps_masters else ()))
+        self.home.renew(zeroed=[name for name in self.home.names if name not in unchanged])
 
     def chunks(self, states: Iterable[str], pieces: Sequence[Piece]) -> list[Chunk]:
-        """What an update of these pieces, with these states, takes through the store."""
+        """Returns the chunks that an update of these pieces, with these states, reads from and writes to the store."""
         names, bounds = tuple(self._planes((*self.masters, *states))), self.home.chunks()
         if len(bounds) > 1:
             bounds = [each for each in bounds if any(p.shard_start < each[1] and each[0] < p.shard_end for p in pieces)]
@@ -169,90 +154,63 @@ class Shard:
         ]
 
     def own_slice(self) -> GatheredSlice:
-        """A copy of this rank's slice of the params, apart from the bucket."""
+        """Returns a copy of this rank's slice of the params, apart from the bucket."""
         if self.param is None:
             return RestingSlice(self)
-        is_apart = self.bucket.resident_bytes < self.bucket.nbytes  # the bucket of params without values is not there
-        # Now, and not once it is adopted: from the last agreement on other ranks may read it.
+        is_apart = self.bucket.resident_bytes < self.bucket.nbytes  # params without values: the bucket has no memory
+        # Copied before the last agreement of the ranks: after it other ranks may read the slice.
         return MemorySlice(self.param if is_apart else self._zeros().copy_(self.param))
 
     def part_with_params(self, gatherer: Gatherer, own: GatheredSlice, window: Window) -> GatheredBucket:
-        """Keeps this rank's slice of the params in ``own``, and gives the rest to the gatherer. Allocates nothing."""
+        """Keeps this rank's slice of the params in ``own``; the gatherer frees the rest. Allocates nothing."""
         self.param = own.memory
         self.gathered = gatherer.add(self.bucket, own, window)
         return self.gathered
 
     def spec(self, variant: Variant, grad: Format) -> StepSpec:
-        """What updates this shard with gradients of this format."""
+        """Returns the spec of the kernel that updates this shard with gradients of this format."""
         states = tuple(self.kept.states[name] for name in variant.states)
         param = BF16_RANDOM if self.format is BF16 and self.kept.master is None else self.format
         return StepSpec(variant, param, grad, self.kept.master, states)
 
-    def gradients(self, grads: Mapping[int, tuple[torch.Tensor, int]], at_rest: bool = False) -> Gradients:
-        """The table for these gradients, all of one dtype.
-
-        Args:
-            grads: row of the piece -> dense gradient in storage order, and which element of the param is its first.
-            at_rest: whether they are in host memory; else with the params.
-        """
-        rows = np.zeros((self.num_rows, 2), dtype=np.int64)
-        for row, (grad, start) in grads.items():
-            piece = self.pieces[row]
-            rows[row, 0] = grad.data_ptr() + (piece.start - start - piece.shard_start) * grad.element_size()
-            rows[row, 1] = piece.shard_end
-        aligned = not np.any(rows[:, 0] % 16)
-        if at_rest:
-            return Gradients(self.host_row_of_block, torch.from_numpy(rows), aligned)
-        return Gradients(self.row_of_block, torch.from_numpy(rows).to(self.device), aligned)
-
-    def gradients_in(self, total: torch.Tensor) -> Gradients:
-        """The table for a sum that is all of the shard's, 1D [shard_numel]."""
-        return self.gradients({row: (total[piece.shard_start :], piece.start) for row, piece in enumerate(self.pieces)})
-
-    def noise(self, counters: Mapping[int, tuple[int, int, int]]) -> Noise:
-        """The table for these rows: (key, key, phase), what their noise depends on beside the element."""
-        rows = np.zeros((self.num_rows, 4), dtype=np.int64)
-        for row, (key, other_key, phase) in counters.items():
-            piece = self.pieces[row]
-            rows[row] = (key, other_key, piece.start - piece.shard_start, phase)
-        return Noise(torch.from_numpy(rows.astype(np.int32)).to(self.home.device))
-
     def strides(self, index: int) -> tuple[int, ...]:
-        """In which the bucket's param ``index`` lies."""
+        """The strides of the bucket's param ``index``."""
         return self._strides[index]
 
     def ordered(self, index: int, grad: torch.Tensor) -> torch.Tensor:
-        """The gradient of the bucket's param ``index`` with its memory in the param's storage order."""
+        """Returns the gradient of the bucket's param ``index``, its memory in the param's storage order."""
         return in_storage_order(grad, self._strides[index])
 
     # -- one param's elements --------------------------------------------------------------------------------------
 
-    def slice_of(self, index: int) -> Slice:
-        piece = self._piece_of_param.get(index)
-        if piece is None:
-            return Slice(0, slice(0, 0))
-        return Slice(piece.start, slice(piece.shard_start, piece.shard_end))
+    def slice_of(self, index: int) -> Piece:
+        """The piece of the bucket's param ``index``; an empty one if the shard holds nothing of the param."""
+        return self._piece_of_param.get(index) or Piece(index, 0, 0, 0)
 
     def read(self, name: str, index: int) -> torch.Tensor:
-        """This shard's elements of state ``name`` (or "master") of the bucket's param ``index``, 1D.
+        """Returns this shard's elements of state ``name`` (or "master") of the bucket's param ``index``, 1D.
 
-        Not a copy where states lie in memory in fp32.
+        It is a view of the state if states lie in memory in fp32.
         """
         where = self.slice_of(index).local
         return self.read_chunk(name, where.start, where.stop)
 
     def write(self, name: str, index: int, start: int, values: torch.Tensor) -> None:
-        """Sets them from ``values``: 1D, the param's elements from ``start`` on, in storage order, at least ours."""
-        where = self.slice_of(index)
-        numel = where.local.stop - where.local.start
-        self.write_chunk(name, where.local.start, values[where.start - start : where.start - start + numel])
+        """Writes this shard's elements of a state.
+
+        Args:
+            values: 1D, the param's elements from ``start`` on, in storage order; at least those of this shard.
+        """
+        piece = self.slice_of(index)
+        first = piece.start - start
+        self.write_chunk(name, piece.shard_start, values[first : first + piece.numel])
 
     def in_order(self, index: int, tensor: torch.Tensor) -> torch.Tensor:
-        """1D, a tensor with the full shape of the bucket's param ``index``, in the param's storage order."""
+        """Returns a tensor with the full shape of the bucket's param ``index`` as 1D, in the param's storage order."""
         return flattened(in_storage_order(tensor, self._strides[index]))
 
     def begin_average(self, index: int) -> None:
-        """Makes the average of the bucket's param ``index`` what the param is."""
+        """Sets the average of the bucket's param ``index`` to the param."""
         self.ensure_states((EMA,))
         where = self.slice_of(index).local
         self.write_chunk(EMA, where.start, self.params(where.start, where.stop).float())
@@ -265,26 +223,26 @@ class Shard:
             self.home.write(name, where.start, torch.zeros(items, dtype=plane.dtype))
 
     def as_param(self, flat: torch.Tensor, index: int) -> torch.Tensor:
-        """A view of a whole bucket-like buffer with the shape of the bucket's param ``index``."""
+        """Returns a view of a buffer as long as the bucket, with the shape of the bucket's param ``index``."""
         return self.bucket.view(flat, index, self.bucket.params[index])
 
     def fits_master(self, index: int) -> bool:
-        """Whether a master that was loaded is that of the param ``index`` as it is now."""
-        where, loaded = self.slice_of(index).local, self.awaiting[index]
+        """True if the unmatched master of param ``index`` rounds to the param as it is now."""
+        where, loaded = self.slice_of(index).local, self.unmatched_masters[index]
         param = self.params(where.start, where.stop).to(loaded.device)
         return bool(codecs.rounds_to(loaded, param).all())
 
-    def settle_master(self, index: int) -> None:
-        """Keeps of a master that was loaded what fits the param ``index`` as it is now."""
-        self.write("master", index, self.slice_of(index).start, self.awaiting[index])
+    def keep_low_bits(self, index: int) -> None:
+        """Keeps of the unmatched master of param ``index`` the low bits beside the param as it is now."""
+        self.write("master", index, self.slice_of(index).start, self.unmatched_masters[index])
 
     def refresh_masters(self, indices: Iterable[int], is_rounded: IsRounded) -> None:
-        """Makes masters follow these params, which were written: elements that are the master rounded keep it.
+        """Makes the masters of these params follow them: where the master rounds to the param, it stays.
 
-        Where the param is a half of the master nothing tells what it was: the master becomes the param.
+        A master in halves becomes the param: its upper half is the param, so nothing tells what the master was.
 
         Args:
-            is_rounded: of fp32 masters and their params, both 1D: which params are the master rounded.
+            is_rounded: takes fp32 masters and their params, both 1D; True for each param that is the master rounded.
         """
         slices = [self.slice_of(index).local for index in indices]
         for name in self.masters:
@@ -299,7 +257,7 @@ class Shard:
 
     @property
     def has_whole_masters(self) -> bool:
-        """Whether masters can be told from their params."""
+        """True if a master holds the full value, and not the low bits beside its param."""
         return self.kept.master is FP32
 
     def _refresh(self, name: str, start: int, stop: int, slices: Sequence[slice], is_rounded: IsRounded) -> None:
@@ -312,43 +270,44 @@ class Shard:
                 self.home.write(name, each.start, torch.where(is_followed, master, param.float()))
 
     def restart_masters(self) -> None:
-        """Makes them what the params are."""
+        """Sets all masters to their params."""
         for name in self.masters:
             for start, stop in self.home.chunks():
                 self.write_chunk(name, start, self.params(start, stop).float())
 
     def params(self, start: int, stop: int) -> torch.Tensor:
-        """Elements [start, stop) of the params, 1D; not a copy where they lie in memory."""
+        """Returns elements [start, stop) of the params, 1D: a view if they lie in memory."""
         return self.home.read("param", start, stop) if self.param is None else self.param[start:stop]
 
     def read_chunk(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Elements ``[start, stop)`` of this shard's "param", "master" or state ``name``, 1D; from a block on.
+        """Returns elements ``[start, stop)`` of this shard's "param", "master" or state ``name``, 1D.
 
-        fp32, but for "param"; not a copy where they lie in memory like that.
+        fp32, but for "param"; a view if they lie in memory in that dtype. ``start`` is the start of a block.
         """
         if name == "param":
             return self.params(start, stop)
         format, items = self.format_of(name), self.home.read(name, start, stop)
         if name == "master" and format is not FP32:
-            weights = self.params(start, stop) if self.aside is None else self.aside[start:stop]
+            weights = self.params(start, stop) if self.saved_weights is None else self.saved_weights[start:stop]
             masters = codecs.join(weights.to(items.device), items, format)
-            for index, loaded in self.awaiting.items():
+            for index, loaded in self.unmatched_masters.items():
                 where = self.slice_of(index).local
                 first, last = max(where.start, start), min(where.stop, stop)
                 if first < last:
                     param = weights[first - start : last - start].to(items.device)
                     own = loaded[first - where.start : last - where.start].to(items.device)
                     kept = codecs.join(param, codecs.rest_of(own, param, format), format)
-                    # The weights of the others are not loaded yet: what is shown is to be loaded elsewhere.
+                    # Elements that do not round to the param: their weights are not loaded yet, and the loaded
+                    # master is shown whole, so that a state dict saved now loses nothing.
                     masters[first - start : last - start] = torch.where(codecs.rounds_to(own, param), kept, own)
             return masters
         scales = self.home.read(scales_name(name), start, stop) if isinstance(format, BlockFormat) else None
         return codecs.decode(codecs.Encoded(items, scales), format)
 
     def write_chunk(self, name: str, start: int, values: torch.Tensor) -> None:
-        """Sets them from 1D ``values``: whole blocks of a param, but for its last.
+        """Writes 1D ``values``: whole blocks of a param, but for its last block.
 
-        A master that is kept beside its param is that of the param as it is now.
+        Of a master in halves the low bits beside the param as it is now are kept.
         """
         if name == "param":
             if self.param is None:
@@ -368,12 +327,12 @@ class Shard:
         self.home.write(name, start, encoded.items)
 
     def whole(self, name: str) -> torch.Tensor:
-        """The state ``name`` (or "master") of the whole shard, 1D; not a copy where it lies in memory in fp32."""
+        """Returns state ``name`` (or "master") of the whole shard, 1D: a view if it lies in memory in fp32."""
         return self.read_chunk(name, 0, self.numel)
 
 
 class RestingSlice:
-    """A shard's params in its store."""
+    """A shard's params, offloaded to its store."""
 
     memory: torch.Tensor | None = None
 
@@ -382,13 +341,13 @@ class RestingSlice:
 
     @property
     def _home(self) -> ShardStorage:
-        return self._shard.home  # of this moment
+        return self._shard.home  # looked up at each use: relocation replaces it
 
     def read(self, into: torch.Tensor) -> None:
         self._home.read_into("param", 0, into)
 
     def write(self, values: torch.Tensor) -> None:
-        """Nothing, where they are what is there: whoever looks at whole params seldom writes to them."""
+        """Writes the params unless the store holds the same bits: who looks at whole params seldom writes to them."""
         kind = torch.int16 if values.element_size() == 2 else torch.int32
         bounds, here = self._home.chunks(), values.to("cpu")
         if not all(torch.equal(self._bits(low, high), here[low:high].view(kind)) for low, high in bounds):

@@ -1,4 +1,4 @@
-"""Stage 3: the params that lie in slices, those that train and those that are frozen.
+"""Stage 3: the sharded params, those that train and those that are frozen.
 
 A frozen param (the base of a LoRA model) is sharded like any other, and has no master, no state and no gradient.
 """
@@ -26,19 +26,22 @@ class ShardedParams:
     """The table from sharded params to their buckets."""
 
     def __init__(self, gatherer: Gatherer, gather: Gather, fetcher: Fetcher, name_of: Namer):
-        """``name_of``: what the user calls a param."""
+        """
+        Args:
+            name_of: the user's name of a param.
+        """
         self.gatherer = gatherer
         self.where: dict[torch.nn.Parameter, GatheredBucket] = {}
-        self.frozen: list[Shard] = []  # of params that are not trained
-        self.shown = 0  # contexts that show whole params at this moment
+        self.frozen: list[Shard] = []  # of params that do not train
+        self.shown = 0  # ``unsharded()`` contexts that are open
         self._gather, self._fetcher, self.name_of = gather, fetcher, name_of
 
     @property
     def buckets(self) -> list[GatheredBucket]:
         return list(dict.fromkeys(self.where.values()))
 
-    def take(self, shard: Shard, own: Slice, window: Window, is_frozen: bool) -> None:
-        """Keeps this rank's slice of the shard's params in ``own``, and lets go of the rest. Allocates nothing."""
+    def shard_params(self, shard: Shard, own: Slice, window: Window, is_frozen: bool) -> None:
+        """Keeps this rank's slice of the shard's params in ``own``, and frees the rest. Allocates nothing."""
         gathered = shard.part_with_params(self.gatherer, own, window)
         if is_frozen:
             self.frozen.append(shard)
@@ -46,10 +49,10 @@ class ShardedParams:
             self.where[param] = gathered
             mark_sharded(param, *self._stand_in(shard, index, param), partial(self.name_of, param))
 
-    def let_go(self, params: Sequence[torch.nn.Parameter]) -> None:
-        """Collective: frozen params that will be trained have whole values of their own again.
+    def remove_params(self, params: Sequence[torch.nn.Parameter]) -> None:
+        """Collective: gives frozen params that will train whole values of their own.
 
-        After an error each of them either has, or is sharded as before.
+        After an error each param either has whole values, or is sharded as before.
         """
         for param in params:
             gathered = self.where.get(param)
@@ -64,7 +67,7 @@ class ShardedParams:
 
     @contextmanager
     def unsharded(self) -> Iterator[None]:
-        """Whole params. What is written to them stays, whichever way: ``.data`` leaves no trace to notice."""
+        """A context with whole params. All of them are written back: a write through ``.data`` leaves no trace."""
         gatherer, buckets = self.gatherer, self.buckets
         gatherer.need_all(buckets)
         before = [each.bucket.holders for each in buckets]
@@ -79,17 +82,17 @@ class ShardedParams:
                     gatherer.write_back(each)
                 except OffloadError as error:
                     problem = error
-                if each.bucket.holders > holders:  # state_dict(), say: what it shows is to be saved later
+                if each.bucket.holders > holders:  # a state_dict(), say, which holds the whole params until it is saved
                     gatherer.done_but_viewed(each)
                 else:
                     gatherer.done(each, drop=True)
             gatherer.wait_for_writes()
             if any(each.slice.memory is None for each in buckets):
                 gatherer.confirm_writes(problem)
-            gatherer.begin_pass()  # each rank may have called what it liked
+            gatherer.begin_pass()  # the order of gathers inside may differ from rank to rank
 
     def give_back(self) -> None:
-        """Collective: every param is whole, and nobody reads our slices any more."""
+        """Collective: makes every param whole. Afterwards no other rank reads this rank's slices."""
         self.gatherer.drop_all()
         for each in self.buckets:
             self.gatherer.need(each)
@@ -100,7 +103,7 @@ class ShardedParams:
             shard.bucket.release()
 
     def _stand_in(self, shard: Shard, index: int, param: torch.nn.Parameter) -> tuple[Read, Write]:
-        """How a released param is read as a part, and written from a whole tensor."""
+        """Returns how a resharded param is read as a part, and written from a whole tensor."""
         where = shard.slice_of(index)
 
         def gather(_: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Where the wall-clock time of steps goes, by phase; the phases are labels in torch's profiler as well."""
+"""The wall-clock time of steps, by phase; the phases are labels in torch's profiler as well."""
 
 import time
 from collections import deque
@@ -7,30 +7,30 @@ from typing import Any
 
 import torch
 
-STEPS = 100  # that medians are taken over
+STEPS = 100  # the medians are over so many
 
 # In the order in which they are shown.
 PHASES = {
-    "reduce": "the end of backward: until all gradients are summed, and every rank knows their norms",
-    "survey": "looking at params and gradients, and making the tables that kernels are steered by",
-    "agree": "telling the other ranks, and waiting for theirs",
-    "fetch": "waiting for states that rest elsewhere",
+    "reduce": "the end of backward: waiting until all gradients are summed, and every rank knows their norms",
+    "survey": "checking params and gradients, building the kernels' launch tables",
+    "agree": "comparing the step with the other ranks",
+    "fetch": "waiting for offloaded states",
     "update": "the kernels",
-    "write back": "handing states back, and waiting for them to be kept",
+    "write back": "returning states to where they are offloaded",
     "gather": "waiting for the other ranks' updates",
 }
 
 
 class Clock:
-    """Adds up the time of each phase, step by step. That of a phase inside of another one is not the outer one's."""
+    """Adds up the time of each phase, step by step. Time in an inner phase does not count for the outer one."""
 
     def __init__(self) -> None:
         self._now: dict[str, float] = {}
-        self._inside: list[float] = []  # of each phase that is running, the time of those inside of it
+        self._inside: list[float] = []  # for each running phase: the time of the phases inside of it
         self._steps: deque[dict[str, float]] = deque(maxlen=STEPS)
 
     def phase(self, name: str) -> "Phase":
-        """A context."""
+        """Returns a context that is timed as this phase."""
         return Phase(self._now, self._inside, name)
 
     def end_step(self) -> None:
@@ -56,7 +56,7 @@ class Phase:
         self._label: Any = None
 
     def __enter__(self) -> None:
-        if torch.autograd.profiler._is_profiler_enabled:  # a label costs more than the rest of this
+        if torch.autograd.profiler._is_profiler_enabled:  # a label costs more than the timing
             self._label = torch.profiler.record_function(f"shardopt: {self._name}")
             self._label.__enter__()
         self._inside.append(0.0)
@@ -72,19 +72,22 @@ class Phase:
 
 
 class Timings(Mapping[str, float]):
-    """Seconds of each phase, medians of the last steps; printed, a table.
+    """Seconds of each phase, medians of the last steps; prints as a table.
 
-    Of the host: on a GPU kernels and collectives go on while it is ahead of them.
+    These are times of the host: on a GPU kernels and collectives may still run when a phase ends.
     """
 
     def __init__(self, seconds: Mapping[str, float], note: str | None = None):
-        """``note``: what is told below the table."""
+        """
+        Args:
+            note: a line below the table.
+        """
         self._seconds = dict(seconds)
         self.note = note
 
     @staticmethod
     def of_all(several: "Sequence[Timings]") -> "Timings":
-        """Those of domains that take a step one after the other."""
+        """Returns the sum over domains, which take a step one after the other."""
         seconds = {name: sum(each.get(name, 0.0) for each in several) for each in several for name in each}
         return Timings(seconds, next((each.note for each in several if each.note), None))
 

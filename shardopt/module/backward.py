@@ -467,7 +467,7 @@ class Backward:
             return
         where = shard, total.data_ptr()
         if where not in self._staged:  # a new table makes the host wait for the device in the middle of backward
-            self._staged[where] = shard.gradients_in(total)
+            self._staged[where] = shard.tables.gradients_in(total)
         self._early_totals[shard] = self._totals(shard, shard.kept.gradient, self._staged[where])
 
     def _add_totals(self, sums: "np.ndarray[Any, Any]", shard: Shard, grad: Format, gradients: Gradients) -> None:

@@ -21,7 +21,7 @@ from .param_groups import check_added, check_given, copied, matched, read_argume
 if TYPE_CHECKING:
     from ..domain.timings import Timings
     from ..engine import Engine
-    from ..states.view import StateView
+    from ..states.table import StateView
 
 Optimizer = TypeVar("Optimizer", bound="ShardedOptimizer")
 Closure = Callable[[], Any]
@@ -180,8 +180,8 @@ class ShardedOptimizer(torch.optim.Optimizer, JoinableOptimizer):
     def state(self) -> "StateView":
         """Mapping from param to its state in torch's form; empty before the first step, except where torch's is not.
 
-        Tensors are views of the shard on one rank, else parts. ``state[param] = {...}`` loads one param's state; call it on
-        every rank. Everything else is read-only. Keys that are no tensors are the user's own, as in torch.
+        Tensors are views of the shard on one rank, else parts. ``state[param] = {...}`` loads one param's state; every
+        rank must do it. Everything else is read-only. Keys that are no tensors are the user's own, as in torch.
         """
         return self.engine.view()
 
@@ -196,8 +196,8 @@ class ShardedOptimizer(torch.optim.Optimizer, JoinableOptimizer):
     def state_dict(self) -> dict[str, Any]:
         """Returns ``{"state": {index: {...}}, "param_groups": [...]}``, in torch's format. Local.
 
-        At several ranks its tensors are parts: saving one fetches the rest from the other ranks. Save the dict before the
-        next step, and before any rank loads states.
+        At several ranks its tensors are parts: saving one fetches the rest from the other ranks. Save the dict before
+        the next step, and before any rank loads states.
         """
         self.engine.check_open()
         for hook in self._optimizer_state_dict_pre_hooks.values():
@@ -205,9 +205,9 @@ class ShardedOptimizer(torch.optim.Optimizer, JoinableOptimizer):
         return self._hooked(self._optimizer_state_dict_post_hooks, self.engine.state_dict())
 
     def consolidate_state_dict(self, to: int = 0) -> None:
-        """Gathers every state in host memory of rank ``to``, whose ``state_dict()`` is plain tensors until the next step.
+        """Gathers every state in host memory of rank ``to``. Collective.
 
-        Collective. TypeError or ValueError: ``to`` is no rank.
+        ``state_dict()`` is plain tensors there until the next step. TypeError or ValueError: ``to`` is no rank.
         """
         self.engine.consolidate(to)
 
@@ -281,7 +281,7 @@ class ShardedOptimizer(torch.optim.Optimizer, JoinableOptimizer):
         self.engine.close()
 
     def timings(self) -> "Timings":
-        """Returns the seconds of each phase of a step, medians of the last 100. The phases are profiler labels as well."""
+        """Returns the seconds of each phase of a step, medians of the last 100. The profiler shows the phases too."""
         return self.engine.timings()
 
     def memory(self) -> dict[str, dict[str, int]]:

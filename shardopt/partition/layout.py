@@ -34,6 +34,11 @@ class Piece:
     def shard_end(self) -> int:
         return self.shard_start + self.numel
 
+    @property
+    def local(self) -> slice:
+        """Its elements in the shard."""
+        return slice(self.shard_start, self.shard_end)
+
 
 @dataclass(frozen=True)
 class BucketLayout:

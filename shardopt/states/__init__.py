@@ -1,5 +1,6 @@
 """How do states look and travel outside of shards?
 
-In torch's shapes: as one param's state, as the mapping ``optimizer.state``, as a state dict, whole on one rank. What
-lies on other ranks is shown as parts.
+In torch's shapes: as the state of one param (``shard_io.py``), as the mapping ``optimizer.state`` (``table.py``), as a
+state dict (``torch_format.py``), whole on one rank (``consolidate.py``). A tensor that lies on other ranks as well is
+shown as a part.
 """

@@ -1,4 +1,4 @@
-"""Every state on one rank, with all ranks' help."""
+"""Gathers every state on one rank, with the help of all ranks."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -16,10 +16,10 @@ from .shard_io import names_of
 
 
 def consolidate(domain: Domain, to: object, groups: Sequence[Group]) -> dict[torch.nn.Parameter, ParamState] | None:
-    """Collective: every bound param's state as whole tensors in host memory, on the rank ``to``; None elsewhere.
+    """Collective: returns every bound param's state as whole tensors in host memory on the rank ``to``, None elsewhere.
 
     Raises:
-        TypeError or ValueError: ``to`` is no rank; DisagreementError on the ranks that were given one.
+        TypeError or ValueError: ``to`` is no rank; DisagreementError on the ranks that were given another one.
     """
     world = domain.mesh.world
     names = [list(dict.fromkeys((*shard.states, *shard.masters))) for shard in domain.shards]
@@ -32,10 +32,10 @@ def consolidate(domain: Domain, to: object, groups: Sequence[Group]) -> dict[tor
 
 
 def rank_to_gather_on(to: object, size: int) -> int:
-    """``to`` as one of that many ranks.
+    """Returns ``to`` as the number of one of ``size`` ranks.
 
     Raises:
-        TypeError: no number.
+        TypeError: it is no number.
         ValueError: no rank has it.
     """
     what = f"consolidate_state_dict(to=) is the rank to gather on, there are {size} ranks: to"
@@ -49,13 +49,13 @@ def _gathered(
     for _, param, group in named_params(groups):
         entry = domain.entries.get(param)
         if entry is not None:
-            nothing = dict.fromkeys(names_of(domain, entry, group), torch.empty(0))  # which is replaced below
-            states[param] = ParamState(entry.step, dict(entry.carried), nothing)
+            empty = dict.fromkeys(names_of(domain, entry, group), torch.empty(0))  # replaced below
+            states[param] = ParamState(entry.step, dict(entry.carried), empty)
     members: dict[Shard, list[ParamRecord]] = defaultdict(list)
     for param in states:
         members[domain.entries[param].shard].append(domain.entries[param])
     (coordinate,) = domain.mesh.world.exchange([domain.mesh.shard.rank], domain.device, "finding a rank")[to]
-    # One state of one bucket at a time, so that the other ranks' slices never lie here all at once.
+    # One state of one bucket at a time, so that this rank never holds the other ranks' slices of all of them.
     for shard, its_names in zip(domain.shards, names, strict=True):
         for name in its_names:
             own = domain.read_together(shard, name, domain.mesh.world).to(shard.device)
@@ -63,7 +63,7 @@ def _gathered(
             whole = None if parts is None else torch.cat([part.cpu() for part in parts])
             for entry in members[shard]:
                 if whole is not None and name in states[entry.param].tensors:
-                    # Cloned: a view would bring the whole bucket along into a file.
+                    # Cloned: torch.save would write the whole bucket for a view of it.
                     states[entry.param].tensors[name] = shard.as_param(whole, entry.index).clone()
     if domain.mesh.world.rank != to:
         return None

@@ -1,4 +1,4 @@
-"""States of bound params as they are seen and loaded from outside: in torch's shapes, sharded ones as parts."""
+"""Reads and writes the states of bound params, in torch's shapes: a sharded state is shown as parts."""
 
 from collections.abc import Mapping
 
@@ -6,21 +6,20 @@ import torch
 
 from ..domain.domain import Domain
 from ..domain.epoch import Moment
-from ..domain.loaded import begin_states, expect_weights, write_tensors
 from ..domain.param import Group, ParamRecord
 from ..domain.param_state import ParamState, check_part
 from ..tensors.part import Part
 
 
 def read_state(domain: Domain, entry: ParamRecord, group: Group) -> ParamState:
-    """Of one param: views of the shard where one rank holds everything, else parts."""
-    moment = domain.epoch.now("state")  # before the counters: beside a step they may be those of the next moment
+    """Returns the state of one param: views of the shard if one rank holds everything, else parts."""
+    moment = domain.epoch.now("state")  # before the counters: a step of another thread may change them meanwhile
     tensors = {name: _read_tensor(domain, entry, name, moment) for name in names_of(domain, entry, group)}
     return ParamState(entry.step, dict(entry.carried), tensors)
 
 
 def names_of(domain: Domain, entry: ParamRecord, group: Group) -> list[str]:
-    """Of the tensors in the param's state, in torch's order."""
+    """Returns the names of the tensors in the param's state, in torch's order."""
     shard = entry.shard
     return [*(name for name in domain.rule.variant(group).states if name in shard.states), *shard.masters]
 
@@ -28,7 +27,7 @@ def names_of(domain: Domain, entry: ParamRecord, group: Group) -> list[str]:
 def _read_tensor(domain: Domain, entry: ParamRecord, name: str, moment: Moment) -> torch.Tensor:
     shard, index = entry.shard, entry.index
     if domain.mesh.shard.size == 1:
-        own = shard.read(name, index)  # of this param alone: what is decoded or read for it is as long as it
+        own = shard.read(name, index)  # decodes, or reads from a disk, no more than this param
         return own.as_strided(entry.param.size(), shard.strides(index))
 
     def gather(_: torch.Tensor) -> torch.Tensor:
@@ -42,7 +41,7 @@ def check_parts(domain: Domain, param: torch.nn.Parameter, state: ParamState) ->
     """Raises StateError if a part does not hold what this rank needs of a bound param. Changes nothing."""
     entry = domain.entries.get(param)
     if entry is None:
-        return  # where its slice will lie is known at binding; plan() checks then
+        return  # its slice is known at binding, which checks then
     where = entry.shard.slice_of(entry.index)
     for name, tensor in state.tensors.items():
         if isinstance(tensor, Part):
@@ -50,47 +49,47 @@ def check_parts(domain: Domain, param: torch.nn.Parameter, state: ParamState) ->
 
 
 def put_state(domain: Domain, param: torch.nn.Parameter, state: ParamState, has_state: bool) -> None:
-    """Takes this rank's slice of one param's checked state; without one it goes back to before its first step."""
+    """Loads this rank's slice of one param's checked state; without one the param returns to before its first step."""
     entry = domain.entries[param]
-    if has_state and _shows(entry, state):  # it was only looked at, by a loop that moves tensors to a device
+    if has_state and _shows(entry, state):  # a loop that moves states to a device assigned what it read
         return
     with domain.epoch.loading():
         with domain.all_or_nothing():
-            entry.shard.home.renew(zeroed=())  # a state dict taken before keeps what it showed
+            entry.shard.home.renew(zeroed=())  # a state dict taken before keeps its values
             entry.shard.zero(entry.index)
             if has_state:
-                write_tensors(entry.shard, entry.index, state)
+                entry.write_state(state)
             else:
-                begin_states(entry.shard, entry.index, entry.initial)
+                entry.write_initial()
         entry.forget()
-        entry.version = None
+        entry.await_weights()
         if has_state:
             entry.take_counters(state)
-            expect_weights(entry, state)
+            entry.expect_weights(state)
 
 
 def _shows(entry: ParamRecord, state: ParamState) -> bool:
-    """Whether this is what the shard holds, in the shard's own memory; the same on all ranks.
+    """True if the state's tensors are views of the shard; the same on all ranks.
 
-    By storage: a rank that owns nothing of the param has an empty slice, of the shard's memory all the same.
+    Compares storages: on a rank that owns nothing of the param the slice is empty, and a view of the shard as well.
     """
     if (state.step, state.carried) != (entry.step, entry.carried) or not entry.has_state:
         return False
     shard = entry.shard
     mine = ((shard.read(name, entry.index), tensor) for name, tensor in state.tensors.items())
     locals_ = ((own, tensor.local if isinstance(tensor, Part) else tensor) for own, tensor in mine)
-    return all(_place(own) == _place(tensor) for own, tensor in locals_)
+    return all(_memory_of(own) == _memory_of(tensor) for own, tensor in locals_)
 
 
-def _place(tensor: torch.Tensor) -> tuple[int, int]:
+def _memory_of(tensor: torch.Tensor) -> tuple[int, int]:
     return tensor.untyped_storage().data_ptr(), int(tensor.storage_offset())
 
 
 def load_states(domain: Domain, loaded: Mapping[torch.nn.Parameter, ParamState]) -> None:
-    """Takes this rank's slices of checked states; params that have none go back to before their first step.
+    """Loads this rank's slices of checked states; params without one return to before their first step.
 
     Raises:
-        OffloadError: they cannot be kept; nothing changed.
+        OffloadError: the store cannot keep the states; nothing changed.
     """
     if not domain.shards:
         return
@@ -102,11 +101,11 @@ def load_states(domain: Domain, loaded: Mapping[torch.nn.Parameter, ParamState])
                 shard.renew(keeps_masters=shard in keeps)
             for param, entry in entries.items():
                 if param in loaded:
-                    write_tensors(entry.shard, entry.index, loaded[param])
+                    entry.write_state(loaded[param])
                 else:
-                    begin_states(entry.shard, entry.index, entry.initial)
+                    entry.write_initial()
         for param, entry in entries.items():
             entry.forget()
             if param in loaded:
                 entry.take_counters(loaded[param])
-                expect_weights(entry, loaded[param])
+                entry.expect_weights(loaded[param])

@@ -1,16 +1,24 @@
-"""The states of an optimizer's params, wherever they are: waiting to be bound, in shards, or consolidated."""
+"""The states of an optimizer's params, wherever they are: waiting to be bound, in shards, or consolidated.
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+``optimizer.state`` is a view of this table: a mapping as torch's, made when it is read.
+"""
+
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NoReturn, Protocol, TypeGuard
 
 import torch
 
+from ..config import Options
 from ..domain.domain import Domain
 from ..domain.domains import Domains
 from ..domain.dtensors import DTensorLocals
+from ..domain.formats import counts_steps
 from ..domain.group_index import GroupIndex
 from ..domain.param import Group, named_params
 from ..domain.param_state import ParamState
+from ..errors import StateError
 from ..rules import Rule
 from .shard_io import check_parts, load_states, names_of, put_state, read_state
 
@@ -18,46 +26,54 @@ States = dict[torch.nn.Parameter, ParamState]
 
 
 class StateTable:
-    """By local param: a DTensor's state is that of the plain tensor that it comes down to."""
+    """The states by local param: the state of a DTensor is that of its local tensor.
+
+    Attributes:
+        domains_of_model: None before the first step.
+        waiting: states that were loaded, until their params are bound.
+        consolidated: the states of all params, from ``consolidate_state_dict()`` to the next step.
+        own: what the user keeps beside them, by keys that are no tensors.
+        places: finds the group of a param.
+    """
 
     def __init__(self, rule: Rule, locals_: DTensorLocals):
-        self.composition: Domains | None = None  # from the first step on
-        self.waiting: States = {}  # those that were loaded, until their params are bound
-        self.consolidated: States | None = None  # of all params, until the next step
-        self.own: dict[Any, Any] = {}  # what the user keeps beside them, by keys that are no tensors
+        self.domains_of_model: Domains | None = None
+        self.waiting: States = {}
+        self.consolidated: States | None = None
+        self.own: dict[Any, Any] = {}
         self.places = GroupIndex()
         self._rule, self._locals = rule, locals_
 
     @property
     def domains(self) -> list[Domain]:
-        return [] if self.composition is None else self.composition.domains
+        return [] if self.domains_of_model is None else self.domains_of_model.domains
 
     def domain_of(self, local: torch.nn.Parameter) -> Domain | None:
-        return None if self.composition is None else self.composition.domain_of(local)
+        return None if self.domains_of_model is None else self.domains_of_model.domain_of(local)
 
     def find(self, param: torch.nn.Parameter, group: Group) -> ParamState | None:
-        """None before the param's first step, but for a rule that fills states before."""
+        """Returns the state of a param; None before its first step, unless the rule fills states before."""
         local = self._locals.of(param)
         if self.consolidated is not None:
-            return self.consolidated.get(local) or self._begun(local, group)
+            return self.consolidated.get(local) or self._initial(local, group)
         domain = self.domain_of(local)
         if domain is not None:
             entry = domain.entries[local]
             return read_state(domain, entry, group) if entry.has_state else None
-        return self.waiting.get(local) or self._begun(local, group)
+        return self.waiting.get(local) or self._initial(local, group)
 
-    def _begun(self, local: torch.nn.Parameter, group: Group) -> ParamState | None:
-        """The state of a param that is not bound and was not loaded; whole on every rank."""
+    def _initial(self, local: torch.nn.Parameter, group: Group) -> ParamState | None:
+        """Returns the state before the first step of a param that is not bound; None if the rule has none."""
         values = self._rule.initial_values(group)
-        with torch._C.DisableTorchFunctionSubclass():  # a released param has a shape
+        with torch._C.DisableTorchFunctionSubclass():  # only the shape is read, which a resharded param has
             tensors = {name: torch.full_like(local, value, dtype=torch.float32) for name, value in values.items()}
         return ParamState(tensors=tensors) if values else None
 
     def has(self, param: torch.nn.Parameter, group: Group, counts_steps: bool) -> bool:
-        """Whether the param's state shows anything in torch's form (plain SGD's does not); reads none of it.
+        """True if the param's state holds anything in torch's form (that of plain SGD does not). Reads no tensor.
 
         Args:
-            counts_steps: whether a state shows its count of steps.
+            counts_steps: True if a state shows its count of steps.
         """
         local = self._locals.of(param)
         domain = self.domain_of(local) if self.consolidated is None else None
@@ -71,15 +87,15 @@ class StateTable:
         return state is not None and bool(counts_steps or state.carried or state.tensors)
 
     def all(self, groups: Sequence[Group]) -> States:
-        """Of the params that have one."""
+        """Returns the states of all params that have one."""
         found = {param: self.find(param, group) for _, param, group in named_params(groups)}
         return {param: state for param, state in found.items() if state is not None}
 
     def read(self, state: Mapping[str, Any], group: Group, param: torch.nn.Parameter, name: str) -> ParamState:
-        """Of a state in torch's form, checked; nothing is changed.
+        """Reads and checks a state in torch's form. Changes nothing.
 
         Raises:
-            StateError: tensors are missing, unknown or of other shapes, or parts of others.
+            StateError: tensors are missing, unknown or of other shapes, or are the parts of another rank.
         """
         local = self._locals.of(param)
         read = ParamState.from_torch(DTensorLocals.inside(param, state, name), self._rule, group, local, name)
@@ -89,7 +105,7 @@ class StateTable:
         return read
 
     def put(self, param: torch.nn.Parameter, read: ParamState, has_state: bool) -> None:
-        """Takes one checked state; without one the param goes back to before its first step."""
+        """Loads one checked state; without one the param returns to before its first step."""
         local = self._locals.of(param)
         self.consolidated = None
         domain = self.domain_of(local)
@@ -102,13 +118,13 @@ class StateTable:
             self.waiting.pop(local, None)
 
     def replace(self, loaded: Mapping[torch.nn.Parameter, ParamState]) -> None:
-        """Takes checked states by param; those of all other params are forgotten.
+        """Loads checked states by param, and forgets those of all other params.
 
         Raises:
-            OffloadError: they cannot be kept; nothing changed.
+            OffloadError: the store cannot keep the states; nothing changed.
         """
         states = {self._locals.of(param): state for param, state in loaded.items()}
-        # Copied: the caller may go on training with the tensors that it saved.
+        # Copied: the caller may train on with the tensors that it saved.
         waiting = {local: state.copy() for local, state in states.items() if self.domain_of(local) is None}
         with torch.no_grad():
             for domain in self.domains:
@@ -117,10 +133,116 @@ class StateTable:
         self.consolidated = None
 
     def wait(self, states: States) -> None:
-        """These, and no others, wait until their params are bound."""
+        """Keeps these states, and no others, until their params are bound."""
         self.waiting = states
 
     def forget_waiting(self, locals_: Iterable[torch.nn.Parameter]) -> None:
-        """These params were bound, with the states that waited for them."""
+        """Forgets the waiting states of these params, which were bound with them."""
         for local in locals_:
             self.waiting.pop(local, None)
+
+
+class Viewed(Protocol):
+    """What a view needs of an optimizer's engine."""
+
+    lock: threading.RLock
+    states: StateTable
+    rule: Rule
+    options: Options
+
+    @property
+    def groups(self) -> Sequence[Group]:
+        """The param groups."""
+
+    def check_weights(self, call: str) -> None:
+        """Raises ShardoptError where params show the average of the weights."""
+
+
+def _is_param(key: object) -> TypeGuard[torch.nn.Parameter]:
+    return isinstance(key, torch.Tensor)
+
+
+class StateView(Mapping[Any, Any]):
+    """A mapping from params to states. A param without a state shows an empty one, and iteration omits it.
+
+    Keys that are no tensors are the user's own: their values go with ``state_dict()``, as in torch.
+    """
+
+    def __init__(self, engine: Viewed):
+        self._engine = engine
+        self._counts_steps = counts_steps(engine.rule, engine.options)
+
+    @property
+    def _states(self) -> StateTable:
+        return self._engine.states
+
+    def _group_of(self, param: torch.nn.Parameter) -> Group:
+        group = self._states.places.group_of(self._engine.groups, param)
+        if group is None:
+            raise KeyError(f"a tensor of shape {tuple(param.shape)} that is in none of the optimizer's param groups")
+        return group
+
+    def __getitem__(self, param: Any) -> Any:
+        if not _is_param(param):
+            return self._states.own[param]
+        group = self._group_of(param)
+        state = self._states.find(param, group)
+        shown = {} if state is None else DTensorLocals.outside(param, state.to_torch(self._counts_steps))
+        return MappingProxyType(shown)
+
+    def __setitem__(self, param: Any, state: Any) -> None:
+        """Loads the state of one param: frameworks assign states that they moved to a device."""
+        if not _is_param(param):
+            self._states.own[param] = state
+            return
+        group = self._group_of(param)
+        name = next(name for name, each, _ in named_params(self._engine.groups) if each is param)
+        read = self._states.read(state, group, param, name)
+        self._engine.check_weights("loading a state")
+        with self._engine.lock:
+            self._states.put(param, read, bool(state))
+
+    # The methods below read no tensor: frameworks iterate and look up without a use for the values, and a state may lie
+    # on a disk or have to be decoded.
+
+    def __iter__(self) -> Iterator[Any]:
+        grouped = {param: group for group in self._engine.groups for param in group["params"]}
+        has = self._states.has
+        found = [param for param, group in grouped.items() if has(param, group, self._counts_steps)]
+        return iter([*found, *self._states.own])
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))
+
+    def __contains__(self, param: object) -> bool:
+        if not _is_param(param):
+            return param in self._states.own
+        group = self._states.places.group_of(self._engine.groups, param)
+        return group is not None and self._states.has(param, group, self._counts_steps)
+
+    def __repr__(self) -> str:
+        return f"StateView({dict(self)!r})"
+
+    def __delitem__(self, param: Any) -> None:
+        if _is_param(param):
+            self._refuse()
+        del self._states.own[param]
+
+    def pop(self, param: Any, *default: Any) -> Any:
+        if _is_param(param):
+            self._refuse()
+        return self._states.own.pop(param, *default)
+
+    def setdefault(self, param: Any, default: Any = None) -> Any:
+        if _is_param(param):
+            self._refuse()
+        return self._states.own.setdefault(param, default)
+
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        raise StateError(
+            "assign a param's whole state (`state[param] = {...}`), or change state_dict() and give it to "
+            "load_state_dict(); `optimizer.state = {}` forgets all states. optimizer.state is a view of shards, and "
+            "this change would be lost."
+        )
+
+    popitem = clear = update = _refuse

@@ -12,14 +12,14 @@ from .table import StateTable
 
 
 def to_state_dict(groups: Sequence[Group], states: Mapping[Any, Any]) -> dict[str, Any]:
-    """``{"state": {number: {...}}, "param_groups": [...]}``.
+    """Returns ``{"state": {number: {...}}, "param_groups": [...]}``.
 
     Args:
-        states: by param; what has another key is the user's own and keeps it.
+        states: by param; another key is the user's own and stays.
     """
     index: dict[int, int] = {}
     for number, param in enumerate(param for group in groups for param in group["params"]):
-        index.setdefault(id(param), number)  # of a param that is listed twice torch takes the first
+        index.setdefault(id(param), number)  # as torch: a param that is listed twice has its first number
     numbered = [
         {key: [index[id(param)] for param in value] if key == "params" else value for key, value in group.items()}
         for group in map(without_process_group, groups)
@@ -34,7 +34,7 @@ def to_state_dict(groups: Sequence[Group], states: Mapping[Any, Any]) -> dict[st
 def read_state_dict(
     state_dict: Mapping[str, Any], groups: Sequence[Group], table: StateTable
 ) -> tuple[dict[torch.nn.Parameter, ParamState], dict[Any, Any]]:
-    """The states by param, checked, and what is the user's own. Nothing is changed.
+    """Returns the checked states by param, and the user's own entries. Changes nothing.
 
     Args:
         groups: the dict's groups with params in place of their numbers.
@@ -51,8 +51,8 @@ def read_state_dict(
             continue
         if key not in owners:
             raise StateError(
-                f"the state dict has a state for {key!r}, which none of its param groups lists: it was edited or "
-                "belongs to another optimizer. Load the dict as it was saved."
+                f"load the state dict as it was saved: it has a state for {key!r}, which none of its param groups "
+                "lists. It was edited or belongs to another optimizer."
             )
         name, param, group = owners[key]
         loaded[param] = table.read(state, group, param, name)

@@ -139,10 +139,10 @@ def launches_of(
             rows[variants[each.group], each.grad.dtype, each.divisor, each.is_on_host][row] = each
     for (variant, dtype, divisor, is_on_host), members in rows.items():
         spec = shard.spec(variant, format_of(dtype, "a gradient"))
-        gradients = shard.gradients({row: (each.grad, each.start) for row, each in members.items()}, is_on_host)
+        gradients = shard.tables.gradients({row: (each.grad, each.start) for row, each in members.items()}, is_on_host)
         device = shard.home.device
         backend_of(device).prepare(spec, device, gradients.aligned)
-        table = np.zeros((shard.num_rows, len(variant.scalars)), dtype=np.float32)
+        table = np.zeros((shard.tables.num_rows, len(variant.scalars)), dtype=np.float32)
         for row, each in members.items():
             table[row] = scalars.values[each.entry]
         noise = _noise(seed, shard, members) if spec.needs_noise else None
@@ -157,4 +157,4 @@ def _noise(seed: int, shard: Shard, members: Mapping[int, ParamUpdate]) -> Noise
         told = struct.pack("<qqq", seed, each.number, step)
         key, other_key = struct.unpack("<ii", hashlib.blake2b(told, digest_size=8).digest())
         counters[row] = (key, other_key, step * ROOT2 % 2**32)
-    return shard.noise(counters)
+    return shard.tables.noise(counters, shard.home.device)

@@ -22,10 +22,9 @@ from typing import Any
 
 import torch
 
-from ..domain.agreement import Consensus, StepDigest, agree
-from ..domain.bind import checksum
+from ..domain.agreement import Consensus, StepDigest, agree, checksum
 from ..domain.domain import Domain
-from ..domain.domains import Party, agree_on_whole
+from ..domain.domains import DomainGroups, agree_on_whole
 from ..domain.hyperparameters import check_numbers, plain_numbers
 from ..domain.masters import follow_written_params
 from ..domain.param import Candidate, Group
@@ -81,14 +80,14 @@ class DomainStep:
     consensus: Consensus | None = None
 
 
-def run_step(parties: Sequence[Party], whole: Sequence[Ranks], call: Call, bind: Bind) -> Outcome:
+def run_step(by_domain: Sequence[DomainGroups], whole: Sequence[Ranks], call: Call, bind: Bind) -> Outcome:
     """Takes one step with the gradients that the params hold.
 
     Args:
-        whole: the ranks over which all parties decide together; empty if the only party's ranks are all there are.
-        bind: collective; binds params of a party's domain.
+        whole: the ranks over which all domains decide together; empty if the only domain's ranks are all there are.
+        bind: collective; binds params of a domain.
     """
-    steps = [DomainStep(party.domain, party.groups) for party in parties]
+    steps = [DomainStep(domain, groups) for domain, groups in by_domain]
     for each in steps:
         check_unbroken(each.domain)
     # 1. masters, 2. survey, 3. agree
@@ -328,13 +327,10 @@ def commit(domain: Domain, plan: StepPlan) -> None:
     """Notes in the records of the params that they were updated."""
     _mark_used(plan)
     for each in plan.updates:
-        each.entry.step += 1
-        each.entry.carried = plan.scalars.carried[each.entry]
-        each.entry.has_state = True
-        each.entry.begins_average = False
+        each.entry.count_step(plan.scalars.carried[each.entry])
     torch.autograd.graph.increment_version([each.entry.param for each in plan.updates])
     for entry in (*plan.written, *(each.entry for each in plan.updates)):
-        entry.version = entry.param._version
+        entry.follow_param()
     domain.end_step()
 
 

@@ -140,13 +140,13 @@ def _runs(launch: Launch, start: int, stop: int) -> list[GradientRun]:
 
 def _table(shard: Shard, chunk: Chunk, copied: Sequence[tuple[GradientRun, torch.Tensor]]) -> Gradients:
     """Makes the table of runs that were copied to where the kernel runs."""
-    rows = np.zeros((shard.num_rows, 2), dtype=np.int64)
+    rows = np.zeros((shard.tables.num_rows, 2), dtype=np.int64)
     for run, copy in copied:
         grad_at = copy.data_ptr() - (run.first - chunk.start) * copy.element_size()
         for row in run.rows:
             rows[row] = (grad_at, min(shard.pieces[row].shard_end, chunk.stop) - chunk.start)
     device, aligned = shard.home.device, not np.any(rows[:, 0] % 16)
-    row_of_block = shard.host_row_of_block if device.type == "cpu" else shard.row_of_block
+    row_of_block = shard.tables.host_row_of_block if device.type == "cpu" else shard.tables.row_of_block
     blocks = slice(chunk.start // BLOCK, -(-chunk.stop // BLOCK))
     return Gradients(row_of_block[blocks], torch.from_numpy(rows).to(device), aligned)
 

@@ -28,8 +28,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..domain.agreement import StepDigest, agree
-from ..domain.bind import checksum
+from ..domain.agreement import StepDigest, agree, checksum
 from ..domain.domain import Domain
 from ..domain.hyperparameters import check_numbers, plain_numbers
 from ..domain.masters import follow_written_params
@@ -227,7 +226,9 @@ class UpdateInBackward(Backward):
     def _is_usable(self, shard: Shard, total: torch.Tensor) -> bool:
         """Notes the norms of a sum. False if it holds an Inf or NaN that must not reach params."""
         assert self._round is not None
-        self._add_totals(self._round.sums, shard, format_of(total.dtype, "a gradient"), shard.gradients_in(total))
+        self._add_totals(
+            self._round.sums, shard, format_of(total.dtype, "a gradient"), shard.tables.gradients_in(total)
+        )
         nonfinite = self._round.sums[self._rows[shard], NONFINITE].any()
         return not nonfinite or self._domain.options.tuning.nonfinite == "propagate"
 
@@ -303,7 +304,7 @@ class UpdateInBackward(Backward):
         """Takes back that versions moved: no update was made. The next backward finds written params again."""
         for entry in self._entries:
             if entry not in current.written:
-                entry.version = entry.param._version
+                entry.follow_param()
 
     def _check_in_time(self, report: Report) -> None:
         if report.late.any():

@@ -428,7 +428,7 @@ def refuses(folder: Path) -> None:
     plain = [param for param in params if not isinstance(param, DTensor)]
     sharded = [param for param in params if isinstance(param, DTensor)]
 
-    with pytest.raises(BindingError, match=r"DTensor over ranks \[0, 1\].*process_group=mesh"):
+    with pytest.raises(BindingError, match=r"process_group=mesh.*DTensor over ranks \[0, 1\]"):
         steps(model, params)
     with pytest.raises(BindingError, match="undo the step on some ranks"):
         steps(model, params, process_group=alone, offload=folder)
@@ -441,7 +441,7 @@ def refuses(folder: Path) -> None:
         steps(model, params, process_group=alone, norm_group=alone)
     for stage in (1, 2, 3):
         optimizer = shardopt.ShardedAdamW(model, stage=stage, process_group=alone)
-        with pytest.raises(BindingError, match="the module was handed over, and it is composed"):
+        with pytest.raises(BindingError, match="the module is composed with tensor, pipeline or expert"):
             model(batch(0, 0))
         optimizer.close()
         with pytest.raises(ValueError, match="norm_group was given with the module"):

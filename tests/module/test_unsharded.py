@@ -133,7 +133,7 @@ def generation(neighbours: bool) -> None:
                 copied = copy.deepcopy(model)
                 norm = sum(param.norm() for param in model.parameters() if param.numel())
                 if stage == 3:
-                    with pytest.raises(ShardoptError, match="written over the update behind it"):
+                    with pytest.raises(ShardoptError, match="writes the whole params back, over the update"):
                         opt.step()
             opt.step()
             assert all(type(param) is Parameter for param in copied.parameters())

@@ -18,7 +18,7 @@ import torch
 from shardopt.domain import listener, serve
 from shardopt.domain.epoch import Moment
 from shardopt.domain.listener import Listener, reclaim
-from shardopt.domain.serve import Peers, Server, Shelf
+from shardopt.domain.serve import Peers, Shelf, StateServer
 from shardopt.errors import StateError
 from tests.support.moments import until
 
@@ -41,22 +41,22 @@ def answering() -> int:
     return sum(thread.name == "shardopt-answer" for thread in threading.enumerate())
 
 
-def stranger(server: Server, data: bytes = b"") -> socket.socket:
+def stranger(server: StateServer, data: bytes = b"") -> socket.socket:
     there = socket.socket(socket.AF_UNIX)
     there.connect(server.address)
     there.sendall(data)
     return there
 
 
-def read(server: Server, shelf: Shelf) -> None:
-    into, peers = torch.empty(5), Peers(shelf, [None, server.address], 0, 60.0)
+def read(server: StateServer, shelf: Shelf) -> None:
+    into, peers = torch.empty(5), Peers(server, shelf, [None, server.address], 0, 60.0)
     peers.read(1, Moment(3), 0, "exp_avg", 2, into)
     assert into.tolist() == [2, 3, 4, 5, 6]
-    peers.close()
+    peers.disconnect()
 
 
 def test_strangers_hold_nothing_for_long() -> None:
-    server, shelf = Server("AF_UNIX"), Shelf("token", KEY, Numbers(), 2)
+    server, shelf = StateServer("AF_UNIX"), Shelf("token", KEY, Numbers(), 2)
     server.show(shelf)
     before, most = answering(), serve.STRANGERS + 4
     # Silent ones, behind nothing, a byte, a length that does not come, a proof that does not come.
@@ -77,7 +77,7 @@ def test_strangers_hold_nothing_for_long() -> None:
 
 
 def test_nothing_that_is_said_shows_in_the_log() -> None:
-    server = Server("AF_UNIX")
+    server = StateServer("AF_UNIX")
     before, raised = answering(), list[Any]()
     with patch.object(threading, "excepthook", raised.append):
         for said in (b"[" * 4000, b'{"a":' * 700, b"[]", b"1e999", b'"x"', b"\xff\xfe", b'{"token": {}}'):
@@ -102,7 +102,7 @@ def test_all_ranks_come_at_once() -> None:
         each.connect(there.address)  # an error where the backlog is full
     for each in callers:
         each.close()
-    server, shelf = Server("AF_UNIX"), Shelf("token", KEY, Numbers(), 300)
+    server, shelf = StateServer("AF_UNIX"), Shelf("token", KEY, Numbers(), 300)
     server.show(shelf)
     before, leaving = answering(), list[Any]()
     for rank in range(300):
@@ -120,7 +120,7 @@ def test_all_ranks_come_at_once() -> None:
 
 def test_ranks_leave_in_any_order() -> None:
     world = 12
-    servers = [Server("AF_UNIX") for _ in range(world)]
+    servers = [StateServer("AF_UNIX") for _ in range(world)]
     shelves = [Shelf("token", KEY, Numbers(), world) for _ in range(world)]
     for server, shelf in zip(servers, shelves, strict=True):
         server.show(shelf)
@@ -128,7 +128,7 @@ def test_ranks_leave_in_any_order() -> None:
 
     def leave(rank: int) -> None:
         shelves[rank].retire()
-        Peers(shelves[rank], addresses, rank, 60.0).farewell()
+        Peers(servers[rank], shelves[rank], addresses, rank, 60.0).farewell()
 
     threads = [threading.Thread(target=leave, args=(rank,)) for rank in range(world)]
     for thread in threads[1:]:
@@ -194,6 +194,6 @@ def test_a_directory_with_a_long_name(tmp_path: Path) -> None:
     with patch.object(tempfile, "tempdir", str(deep)):
         there = Listener(None)
     assert there.address.startswith("/tmp/") and not list(deep.iterdir())
-    in_child(there.leave, lambda: None)
+    in_child(there.forget, lambda: None)
     with socket.socket(socket.AF_UNIX) as caller:  # the child's copy was closed, not ours
         caller.connect(there.address)

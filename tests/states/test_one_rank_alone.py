@@ -123,14 +123,14 @@ def closed_and_strange(most: tuple[int, ...] = ()) -> int:
     assert server._listener.family == "AF_UNIX"
     folder = os.stat(os.path.dirname(server.address))
     assert folder.st_uid == os.getuid() and folder.st_mode & 0o077 == 0
-    showing = opt.engine.domain.exhibit._showing
+    peers = opt.engine.domain.remote._peers
     for greeting in (b"not json", json.dumps({"token": "x", "challenge": "y"}).encode(), b"{" * 5000):
         with connection.Client(server.address) as stranger:
             stranger.send_bytes(greeting)
             assert not stranger.poll(5) or _hung_up(stranger)
     # Knowing the token is not enough.
     with connection.Client(server.address) as stranger:
-        stranger.send_bytes(json.dumps({"token": showing._shelf.token, "challenge": "y"}).encode())
+        stranger.send_bytes(json.dumps({"token": peers._shelf.token, "challenge": "y"}).encode())
         json.loads(stranger.recv_bytes())
         stranger.send_bytes(json.dumps({"proof": "0" * 64}).encode())
         assert stranger.poll(5) and _hung_up(stranger)
@@ -149,7 +149,7 @@ def closed_and_strange(most: tuple[int, ...] = ()) -> int:
     end = time.monotonic() + 10
     while any(thread.name == "shardopt-farewell" for thread in threading.enumerate()) and time.monotonic() < end:
         time.sleep(0.01)
-    assert showing not in serve._SHOWINGS
+    assert peers not in serve._PEERS
     while most and answering() > most[rank] and time.monotonic() < end:
         time.sleep(0.01)
     return answering()
@@ -193,7 +193,7 @@ def live_on():
         opt = ShardedAdamW(model, stage=2)
         opt.bind()
         LIVING.append((model, opt))
-    serve._SHOWINGS = Ordered(sorted(serve._SHOWINGS, key=lambda each: each._shelf.token, reverse=bool(rank)))
+    serve._PEERS = Ordered(sorted(serve._PEERS, key=lambda each: each._shelf.token, reverse=bool(rank)))
 
 LIVING = []
 

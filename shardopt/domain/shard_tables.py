@@ -1,0 +1,65 @@
+"""The tables by which kernels find the params of a shard: where gradients lie, what noise depends on."""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+
+from ..kernels.tables import BLOCK, Gradients, Noise
+from ..partition.layout import Piece
+
+
+class ShardTables:
+    """Makes the tables of one shard. A table has one row for each piece of a param, and one for blocks without a param.
+
+    Attributes:
+        host_row_of_block: the row of each block, in host memory.
+        row_of_block: the same on the device of the params.
+    """
+
+    def __init__(self, pieces: Sequence[Piece], numel: int, device: torch.device):
+        self._pieces, self._device = pieces, device
+        # The last row is that of blocks without a param. It ends at 0, so that kernels skip these blocks.
+        rows = np.full(numel // BLOCK, len(pieces), dtype=np.int32)
+        for row, piece in enumerate(pieces):
+            rows[piece.shard_start // BLOCK : -(-piece.shard_end // BLOCK)] = row
+        self.host_row_of_block = torch.from_numpy(rows)
+        self.row_of_block = self.host_row_of_block.to(device)
+
+    @property
+    def num_rows(self) -> int:
+        return len(self._pieces) + 1
+
+    def gradients(self, grads: Mapping[int, tuple[torch.Tensor, int]], at_rest: bool = False) -> Gradients:
+        """Returns the table for these gradients, all of one dtype.
+
+        Args:
+            grads: row of the piece -> dense gradient in storage order, and which element of the param is its first.
+            at_rest: True if they are in host memory, False if they are with the params.
+        """
+        rows = np.zeros((self.num_rows, 2), dtype=np.int64)
+        for row, (grad, start) in grads.items():
+            piece = self._pieces[row]
+            rows[row, 0] = grad.data_ptr() + (piece.start - start - piece.shard_start) * grad.element_size()
+            rows[row, 1] = piece.shard_end
+        aligned = not np.any(rows[:, 0] % 16)
+        if at_rest:
+            return Gradients(self.host_row_of_block, torch.from_numpy(rows), aligned)
+        return Gradients(self.row_of_block, torch.from_numpy(rows).to(self._device), aligned)
+
+    def gradients_in(self, total: torch.Tensor) -> Gradients:
+        """Returns the table for a sum of gradients of the whole shard, 1D [shard_numel]."""
+        rows = enumerate(self._pieces)
+        return self.gradients({row: (total[piece.shard_start :], piece.start) for row, piece in rows})
+
+    def noise(self, counters: Mapping[int, tuple[int, int, int]], device: torch.device) -> Noise:
+        """Returns the table of stochastic rounding, on the device that updates.
+
+        Args:
+            counters: row of the piece -> (key, key, phase), on which the noise of a row depends beside the element.
+        """
+        rows = np.zeros((self.num_rows, 4), dtype=np.int64)
+        for row, (key, other_key, phase) in counters.items():
+            piece = self._pieces[row]
+            rows[row] = (key, other_key, piece.start - piece.shard_start, phase)
+        return Noise(torch.from_numpy(rows.astype(np.int32)).to(device))
