@@ -163,7 +163,7 @@ def in_memory_step(numel: int, rounds: int) -> Median:
 PEAK = """
 import sys, torch
 from shardopt import ShardedAdamW, Tuning
-from shardopt.partition.room import return_free_pages
+from shardopt.partition.memory import return_free_pages
 numel, chunk, root = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 def trained(numels):
     params = [torch.nn.Parameter(torch.ones(each, dtype=torch.bfloat16)) for each in numels]

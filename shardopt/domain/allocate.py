@@ -15,10 +15,10 @@ from ..partition.bucket import Bucket
 from ..partition.gatherer import Slice
 from ..partition.layout import BucketLayout
 from ..partition.reduce_buckets import DeviceSum, GradientBucket, PassingSum
-from ..partition.reduce_buckets_host import HostSum
 from .bucket_plan import PlannedBucket
 from .domain import Domain
 from .formats import NOTHING
+from .host_sum import HostSum
 from .param import ParamRecord
 from .param_state import ParamState
 from .shard import Shard

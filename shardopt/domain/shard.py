@@ -17,11 +17,11 @@ from ..partition.gatherer import Slice as GatheredSlice
 from ..partition.layout import Piece
 from ..partition.memory import zeros
 from ..partition.reduce_buckets import DeviceSum, PassingSum
-from ..partition.reduce_buckets_host import HostSum
 from ..rules import Variant
 from ..rules.rule import EMA
 from ..tensors.strides import dense_strides, flattened, in_storage_order
 from .formats import StreamFormats
+from .host_sum import HostSum
 from .shard_tables import ShardTables
 
 IsRounded = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]

@@ -17,6 +17,7 @@ import torch
 
 from ..domain.agreement import StepDigest, agree
 from ..domain.domain import Domain
+from ..domain.host_sum import HostSum
 from ..domain.param import ParamRecord
 from ..domain.shard import Shard
 from ..errors import CommunicationError, DisagreementError, ShardoptError
@@ -24,7 +25,6 @@ from ..kernels.formats import Format
 from ..kernels.launch import backend_of
 from ..kernels.reductions import COLUMNS, norms_of_limbs
 from ..kernels.tables import Factors, Gradients
-from ..partition.reduce_buckets_host import HostSum
 from ..tensors.gradient import GradientPart
 from ..tensors.gradient_slice import GradientSlice, Norms
 from ..tensors.part import Part

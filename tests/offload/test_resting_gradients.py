@@ -28,9 +28,9 @@ from shardopt import (
     ShardedSGD,
     Tuning,
 )
+from shardopt.domain.host_sum import HostSum
 from shardopt.domain.tiers import check_offload
 from shardopt.offload.gradients import SLOTS, HostLanding
-from shardopt.partition.reduce_buckets_host import HostSum
 from shardopt.partition.reducer import Reducer
 from shardopt.tensors.gradient import GradientPart
 from shardopt.tools.plan import Way, plan

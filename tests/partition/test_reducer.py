@@ -367,7 +367,7 @@ def fails_behind_the_last_gradient(model: Chain, opt: ShardedOptimizer, rank: in
     """When this rank has nothing to wait for any more, and the others only wait for it to say so."""
     x = torch.zeros((), requires_grad=True)
     with pytest.MonkeyPatch.context() as patched:
-        for name, point in (("finish", "has filled its bucket"), ("_meet", "has its sum")):
+        for name, point in (("finish", "has filled its bucket"), ("_barrier", "has its sum")):
             patched.setattr(PeerReduceScatter, name, saying(roll, point, getattr(PeerReduceScatter, name)))
         if rank == ODD:
             # So it finds the others' gradients there, and need not look for them again.

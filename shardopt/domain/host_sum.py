@@ -19,9 +19,9 @@ from collections.abc import Set as AbstractSet
 import torch
 
 from ..offload.gradients import GradientSlot, HostLanding
-from .comm.reduce_scatter import Reduction
-from .mesh import Mesh
-from .reduce_buckets import Sink
+from ..partition.comm.reduce_scatter import Reduction
+from ..partition.mesh import Mesh
+from ..partition.reduce_buckets import Sink
 
 
 class HostSum(Sink):
