@@ -57,8 +57,8 @@ ONLY_SAVED: list[tuple[str, dict[str, Any]]] = [
     ("full_precision", {"full_precision": None}),
     ("extra", {"extra": [1]}),
     ("extra", {"extra": 7}),
-    ("holds itself", {"extra": endless()}),
-    ("holds itself", {"extra": {"deep": deep(5000)}}),
+    ("hold itself", {"extra": endless()}),
+    ("hold itself", {"extra": {"deep": deep(5000)}}),
 ]
 
 

@@ -210,7 +210,7 @@ def test_what_is_not_clear_is_asked_for(tmp_path: Path, capsys: pytest.CaptureFi
     assert "shape" in refused(capsys, other, *by_number, str(other), "--names", str(names), *CLEAR)
     adam = str(FIXTURES / "deepspeed3cpuadam")
     assert "--optimizer" in refused(capsys, other, adam, str(other))
-    assert "Lion needs others" in refused(capsys, other, adam, str(other), "--optimizer", "Lion")
+    assert "Lion needs other states" in refused(capsys, other, adam, str(other), "--optimizer", "Lion")
     assert "--from" in refused(capsys, other, str(tmp_path), str(other))
     assert "not there" in refused(capsys, other, str(tmp_path / "x"), str(other))
     assert "optimizer state dicts" in refused(capsys, other, plain[1], str(other))

@@ -509,7 +509,7 @@ def saves_with_strangers(folder: Path) -> None:
         norm_group=dist.group.WORLD,
     )
     optimizer.step()
-    with pytest.raises(CheckpointError, match=rf"^ranks \[{rank ^ 2}\] share params of a group with this one"):
+    with pytest.raises(CheckpointError, match=rf"ranks \[{rank ^ 2}\] share params "):
         save_checkpoint(folder, model, optimizer)
 
 

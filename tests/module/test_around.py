@@ -42,7 +42,7 @@ def moved_to_where_it_is() -> None:
                 assert move() is model
         if stage == 3:
             for move in (model.half, model.double, lambda model=model: model.to(torch.bfloat16)):
-                with raises(ReleasedError, "close()", "Move and cast"):
+                with raises(ReleasedError, "close()", "move and cast"):
                     move()
         train_step(model, opt, 3)
         train_step(reference, torch_opt, 3)
