@@ -22,9 +22,14 @@ import torch.distributed.tensor
 import torch.nn.parallel
 
 import shardopt
+import shardopt.checkpoint.load
+import shardopt.checkpoint.prepare
+import shardopt.checkpoint.save
+import shardopt.engine  # and all below it: a module that loads while a test has patched another keeps what it saw
 import shardopt.kernels.native_formats
 import shardopt.kernels.native_reductions
 import shardopt.kernels.native_words
+import shardopt.optim.shadow
 from tests.support import kernel_cache
 
 for is_deterministic in (True, False):  # as ranks ask for: it imports torch's compiler, 800 modules
