@@ -759,7 +759,7 @@ def test_what_cannot_be_kept_is_refused() -> None:
         for name, least in case.rule.tolerated.items():
             coarser = ("fp32", "bf16", "int8")[("fp32", "bf16", "int8").index(least) + 1 :]
             for each in coarser:
-                with raises(ValueError, name, each, f"Use {least!r}"):
+                with raises(ValueError, name, each, f"use {least!r}"):
                     case.ours([Parameter(torch.ones(3))], state_format={name: each})
                 case.ours([Parameter(torch.ones(3))], state_format=each)  # for all states: as far as they tolerate it
     with raises(ValueError, "ema", "int8", "bf16"):
