@@ -17,9 +17,9 @@ from tests.support.ranks import Pool
 
 WIDTH, LAYERS, STEPS = 2048, 4, 4
 NUMEL = WIDTH * WIDTH * LAYERS
-COPIES = pytest.mark.xfail(strict=True, reason="issue 17: a binding encodes a whole bucket with temporary copies")
+COPIES = pytest.mark.xfail(strict=True, reason="issue 17: a binding encodes a whole bucket with copies")
 # At the bound: of two runs of one commit one passed. Issue 17 removes both marks.
-AT_THE_BOUND = pytest.mark.xfail(strict=False, reason="issue 17: a binding encodes a whole bucket with temporary copies")
+AT_THE_BOUND = pytest.mark.xfail(strict=False, reason="issue 17: a binding encodes a whole bucket with copies")
 FORMATS = [
     pytest.param({"master": "fp32"}, marks=AT_THE_BOUND),
     pytest.param({"master": "split"}),
