@@ -20,7 +20,7 @@ from .config import Offload, Options
 from .domain.agreement import StepDigest, agree, agree_on_call
 from .domain.bind import bind, frozen_of
 from .domain.domain import Domain
-from .domain.domains import DomainGroups, Domains
+from .domain.domains import Domains
 from .domain.dtensors import DTensorLocals, local_gradient
 from .domain.exclusive import exclusive
 from .domain.formats import check_formats
@@ -52,7 +52,6 @@ from .states.consolidate import consolidate, rank_to_gather_on
 from .states.table import StateTable, StateView
 from .states.torch_format import read_state_dict, to_state_dict
 from .step.step import NOTHING_DONE, Call, Outcome, run_step
-from .step.survey import Scaling
 from .step.update_in_backward import UpdateInBackward, drop_gradients
 
 
@@ -184,7 +183,7 @@ class Engine:
                 self.takeover.use_domain(main, backward)
         return self._composition
 
-    def groups_by_domain(self) -> list[DomainGroups]:
+    def groups_by_domain(self) -> list[tuple[Domain, Sequence[Group]]]:
         """Each domain that has params, with its groups; in the same order on all ranks of a domain."""
         return self.compose().groups_by_domain(self.groups, self._make_domain)
 
@@ -397,7 +396,7 @@ class Engine:
             scaling: gives the loss scale, and whether an Inf or NaN was found; asked once the closure has run.
         """
         self.check_open()
-        loss, problem, scale, settled = None, None, Scaling(), None
+        loss, problem, scaled, settled = None, None, (1.0, False), None
 
         def evaluate() -> Any:
             self.check_weights("step()")
@@ -409,7 +408,7 @@ class Engine:
         run = None if self.takeover is None else self.takeover.closure
         try:
             loss = evaluate() if closure is None else run_closure(evaluate, run, self._backward)
-            scale = Scaling(*scaling())
+            scaled = scaling()
             backward = self._backward()
             if self.takeover is not None and backward is not None:
                 self.takeover.check_still_covered()
@@ -420,7 +419,7 @@ class Engine:
             problem = error
         if settled is not None:
             raise settled
-        call = Call(self.defaults, scale, closure is not None, problem)
+        call = Call(self.defaults, closure is not None, problem, *scaled)
         try:
             self._announce("step", call)
             self.take(call)
@@ -435,10 +434,10 @@ class Engine:
         """Collective: one step with the gradients that there are."""
         # Released params would ask for each attribute whether it may be read.
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            outcome = self._close_released(call) if self.options.release_gradients else self._run(call)
+            updated, norm = self._close_released(call) if self.options.release_gradients else self._run(call)
         self.states.consolidated = None  # a skipped step too lets masters follow weights that were written
-        self.grad_norm = outcome.grad_norm
-        self.updates += outcome.updated
+        self.grad_norm = norm
+        self.updates += updated
 
     def _close_released(self, call: Call) -> Outcome:
         """The end of a step that was taken in backward."""

@@ -35,9 +35,6 @@ from .dtensors import (
 )
 from .param import Group, named_params
 
-# A domain, and all param groups with the params that the domain binds, as local tensors.
-DomainGroups = tuple[Domain, Sequence[Group]]
-
 
 class ExpertGroup(NamedTuple):
     """The expert group of this rank, among the groups that partition the data-parallel ranks."""
@@ -75,8 +72,12 @@ class Domains:
         """Returns the domain that has bound this local param."""
         return next((domain for domain in self.domains if local in domain.entries), None)
 
-    def groups_by_domain(self, groups: Sequence[Group], make: Callable[[Any], Domain]) -> list[DomainGroups]:
+    def groups_by_domain(
+        self, groups: Sequence[Group], make: Callable[[Any], Domain]
+    ) -> list[tuple[Domain, Sequence[Group]]]:
         """Each domain that has params, with its groups, in the same order on all ranks of each domain.
+
+        A domain's groups are all param groups, with the params that the domain binds, as local tensors.
 
         Args:
             make: makes the domain of a process group.
@@ -87,7 +88,7 @@ class Domains:
             own = group.get("process_group")
             if own is not None and own not in self.others:
                 self.others[own] = make(own)
-        found: list[DomainGroups] = []
+        found: list[tuple[Domain, Sequence[Group]]] = []
         for own, domain in ((None, self.main), *self.others.items()):
             # Every domain gets all groups, with the params of others removed: the numbers of groups in messages stay,
             # and ranks compare all hyper-parameters. A DeviceMesh is compared by value, as a key of a table is:

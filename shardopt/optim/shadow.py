@@ -30,7 +30,6 @@ from ..errors import DisagreementError, ShardoptError
 from ..module.backward import Backward
 from ..partition.comm.group import Ranks
 from ..step.step import Call
-from ..step.survey import Scaling
 
 _OFF = _JoinConfig.construct_disabled_join_config()
 _PHASE = "telling ranks that have run out of batches"
@@ -214,7 +213,7 @@ class Shadow(JoinHook):
         return {
             "closure": call.closure,
             "failed": None if call.problem is None else f"{type(call.problem).__name__}: {call.problem}",
-            "scaling": list(call.scaling),
+            "scaling": [call.scale, call.overflow],
             "numbers": [plain_numbers(group) for group in optimizer.engine.groups],
             "gradients": [_dtype_of(param.grad) for param in optimizer.engine.params],
             **(edits_of(self._backward) if self._backward is not None else {}),
@@ -235,7 +234,7 @@ class Shadow(JoinHook):
         if is_known or optimizer is None or (self._backward is not None and self._backward.is_open):
             return
         engine = optimizer.engine
-        call = Call(engine.defaults, Scaling(), closure=False, problem=error)
+        call = Call(engine.defaults, problem=error)
         with suppress(Exception):  # the error itself, or that all of them have raised it
             self.tell("step", call)
             engine.take(call)
@@ -292,7 +291,8 @@ class Shadow(JoinHook):
         else:
             self._send_gradients(optimizer, told)
         scale, overflow = facts["scaling"]
-        optimizer.engine.take(Call(optimizer.engine.defaults, Scaling(scale, overflow), facts["closure"], None))
+        call = Call(optimizer.engine.defaults, facts["closure"], scale=scale, overflow=overflow)
+        optimizer.engine.take(call)
 
     def _send_gradients(self, optimizer: Joined, told: Told) -> None:
         """Collective: from the first rank that has a batch to those that have none. They are alike on all that have."""

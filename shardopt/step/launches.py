@@ -48,11 +48,8 @@ class ParamUpdate:
     is_on_host: bool = False
 
 
-class Scalars(NamedTuple):
-    """The scalars of every param that a step updates."""
-
-    values: dict[ParamRecord, tuple[float, ...]]  # in the order of the names in the variant
-    carried: dict[ParamRecord, dict[str, float]]  # the param's next step gets these
+# Of every param that a step updates: its scalars in the order of the names in the variant, and what its next step gets.
+Scalars = dict[ParamRecord, tuple[tuple[float, ...], dict[str, float]]]
 
 
 @dataclass(frozen=True)
@@ -84,11 +81,13 @@ class GradientStats(NamedTuple):
 
 @dataclass(frozen=True)
 class StepPlan:
-    """What this rank would do."""
+    """What this rank would do in one domain."""
 
+    domain: Domain
+    numbers: Sequence[dict[str, Any]] = ()  # hyper-parameters of each group, as plain numbers
     updates: list[ParamUpdate] = field(default_factory=list)
     launches: list[Launch] = field(default_factory=list)
-    scalars: Scalars = field(default_factory=lambda: Scalars({}, {}))
+    scalars: Scalars = field(default_factory=dict)
     states: dict[Shard, dict[str, None]] = field(default_factory=dict)  # names each shard needs, the same on all ranks
     written: list[ParamRecord] = field(default_factory=list)  # params that others wrote since the last step
     stats: GradientStats = field(default_factory=GradientStats)
@@ -98,14 +97,14 @@ def scalars_of(domain: Domain, numbers: Sequence[dict[str, Any]], updates: Seque
     """Evaluates the rule's scalars, once for all params that share group, step and carried values."""
     rule = domain.rule
     known: dict[tuple[Any, ...], tuple[tuple[float, ...], dict[str, float]]] = {}
-    scalars = Scalars({}, {})
+    scalars: Scalars = {}
     for each in updates:
         entry = each.entry
         key = (each.group, entry.step, *entry.carried.values())
         if key not in known:
             group = numbers[each.group]
             known[key] = rule.evaluate(rule.variant(group), group, entry.step + 1, entry.carried)
-        scalars.values[entry], scalars.carried[entry] = known[key]
+        scalars[entry] = known[key]
     return scalars
 
 
@@ -144,7 +143,7 @@ def launches_of(
         backend_of(device).prepare(spec, device, gradients.aligned)
         table = np.zeros((shard.tables.num_rows, len(variant.scalars)), dtype=np.float32)
         for row, each in members.items():
-            table[row] = scalars.values[each.entry]
+            table[row] = scalars[each.entry][0]
         noise = _noise(seed, shard, members) if spec.needs_noise else None
         yield Launch(shard, spec, gradients, torch.from_numpy(table).to(device), members, divisor, noise, is_on_host)
 

@@ -16,15 +16,15 @@ until then is raised on all of them.
 
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from ..domain.agreement import Consensus, StepDigest, agree, checksum
 from ..domain.domain import Domain
-from ..domain.domains import DomainGroups, agree_on_whole
+from ..domain.domains import agree_on_whole
 from ..domain.hyperparameters import check_numbers, plain_numbers
 from ..domain.masters import follow_written_params
 from ..domain.param import Candidate, Group
@@ -32,8 +32,8 @@ from ..errors import ShardoptError
 from ..kernels.reductions import sum_of_squares
 from ..kernels.tables import Factors
 from ..partition.comm.group import Ranks
-from .launches import Launch, StepPlan
-from .survey import Scaling, survey
+from .launches import ParamUpdate, StepPlan
+from .survey import survey
 from .update import update_and_gather
 
 # Keeps a norm of zero from dividing, as in torch.nn.utils.clip_grad_norm_.
@@ -51,66 +51,53 @@ class Call:
         defaults: names the hyper-parameters that every group has.
         closure: true if a closure was given; must be equal on all ranks.
         problem: an error that this rank met before, in its closure, to be raised on all ranks.
+        scale: the loss scale of a GradScaler that leaves it to the optimizer to unscale gradients.
+        overflow: true if that GradScaler has found an Inf or NaN.
     """
 
     defaults: Mapping[str, Any]
-    scaling: Scaling
-    closure: bool
-    problem: Exception | None
+    closure: bool = False
+    problem: Exception | None = None
+    scale: float = 1.0
+    overflow: bool = False
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """What a step did."""
-
-    updated: bool
-    grad_norm: float | None  # global 2-norm before clipping, where max_grad_norm asked for it
+# What a step did: whether it updated params, and the global 2-norm before clipping, where max_grad_norm asked for it.
+Outcome = tuple[bool, float | None]
+NOTHING_DONE: Outcome = (False, None)
 
 
-NOTHING_DONE = Outcome(updated=False, grad_norm=None)
-
-
-@dataclass
-class DomainStep:
-    """One domain's way through a step."""
-
-    domain: Domain
-    groups: Sequence[Group]
-    plan: StepPlan = field(default_factory=StepPlan)
-    consensus: Consensus | None = None
-
-
-def run_step(by_domain: Sequence[DomainGroups], whole: Sequence[Ranks], call: Call, bind: Bind) -> Outcome:
+def run_step(
+    by_domain: Sequence[tuple[Domain, Sequence[Group]]], whole: Sequence[Ranks], call: Call, bind: Bind
+) -> Outcome:
     """Takes one step with the gradients that the params hold.
 
     Args:
+        by_domain: each domain with its param groups, the main one first.
         whole: the ranks over which all domains decide together; empty if the only domain's ranks are all there are.
         bind: collective; binds params of a domain.
     """
-    steps = [DomainStep(domain, groups) for domain, groups in by_domain]
-    for each in steps:
-        check_unbroken(each.domain)
+    for domain, _ in by_domain:
+        check_unbroken(domain)
     # 1. masters, 2. survey, 3. agree
-    consensus = _survey_and_agree(steps, whole, call, bind)
+    plans, consensus = _survey_and_agree(by_domain, whole, call, bind)
     # 4. decide
-    main = steps[0].domain
-    norm = _norm(steps, whole, consensus, call.scaling)
-    launches = [launch for each in steps for launch in each.plan.launches]
-    is_idle = all(_changes_nothing(each) for each in steps)
-    if consensus.overflow or is_idle or _is_skipped(main, consensus, launches, call.scaling):
-        for each in steps:
-            _mark_used(each.plan)
-            each.domain.end_step()
-        return Outcome(updated=False, grad_norm=norm)
+    norm = _norm(plans, whole, consensus, call.scale)
+    is_idle = all(_changes_nothing(plan) for plan in plans)
+    if consensus.overflow or is_idle or _is_skipped(plans, consensus, call.scale):
+        for plan in plans:
+            _mark_used(plan)
+            plan.domain.end_step()
+        return False, norm
     # 5. update, 6. gather
-    undone = _update(steps, Factors(unscale=1.0 / call.scaling.scale, clip=_clip(main, norm)))
+    undone = _update(plans, Factors(unscale=1.0 / call.scale, clip=_clip(plans[0].domain, norm)))
     if undone is not None:
-        main.end_step()
+        plans[0].domain.end_step()
         raise undone
     # 7. commit
-    for each in steps:
-        commit(each.domain, each.plan)
-    return Outcome(updated=True, grad_norm=norm)
+    for plan in plans:
+        commit(plan)
+    return True, norm
 
 
 def check_unbroken(domain: Domain) -> None:
@@ -125,73 +112,74 @@ def check_unbroken(domain: Domain) -> None:
 # -- 1. masters, 2. survey, 3. agree -----------------------------------------------------------------------------------
 
 
-def _survey_and_agree(steps: Sequence[DomainStep], whole: Sequence[Ranks], call: Call, bind: Bind) -> Consensus:
+def _survey_and_agree(
+    by_domain: Sequence[tuple[Domain, Sequence[Group]]], whole: Sequence[Ranks], call: Call, bind: Bind
+) -> tuple[list[StepPlan], Consensus]:
     """Collective: the ranks of each domain agree by themselves, then those of the whole model."""
-    problem = call.problem
-    for each in steps:
+    problem, overflow, plans = call.problem, False, []
+    for domain, groups in by_domain:
         try:
-            each.consensus = _survey_and_agree_in(each, call, bind)
+            plan, consensus = _survey_and_agree_in(domain, groups, call, bind)
+            overflow |= consensus.overflow
         except Exception as error:
             if not whole:
                 raise
-            problem = problem or error  # the rest of the model waits for this rank, and must hear of it
-    main = steps[0]
+            plan, problem = StepPlan(domain), problem or error  # the rest of the model waits, and must hear of it
+        plans.append(plan)
     if not whole:
-        assert main.consensus is not None
-        return main.consensus
-    options = main.domain.options
+        return plans, consensus
+    main = plans[0].domain
     key = {
         "closure": call.closure,
-        "loss scale (the GradScaler's update() must see the same overflow on all ranks)": call.scaling.scale,
-        "max_grad_norm": options.max_grad_norm,
-        "nonfinite": options.tuning.nonfinite,
+        "loss scale (the GradScaler's update() must see the same overflow on all ranks)": call.scale,
+        "max_grad_norm": main.options.max_grad_norm,
+        "nonfinite": main.options.tuning.nonfinite,
     }
-    overflow = any(each.consensus is not None and each.consensus.overflow for each in steps)
-    nonfinite = sum(each.plan.stats.nonfinite for each in steps)
-    limbs = tuple(map(sum, zip(*(_limbs_of_one_copy(each) for each in steps), strict=True)))
+    nonfinite = sum(plan.stats.nonfinite for plan in plans)
+    limbs = tuple(map(sum, zip(*(_limbs_of_one_copy(plan) for plan in plans), strict=True)))
     digest = StepDigest(key, lambda: key, problem, overflow, nonfinite, limbs=limbs)
-    with main.domain.clock.phase("agree"):
-        return agree_on_whole(digest, whole, main.domain.device)
+    with main.clock.phase("agree"):
+        return plans, agree_on_whole(digest, whole, main.device)
 
 
-def _limbs_of_one_copy(step: DomainStep) -> tuple[int, ...]:
-    mesh, limbs = step.domain.mesh, step.plan.stats.limbs
+def _limbs_of_one_copy(plan: StepPlan) -> tuple[int, ...]:
+    mesh, limbs = plan.domain.mesh, plan.stats.limbs
     return limbs if mesh.world.rank in mesh.one_copy else (0,) * len(limbs)
 
 
-def _survey_and_agree_in(step: DomainStep, call: Call, bind: Bind) -> Consensus:
-    domain, problem = step.domain, call.problem
+def _survey_and_agree_in(domain: Domain, groups: Sequence[Group], call: Call, bind: Bind) -> tuple[StepPlan, Consensus]:
+    problem = call.problem
     numbers: list[dict[str, Any]] = []
     candidates: list[Candidate] = []
     if problem is None:
         try:
-            numbers = [plain_numbers(group) for group in step.groups]
+            numbers = [plain_numbers(group) for group in groups]
             check_numbers(numbers, call.defaults)
-            candidates = domain.unbound(step.groups)
+            candidates = domain.unbound(groups)
         except Exception as error:
             problem = error
     if candidates:
-        bind(domain, step.groups, numbers, candidates, call.closure)
+        bind(domain, groups, numbers, candidates, call.closure)
+    plan = StepPlan(domain, numbers)
     if problem is None:
         try:
             with domain.clock.phase("survey"):
                 follow_written_params(domain)
-                step.plan = survey(domain, step.groups, numbers, call.scaling)
+                plan = survey(domain, groups, numbers, call.scale, call.overflow)
         except Exception as error:
             problem = error
-    digest = digest_of(domain, call, numbers, step.plan, problem)
+    digest = digest_of(plan, call, problem)
     with domain.clock.phase("agree"):
         consensus = agree(digest, domain.mesh.world, domain.device, domain.mesh.one_copy)
         if consensus.written and domain.mesh.world.size > 1:
-            _compare_written(domain, step.plan)
+            _compare_written(plan)
     domain.count_round()
-    return consensus
+    return plan, consensus
 
 
-def digest_of(
-    domain: Domain, call: Call, numbers: list[dict[str, Any]], plan: StepPlan, problem: Exception | None = None
-) -> StepDigest:
+def digest_of(plan: StepPlan, call: Call, problem: Exception | None = None) -> StepDigest:
     """Returns this rank's view of a step, which must be equal on all ranks."""
+    domain, numbers = plan.domain, list(plan.numbers)
     # True for a gradient without a slice: where the module was handed over, this rank assigned zeros for its slice.
     present = {each.entry: each.gradient_slice is None for each in plan.updates}
     shows_slices = domain.reducer is not None and not domain.options.release_gradients
@@ -209,21 +197,21 @@ def digest_of(
             "steps taken": {entry.name: entry.step for entry in entries},
             "carried scalars": {entry.name: entry.carried for entry in entries},
             "norm of the gradients known from backward": stats.norm,
-            "loss scale (the GradScaler's update() must see the same overflow on all ranks)": call.scaling.scale,
+            "loss scale (the GradScaler's update() must see the same overflow on all ranks)": call.scale,
         }
 
     facts = [(entry.step, present.get(entry), entry.param.requires_grad, *entry.carried.values()) for entry in entries]
-    key = [domain.rounds, call.closure, numbers, facts, call.scaling.scale, stats.norm]
-    overflow, written = call.scaling.overflow, len(plan.written)
-    return StepDigest(key, describe, problem, overflow, stats.nonfinite, stats.witness, written, stats.limbs)
+    key = [domain.rounds, call.closure, numbers, facts, call.scale, stats.norm]
+    written = len(plan.written)
+    return StepDigest(key, describe, problem, call.overflow, stats.nonfinite, stats.witness, written, stats.limbs)
 
 
-def _compare_written(domain: Domain, plan: StepPlan) -> None:
+def _compare_written(plan: StepPlan) -> None:
     """Collective: weights that were loaded, clamped or averaged on any rank must be the same on all.
 
     Each rank reads its own copy of them. Sharded params have one copy, which all ranks have written together.
     """
-    entries = list(domain.entries.values())
+    domain, entries = plan.domain, list(plan.domain.entries.values())
     written = {entry for entry in plan.written if entry.shard.gathered is None}
     mine = [index for index, entry in enumerate(entries) if entry in written]
     everyones = domain.mesh.world.exchange_json(mine, domain.device, "comparing weights that were written")
@@ -235,42 +223,48 @@ def _compare_written(domain: Domain, plan: StepPlan) -> None:
 # -- 4. decide ---------------------------------------------------------------------------------------------------------
 
 
-def _norm(steps: Sequence[DomainStep], whole: Sequence[Ranks], consensus: Consensus, scaling: Scaling) -> float | None:
-    domain, stats = steps[0].domain, steps[0].plan.stats
+def _norm(plans: Sequence[StepPlan], whole: Sequence[Ranks], consensus: Consensus, scale: float) -> float | None:
+    domain, stats = plans[0].domain, plans[0].stats
     if domain.options.max_grad_norm is None:
         return None
     if consensus.nonfinite:
-        return math.nan if _holds_nan(steps, whole) else math.inf
-    return math.sqrt(sum_of_squares(consensus.limbs)) if stats.norm is None else stats.norm / scaling.scale
+        return math.nan if _holds_nan(plans, whole) else math.inf
+    return math.sqrt(sum_of_squares(consensus.limbs)) if stats.norm is None else stats.norm / scale
 
 
-def _holds_nan(steps: Sequence[DomainStep], whole: Sequence[Ranks]) -> bool:
+def _gradients(plans: Sequence[StepPlan]) -> Iterator[ParamUpdate]:
+    return (each for plan in plans for launch in plan.launches for each in launch.updates.values())
+
+
+def _holds_nan(plans: Sequence[StepPlan], whole: Sequence[Ranks]) -> bool:
     """Collective: tells Inf from NaN in a step whose gradients are not all finite. True if any rank holds a NaN."""
-    main = steps[0].domain
-    gradients = [each.grad for step in steps for launch in step.plan.launches for each in launch.updates.values()]
-    digest = StepDigest("NaN", dict, nonfinite=sum(bool(grad.isnan().any()) for grad in gradients))
+    main = plans[0].domain
+    digest = StepDigest("NaN", dict, nonfinite=sum(bool(each.grad.isnan().any()) for each in _gradients(plans)))
     with main.clock.phase("agree"):
         if whole:
             return agree_on_whole(digest, whole, main.device).nonfinite > 0
         return agree(digest, main.mesh.world, main.device).nonfinite > 0
 
 
-def _changes_nothing(step: DomainStep) -> bool:
+def _changes_nothing(plan: StepPlan) -> bool:
     """True if the step makes no state and all its gradients and learning rates are zeros; the same on all ranks.
 
     torch's ``get_state_dict()`` takes such a step if it finds no state. What was read before it stays valid.
     """
-    domain, plan = step.domain, step.plan
+    domain = plan.domain
     if not plan.updates or domain.rule.counts_steps or any(plan.states.values()):
         return False
     is_assigned = all(each.gradient_slice is None and each.entry.gradient_slice is not None for each in plan.updates)
-    return is_assigned and domain.mesh.world.size > 1 and not any(group.get("lr", 1) for group in step.groups)
+    return is_assigned and domain.mesh.world.size > 1 and not any(group.get("lr", 1) for group in plan.numbers)
 
 
-def _is_skipped(domain: Domain, consensus: Consensus, launches: Sequence[Launch], scaling: Scaling) -> bool:
-    if not consensus.nonfinite or domain.options.tuning.nonfinite == "propagate":
+def _is_skipped(plans: Sequence[StepPlan], consensus: Consensus, scale: float) -> bool:
+    policy = plans[0].domain.options.tuning.nonfinite
+    if not consensus.nonfinite or policy == "propagate":
         return False
-    skip(domain.options.tuning.nonfinite, consensus.nonfinite, _where_nonfinite(launches, 1.0 / scaling.scale))
+    bad = (each.entry.name for each in _gradients(plans) if not bool(torch.isfinite(each.grad * (1.0 / scale)).all()))
+    first = next(bad, None)
+    skip(policy, consensus.nonfinite, "" if first is None else f" (on this rank first in {first})")
     return True
 
 
@@ -290,14 +284,6 @@ def skip(policy: str, nonfinite: int, where: str) -> None:
     warnings.warn(f"{found}: {effect}, so all ranks skipped this step and nothing changed.", stacklevel=5)
 
 
-def _where_nonfinite(launches: Sequence[Launch], unscale: float) -> str:
-    for launch in launches:
-        for each in launch.updates.values():
-            if not bool(torch.isfinite(each.grad * unscale).all()):
-                return f" (on this rank first in {each.entry.name})"
-    return ""
-
-
 def _clip(domain: Domain, norm: float | None) -> float:
     """Returns the factor of the global-norm clipping."""
     if norm is None or domain.options.max_grad_norm is None:
@@ -309,29 +295,29 @@ def _clip(domain: Domain, norm: float | None) -> float:
 # -- 5. update, 6. gather, 7. commit -----------------------------------------------------------------------------------
 
 
-def _update(steps: Sequence[DomainStep], factors: Factors) -> Exception | None:
+def _update(plans: Sequence[StepPlan], factors: Factors) -> Exception | None:
     """See :func:`update_and_gather`. After an error all domains are broken."""
     try:
-        for each in steps:
-            undone = update_and_gather(each.domain, each.plan, factors)
+        for plan in plans:
+            undone = update_and_gather(plan, factors)
             if undone is not None:  # states are on a disk, which is refused for more than one domain
                 return undone
     except BaseException as error:
-        for each in steps:
-            each.domain.break_off(f"{type(error).__name__}: {error}")
+        for plan in plans:
+            plan.domain.break_off(f"{type(error).__name__}: {error}")
         raise
     return None
 
 
-def commit(domain: Domain, plan: StepPlan) -> None:
+def commit(plan: StepPlan) -> None:
     """Notes in the records of the params that they were updated."""
     _mark_used(plan)
     for each in plan.updates:
-        each.entry.count_step(plan.scalars.carried[each.entry])
+        each.entry.count_step(plan.scalars[each.entry][1])
     torch.autograd.graph.increment_version([each.entry.param for each in plan.updates])
     for entry in (*plan.written, *(each.entry for each in plan.updates)):
         entry.follow_param()
-    domain.end_step()
+    plan.domain.end_step()
 
 
 def _mark_used(plan: StepPlan) -> None:

@@ -10,7 +10,7 @@ import math
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -33,18 +33,19 @@ from .launches import (
 )
 
 
-class Scaling(NamedTuple):
-    """What a GradScaler hands over to an optimizer that unscales gradients itself."""
-
-    scale: float = 1.0
-    overflow: bool = False
-
-
-def survey(domain: Domain, groups: Sequence[Group], numbers: Sequence[dict[str, Any]], scaling: Scaling) -> StepPlan:
+def survey(
+    domain: Domain,
+    groups: Sequence[Group],
+    numbers: Sequence[dict[str, Any]],
+    scale: float = 1.0,
+    overflow: bool = False,
+) -> StepPlan:
     """Plans the step of one domain.
 
     Args:
         numbers: the hyper-parameters of each group, as plain numbers.
+        scale: the loss scale.
+        overflow: true if a GradScaler has found an Inf or NaN, so that nobody need look for one.
 
     Raises:
         ShardoptError: this rank cannot take the step.
@@ -56,9 +57,9 @@ def survey(domain: Domain, groups: Sequence[Group], numbers: Sequence[dict[str, 
     ]
     scalars = scalars_of(domain, numbers, updates)
     launches = plan_launches(domain, numbers, updates, scalars)
-    stats = _stats_of(domain, launches, updates, scaling)
-    written = written_params(domain)
-    return StepPlan(updates, launches, scalars, states_of_shards(domain, groups, numbers), written, stats)
+    stats = _stats_of(domain, launches, updates, scale, overflow)
+    states, written = states_of_shards(domain, groups, numbers), written_params(domain)
+    return StepPlan(domain, numbers, updates, launches, scalars, states, written, stats)
 
 
 def written_params(domain: Domain) -> list[ParamRecord]:
@@ -147,7 +148,7 @@ def states_of_shards(
 
 
 def _stats_of(
-    domain: Domain, launches: Sequence[Launch], updates: Sequence[ParamUpdate], scaling: Scaling
+    domain: Domain, launches: Sequence[Launch], updates: Sequence[ParamUpdate], scale: float, overflow: bool
 ) -> GradientStats:
     options = domain.options
     slices = [each.gradient_slice for each in updates]
@@ -159,10 +160,10 @@ def _stats_of(
         norm = math.sqrt(math.fsum(each.two * each.two for each in norms))
         return GradientStats(nonfinite=sum(each.nonfinite for each in norms) if reports else 0, norm=norm)
     witness = 0 if domain.reducer is not None else _witness(domain, updates)
-    if options.max_grad_norm is None and (options.tuning.nonfinite == "propagate" or scaling.overflow):
+    if options.max_grad_norm is None and (options.tuning.nonfinite == "propagate" or overflow):
         return GradientStats(witness=witness)
     nonfinite, limbs = 0, [0] * LIMBS
-    unscale = 1.0 / scaling.scale
+    unscale = 1.0 / scale
     for launch in launches:
         backend = backend_of(launch.gradients.rows.device)
         if options.max_grad_norm is None:

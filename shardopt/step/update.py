@@ -7,8 +7,7 @@ memory. A chunk then names its gradients as runs, the store copies each run, and
     gradients   | w1 w1   w1 ..   w2 |  w3 w3 |          two runs: w3's was allocated by itself
 """
 
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -64,42 +63,40 @@ class ChunkUpdate(NamedTuple):
         ]
 
 
-class ShardUpdate(NamedTuple):
-    """The update of one shard."""
+def chunks_of(shard: Shard, states: Iterable[str], launches: Sequence[Launch]) -> list[ChunkUpdate]:
+    """Makes missing states, divides sums of gradients, and lists the chunks of a shard that hold what is updated.
 
-    shard: Shard
-    states: Iterable[str]  # names of those that it needs, the same on all ranks
-    launches: list[Launch]
+    Args:
+        states: names of those that the shard needs, the same on all ranks.
+    """
+    shard.ensure_states(states)
+    launches = [_divided(launch) for launch in launches]
+    names = dict.fromkeys(name for launch in launches for name in launch.spec.variant.states)
+    rows = [row for launch in launches for row in launch.updates]
+    return [_chunk_update(shard, chunk, launches) for chunk in shard.chunks(names, [shard.pieces[row] for row in rows])]
 
-    def chunks(self) -> list[ChunkUpdate]:
-        """Makes missing states, divides sums of gradients, and lists the chunks that hold what is updated."""
-        self.shard.ensure_states(self.states)
-        launches = [_divided(launch) for launch in self.launches]
-        names = dict.fromkeys(name for launch in launches for name in launch.spec.variant.states)
-        pieces = [self.shard.pieces[row] for launch in launches for row in launch.updates]
-        return [self._chunk(chunk, launches) for chunk in self.shard.chunks(names, pieces)]
 
-    def _chunk(self, chunk: Chunk, launches: list[Launch]) -> ChunkUpdate:
-        updates_on_host = chunk.home.updates_on_host
-        runs = [
-            None if launch.is_on_host == updates_on_host else _runs(launch, chunk.start, chunk.stop)
-            for launch in launches
-        ]
-        moved = tuple(run.values for each in runs if each is not None for run in each)
-        written = self._written(chunk) if updates_on_host else ()
-        return ChunkUpdate(replace(chunk, gradients=moved, written=written), launches, runs)
+def _chunk_update(shard: Shard, chunk: Chunk, launches: list[Launch]) -> ChunkUpdate:
+    updates_on_host = chunk.home.updates_on_host
+    runs = [
+        None if launch.is_on_host == updates_on_host else _runs(launch, chunk.start, chunk.stop) for launch in launches
+    ]
+    moved = tuple(run.values for each in runs if each is not None for run in each)
+    written = _written(shard, chunk, launches) if updates_on_host else ()
+    return ChunkUpdate(replace(chunk, gradients=moved, written=written), launches, runs)
 
-    def _written(self, chunk: Chunk) -> tuple[slice, ...]:
-        """Returns the elements of the chunk that are updated, with the padding between them."""
-        found: list[slice] = []
-        for row in sorted(row for launch in self.launches for row in launch.updates):
-            piece = self.shard.pieces[row]
-            first, last = max(piece.shard_start, chunk.start), min(piece.shard_end, chunk.stop)
-            if first < last:
-                follows = found and first - chunk.start < found[-1].stop + BLOCK
-                start = found.pop().start if follows else first - chunk.start
-                found.append(slice(start, last - chunk.start))
-        return tuple(found)
+
+def _written(shard: Shard, chunk: Chunk, launches: list[Launch]) -> tuple[slice, ...]:
+    """Returns the elements of the chunk that are updated, with the padding between them."""
+    found: list[slice] = []
+    for row in sorted(row for launch in launches for row in launch.updates):
+        piece = shard.pieces[row]
+        first, last = max(piece.shard_start, chunk.start), min(piece.shard_end, chunk.stop)
+        if first < last:
+            follows = found and first - chunk.start < found[-1].stop + BLOCK
+            start = found.pop().start if follows else first - chunk.start
+            found.append(slice(start, last - chunk.start))
+    return tuple(found)
 
 
 def _divided(launch: Launch) -> Launch:
@@ -115,13 +112,13 @@ def _divided(launch: Launch) -> Launch:
     return replace(launch, divisor=1)
 
 
-def shard_updates(domain: Domain, plan: StepPlan) -> list[ShardUpdate]:
-    """Lists the updates of all shards, in the order in which they are made."""
-    launches: dict[Shard, list[Launch]] = defaultdict(list)
-    for launch in plan.launches:
-        launches[launch.shard].append(launch)
+def launches_by_shard(plan: StepPlan) -> dict[Shard, list[Launch]]:
+    """Returns the launches of all shards, in the order in which shards are updated."""
     # Backward order reversed: the first layers' params, which the next forward needs first, arrive first.
-    return [ShardUpdate(shard, plan.states[shard], launches[shard]) for shard in reversed(domain.shards)]
+    found: dict[Shard, list[Launch]] = {shard: [] for shard in reversed(plan.domain.shards)}
+    for launch in plan.launches:
+        found[launch.shard].append(launch)
+    return found
 
 
 def _runs(launch: Launch, start: int, stop: int) -> list[GradientRun]:
@@ -154,7 +151,7 @@ def _table(shard: Shard, chunk: Chunk, copied: Sequence[tuple[GradientRun, torch
 # -- through the store, and to the other ranks -------------------------------------------------------------------------
 
 
-def update_and_gather(domain: Domain, plan: StepPlan, factors: Factors) -> Exception | None:
+def update_and_gather(plan: StepPlan, factors: Factors) -> Exception | None:
     """Collective: launches every update of this rank and gathers the buckets that any rank updated.
 
     Args:
@@ -163,28 +160,31 @@ def update_and_gather(domain: Domain, plan: StepPlan, factors: Factors) -> Excep
     Returns:
         Why no rank updated anything after all. An error is raised where that is not certain.
     """
+    domain = plan.domain
     if domain.links is None:  # nothing is bound: every param is frozen
         return None
     if domain.sharded is not None:
         domain.gatherer.drop_all()  # the next forward gathers params anew: whole params here would be out of date
-    updates = shard_updates(domain, plan)
+    launches = launches_by_shard(plan)
     domain.epoch.begin_step()
     if not domain.store.is_final:
-        undone = _update_or_roll_back(domain, updates, factors)
+        undone = _update_or_roll_back(plan, launches, factors)
         if undone is not None:
             return undone
-    _update_in_memory_and_gather(domain, updates, {each.entry.shard for each in plan.updates}, factors)
+    _update_in_memory_and_gather(plan, launches, factors)
     return None
 
 
-def _update_or_roll_back(domain: Domain, updates: Sequence[ShardUpdate], factors: Factors) -> Exception | None:
+def _update_or_roll_back(
+    plan: StepPlan, launches: Mapping[Shard, Sequence[Launch]], factors: Factors
+) -> Exception | None:
     """Collective: keeps what was updated if every rank's store could write it; else puts all back and returns why."""
-    store = domain.store
+    domain, store = plan.domain, plan.domain.store
     problem: Exception | None = None
     try:
         try:
             store.begin()
-            chunks = [chunk for update in updates for chunk in update.chunks()]
+            chunks = [each for shard, its in launches.items() for each in chunks_of(shard, plan.states[shard], its)]
             store.prefetch([each.chunk for each in chunks])
             update_chunks(domain, chunks, factors)
             with domain.clock.phase("write back"):
@@ -206,27 +206,26 @@ def _update_or_roll_back(domain: Domain, updates: Sequence[ShardUpdate], factors
     return None
 
 
-def _update_in_memory_and_gather(
-    domain: Domain, updates: Sequence[ShardUpdate], updated: set[Shard], factors: Factors
-) -> None:
+def _update_in_memory_and_gather(plan: StepPlan, launches: Mapping[Shard, Sequence[Launch]], factors: Factors) -> None:
     """Collective: updates what lies in memory (on a disk it was updated), and sends every shard as soon as it is."""
+    domain, updated = plan.domain, {each.entry.shard for each in plan.updates}
     gather = domain.transport.gather("gathering updated params")
     problem: Exception | None = None
     chunks: dict[Shard, list[ChunkUpdate]] = {}
     try:
         if domain.store.is_final:
-            chunks = {update.shard: update.chunks() for update in updates}
+            chunks = {shard: chunks_of(shard, plan.states[shard], its) for shard, its in launches.items()}
             domain.store.prefetch([chunk.chunk for each in chunks.values() for chunk in each])
     except Exception as error:  # the other ranks wait for this rank's shards: they are told once all have met
         problem = error
-    for update in updates:
+    for shard in launches:
         try:
             if problem is None:
-                update_chunks(domain, chunks.get(update.shard, ()), factors)
+                update_chunks(domain, chunks.get(shard, ()), factors)
         except Exception as error:
             problem = error
-        if update.shard in updated and update.shard.gathered is None:
-            gather.start(update.shard.window)
+        if shard in updated and shard.gathered is None:
+            gather.start(shard.window)
     try:
         if any(chunks.values()):
             domain.store.flush()
@@ -267,7 +266,7 @@ def _launch(launch: Launch, chunk: Chunk, fetched: Fetched, gradients: Gradients
     states = tuple(streams[name] for name in names)
     scales = tuple(streams.get(scales_name(name)) for name in names)
     folded = factors._replace(divisor=launch.divisor).folded()
-    assert folded is not None  # ShardUpdate.chunks() divided all others
+    assert folded is not None  # chunks_of() divided all others
     master = streams.get("master") if launch.spec.has_master else None
     noise = None if launch.noise is None else launch.noise.part(chunk.start)
     param = streams["param"] if fetched.param is None else fetched.param

@@ -60,8 +60,8 @@ from .step import (
     digest_of,
     skip,
 )
-from .survey import Scaling, placed_params, states_of_shards, written_params
-from .update import ShardUpdate, update_and_gather, update_chunks
+from .survey import placed_params, states_of_shards, written_params
+from .update import chunks_of, update_and_gather, update_chunks
 
 
 @dataclass
@@ -252,7 +252,7 @@ class UpdateInBackward(Backward):
     def _update_shard(self, shard: Shard, launches: list[Launch]) -> None:
         """Phase 5 of one shard, in memory, ahead of the rest of its step."""
         assert self._round is not None
-        domain, chunks = self._domain, ShardUpdate(shard, self._round.states[shard], launches).chunks()
+        domain, chunks = self._domain, chunks_of(shard, self._round.states[shard], launches)
         if chunks:
             domain.epoch.begin_step()
         domain.store.prefetch([each.chunk for each in chunks])
@@ -298,7 +298,7 @@ class UpdateInBackward(Backward):
         if is_skipped:
             self._keep_versions(current)
             skip(self._domain.options.tuning.nonfinite, nonfinite, self._where(report))
-        self._outcome = Outcome(updated=not is_skipped, grad_norm=norm)
+        self._outcome = not is_skipped, norm
 
     def _keep_versions(self, current: _Round) -> None:
         """Takes back that versions moved: no update was made. The next backward finds written params again."""
@@ -326,12 +326,12 @@ class UpdateInBackward(Backward):
             launches += self._launches(shard, total, indices[shard])
         updates = [current.updates[entry] for entry in present if entry in current.updates]
         scalars = scalars_of(domain, current.numbers, updates)
-        plan = StepPlan(updates, launches, scalars, current.states, current.written, GradientStats(norm=norm))
-        digest = digest_of(domain, Call({}, Scaling(), closure=False, problem=None), current.numbers, plan)
-        self._agree(replace(digest, consequence=_TOO_LATE), current.bits)
+        stats = GradientStats(norm=norm)
+        plan = StepPlan(domain, current.numbers, updates, launches, scalars, current.states, current.written, stats)
+        self._agree(replace(digest_of(plan, Call({})), consequence=_TOO_LATE), current.bits)
         domain.count_round()
-        update_and_gather(domain, plan, Factors())
-        commit(domain, plan)
+        update_and_gather(plan, Factors())
+        commit(plan)
 
     def _agree(self, digest: StepDigest, bits: Mapping[str, int]) -> None:
         """Collective: compares what the updates were made with.

@@ -45,7 +45,7 @@ def collectives() -> Iterator[None]:
     """Within, gloo's collectives carry gradients and params, as NCCL's do on GPUs."""
     with (
         patch.object(Ranks, "has_collectives", lambda self, device: self.group is not None),
-        patch.object(transport, "CollectiveAllGather", wraps=transport.CollectiveAllGather) as wire,
+        patch.object(transport, "by_collectives", wraps=transport.by_collectives) as wire,
     ):
         yield
     assert wire.called

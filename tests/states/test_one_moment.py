@@ -193,7 +193,7 @@ def beside_a_step(folder: str, release: bool) -> None:
         except StateError as error:
             refused.append(f"{when}: {error}")
 
-    launch, shard_updates, slice_at = update._launch, update.shard_updates, RemoteStates.slice_at
+    launch, by_shard, slice_at = update._launch, update.launches_by_shard, RemoteStates.slice_at
 
     def launched(*arguments: Any) -> None:
         launch(*arguments)
@@ -208,9 +208,9 @@ def beside_a_step(folder: str, release: bool) -> None:
             moments.wait("rank 1 updates")
             read("another one's update")
             moments.say("rank 0 has read")
-        return shard_updates(*arguments)
+        return by_shard(*arguments)
 
-    with patch.object(update, "_launch", launched), patch.object(update, "shard_updates", updates):
+    with patch.object(update, "_launch", launched), patch.object(update, "launches_by_shard", updates):
         take_step(model, opt, 2)
     dist.barrier()
     if rank == 0:

@@ -1,13 +1,13 @@
 """Ranks that share one GPU, over gloo: params and gradients travel through host memory. For tests alone."""
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from unittest.mock import patch
 
 import torch
 
-from shardopt.partition.comm.all_gather import AllGather, P2PAllGather, Window
+from shardopt.partition.comm.all_gather import AllGather, Window, by_messages
 from shardopt.partition.comm.group import Ranks
 from shardopt.partition.comm.reduce_scatter import ReduceScatter, Reduction
 from shardopt.partition.comm.reduce_scatter_p2p import P2PReduceScatter
@@ -24,7 +24,7 @@ def through_host() -> Iterator[None]:
 
 class HostTransport(Transport):
     def all_gather(self, phase: str) -> AllGather:
-        return super().all_gather(phase) if self.ranks.size == 1 else StagedAllGather(self.ranks, phase)
+        return by_copies(self.ranks, phase)
 
     def reduce_scatter(self) -> ReduceScatter:
         if self.ranks.size == 1:
@@ -32,24 +32,20 @@ class HostTransport(Transport):
         return StagedReduceScatter(self.ranks, self.traffic, self._number)
 
 
-class StagedAllGather:
+def by_copies(ranks: Ranks, phase: str) -> AllGather:
     """Sends copies in host memory."""
 
-    reads_memory = on_stream = False
+    def begin(window: Window) -> Callable[[], None]:
+        copy, messages = Window(window.flat.cpu(), window.shard_numel, window.number), by_messages(ranks, phase)
+        messages.start(copy)
 
-    def __init__(self, ranks: Ranks, phase: str):
-        self._messages = P2PAllGather(ranks, phase)
-        self._staged: list[tuple[Window, Window]] = []
-
-    def start(self, window: Window) -> None:
-        copy = Window(window.flat.cpu(), window.shard_numel, window.number)
-        self._staged.append((window, copy))
-        self._messages.start(copy)
-
-    def finish(self) -> None:
-        self._messages.finish()
-        for window, copy in self._staged:
+        def end() -> None:
+            messages.finish()
             window.flat.copy_(copy.flat)
+
+        return end
+
+    return AllGather(begin)
 
 
 class StagedReduceScatter:

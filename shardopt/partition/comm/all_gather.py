@@ -2,7 +2,8 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,8 +33,8 @@ class Window:
         return (self.flat.numel() - self.shard_numel) * self.flat.element_size()
 
 
-class AllGather(Protocol):
-    """Moves final shards into windows, whose own shard is in place.
+class AllGather:
+    """Moves final shards into windows, whose own shard is in place; one of the functions below makes it.
 
     Attributes:
         reads_memory: True if other ranks read our shard during their ``finish``: it must be final before, and stay
@@ -41,10 +42,16 @@ class AllGather(Protocol):
         on_stream: True if the current stream waits for the shards and the host does not.
     """
 
-    reads_memory: bool
-    on_stream: bool
+    def __init__(
+        self, begin: Callable[[Window], Callable[[], None]], reads_memory: bool = False, on_stream: bool = False
+    ):
+        """``begin`` begins to fill a window, and returns the call that ends with every rank's shard in the window."""
+        self._begin, self.reads_memory, self.on_stream = begin, reads_memory, on_stream
+        self._ends: list[Callable[[], None]] = []
 
-    def start(self, window: Window) -> None: ...
+    def start(self, window: Window) -> None:
+        if window.nbytes_received:  # not on one rank, which owns everything
+            self._ends.append(self._begin(window))
 
     def finish(self) -> None:
         """Waits until every started window holds every rank's shard.
@@ -52,85 +59,46 @@ class AllGather(Protocol):
         Raises:
             CommunicationError: a rank died or is late.
         """
+        for end in self._ends:
+            end()
 
 
-class NoAllGather:
-    """For one rank, which owns everything."""
-
-    reads_memory = on_stream = False
-
-    def start(self, window: Window) -> None:
-        pass
-
-    def finish(self) -> None:
-        pass
-
-
-class P2PAllGather:
+def by_messages(ranks: Ranks, phase: str) -> AllGather:
     """Sends shards straight to every rank, while this rank computes.
 
     Message tags name the window: ranks may start windows in different orders.
     """
 
-    reads_memory = on_stream = False
+    def begin(window: Window) -> Callable[[], None]:
+        shards = [window.shard(rank) for rank in range(ranks.size)]
+        own = [shards[ranks.rank]] * ranks.size
+        return partial(ranks.wait, ranks.exchange_slices(own, shards, _FIRST_TAG + window.number, phase))
 
-    def __init__(self, ranks: Ranks, phase: str):
-        self._ranks, self._phase = ranks, phase
-        self._pending: list[Pending] = []
-
-    def start(self, window: Window) -> None:
-        if window.shard_numel:
-            shards = [window.shard(rank) for rank in range(self._ranks.size)]
-            own = [shards[self._ranks.rank]] * self._ranks.size
-            tag = _FIRST_TAG + window.number
-            self._pending.append(self._ranks.exchange_slices(own, shards, tag, self._phase))
-
-    def finish(self) -> None:
-        for pending in self._pending:
-            self._ranks.wait(pending)
+    return AllGather(begin)
 
 
-class PeerAllGather:
+def by_reading(ranks: Ranks, memory: PeerMemory) -> AllGather:
     """Reads every other rank's shard from its memory."""
 
-    reads_memory, on_stream = True, False
+    def end(window: Window) -> None:
+        # Every rank starts with another peer, so that not all ranks read one memory at a time.
+        for step in range(1, ranks.size):
+            owner = (ranks.rank + step) % ranks.size
+            pid, base = window.peers[owner]
+            target = window.shard(owner)
+            memory.read(pid, base + target.data_ptr() - window.flat.data_ptr(), target)
 
-    def __init__(self, ranks: Ranks, memory: PeerMemory):
-        self._ranks, self._memory = ranks, memory
-        self._windows: list[Window] = []
-
-    def start(self, window: Window) -> None:
-        self._windows.append(window)
-
-    def finish(self) -> None:
-        for window in self._windows:
-            # Every rank starts with another peer, so that not all ranks read one memory at a time.
-            for step in range(1, self._ranks.size):
-                owner = (self._ranks.rank + step) % self._ranks.size
-                pid, base = window.peers[owner]
-                target = window.shard(owner)
-                self._memory.read(pid, base + target.data_ptr() - window.flat.data_ptr(), target)
+    return AllGather(lambda window: partial(end, window), reads_memory=True)
 
 
-class CollectiveAllGather:
+def by_collectives(ranks: Ranks, phase: str) -> AllGather:
     """The backend's all-gather. NCCL runs it on its own stream; ``finish`` makes the current stream wait for it."""
 
-    reads_memory, on_stream = False, True
+    def begin(window: Window) -> Callable[[], None]:
+        work = _all_gather_single()(window.flat, window.shard(ranks.rank), group=ranks.group, async_op=True)
+        return partial(ranks.wait, Pending(phase, (work,)))
 
-    def __init__(self, ranks: Ranks, phase: str):
-        self._ranks, self._phase = ranks, phase
-        self._pending: list[Pending] = []
-
-    def start(self, window: Window) -> None:
-        if window.shard_numel:
-            work = _all_gather_single()(
-                window.flat, window.shard(self._ranks.rank), group=self._ranks.group, async_op=True
-            )
-            self._pending.append(Pending(self._phase, (work,)))
-
-    def finish(self) -> None:
-        for pending in self._pending:
-            self._ranks.wait(pending)
+    return AllGather(begin, on_stream=True)
 
 
 def _all_gather_single() -> Callable[..., Any]:

@@ -22,8 +22,7 @@ _TOKEN_BYTES = 16
 _BYTES_PER_CALL = 1 << 30
 
 
-class _Iovec(ctypes.Structure):
-    _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
+_Vector = ctypes.c_size_t * 2  # struct iovec: address and bytes
 
 
 class PeerMemory:
@@ -70,7 +69,7 @@ def _read(pid: int, remote: int, local: int, length: int) -> int:
     call = _process_vm_readv()
     if call is None:
         return -1
-    here, there = _Iovec(local, length), _Iovec(remote, length)
+    here, there = _Vector(local, length), _Vector(remote, length)
     return int(call(pid, ctypes.byref(here), 1, ctypes.byref(there), 1, 0))
 
 
@@ -80,7 +79,7 @@ def _process_vm_readv() -> Any:
         return None
     call = getattr(ctypes.CDLL(None, use_errno=True), "process_vm_readv", None)
     if call is not None:
-        vector = ctypes.POINTER(_Iovec)
+        vector = ctypes.POINTER(_Vector)
         call.restype = ctypes.c_ssize_t
         call.argtypes = [ctypes.c_int, vector, ctypes.c_ulong, vector, ctypes.c_ulong, ctypes.c_ulong]
     return call

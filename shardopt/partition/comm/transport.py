@@ -3,10 +3,10 @@
 ========================  ==================================================================================
 tensors, group            gathering; reducing
 ========================  ==================================================================================
-one rank                  :class:`NoAllGather`; :class:`NoReduceScatter`
-NCCL, or any but gloo     :class:`CollectiveAllGather`, in place; :class:`CollectiveReduceScatter`
-CPU, ranks of one machine :class:`PeerAllGather`; :class:`PeerReduceScatter`: they read each other's memory
-CPU, gloo                 :class:`P2PAllGather`; :class:`P2PReduceScatter`: straight to every rank (4x faster
+one rank                  nothing; :class:`NoReduceScatter`
+NCCL, or any but gloo     :func:`by_collectives`, in place; :class:`CollectiveReduceScatter`
+CPU, ranks of one machine :func:`by_reading` each other's memory; :class:`PeerReduceScatter`
+CPU, gloo                 :func:`by_messages`; :class:`P2PReduceScatter`: straight to every rank (4x faster
                           than gloo's all-gather; its reduce-scatter is slower than its all-reduce)
 CUDA, gloo                refused: it has neither collectives nor messages for tensors of a GPU
 ========================  ==================================================================================
@@ -21,14 +21,7 @@ import torch
 import torch.distributed as dist
 
 from ...errors import BindingError, CommunicationError
-from .all_gather import (
-    AllGather,
-    CollectiveAllGather,
-    NoAllGather,
-    P2PAllGather,
-    PeerAllGather,
-    Window,
-)
+from .all_gather import AllGather, Window, by_collectives, by_messages, by_reading
 from .group import Ranks
 from .peer_board import PeerBoard
 from .peer_memory import PeerMemory
@@ -124,13 +117,11 @@ class Transport:
 
     def all_gather(self, phase: str) -> AllGather:
         """Returns an all-gather for shards that are final on every rank."""
-        if self.ranks.size == 1:
-            return NoAllGather()
         if self._memory is not None:
-            return PeerAllGather(self.ranks, self._memory)
+            return by_reading(self.ranks, self._memory)
         if self.ranks.has_collectives(self._device):
-            return CollectiveAllGather(self.ranks, phase)
-        return P2PAllGather(self.ranks, phase)
+            return by_collectives(self.ranks, phase)
+        return by_messages(self.ranks, phase)
 
     def gather(self, phase: str) -> "Gather":
         """Returns a gather for shards that are being written."""
