@@ -18,7 +18,8 @@ from collections.abc import Set as AbstractSet
 
 import torch
 
-from ..offload.gradients import GradientSlot, HostLanding
+from ..offload.gradients import HostLanding
+from ..offload.streams import Slot
 from ..partition.comm.reduce_scatter import Reduction
 from ..partition.mesh import Mesh
 from ..partition.reduce_buckets import Sink
@@ -45,7 +46,7 @@ class HostSum(Sink):
         assert mesh.replicate.size == 1
         self._landing = landing
         self.total = landing.zeros(shard_numel, dtype)
-        self._slot: GradientSlot | None = None  # while the sum is on the device
+        self._slot: Slot | None = None  # while the sum is on the device
 
     @property
     def tensors(self) -> Sequence[torch.Tensor]:
@@ -60,7 +61,7 @@ class HostSum(Sink):
         self.expect()
         assert self._slot is not None
         self._landing.wait_loaded(self._slot)
-        return self._slot.here
+        return self._slot.staged[0]
 
     def zero(self, part: slice) -> None:
         self._loaded()[part].zero_()
@@ -69,12 +70,12 @@ class HostSum(Sink):
         if add:
             return Reduction(buffer, self._loaded(), add)
         self._slot = self._landing.acquire(self.total)
-        return Reduction(buffer, self._slot.here, add)
+        return Reduction(buffer, self._slot.staged[0], add)
 
     def use(self, reduction: Reduction, arrived: AbstractSet[int]) -> None:
         slot, self._slot = self._slot, None
         assert slot is not None
-        self.on_sum(slot.here)
+        self.on_sum(slot.staged[0])
         self._landing.offload(slot, self.total)
 
     def wait_for_copies(self) -> None:

@@ -14,7 +14,7 @@ from ..offload.measured import MeasuredStore
 from ..offload.pinned import Pages, register_with_cuda
 from ..offload.ring import RingStore
 from ..offload.store import ResidentStore, Store
-from ..offload.streams import CopyStreams, CudaCopyStreams
+from ..offload.streams import CopyStreams
 from ..partition.memory import zeros
 
 # Seconds that one transfer of a disk may take, where Tuning.timeout is not set.
@@ -38,14 +38,14 @@ def make_store(offload: Offload | None, tuning: Tuning, device: torch.device) ->
         return ResidentStore("device", zeros)
     if device.type == "cpu":
         return _cpu_store(offload, tuning)
-    return _gpu_store(device, CudaCopyStreams(device), offload, tuning)
+    return _gpu_store(device, CopyStreams(device), offload, tuning)
 
 
 def make_landing(offload: Offload | None, device: torch.device) -> HostLanding | None:
     """Makes what offloads sums of gradients on this device to host memory; None: they stay."""
     if offload is None or offload.gradients is None or device.type == "cpu":
         return None
-    return HostLanding(device, CudaCopyStreams(device), _pages(offload))
+    return HostLanding(device, CopyStreams(device), _pages(offload))
 
 
 def _cpu_store(offload: Offload, tuning: Tuning) -> Store:

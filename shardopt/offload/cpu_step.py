@@ -19,31 +19,18 @@ import weakref
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 import torch
 
 from .pinned import Pages
 from .store import Chunk, Fetched, ShardStorage, Store
-from .streams import Copy, CopyStreams, Mark
+from .streams import CopyStreams, Mark, Slot
 
 SLOTS = 3  # one that an update reads, two that copies fill
-_ALIGNMENT = 64  # bytes; each gradient in a slot starts on a cache line
 
 
-class _StagedChunk(NamedTuple):
-    """A chunk whose gradients are copied to a slot."""
-
-    inside: Chunk  # the chunk, with params in host memory
-    slot: torch.Tensor  # 1D uint8
-    gradients: list[torch.Tensor]  # in the slot
-    loaded: Mark  # after the copies into the slot
-
-
-class CpuStepStore:
+class CpuStepStore(Store):
     """Updates chunks in host memory or on a disk on the CPU."""
-
-    note: str | None = None
 
     def __init__(self, streams: CopyStreams, pages: Pages, inner: Store):
         """``inner`` fetches chunks into host memory."""
@@ -51,10 +38,11 @@ class CpuStepStore:
         self._streams, self._pages, self._inner = streams, pages, inner
         # Updates write this rank's params here, 1D in host memory.
         self._params: weakref.WeakKeyDictionary[ShardStorage, torch.Tensor] = weakref.WeakKeyDictionary()
-        self._slots: list[torch.Tensor] = []
+        self._slots: list[Slot] = []
         self._waiting: deque[tuple[Chunk, Chunk]] = deque()
         self._gradients_made: Mark = None  # after the kernels that compute the gradients
-        self._staged: dict[Chunk, _StagedChunk] = {}
+        # Chunk -> the chunk with params in host memory, and the slot that its gradients are copied to.
+        self._staged: dict[Chunk, tuple[Chunk, Slot]] = {}
         self._unsent: list[tuple[Chunk, Chunk]] = []  # chunks whose params wait for the vote
         self._sent: Mark = None  # after the last copy of params to the device
 
@@ -73,7 +61,7 @@ class CpuStepStore:
         self._drop_staged()
         inside = [self._inside(chunk) for chunk in chunks]
         self._inner.prefetch(inside)
-        self._make_slots(max((_slot_bytes(chunk) for chunk in chunks), default=0), len(chunks))
+        self._make_slots(max((Slot.nbytes(chunk.gradients) for chunk in chunks), default=0), len(chunks))
         self._waiting, self._gradients_made = deque(zip(chunks, inside, strict=True)), self._streams.now()
         for slot in self._slots:
             self._fill(slot)
@@ -87,45 +75,42 @@ class CpuStepStore:
         return replace(chunk, param=self._params[chunk.home][chunk.start : chunk.stop])
 
     def _make_slots(self, nbytes: int, most: int) -> None:
-        if self._slots and self._slots[0].numel() < nbytes:
-            self._pages.give_back(self._slots)
+        if self._slots and self._slots[0].memory.numel() < nbytes:
+            self._pages.give_back(slot.memory for slot in self._slots)
             self._slots = []
-        nbytes = self._slots[0].numel() if self._slots else nbytes
+        nbytes = self._slots[0].memory.numel() if self._slots else nbytes
         while len(self._slots) < min(SLOTS, most):
-            self._slots.append(self._pages.zeros(nbytes, torch.uint8))
+            self._slots.append(Slot(self._pages.zeros(nbytes, torch.uint8)))
 
-    def _fill(self, slot: torch.Tensor) -> None:
+    def _fill(self, slot: Slot) -> None:
         if not self._waiting:
             return
         chunk, inside = self._waiting.popleft()
-        gradients, start = [], 0
-        for each in chunk.gradients:
-            gradients.append(slot[start : start + each.nbytes].view(each.dtype))
-            start += _padded(each.nbytes)
-        copies = [*map(Copy, gradients, chunk.gradients)]
+        copies = [*zip(slot.stage(chunk.gradients), chunk.gradients, strict=True)]
         if chunk.param is not None and inside.param is not None and chunk.reads_param:
-            copies.append(Copy(inside.param, chunk.param))
-        self._staged[chunk] = _StagedChunk(inside, slot, gradients, self._streams.to_host(copies, self._gradients_made))
+            copies.append((inside.param, chunk.param))
+        self._staged[chunk] = inside, slot
+        slot.mark = self._streams.to_host(copies, self._gradients_made)
 
     def fetch(self, chunk: Chunk) -> Fetched:
-        staged = self._staged[chunk]
+        inside, slot = self._staged[chunk]
         # Gradients are copied after kernels that ran after the last step's copies of params: those copies have ended.
-        self._streams.synchronize(staged.loaded)
-        streams, param, _ = self._inner.fetch(staged.inside)
-        return Fetched(streams, param, staged.gradients)
+        self._streams.synchronize(slot.mark)
+        streams, param, _ = self._inner.fetch(inside)
+        return Fetched(streams, param, slot.staged)
 
     def write_back(self, chunk: Chunk) -> None:
-        staged = self._staged.pop(chunk)
-        self._inner.write_back(staged.inside)
-        self._fill(staged.slot)
+        inside, slot = self._staged.pop(chunk)
+        self._inner.write_back(inside)
+        self._fill(slot)
         if self.is_final:
-            self._send(chunk, staged.inside)
+            self._send(chunk, inside)
         else:
-            self._unsent.append((chunk, staged.inside))
+            self._unsent.append((chunk, inside))
 
     def _send(self, chunk: Chunk, inside: Chunk) -> None:
         if chunk.param is not None and inside.param is not None:
-            copies = [Copy(chunk.param[each], inside.param[each]) for each in chunk.written]
+            copies = [(chunk.param[each], inside.param[each]) for each in chunk.written]
             # The copy waits for kernels that still read the params. Kernels that are launched from now on wait for the
             # copy.
             self._sent = self._streams.to_device(copies, self._streams.now())
@@ -149,8 +134,8 @@ class CpuStepStore:
 
     def _drop_staged(self) -> None:
         """Waits for the copies that a failed step began, and drops what it staged."""
-        for staged in self._staged.values():
-            self._streams.synchronize(staged.loaded)
+        for _, slot in self._staged.values():
+            self._streams.synchronize(slot.mark)
         self._staged = {}
         self._waiting.clear()
 
@@ -164,24 +149,18 @@ class CpuStepStore:
     @property
     def buffer_bytes(self) -> Mapping[str, int]:
         found = dict(self._inner.buffer_bytes)
-        own = (*self._params.values(), *self._slots)
-        return {**found, "host": found.get("host", 0) + sum(each.nbytes for each in own)}
+        return {**found, "host": found.get("host", 0) + sum(each.nbytes for each in self._own())}
+
+    def _own(self) -> list[torch.Tensor]:
+        return [*self._params.values(), *(slot.memory for slot in self._slots)]
 
     def free_buffers(self) -> None:
         """Frees all buffers. The next step makes those that it needs."""
         self.wait_for_copies()
-        self._pages.give_back([*self._params.values(), *self._slots])
+        self._pages.give_back(self._own())
         self._params.clear()
         self._slots = []
 
     def close(self) -> None:
         self.free_buffers()
         self._inner.close()
-
-
-def _slot_bytes(chunk: Chunk) -> int:
-    return sum(_padded(each.nbytes) for each in chunk.gradients)
-
-
-def _padded(nbytes: int) -> int:
-    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT

@@ -8,19 +8,9 @@ yet.
 import torch
 
 from .pinned import Pages
-from .streams import Copy, CopyStreams, Mark
+from .streams import CopyStreams, Mark, Slot
 
 SLOTS = 2  # at least: a sum is reduced in one slot while the last sum is copied out of the other
-
-
-class GradientSlot:
-    """Memory on the device for one sum."""
-
-    here: torch.Tensor  # 1D: the part of the memory that the current sum uses
-
-    def __init__(self, nbytes: int, device: torch.device, mark: Mark):
-        self.memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
-        self.mark = mark  # after every use of the memory so far, and after the copy that loads a sum
 
 
 class HostLanding:
@@ -30,7 +20,7 @@ class HostLanding:
         self._device, self._streams, self._pages = device, streams, pages
         self._sums: list[torch.Tensor] = []
         self._slot_bytes = 0  # the longest sum's
-        self._free: list[GradientSlot] = []
+        self._free: list[Slot] = []
         self._num_slots = 0
         self._to_device: Mark = None  # after the last copy to the device; None once the host has waited for it
         self._to_host: Mark = None  # after the last copy to the host, likewise
@@ -50,35 +40,35 @@ class HostLanding:
         self._sums = [each for each in self._sums if each is not total]
         self._pages.give_back([total])
 
-    def _next_slot(self, total: torch.Tensor) -> GradientSlot:
+    def _next_slot(self, total: torch.Tensor) -> Slot:
         if self._free and self._num_slots >= SLOTS:
             slot = self._free.pop(0)  # the one whose copy has been under way for longest
         else:
             # The allocator may hand out memory that kernels launched so far still use: the first copy waits for them.
-            slot = GradientSlot(self._slot_bytes, self._device, self._streams.now())
+            slot = Slot(torch.empty(self._slot_bytes, dtype=torch.uint8, device=self._device), self._streams.now())
             self._num_slots += 1
-        slot.here = slot.memory[: total.nbytes].view(total.dtype)
+        slot.stage([total])
         return slot
 
-    def acquire(self, total: torch.Tensor) -> GradientSlot:
+    def acquire(self, total: torch.Tensor) -> Slot:
         """Returns a slot for a new value of this sum. Kernels launched from now on may write to it."""
         slot = self._next_slot(total)
         self._streams.wait(slot.mark)
         return slot
 
-    def load(self, total: torch.Tensor) -> GradientSlot:
+    def load(self, total: torch.Tensor) -> Slot:
         """Returns a slot into which this sum is being copied. Kernels may use it after ``wait_loaded``."""
         slot = self._next_slot(total)
-        self._to_device = slot.mark = self._streams.to_device([Copy(slot.here, total)], slot.mark)
+        self._to_device = slot.mark = self._streams.to_device([(slot.staged[0], total)], slot.mark)
         return slot
 
-    def wait_loaded(self, slot: GradientSlot) -> None:
+    def wait_loaded(self, slot: Slot) -> None:
         """Kernels launched from now on find the loaded sum in the slot."""
         self._streams.wait(slot.mark)
 
-    def offload(self, slot: GradientSlot, total: torch.Tensor) -> None:
+    def offload(self, slot: Slot, total: torch.Tensor) -> None:
         """Copies what kernels so far made in the slot to the host, and frees the slot."""
-        self._to_host = slot.mark = self._streams.to_host([Copy(total, slot.here)], self._streams.now())
+        self._to_host = slot.mark = self._streams.to_host([(total, slot.staged[0])], self._streams.now())
         self._free.append(slot)
 
     def wait_for_copies(self) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Sequence
 import torch
 
 from .pinned import Pages
-from .store import Chunk, Fetched, FinalStore, ResidentStorage
+from .store import Chunk, Fetched, ResidentStorage, Store
 
 _FP32 = 4  # bytes
 
@@ -50,7 +50,7 @@ class HostStorage(ResidentStorage):
         super().release()
 
 
-class HostStore(FinalStore):
+class HostStore(Store):
     """The storages of one optimizer on this rank. Chunks are updated in place."""
 
     tier = "host"

@@ -13,7 +13,7 @@ import torch
 from .cpu_step import CpuStepStore
 from .host import HostStore
 from .ring import RingStore
-from .store import Chunk, Fetched, FinalStore, ShardStorage
+from .store import Chunk, Fetched, ShardStorage, Store
 from .streams import CopyStreams
 
 TRIALS = 3  # steps on each device; the least time counts, as the first step compiles kernels and makes slots
@@ -23,7 +23,7 @@ _log = logging.getLogger("shardopt")
 _Updater = RingStore | CpuStepStore
 
 
-class MeasuredStore(FinalStore):
+class MeasuredStore(Store):
     """The storages of a host store, and two stores around it that can update them."""
 
     tier = "host"
@@ -35,7 +35,6 @@ class MeasuredStore(FinalStore):
         self._seconds: dict[str, list[float]] = {name: [] for name in updaters}
         self._now = next(iter(updaters))
         self._began: float | None = None  # start of the step that is measured
-        self.note: str | None = None  # until the choice is made
 
     @property
     def _updater(self) -> _Updater:
@@ -50,7 +49,7 @@ class MeasuredStore(FinalStore):
     # -- a step ----------------------------------------------------------------------------------------------------
 
     def prefetch(self, chunks: Sequence[Chunk]) -> None:
-        if self.note is None:
+        if self.note is None:  # no choice is made yet
             self._streams.synchronize(self._streams.now())  # kernels of backward are no part of the step
             self._began = time.perf_counter()
         self._updater.prefetch(chunks)

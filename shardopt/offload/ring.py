@@ -18,50 +18,23 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from .host import HostStorage, HostStore, views_of
-from .store import Chunk, Fetched, FinalStore, ShardStorage
-from .streams import Copy, CopyStreams, Mark
+from .store import Chunk, Fetched, ShardStorage, Store
+from .streams import CopyStreams, Mark, Slot
 
 SLOTS = 3  # one that is loaded, one that is updated, one that is stored
-_ALIGNMENT = 256  # bytes; the start of each tensor in a slot
 
 
-class _Slot:
-    """Memory on the device for one chunk of all streams, and for its gradients if they are offloaded."""
-
-    def __init__(self, nbytes: int, device: torch.device, free: Mark):
-        self.memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
-        self.free = free  # after every use of the memory so far
-
-    def views(self, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Returns parts of the memory with the sizes and dtypes of these tensors."""
-        found, start = [], 0
-        for each in like:
-            found.append(self.memory[start : start + each.nbytes].view(each.dtype))
-            start += _padded(each.nbytes)
-        return found
-
-
-class _StagedChunk:
-    """A chunk that is loaded into a slot."""
-
-    def __init__(self, slot: _Slot, on_host: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]):
-        self.slot, self.on_host = slot, on_host
-        views = slot.views([*on_host, *gradients])
-        self.streams, self.gradients = views[: len(on_host)], views[len(on_host) :]
-        self.loaded: Mark = None
-
-
-class RingStore(FinalStore):
+class RingStore(Store):
     """Updates the chunks of a host store on a device."""
 
     tier = "host"
 
     def __init__(self, device: torch.device, streams: CopyStreams, host: HostStore):
         self._device, self._streams, self._host = device, streams, host
-        self._slots: list[_Slot] = []
+        self._slots: list[Slot] = []
         self._slot_bytes = 0
         self._waiting: deque[Chunk] = deque()
-        self._staged: dict[Chunk, _StagedChunk] = {}
+        self._staged: dict[Chunk, Slot] = {}  # that a chunk's streams and gradients are loaded into
         self._stored: Mark = None  # after the last copy to the host; None once the host has waited for it
         self._read: Mark = None  # after the last copy of gradients to the device, likewise
         # Weak: a cycle would keep slots alive, and pages registered whose memory is gone.
@@ -92,39 +65,39 @@ class RingStore(FinalStore):
         for slot in self._slots:
             if self._stored is not None:
                 # Another slot's last copy may be later than its own, and of the same host memory.
-                slot.free = self._stored
+                slot.mark = self._stored
             self._load(slot)
 
     def _make_slots(self) -> None:
-        nbytes = max((_slot_bytes(chunk) for chunk in self._waiting), default=0)
+        nbytes = max((Slot.nbytes([*views_of(chunk), *chunk.gradients]) for chunk in self._waiting), default=0)
         if nbytes > self._slot_bytes:
             self.wait_for_copies()  # the allocator knows the kernels that still use the old slots, but not the copies
             self._slots, self._slot_bytes = [], nbytes
         while len(self._slots) < min(SLOTS, len(self._waiting)):
             # The allocator may hand out memory that kernels launched so far still use: the first copy waits for them.
-            self._slots.append(_Slot(self._slot_bytes, self._device, self._streams.now()))
+            memory = torch.empty(self._slot_bytes, dtype=torch.uint8, device=self._device)
+            self._slots.append(Slot(memory, self._streams.now()))
 
-    def _load(self, slot: _Slot) -> None:
+    def _load(self, slot: Slot) -> None:
         if self._waiting:
             chunk = self._waiting.popleft()
-            staged = self._staged[chunk] = _StagedChunk(slot, views_of(chunk), chunk.gradients)
-            copies = [*map(Copy, staged.streams, staged.on_host), *map(Copy, staged.gradients, chunk.gradients)]
-            staged.loaded = self._streams.to_device(copies, slot.free)
-            self._read = staged.loaded if chunk.gradients else self._read
+            self._staged[chunk], on_host = slot, [*views_of(chunk), *chunk.gradients]
+            slot.mark = self._streams.to_device([*zip(slot.stage(on_host), on_host, strict=True)], slot.mark)
+            self._read = slot.mark if chunk.gradients else self._read
 
     def fetch(self, chunk: Chunk) -> Fetched:
         if not _moves(chunk):
             return Fetched((), chunk.param, ())
-        staged = self._staged[chunk]
-        self._streams.wait(staged.loaded)
-        return Fetched(staged.streams, chunk.param, staged.gradients)
+        slot, streams = self._staged[chunk], len(chunk.names)
+        self._streams.wait(slot.mark)
+        return Fetched(slot.staged[:streams], chunk.param, slot.staged[streams:])
 
     def write_back(self, chunk: Chunk) -> None:
         if _moves(chunk):
-            staged = self._staged.pop(chunk)
-            stored = self._streams.to_host([*map(Copy, staged.on_host, staged.streams)], self._streams.now())
-            staged.slot.free = self._stored = stored
-            self._load(staged.slot)
+            slot = self._staged.pop(chunk)
+            copies = [*zip(views_of(chunk), slot.staged, strict=False)]  # without the gradients
+            slot.mark = self._stored = self._streams.to_host(copies, self._streams.now())
+            self._load(slot)
 
     def flush(self) -> None:
         """Waits until gradients were copied: after a step anybody may scale or zero them."""
@@ -156,11 +129,3 @@ class RingStore(FinalStore):
 def _moves(chunk: Chunk) -> bool:
     """True if any part of the chunk must be copied."""
     return bool(chunk.names or chunk.gradients)
-
-
-def _slot_bytes(chunk: Chunk) -> int:
-    return sum(_padded(each.nbytes) for each in (*views_of(chunk), *chunk.gradients))
-
-
-def _padded(nbytes: int) -> int:
-    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT

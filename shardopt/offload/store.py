@@ -125,79 +125,55 @@ class Fetched(NamedTuple):
 
 
 class Store(Protocol):
-    """Keeps the storages of one optimizer on this rank.
+    """Keeps the storages of one optimizer on this rank. Here, updates hold as soon as they are made.
 
     Attributes:
         tier: "device", "host" or "disk".
         is_final: True if a write cannot be rolled back, so that ranks take no vote.
+        note: a remark for the user on how updates run; None: nothing to say.
     """
 
     tier: str
-    is_final: bool
-
-    @property
-    def note(self) -> str | None:
-        """A remark for the user on how updates run; None: nothing to say."""
+    is_final: bool = True
+    note: str | None = None
 
     def home(self, numel: int, dtype: torch.dtype, device: torch.device) -> ShardStorage:
         """Makes the storage of a shard of ``numel`` params of this dtype; it has no streams yet."""
 
-    def prefetch(self, chunks: Sequence[Chunk]) -> None: ...
+    def prefetch(self, chunks: Sequence[Chunk]) -> None:
+        return
 
     def fetch(self, chunk: Chunk) -> Fetched:
         """Returns the chunk, to be read and written until it is written back."""
 
-    def write_back(self, chunk: Chunk) -> None: ...
+    def write_back(self, chunk: Chunk) -> None:
+        return
 
-    def flush(self) -> None: ...
+    def flush(self) -> None:
+        return
 
     def begin(self) -> None:
         """Begins a transaction. Without one, each ``ShardStorage.write`` stands alone."""
+        return
 
     def commit(self) -> None:
         """Makes the writes of the transaction hold. Cannot fail."""
+        return
 
     def roll_back(self) -> None:
         """Undoes the writes of the transaction, and the updates of params of fetched chunks.
 
         A store in memory undoes nothing.
         """
+        return
 
     @property
     def buffer_bytes(self) -> Mapping[str, int]:
         """The bytes of the store's own buffers, by tier."""
+        return {}
 
     def close(self) -> None:
         """Frees everything that the store holds."""
-
-
-class FinalStore:
-    """The common part of stores whose updates hold as soon as they are made."""
-
-    is_final = True
-    note: str | None = None
-
-    def prefetch(self, chunks: Sequence[Chunk]) -> None:
-        pass
-
-    def write_back(self, chunk: Chunk) -> None:
-        pass
-
-    def flush(self) -> None:
-        pass
-
-    def begin(self) -> None:
-        pass
-
-    def commit(self) -> None:
-        pass
-
-    def roll_back(self) -> None:
-        pass
-
-    @property
-    def buffer_bytes(self) -> Mapping[str, int]:
-        return {}
 
 
 # -- in memory ---------------------------------------------------------------------------------------------------------
@@ -252,7 +228,7 @@ class ResidentStorage:
         self.streams = {}
 
 
-class ResidentStore(FinalStore):
+class ResidentStore(Store):
     """A store in memory: streams lie where the update runs."""
 
     def __init__(self, tier: str, zeros: Callable[[int, torch.dtype, torch.device], torch.Tensor]):

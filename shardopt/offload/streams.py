@@ -6,41 +6,49 @@ at their word, and run each copy at once, or as late as the calls allow (``tests
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import torch
 
-Mark = Any
+Mark = Any  # a torch.cuda.Event
+Copy = tuple[torch.Tensor, torch.Tensor]  # into, source: both 1D, of one dtype and length
+
+_ALIGNMENT = 256  # bytes; the start of each tensor in a slot
 
 
-class Copy(NamedTuple):
-    """Both tensors are 1D, of one dtype and length."""
+class Slot:
+    """A staging buffer.
 
-    into: torch.Tensor
-    source: torch.Tensor
+    Attributes:
+        memory: 1D uint8.
+        mark: after every use of the memory so far.
+        staged: the tensors that lie in the memory now.
+    """
+
+    def __init__(self, memory: torch.Tensor, mark: Mark = None):
+        self.memory, self.mark = memory, mark
+        self.staged: list[torch.Tensor] = []
+
+    @staticmethod
+    def nbytes(like: Sequence[torch.Tensor]) -> int:
+        """Returns the bytes of memory that :meth:`stage` takes."""
+        return sum(_padded(each.nbytes) for each in like)
+
+    def stage(self, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Sets and returns ``staged``: parts of the memory with the sizes and dtypes of these tensors."""
+        self.staged, start = [], 0
+        for each in like:
+            self.staged.append(self.memory[start : start + each.nbytes].view(each.dtype))
+            start += _padded(each.nbytes)
+        return self.staged
 
 
-class CopyStreams(Protocol):
-    """Copies to the device and copies to the host, in order with kernels."""
-
-    def now(self) -> Mark:
-        """Returns a mark after all kernels that were launched so far."""
-
-    def to_device(self, copies: Sequence[Copy], after: Mark) -> Mark:
-        """Copies to the device; returns the mark after these copies."""
-
-    def to_host(self, copies: Sequence[Copy], after: Mark) -> Mark:
-        """Copies to the host, in another stream than ``to_device``: the bus carries both directions at a time."""
-
-    def wait(self, mark: Mark) -> None:
-        """Kernels that are launched from now on run after the mark."""
-
-    def synchronize(self, mark: Mark) -> None:
-        """The host waits for the mark."""
+def _padded(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
-class CudaCopyStreams:
-    """Two CUDA streams beside the current one."""
+class CopyStreams:
+    """Copies to the device and copies to the host, in order with kernels: two CUDA streams beside the current one."""
 
     def __init__(self, device: torch.device):
         self._device = device
@@ -48,29 +56,34 @@ class CudaCopyStreams:
         self._in = torch.cuda.Stream(device)
         self._out = torch.cuda.Stream(device)
 
-    def now(self) -> torch.cuda.Event:
+    def now(self) -> Mark:
+        """Returns a mark after all kernels that were launched so far."""
         return self._mark(torch.cuda.current_stream(self._device))
 
-    def _mark(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
+    def _mark(self, stream: torch.cuda.Stream) -> Mark:
         mark = torch.cuda.Event()
         mark.record(stream)
         return mark
 
-    def to_device(self, copies: Sequence[Copy], after: torch.cuda.Event) -> torch.cuda.Event:
+    def to_device(self, copies: Sequence[Copy], after: Mark) -> Mark:
+        """Copies to the device; returns the mark after these copies."""
         return self._copy(self._in, copies, after)
 
-    def to_host(self, copies: Sequence[Copy], after: torch.cuda.Event) -> torch.cuda.Event:
+    def to_host(self, copies: Sequence[Copy], after: Mark) -> Mark:
+        """Copies to the host, in another stream than ``to_device``: the bus carries both directions at a time."""
         return self._copy(self._out, copies, after)
 
-    def _copy(self, stream: torch.cuda.Stream, copies: Sequence[Copy], after: torch.cuda.Event) -> torch.cuda.Event:
+    def _copy(self, stream: torch.cuda.Stream, copies: Sequence[Copy], after: Mark) -> Mark:
         stream.wait_event(after)
         with torch.cuda.stream(stream):
             for into, source in copies:
                 into.copy_(source, non_blocking=True)
         return self._mark(stream)
 
-    def wait(self, mark: torch.cuda.Event) -> None:
+    def wait(self, mark: Mark) -> None:
+        """Kernels that are launched from now on run after the mark."""
         torch.cuda.current_stream(self._device).wait_event(mark)
 
-    def synchronize(self, mark: torch.cuda.Event) -> None:
+    def synchronize(self, mark: Mark) -> None:
+        """The host waits for the mark."""
         mark.synchronize()

@@ -18,8 +18,7 @@ from torch.nn import Parameter
 import shardopt
 from shardopt import Offload, ShardedAdamW, ShardedOptimizer, ShardedSGD, Tuning
 from shardopt.kernels.launch import Native
-from shardopt.offload.disk.file_io import System
-from tests.offload.test_offload_faults import system
+from tests.offload.test_offload_faults import System, system
 
 CHUNK = 4096  # bytes, the least: 1,024 elements
 CHUNKS = 8  # of the long params: two rounds of the slots

@@ -10,8 +10,7 @@ import torch
 from torch.nn import Parameter
 
 from shardopt import OffloadError, ShardedAdamW, Tuning
-from shardopt.offload.disk.file_io import System
-from tests.offload.test_offload_faults import system
+from tests.offload.test_offload_faults import System, system
 from tests.support.training import raises, raw
 
 DIRECT = getattr(os, "O_DIRECT", 0)

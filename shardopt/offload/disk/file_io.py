@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from ...errors import OffloadError
 from ...huge_pages import map_huge_pages
+from . import system
 
 PAGE = 4096  # bytes; direct transfers need offsets, lengths and addresses that are multiples of it, on every disk
 # Calls in a row that move less than a page, or that a signal interrupts, until the transfer is given up.
@@ -29,58 +30,31 @@ SystemCall = Callable[[int, memoryview, int], int]  # fd, buffer, offset; bytes 
 _NO_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP)
 
 
-class System:
-    """The system calls that a file of ours needs; tests replace them by failing ones."""
-
-    def open(self, name: str, flags: int, mode: int, folder: int) -> int:
-        return os.open(name, flags, mode, dir_fd=folder)
-
-    def read(self, fd: int, buffer: memoryview, offset: int) -> int:
-        return os.preadv(fd, [buffer], offset)
-
-    def write(self, fd: int, buffer: memoryview, offset: int) -> int:
-        return os.pwritev(fd, [buffer], offset)
-
-    def reserve(self, fd: int, offset: int, length: int) -> None:
-        os.posix_fallocate(fd, offset, length)
-
-    def truncate(self, fd: int, length: int) -> None:
-        os.ftruncate(fd, length)
-
-    def sync(self, fd: int) -> None:
-        os.fdatasync(fd)
-
-
-SYSTEM = System()
-
-
 def padded(nbytes: int) -> int:
     return -(-nbytes // PAGE) * PAGE
 
 
 class TransferBuffer:
-    """Memory for direct transfers: whole pages, in huge pages where possible."""
-
-    def __init__(self, nbytes: int):
-        self.nbytes = padded(nbytes)
-        # Shared: after a fork, a private page would be copied at the next write, and a direct transfer that is under
-        # way could end in the page of the child (open(2), on O_DIRECT).
-        mapping, start = map_huge_pages(self.nbytes, mmap.MAP_SHARED)
-        self.bytes = np.frombuffer(mapping, np.uint8, self.nbytes, start)  # keeps the mapping alive
-
-    def split(self, nbytes: Sequence[int]) -> "list[PageView]":
-        """Splits the buffer into consecutive parts of these sizes, each a whole number of pages."""
-        ends = np.cumsum(nbytes)
-        return [PageView(self.bytes[end - size : end]) for size, end in zip(nbytes, ends, strict=True)]
-
-
-class PageView:
-    """Some pages of a buffer, in the types that their users need."""
+    """Whole pages of memory for direct transfers, in the types that their users need."""
 
     def __init__(self, octets: NDArray[np.uint8]):
         self.bytes = octets
         self.memory = octets.data
         self.words = octets.view(np.uint64)
+
+    @staticmethod
+    def allocate(nbytes: int) -> "TransferBuffer":
+        """Returns a new buffer, in huge pages where possible."""
+        nbytes = padded(nbytes)
+        # Shared: after a fork, a private page would be copied at the next write, and a direct transfer that is under
+        # way could end in the page of the child (open(2), on O_DIRECT).
+        mapping, start = map_huge_pages(nbytes, mmap.MAP_SHARED)
+        return TransferBuffer(np.frombuffer(mapping, np.uint8, nbytes, start))  # keeps the mapping alive
+
+    def split(self, nbytes: Sequence[int]) -> "list[TransferBuffer]":
+        """Splits the buffer into consecutive parts of these sizes, each a whole number of pages."""
+        ends = np.cumsum(nbytes)
+        return [TransferBuffer(self.bytes[end - size : end]) for size, end in zip(nbytes, ends, strict=True)]
 
     def items(self, dtype: torch.dtype, count: int) -> torch.Tensor:
         """Returns the first ``count`` items of this dtype, 1D."""
@@ -107,15 +81,15 @@ class AlignedFile:
         direct = getattr(os, "O_DIRECT", 0)
         try:
             try:
-                return AlignedFile(SYSTEM.open(file, flags | direct, 0o600, folder), name, bool(direct))
+                return AlignedFile(system.open(file, flags | direct, 0o600, folder), name, bool(direct))
             except OSError as error:
                 if error.errno not in _NO_DIRECT:
                     raise
             # Some file systems create the file and then refuse the flag: open it, then.
             try:
-                fd = SYSTEM.open(file, flags, 0o600, folder)
+                fd = system.open(file, flags, 0o600, folder)
             except FileExistsError:
-                fd = SYSTEM.open(file, flags & ~(os.O_CREAT | os.O_EXCL), 0o600, folder)
+                fd = system.open(file, flags & ~(os.O_CREAT | os.O_EXCL), 0o600, folder)
             return AlignedFile(fd, name, is_direct=False)
         except OSError as error:
             raise _failed(f"creating {name}", error) from error
@@ -126,10 +100,10 @@ class AlignedFile:
         Raises:
             OffloadError: the system reported an error, or the file ends too early.
         """
-        self._transfer("reading", SYSTEM.read, buffer, offset)
+        self._transfer("reading", system.read, buffer, offset)
 
     def write(self, buffer: memoryview, offset: int) -> None:
-        self._transfer("writing", SYSTEM.write, buffer, offset)
+        self._transfer("writing", system.write, buffer, offset)
 
     def _transfer(self, verb: str, call: SystemCall, buffer: memoryview, offset: int) -> None:
         done = idle = 0
@@ -166,7 +140,7 @@ class AlignedFile:
         try:
             while True:
                 try:
-                    return SYSTEM.reserve(self.fd, offset, length)
+                    return system.reserve(self.fd, offset, length)
                 except InterruptedError:
                     continue
         except OSError as error:
@@ -176,14 +150,14 @@ class AlignedFile:
     def truncate(self, length: int) -> None:
         """Frees the end of the file. A failure is ignored: the space is freed with the file."""
         with suppress(OSError):
-            SYSTEM.truncate(self.fd, length)
+            system.truncate(self.fd, length)
 
     def sync(self) -> None:
         """Waits until writes through the page cache are on the disk, so that their errors are known."""
         if self.is_direct:
             return
         try:
-            SYSTEM.sync(self.fd)
+            system.sync(self.fd)
         except OSError as error:
             raise _failed(f"writing {self.name} out of the page cache", error) from error
 

@@ -20,8 +20,9 @@ import secrets
 import stat
 import weakref
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from ...errors import OffloadError
 from .file_io import PAGE, AlignedFile, TransferBuffer
@@ -31,15 +32,6 @@ _FILE = "states"
 _FOLDER = re.compile(r"shardopt-[0-9a-f]{32}")
 _MAGIC = b"shardopt states 1\n"
 _FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-
-
-class _FolderHandle(NamedTuple):
-    """Open descriptors of the directories of our file: their names may be moved meanwhile."""
-
-    held: int  # of the user's directory
-    folder: int  # of our folder in it
-    name: str  # of our folder
-    pid: int  # of the process that made the folder
 
 
 class OwnedFile:
@@ -60,14 +52,14 @@ class OwnedFile:
         except BaseException:
             os.close(held)
             raise
-        handle = _FolderHandle(held, folder, self.path.name, os.getpid())
+        self._pid = os.getpid()
+        remove = partial(_remove, held, folder, self.path.name, self._pid)
         try:
             self.file = AlignedFile.create(folder, _FILE, str(self.path / _FILE))
         except BaseException:
-            _remove(handle, None)
+            remove(None)
             raise
-        self._pid = handle.pid
-        self.close = weakref.finalize(self, _remove, handle, self.file)
+        self.close = weakref.finalize(self, remove, self.file)
         try:
             # Some file systems have no locks; the process number then tells whether the owner lives.
             with suppress(OSError):
@@ -87,7 +79,7 @@ class OwnedFile:
             )
 
     def _write_header(self) -> None:
-        (page,) = TransferBuffer(PAGE).split([PAGE])
+        page = TransferBuffer.allocate(PAGE)
         owner = {"token": self.path.name, "pid": os.getpid(), "start": _start_of(os.getpid()), "boot": _boot()}
         text = _MAGIC + json.dumps(owner).encode()
         page.memory[: len(text)] = text
@@ -135,19 +127,26 @@ def _make_folder(held: int, path: Path) -> int:
         ) from error
 
 
-def _remove(handle: _FolderHandle, file: AlignedFile | None) -> None:
-    """Removes file and folder, unless they were replaced, and closes them. A forked child only closes them."""
-    if os.getpid() == handle.pid:
-        if file is not None and _is_same(handle.folder, _FILE, file.fd):
+def _remove(held: int, folder: int, name: str, pid: int, file: AlignedFile | None) -> None:
+    """Removes file and folder, unless they were replaced, and closes them. A forked child only closes them.
+
+    Args:
+        held: open descriptor of the user's directory, whose name may be moved meanwhile.
+        folder: open descriptor of our folder in it.
+        name: of our folder.
+        pid: of the process that made the folder.
+    """
+    if os.getpid() == pid:
+        if file is not None and _is_same(folder, _FILE, file.fd):
             with suppress(OSError):
-                os.unlink(_FILE, dir_fd=handle.folder)
-        if _is_same(handle.held, handle.name, handle.folder):
+                os.unlink(_FILE, dir_fd=folder)
+        if _is_same(held, name, folder):
             with suppress(OSError):  # not empty: somebody else put a file into it
-                os.rmdir(handle.name, dir_fd=handle.held)
+                os.rmdir(name, dir_fd=held)
     if file is not None:
         file.close()
-    os.close(handle.folder)
-    os.close(handle.held)
+    os.close(folder)
+    os.close(held)
 
 
 def _is_same(folder: int, name: str, fd: int) -> bool:

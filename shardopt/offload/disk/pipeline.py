@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from ...errors import OffloadError
-from .file_io import PageView, TransferBuffer
+from .file_io import TransferBuffer
 
 # Transfers under way, of 4 MiB each. 4 move as much in a step as plain direct I/O in the same memory. 8 make a step
 # some percent slower (these threads compute checksums too, and the update needs the cores), 3 make it no faster.
@@ -26,7 +26,7 @@ THREADS = 4
 # each slot holds a chunk of all states in memory.
 SLOTS = 4
 
-Move = Callable[[PageView], None]
+Move = Callable[[TransferBuffer], None]
 
 
 class ChunkJob:
@@ -41,7 +41,7 @@ class ChunkJob:
     def __init__(self, sizes: Sequence[int], reads: Sequence[Move], writes: Sequence[Move]):
         self.sizes, self.reads, self.writes = sizes, reads, writes
         self.slot: TransferBuffer | None = None
-        self.parts: list[PageView] = []
+        self.parts: list[TransferBuffer] = []
         self.is_read = threading.Event()
         self.left = len(reads)  # transfers of the current phase that have not ended
 
@@ -72,7 +72,7 @@ class Pipeline:
         if largest > self._slot_bytes:
             self._free, self._made, self._slot_bytes = [], 0, largest
         while self._made < min(SLOTS, len(jobs)):
-            self._free.append(TransferBuffer(self._slot_bytes))
+            self._free.append(TransferBuffer.allocate(self._slot_bytes))
             self._made += 1
         with self._changed:
             self._waiting.extend(jobs)
@@ -95,7 +95,7 @@ class Pipeline:
         for move, part in zip(moves, job.parts, strict=True):
             self._pool.submit(self._run, job, move, part)
 
-    def _run(self, job: ChunkJob, move: Move, part: PageView) -> None:
+    def _run(self, job: ChunkJob, move: Move, part: TransferBuffer) -> None:
         problem: Exception | None = None
         try:
             if self._problem is None and not self._is_abandoned:
@@ -120,7 +120,7 @@ class Pipeline:
             job.slot, job.parts = None, []
             self._admit()
 
-    def fetch(self, job: ChunkJob) -> list[PageView]:
+    def fetch(self, job: ChunkJob) -> list[TransferBuffer]:
         """Returns the parts of the job, once they are read."""
         self._wait(lambda: job.is_read.is_set() or self._problem is not None, "a chunk to be read")
         self._raise_problem()

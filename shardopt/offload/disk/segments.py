@@ -12,31 +12,37 @@ The file is worthless without the table: it dies with the process, and only chec
 from functools import partial
 from typing import NamedTuple
 
+import torch
+
 from ...errors import OffloadError
 from .checksum import checksum
-from .file_io import PAGE, PageView
+from .file_io import PAGE, TransferBuffer, padded
 from .ownership import OwnedFile
 from .pipeline import Move
 
 
 class Segment(NamedTuple):
-    """One chunk of one stream in the file. All figures are bytes."""
+    """One chunk of one stream in the file, on pages of its own."""
 
-    offset: int  # of its first copy
-    stride: int  # from there to the second
-    nbytes: int  # a whole number of pages
+    offset: int  # in bytes: of its first copy
+    stride: int  # in bytes: from there to the second
+    dtype: torch.dtype
+    num_items: int
+
+    @property
+    def nbytes(self) -> int:
+        """A whole number of pages."""
+        return padded(self.num_items * self.dtype.itemsize)
 
     def at(self, copy: int) -> int:
         return self.offset + copy * self.stride
 
-
-class Held(NamedTuple):
-    """The valid copy of a segment."""
-
-    copy: int
-    checksum: int
+    def items(self, part: TransferBuffer) -> torch.Tensor:
+        """Returns the items of the segment that was read into this buffer, 1D."""
+        return part.items(self.dtype, self.num_items)
 
 
+Held = tuple[int, int]  # which copy of a segment is valid, and its checksum
 Table = dict[Segment, Held | None]  # None, or no entry: zeros that were never written
 
 
@@ -95,25 +101,26 @@ class Segments:
         assert self._pending is not None
         self._pending[segment] = None
 
-    def _read(self, segment: Segment, held: Held | None, part: PageView) -> None:
+    def _read(self, segment: Segment, held: Held | None, part: TransferBuffer) -> None:
         if held is None:
             part.bytes.fill(0)
             return
+        copy, expected = held
         for _ in range(2):  # a second time: the first read may have failed on the bus, with intact data on the disk
-            self._file.read(part.memory, segment.at(held.copy))
-            if checksum(part.words) == held.checksum:
+            self._file.read(part.memory, segment.at(copy))
+            if checksum(part.words) == expected:
                 return
         raise OffloadError(
             "load a checkpoint (load_state_dict) and check the disk: "
-            f"{segment.nbytes} bytes at {segment.at(held.copy)} of {self._file.name} are not those that were written "
+            f"{segment.nbytes} bytes at {segment.at(copy)} of {self._file.name} are not those that were written "
             "there: the disk lost them, or somebody wrote to the file. The update would have used wrong states."
         )
 
-    def _write(self, segment: Segment, pending: Table, part: PageView) -> None:
+    def _write(self, segment: Segment, pending: Table, part: TransferBuffer) -> None:
         held = self._held.get(segment)
-        copy = 0 if held is None else 1 - held.copy
+        copy = 0 if held is None else 1 - held[0]
         self._file.write(part.memory, segment.at(copy))
-        pending[segment] = Held(copy, checksum(part.words))
+        pending[segment] = copy, checksum(part.words)
 
     # -- room ------------------------------------------------------------------------------------------------------
 

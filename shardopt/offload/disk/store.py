@@ -11,14 +11,13 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
 from ...errors import OffloadError
-from ..store import Chunk, Fetched, Plane
+from ..store import Chunk, Fetched, Plane, Store
 from .checksum import compile_checksum
-from .file_io import PAGE, PageView, padded
+from .file_io import PAGE, TransferBuffer, padded
 from .ownership import OwnedFile
 from .pipeline import ChunkJob, Pipeline
 from .segments import Segment, Segments
@@ -26,35 +25,20 @@ from .segments import Segment, Segments
 _FP32 = 4  # bytes
 
 
-class _Stream(NamedTuple):
-    """The place of a plane in the file: its chunks follow each other, each on its own pages, in two copies."""
-
-    plane: Plane
-    offset: int
-    pitch: int  # bytes from one chunk to the next
-    stride: int  # bytes from the first copy to the second
+# A segment, which of its items are read or written, and these items in memory, 1D.
+_Span = tuple[Segment, slice, torch.Tensor]
 
 
-class _Span(NamedTuple):
-    """The part of a segment that is read or written."""
-
-    segment: Segment
-    dtype: torch.dtype
-    items: slice  # of the segment
-    is_whole: bool  # True if the items are all of the segment
-    values: torch.Tensor  # 1D, in memory
+def _copy_out(segment: Segment, items: slice, values: torch.Tensor, part: TransferBuffer) -> None:
+    values.copy_(segment.items(part)[items])
 
 
-def _copy_out(span: _Span, part: PageView) -> None:
-    span.values.copy_(part.items(span.dtype, span.items.stop)[span.items.start :])
-
-
-def _copy_in(span: _Span, part: PageView) -> None:
-    part.items(span.dtype, span.items.stop)[span.items.start :].copy_(span.values)
+def _copy_in(segment: Segment, items: slice, values: torch.Tensor, part: TransferBuffer) -> None:
+    segment.items(part)[items].copy_(values)
 
 
 class DiskStorage:
-    """The streams of one shard, by name."""
+    """The streams of one shard: the chunks of each follow each other in the file, once for each of their two copies."""
 
     tier = "disk"
     device = torch.device("cpu")
@@ -63,17 +47,19 @@ class DiskStorage:
     def __init__(self, store: "DiskStore", numel: int, dtype: torch.dtype):
         self._store, self._segments, self._numel = store, store.segments, numel
         self._chunk_numel = store.chunk_bytes // _FP32
-        self._streams: dict[str, _Stream] = {}
+        self._num_chunks = -(-numel // self._chunk_numel)
+        self.planes: dict[str, Plane] = {}
+        self._offsets: dict[str, int] = {}  # in the file, of each stream
         self._extents: list[int] = []  # offsets of the ranges that were reserved
         self._dtype, self._kept = dtype, torch.empty(0, dtype=dtype)
 
     @property
     def names(self) -> tuple[str, ...]:
-        return tuple(self._streams)
+        return tuple(self.planes)
 
     @property
     def nbytes(self) -> dict[str, int]:
-        return {name: stream.plane.nbytes(self._numel) for name, stream in self._streams.items()}
+        return {name: plane.nbytes(self._numel) for name, plane in self.planes.items()}
 
     @property
     def kept(self) -> torch.Tensor:
@@ -87,22 +73,21 @@ class DiskStorage:
     def kept_bytes(self) -> int:
         return self._kept.nbytes
 
-    @property
-    def planes(self) -> dict[str, Plane]:
-        return {name: stream.plane for name, stream in self._streams.items()}
-
     def ensure(self, planes: Mapping[str, Plane]) -> None:
-        fresh = {name: plane for name, plane in planes.items() if name not in self._streams}
+        fresh = {name: plane for name, plane in planes.items() if name not in self.planes}
         if not fresh:
             return
-        pitches = {name: padded(plane.nbytes(min(self._chunk_numel, self._numel))) for name, plane in fresh.items()}
-        strides = {name: pitch * len(self.chunks()) for name, pitch in pitches.items()}
-        offset = self._segments.reserve(2 * sum(strides.values()))
+        sizes = {name: 2 * self._num_chunks * self._pitch(plane) for name, plane in fresh.items()}
+        offset = self._segments.reserve(sum(sizes.values()))
         if self._numel:  # an empty range would begin where the next one does, which another shard gives back
             self._extents.append(offset)
         for name, plane in fresh.items():
-            self._streams[name] = _Stream(plane, offset, pitches[name], strides[name])
-            offset += 2 * strides[name]
+            self.planes[name], self._offsets[name] = plane, offset
+            offset += sizes[name]
+
+    def _pitch(self, plane: Plane) -> int:
+        """Returns the bytes from one chunk of a stream to the next."""
+        return padded(plane.nbytes(min(self._chunk_numel, self._numel)))
 
     def chunks(self) -> Sequence[tuple[int, int]]:
         starts = range(0, self._numel, self._chunk_numel)
@@ -110,47 +95,41 @@ class DiskStorage:
 
     def segment(self, name: str, start: int) -> Segment:
         """Returns the segment that begins at element ``start`` of the shard."""
-        plane, offset, pitch, stride = self._streams[name]
-        nbytes = padded(plane.nbytes(min(self._chunk_numel, self._numel - start)))
-        return Segment(offset + start // self._chunk_numel * pitch, stride, nbytes)
-
-    def items(self, name: str, part: PageView, elements: int) -> torch.Tensor:
-        """Returns the items of the segment's first ``elements``."""
-        plane = self._streams[name].plane
-        return part.items(plane.dtype, plane.items(elements))
+        plane = self.planes[name]
+        pitch, count = self._pitch(plane), plane.items(min(self._chunk_numel, self._numel - start))
+        offset = self._offsets[name] + start // self._chunk_numel * pitch
+        return Segment(offset, self._num_chunks * pitch, plane.dtype, count)
 
     def read(self, name: str, start: int, stop: int) -> torch.Tensor:
-        plane = self._streams[name].plane
+        plane = self.planes[name]
         into = torch.empty(plane.items(stop) - start // plane.grain, dtype=plane.dtype)
         self.read_into(name, start, into)
         return into
 
     def read_into(self, name: str, start: int, into: torch.Tensor) -> None:
         spans = self._spans(name, start, into)
-        jobs = [ChunkJob([each.segment.nbytes], [self._segments.loader(each.segment)], ()) for each in spans]
+        jobs = [ChunkJob([segment.nbytes], [self._segments.loader(segment)], ()) for segment, _, _ in spans]
         with self._store.reading() as pipeline:
-            pipeline.sweep(jobs, [partial(_copy_out, each) for each in spans])
+            pipeline.sweep(jobs, [partial(_copy_out, *span) for span in spans])
 
     def write(self, name: str, start: int, values: torch.Tensor) -> None:
         spans = self._spans(name, start, values)
         with self._store.transaction():
             jobs = []
-            for each in spans:
-                before = () if each.is_whole else (self._segments.loader(each.segment),)
-                jobs.append(ChunkJob([each.segment.nbytes], before, [self._segments.writer(each.segment)]))
-            self._store.pipeline.sweep(jobs, [partial(_copy_in, each) for each in spans])
+            for segment, items, _ in spans:
+                before = () if items == slice(0, segment.num_items) else (self._segments.loader(segment),)
+                jobs.append(ChunkJob([segment.nbytes], before, [self._segments.writer(segment)]))
+            self._store.pipeline.sweep(jobs, [partial(_copy_in, *span) for span in spans])
 
-    def _spans(self, name: str, start: int, values: torch.Tensor) -> list["_Span"]:
+    def _spans(self, name: str, start: int, values: torch.Tensor) -> list[_Span]:
         """Returns the parts of segments that hold the items from element ``start`` on."""
-        plane = self._streams[name].plane
+        plane = self.planes[name]
         stop, taken, spans = min(start + values.numel() * plane.grain, self._numel), 0, []
         for first in range(start // self._chunk_numel * self._chunk_numel, stop, self._chunk_numel):
-            last = min(first + self._chunk_numel, self._numel)
-            low, high = max(start - first, 0), min(stop, last) - first
+            low, high = max(start - first, 0), min(stop - first, self._chunk_numel)
             items = slice(low // plane.grain, plane.items(high))
-            is_whole = not low and first + high == last
             here = values[taken : taken + items.stop - items.start]
-            spans.append(_Span(self.segment(name, first), plane.dtype, items, is_whole, here))
+            spans.append((self.segment(name, first), items, here))
             taken += here.numel()
         return spans
 
@@ -163,15 +142,14 @@ class DiskStorage:
     def release(self) -> None:
         for offset in reversed(self._extents):
             self._segments.give_back(offset)
-        self._streams, self._extents, self._kept = {}, [], self._kept[:0].clone()
+        self.planes, self._offsets, self._extents, self._kept = {}, {}, [], self._kept[:0].clone()
 
 
-class DiskStore:
+class DiskStore(Store):
     """The storages of one optimizer on this rank, in one file of its own."""
 
     tier = "disk"
     is_final = False
-    note: str | None = None
 
     def __init__(self, root: Path, chunk_bytes: int, deadline: float):
         """
@@ -220,8 +198,8 @@ class DiskStore:
             self._fetched.append(chunk)
         home = chunk.home
         assert isinstance(home, DiskStorage)
-        elements = chunk.stop - chunk.start
-        streams = [home.items(name, part, elements) for name, part in zip(chunk.names, parts, strict=False)]
+        segments = (home.segment(name, chunk.start) for name in chunk.names)
+        streams = [segment.items(part) for segment, part in zip(segments, parts, strict=True)]
         return Fetched(streams, chunk.param, chunk.gradients)
 
     def write_back(self, chunk: Chunk) -> None:
