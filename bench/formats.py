@@ -29,7 +29,7 @@ from shardopt.kernels import codecs
 from shardopt.kernels.formats import BF16, BF16_RANDOM, FP32, BlockFormat
 from shardopt.kernels.launch import backend_of
 from shardopt.kernels.spec import StepSpec
-from shardopt.kernels.tables import BLOCK, Factors, Gradients, Noise, Streams
+from shardopt.kernels.tables import BLOCK, Factors, Gradients, Streams
 
 MASTERS = ("fp32", "split", "split24", "none")
 STATES = ("fp32", "bf16", "int8")
@@ -105,7 +105,7 @@ def updates(master: str, states: str, grad: torch.Tensor) -> tuple[StepSpec, Run
     rows = torch.tensor([[grad.data_ptr(), numel]], dtype=torch.int64, device=device)
     tables = Gradients(torch.zeros(numel // BLOCK, dtype=torch.int32, device=device), rows, aligned=True)
     scalars, _ = optimizer.rule.evaluate(variant, group, 10, {})
-    noise = Noise(torch.tensor([[1, 2, 0, 3]], dtype=torch.int32, device=device))
+    noise = torch.tensor([[1, 2, 0, 3]], dtype=torch.int32, device=device)
     backend = backend_of(device)
     backend.prepare(spec, device, tables.aligned)
     return spec, partial(backend.step, spec, streams, tables, torch.tensor([scalars], device=device), Factors(), noise)

@@ -102,7 +102,7 @@ class Checkpoint:
         format, items = FORMATS[encoding], items.clone()
         if isinstance(format, BlockFormat):
             blocks = chunk.start // BLOCK, -(-chunk.stop // BLOCK)
-            return codecs.decode(codecs.Encoded(items, self.range(chunk.key.scales, *blocks)), format)
+            return codecs.decode(items, self.range(chunk.key.scales, *blocks), format)
         if format in (SPLIT, SPLIT24):
             return codecs.join(self.range(_param_of(chunk.key), chunk.start, chunk.stop), items, format)
         return items.float()

@@ -302,7 +302,7 @@ class Shard:
                     masters[first - start : last - start] = torch.where(codecs.rounds_to(own, param), kept, own)
             return masters
         scales = self.home.read(scales_name(name), start, stop) if isinstance(format, BlockFormat) else None
-        return codecs.decode(codecs.Encoded(items, scales), format)
+        return codecs.decode(items, scales, format)
 
     def write_chunk(self, name: str, start: int, values: torch.Tensor) -> None:
         """Writes 1D ``values``: whole blocks of a param, but for its last block.
@@ -320,11 +320,11 @@ class Shard:
             param = self.params(start, start + values.numel())
             self.home.write(name, start, codecs.rest_of(values.to(param.device), param, format))
             return
-        encoded = codecs.encode(values, format)
-        if encoded.scales is not None:
+        items, scales = codecs.encode(values, format)
+        if scales is not None:
             assert start % BLOCK == 0
-            self.home.write(scales_name(name), start, encoded.scales)
-        self.home.write(name, start, encoded.items)
+            self.home.write(scales_name(name), start, scales)
+        self.home.write(name, start, items)
 
     def whole(self, name: str) -> torch.Tensor:
         """Returns state ``name`` (or "master") of the whole shard, 1D: a view if it lies in memory in fp32."""

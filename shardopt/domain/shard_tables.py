@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
-from ..kernels.tables import BLOCK, Gradients, Noise
+from ..kernels.tables import BLOCK, Gradients
 from ..partition.layout import Piece
 
 
@@ -52,8 +52,8 @@ class ShardTables:
         rows = enumerate(self._pieces)
         return self.gradients({row: (total[piece.shard_start :], piece.start) for row, piece in rows})
 
-    def noise(self, counters: Mapping[int, tuple[int, int, int]], device: torch.device) -> Noise:
-        """Returns the table of stochastic rounding, on the device that updates.
+    def noise(self, counters: Mapping[int, tuple[int, int, int]], device: torch.device) -> torch.Tensor:
+        """Returns the table of noise (:func:`noise_from` tells its columns), on the device that updates.
 
         Args:
             counters: row of the piece -> (key, key, phase), on which the noise of a row depends beside the element.
@@ -62,4 +62,4 @@ class ShardTables:
         for row, (key, other_key, phase) in counters.items():
             piece = self._pieces[row]
             rows[row] = (key, other_key, piece.start - piece.shard_start, phase)
-        return Noise(torch.from_numpy(rows.astype(np.int32)).to(device))
+        return torch.from_numpy(rows.astype(np.int32)).to(device)

@@ -3,8 +3,6 @@
 The bits are the same as the kernels', from a handful of torch operations on whole tensors, on any device.
 """
 
-from typing import NamedTuple
-
 import torch
 
 from .formats import (
@@ -19,33 +17,29 @@ from .formats import (
 from .tables import BLOCK
 
 
-class Encoded(NamedTuple):
-    """1D values as a format stores them."""
-
-    items: torch.Tensor  # 1D [numel], of the format's dtype
-    scales: torch.Tensor | None = None  # 1D [blocks] fp32, of a block format
-
-
-def encode(values: torch.Tensor, format: Format) -> Encoded:
+def encode(values: torch.Tensor, format: Format) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Quantizes 1D fp32 values; the first value of a block format begins a block.
 
     Everything is rounded to nearest, also where a kernel uses stochastic rounding.
+
+    Returns:
+        The items, 1D [numel] of the format's dtype; and the scales of a block format, 1D [blocks] fp32.
     """
-    return _encode_blocks(values, format) if isinstance(format, BlockFormat) else Encoded(values.to(format.dtype))
+    return _encode_blocks(values, format) if isinstance(format, BlockFormat) else (values.to(format.dtype), None)
 
 
-def decode(encoded: Encoded, format: Format) -> torch.Tensor:
-    """Dequantizes to 1D [numel] fp32; returns the items themselves where they are fp32."""
+def decode(items: torch.Tensor, scales: torch.Tensor | None, format: Format) -> torch.Tensor:
+    """Dequantizes what :func:`encode` made to 1D [numel] fp32; returns the items themselves where they are fp32."""
     if not isinstance(format, BlockFormat):
-        return encoded.items.float()
-    assert encoded.scales is not None
-    numel, codes = encoded.items.numel(), encoded.items.int()
+        return items.float()
+    assert scales is not None
+    numel, codes = items.numel(), items.int()
     fractions = ((codes & format.top) << format.shift).add_(format.offset_bits).view(torch.float32) - format.offset
-    values = fractions * encoded.scales.repeat_interleave(BLOCK)[:numel]
+    values = fractions * scales.repeat_interleave(BLOCK)[:numel]
     return torch.where(codes > format.top, -values, values)
 
 
-def _encode_blocks(values: torch.Tensor, format: BlockFormat) -> Encoded:
+def _encode_blocks(values: torch.Tensor, format: BlockFormat) -> tuple[torch.Tensor, torch.Tensor]:
     numel = values.numel()
     padded = torch.nn.functional.pad(values.float(), (0, -numel % BLOCK))
     magnitudes = magnitude_bits(padded, format).view(-1, BLOCK)
@@ -61,7 +55,7 @@ def _encode_blocks(values: torch.Tensor, format: BlockFormat) -> Encoded:
         codes = codes + (values.view(torch.int32) < 0) * (format.top + 1)
     else:
         codes = torch.where((codes == 0) & (magnitudes.view(-1)[:numel] > 0), 1, codes)
-    return Encoded(codes.to(torch.uint8), scales)
+    return codes.to(torch.uint8), scales
 
 
 def magnitude_bits(values: torch.Tensor, format: BlockFormat) -> torch.Tensor:

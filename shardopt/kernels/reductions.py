@@ -13,7 +13,7 @@ order. Only the total is rounded, once, to float64.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -65,13 +65,6 @@ class BlockSums:
         return Totals(table)
 
 
-class Total(NamedTuple):
-    """The sums over the blocks of a whole shard."""
-
-    limbs: tuple[int, ...]
-    nonfinite: int
-
-
 @dataclass(frozen=True)
 class Totals:
     """The sums over the blocks of each row: one row a param, as in ``tables.py``; zeros where nothing was summed.
@@ -97,11 +90,11 @@ class Totals:
         """1D [num_rows] int64, a view: counts of Inf and NaN."""
         return self.table[:, NONFINITE]
 
-    def of_shard(self, uncounted: Sequence[int] = ()) -> Total:
-        """Adds up all rows; ``uncounted`` rows add only their count of non-finite elements."""
-        table = self.table.cpu().numpy()  # in NumPy: see launch.Native; one copy from a GPU
+    def of_shard(self, uncounted: Sequence[int] = ()) -> tuple[list[int], int]:
+        """Returns the limbs and the count of non-finite elements of all rows; ``uncounted`` rows add only the count."""
+        table = self.table.cpu().numpy()  # in NumPy: see native_backend.py; one copy from a GPU
         limbs = table[:, :LIMBS].sum(axis=0) - table[list(uncounted), :LIMBS].sum(axis=0)
-        return Total(tuple(limbs.tolist()), int(table[:, NONFINITE].sum()))
+        return limbs.tolist(), int(table[:, NONFINITE].sum())
 
 
 def sum_of_squares(limbs: Sequence[int]) -> float:

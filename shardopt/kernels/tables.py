@@ -8,6 +8,7 @@ where backward left them, and a skipped param is a row whose end is 0::
     row_of_block   |  0  0  0    | 1    | 2  2    |  int32
     rows           |  (grad_at, end) of w1, w2, w3   |  int64
     scalars        |  (beta2, step_size, ...) of w1, w2, w3   |  fp32
+    noise          |  (key, key, first, phase) of w1, w2, w3   |  int32, where not everything is rounded to nearest
 """
 
 import math
@@ -77,25 +78,22 @@ class Factors(NamedTuple):
         return Factors(1.0, self.unscale / self.divisor, self.clip)
 
 
-@dataclass(frozen=True)
-class Noise:
-    """The noise of stochastic rounding and dither, which is added before values are rounded down.
+def noise_from(noise: torch.Tensor, start: int) -> torch.Tensor:
+    """Returns the table of noise for the elements of the shard from ``start`` on.
 
-    It comes from counters, so that it is the same wherever the step runs. Element ``e`` of a param draws
-    ``hash(e, key)``, with a key of the seed, the param and its step, or is dithered by ``e * golden ratio + phase``
-    with a phase of the step (``formats.py``). ``rows[r] = (key, key, first, phase)``: element ``i`` of the shard is
-    element ``i + first`` of the param of row ``r``.
+    Noise is added before values are rounded down, for stochastic rounding and dither. It comes from counters, so that
+    it is the same wherever the step runs. Element ``e`` of a param draws ``hash(e, key)``, with a key of the seed, the
+    param and its step, or is dithered by ``e * golden ratio + phase`` with a phase of the step (``formats.py``).
+
+    Args:
+        noise: 2D [num_rows, 4] int32, ``noise[r] = (key, key, first, phase)``: element ``i`` of the shard is element
+            ``i + first`` of the param of row ``r``.
     """
-
-    rows: torch.Tensor  # 2D [num_rows, 4] int32
-
-    def part(self, start: int) -> "Noise":
-        """Returns the table of the elements of the shard from ``start`` on."""
-        if start == 0:
-            return self
-        # Modulo 2**32: elements of a param beyond that share noise with its first ones.
-        moved = torch.tensor([[0, 0, (start + 2**31) % 2**32 - 2**31, 0]], dtype=torch.int32, device=self.rows.device)
-        return Noise(self.rows + moved)
+    if start == 0:
+        return noise
+    # Modulo 2**32: elements of a param beyond that share noise with its first ones.
+    moved = torch.tensor([[0, 0, (start + 2**31) % 2**32 - 2**31, 0]], dtype=torch.int32, device=noise.device)
+    return noise + moved
 
 
 @dataclass(frozen=True)

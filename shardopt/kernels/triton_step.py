@@ -13,7 +13,7 @@ import triton.language as tl
 
 from .formats import BlockFormat, Format
 from .spec import StepSpec
-from .tables import BLOCK, Factors, Gradients, Noise, Streams
+from .tables import BLOCK, Factors, Gradients, Streams
 from .translate import Arithmetic, function_from_source, triton_function
 from .triton_formats import decode, dither, draw, encode, join, narrow_up, part_master
 from .triton_words import RULE_WORDS, narrow, widen
@@ -168,7 +168,7 @@ def launch_step(
     gradients: Gradients,
     scalars: torch.Tensor,
     factors: Factors,
-    noise: Noise | None = None,
+    noise: torch.Tensor | None = None,
 ) -> None:
     """Launches once for the whole shard, on the current CUDA stream."""
     num_blocks = gradients.num_blocks
@@ -182,7 +182,7 @@ def launch_step(
         gradients.row_of_block,
         gradients.rows,
         scalars,
-        gradients.row_of_block if noise is None else noise.rows,
+        gradients.row_of_block if noise is None else noise,
         num_blocks,
         float(factors.unscale),  # Triton would compile the kernel again for an int
         float(factors.clip),
@@ -210,5 +210,5 @@ def compile_by_empty_launch(spec: StepSpec, device: torch.device, aligned: bool)
         torch.zeros(1, dtype=torch.int32, device=device), torch.zeros(1, 2, dtype=torch.int64, device=device), aligned
     )
     scalars = torch.zeros(1, len(spec.variant.scalars), device=device)
-    noise = Noise(torch.zeros(1, 4, dtype=torch.int32, device=device)) if spec.needs_noise else None
+    noise = torch.zeros(1, 4, dtype=torch.int32, device=device) if spec.needs_noise else None
     launch_step(spec, streams, gradients, scalars, Factors(), noise)

@@ -17,7 +17,7 @@ from ..kernels.formats import ROOT2, format_of
 from ..kernels.launch import backend_of
 from ..kernels.reductions import LIMBS
 from ..kernels.spec import StepSpec
-from ..kernels.tables import Gradients, Noise
+from ..kernels.tables import Gradients
 from ..rules import Variant
 from ..tensors.gradient_slice import GradientSlice
 
@@ -66,7 +66,7 @@ class Launch:
     scalars: torch.Tensor  # 2D [num_rows, len(spec.variant.scalars)] fp32
     updates: Mapping[int, ParamUpdate]  # row -> param
     divisor: int  # of every gradient: how many were added up
-    noise: Noise | None  # None if everything is rounded to nearest
+    noise: torch.Tensor | None  # 2D [num_rows, 4] int32; None if everything is rounded to nearest
     is_on_host: bool  # true if the gradients are in host memory and the shard is on a device
 
 
@@ -148,7 +148,7 @@ def launches_of(
         yield Launch(shard, spec, gradients, torch.from_numpy(table).to(device), members, divisor, noise, is_on_host)
 
 
-def _noise(seed: int, shard: Shard, members: Mapping[int, ParamUpdate]) -> Noise:
+def _noise(seed: int, shard: Shard, members: Mapping[int, ParamUpdate]) -> torch.Tensor:
     """Makes a key for each param (each slice of a DTensor) and step, the same on whichever rank and shard it is."""
     counters = {}
     for row, each in members.items():

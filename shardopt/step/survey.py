@@ -170,9 +170,9 @@ def _stats_of(
             nonfinite += backend.count_nonfinite(launch.spec.grad, launch.gradients)
         else:
             sums = backend.block_sums(launch.spec.grad, launch.gradients, Factors(launch.divisor, unscale))
-            total = backend.totals(sums, launch.gradients).of_shard(_uncounted(domain, launch))
-            nonfinite += total.nonfinite
-            limbs = [mine + other for mine, other in zip(limbs, total.limbs, strict=True)]
+            own, bad = backend.totals(sums, launch.gradients).of_shard(_uncounted(domain, launch))
+            nonfinite += bad
+            limbs = [mine + other for mine, other in zip(limbs, own, strict=True)]
     return GradientStats(nonfinite, tuple(limbs), witness)
 
 

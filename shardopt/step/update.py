@@ -19,7 +19,7 @@ from ..domain.domain import Domain
 from ..domain.shard import Shard, scales_name
 from ..errors import CommunicationError
 from ..kernels.launch import backend_of
-from ..kernels.tables import BLOCK, Factors, Gradients, Streams
+from ..kernels.tables import BLOCK, Factors, Gradients, Streams, noise_from
 from ..offload.store import Chunk, Fetched
 from ..partition.comm.transport import Gather
 from .launches import Launch, StepPlan
@@ -268,7 +268,7 @@ def _launch(launch: Launch, chunk: Chunk, fetched: Fetched, gradients: Gradients
     folded = factors._replace(divisor=launch.divisor).folded()
     assert folded is not None  # chunks_of() divided all others
     master = streams.get("master") if launch.spec.has_master else None
-    noise = None if launch.noise is None else launch.noise.part(chunk.start)
+    noise = None if launch.noise is None else noise_from(launch.noise, chunk.start)
     param = streams["param"] if fetched.param is None else fetched.param
     backend_of(param.device).step(
         launch.spec, Streams(param, master, states, scales), gradients, launch.scalars, folded, noise

@@ -41,7 +41,7 @@ def compare(
     triton = _ShardOn(spec, device, seed)
     for step in range(1, steps + 1):
         scalars = [rule.evaluate(variant, groups[index % len(groups)], step, {})[0] for index in range(len(NUMELS))]
-        for run, backend in ((native, backend_of(torch.device("cpu"))), (triton, triton_backend(device))):
+        for run, backend in ((native, backend_of(torch.device("cpu"))), (triton, triton_on(device))):
             run.step(backend, scalars, step)
     return [
         Comparison(name, mine.numel(), int((_bits(mine) != _bits(theirs.cpu())).sum()))
@@ -57,11 +57,13 @@ def triton_device() -> torch.device:
     return torch.device("cpu")
 
 
-def triton_backend(device: torch.device) -> Backend:
+def triton_on(device: torch.device) -> Backend:
     """Returns Triton's backend, for CPU tensors too, which only its interpreter can update."""
-    from ..kernels.launch import Triton
+    if device.type == "cuda":
+        return backend_of(device)
+    from ..kernels import triton_backend
 
-    return backend_of(device) if device.type == "cuda" else Triton()
+    return triton_backend
 
 
 class _ShardOn:

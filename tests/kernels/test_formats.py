@@ -17,8 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from shardopt.kernels import codecs, triton_step
-from shardopt.kernels.codecs import Encoded
+from shardopt.kernels import codecs, native_backend, triton_step
 from shardopt.kernels.formats import (
     BF16,
     BF16_DITHERED,
@@ -33,9 +32,9 @@ from shardopt.kernels.formats import (
     BlockFormat,
     Format,
 )
-from shardopt.kernels.launch import Backend, Native
+from shardopt.kernels.launch import Backend
 from shardopt.kernels.spec import StepSpec
-from shardopt.kernels.tables import BLOCK, Factors, Noise, Streams
+from shardopt.kernels.tables import BLOCK, Factors, Streams
 from shardopt.rules import rule
 from tests.support.number_formats import (
     decode_blocks,
@@ -111,7 +110,7 @@ def launch(
     """One param that is the whole shard."""
     gradients, _grad = lone(grad)
     scalars = torch.empty((1, 0), device=grad.device)
-    rows = None if noise is None else Noise(torch.tensor([noise], dtype=torch.int32, device=grad.device))
+    rows = None if noise is None else torch.tensor([noise], dtype=torch.int32, device=grad.device)
     with np.errstate(all="ignore"):
         backend.step(spec, streams, gradients, scalars, Factors(), rows)
 
@@ -174,7 +173,7 @@ def test_a_split_master_comes_back(backend: Backend, device: torch.device, forma
 def test_all_of_fp32_comes_back(eighth: int) -> None:
     chunk, first = 2**22, -(2**31) + eighth * 2**29
     for start in range(first, first + 2**29, chunk):
-        check_masters(Native(), torch.arange(start, start + chunk, dtype=torch.int64).int(), SPLIT)
+        check_masters(native_backend, torch.arange(start, start + chunk, dtype=torch.int64).int(), SPLIT)
 
 
 @MASTERS
@@ -185,7 +184,7 @@ def test_how_close_a_split_master_is(format: Format) -> None:
         patterns = torch.arange(exponent << 23, (exponent + 1) << 23, dtype=torch.int32)
         if exponent == 254:
             patterns = patterns[: -(1 << dropped_bits(format))]  # the last ones are rounded to infinity
-        _, _, joined = through_kernel(Native(), patterns.view(torch.float32), format)
+        _, _, joined = through_kernel(native_backend, patterns.view(torch.float32), format)
         values = patterns.view(torch.float32).double()
         error = (joined.double() - values).abs() / 2.0 ** (max(exponent, 1) - 127)
         assert float(error.max()) == (0 if significant == 24 else 2.0**-significant)
@@ -288,7 +287,7 @@ def test_the_mean_is_kept_in_every_interval() -> None:
     ups = torch.zeros(2**16, dtype=torch.int64)
     keys = torch.randint(-(2**31), 2**31, (DRAWS, 2), generator=generator).tolist()
     for one, other in keys:
-        found = bits(rounded_by_chance(Native(), values, (one, other))).int() & 0xFFFF
+        found = bits(rounded_by_chance(native_backend, values, (one, other))).int() & 0xFFFF
         ups += found != (patterns >> 16 & 0xFFFF)
     number = ~values.isnan()
     chance = lower.double() / 2**16
@@ -305,7 +304,7 @@ def test_the_mean_is_kept() -> None:
     """Of one value at 2**20 elements, and of 2**10 steps of one element."""
     for share in (0.001, 0.25, 0.5, 0.9):
         values = torch.full((2**20,), 1 + share * 2.0**-7)
-        mean = float(rounded_by_chance(Native(), values, (3, -4)).double().mean())
+        mean = float(rounded_by_chance(native_backend, values, (3, -4)).double().mean())
         assert abs(mean - float(values[0])) < 4 * 2.0**-7 * math.sqrt(share * (1 - share) / 2**20) + 1e-9
 
 
@@ -370,12 +369,12 @@ def tolerance(values: Tensor, scales: Tensor, format: BlockFormat) -> Tensor:
 def test_codes_are_within_half_a_gap(format: BlockFormat) -> None:
     values = blocks_around_codes(format)
     kept = codecs.encode(values.flatten(), format)
-    assert kept.scales is not None
-    decoded = codecs.decode(kept, format).view_as(values)
+    assert kept[1] is not None
+    decoded = codecs.decode(*kept, format).view_as(values)
     error = (decoded.double() - values.double()).abs()
-    allowed = tolerance(values, kept.scales, format)
+    allowed = tolerance(values, kept[1], format)
     if not format.has_sign:  # above zero it stays, at the lowest code
-        lowest = float(fractions(format)[1]) * kept.scales[:, None].double()
+        lowest = float(fractions(format)[1]) * kept[1][:, None].double()
         allowed = torch.where((values > 0) & (values.double() < lowest), lowest, allowed)
     at = int((error - allowed).argmax())
     assert bool((error <= allowed).all()), (float(values.view(-1)[at]), float(decoded.view(-1)[at]), at)
@@ -391,11 +390,11 @@ def test_the_largest_of_a_block_has_the_top_code(format: BlockFormat) -> None:
     values = blocks_around_codes(format)
     values = values[values[:, 0] > SMALLEST_SCALE * format.largest]
     kept = codecs.encode(values.flatten(), format)
-    assert kept.scales is not None
-    assert bool((kept.items.view_as(values)[:, 0] == format.top).all())
+    assert kept[1] is not None
+    assert bool((kept[0].view_as(values)[:, 0] == format.top).all())
     exact = values[:, 0].double() / float(fractions(format)[-1])
-    assert float((kept.scales.double() / exact - 1).abs().max()) <= 2.0**-15
-    assert bool(codecs.decode(kept, format).isfinite().all())
+    assert float((kept[1].double() / exact - 1).abs().max()) <= 2.0**-15
+    assert bool(codecs.decode(*kept, format).isfinite().all())
 
 
 @BLOCK_FORMATS
@@ -408,9 +407,9 @@ def test_blocks_of_any_values(format: BlockFormat, data: st.DataObject) -> None:
     values = np.array(data.draw(st.lists(st.builds(math.prod, st.tuples(magnitude, signs)), max_size=600)), np.float32)
     codes, scales = encode_blocks(values, format)
     kept = codecs.encode(torch.from_numpy(values), format)
-    assert kept.scales is not None
-    assert np.array_equal(kept.items.numpy(), codes) and np.array_equal(kept.scales.numpy(), scales)
-    assert_same_bits(codecs.decode(kept, format), torch.from_numpy(decode_blocks(codes, scales, format)), "decoded")
+    assert kept[1] is not None
+    assert np.array_equal(kept[0].numpy(), codes) and np.array_equal(kept[1].numpy(), scales)
+    assert_same_bits(codecs.decode(*kept, format), torch.from_numpy(decode_blocks(codes, scales, format)), "decoded")
 
 
 @BLOCK_FORMATS
@@ -422,14 +421,14 @@ def test_what_was_decoded_encodes_to_itself(format: BlockFormat) -> None:
     spread = torch.rand(4000, BLOCK, generator=generator, dtype=torch.float64) ** 8
     values = torch.cat([values, (spread * 2**exponents).float().flatten()])
     first = codecs.encode(values, format)
-    decoded = codecs.decode(first, format)
+    decoded = codecs.decode(*first, format)
     again = codecs.encode(decoded, format)
-    assert first.scales is not None and again.scales is not None
-    assert torch.equal(again.items, first.items)
+    assert first[1] is not None and again[1] is not None
+    assert torch.equal(again[0], first[0])
     # Where all codes are zero the scale says nothing, and becomes zero.
     nothing = (decoded == 0).view(-1, BLOCK).all(1)
-    assert torch.equal(again.scales, torch.where(nothing, 0.0, first.scales))
-    assert_same_bits(codecs.decode(again, format), decoded, "decoded")
+    assert torch.equal(again[1], torch.where(nothing, 0.0, first[1]))
+    assert_same_bits(codecs.decode(*again, format), decoded, "decoded")
 
 
 def test_above_zero_never_becomes_zero() -> None:
@@ -437,7 +436,7 @@ def test_above_zero_never_becomes_zero() -> None:
     for largest in (*LARGEST_OF_BLOCK, 0.0):
         values = torch.full((BLOCK,), 2.0**-149)
         values[0], values[1:3] = max(largest, 2.0**-149), 0.0
-        decoded = codecs.decode(codecs.encode(values, UNSIGNED8), UNSIGNED8)
+        decoded = codecs.decode(*codecs.encode(values, UNSIGNED8), UNSIGNED8)
         assert bool((decoded[3:] > 0).all()) and float(decoded[0]) > 0 and not bool(decoded[1:3].any())
 
 
@@ -453,15 +452,15 @@ def test_kernels_and_codecs_agree(backend: Backend, device: torch.device, format
     spec = StepSpec(put.variant({}), FP32, FP32, states=(format,))
     launch(backend, spec, Streams(param, None, (kept,), (scales,)), values.to(device))
     expected = codecs.encode(values, format)
-    assert expected.scales is not None
-    assert torch.equal(kept[: len(values)].cpu(), expected.items)
-    assert_same_bits(scales.cpu(), expected.scales, "scales")
+    assert expected[1] is not None
+    assert torch.equal(kept[: len(values)].cpu(), expected[0])
+    assert_same_bits(scales.cpu(), expected[1], "scales")
     spec = StepSpec(get.variant({}), FP32, FP32, states=(format,))
     launch(backend, spec, Streams(param, None, (kept,), (scales,)), values.to(device).zero_())
-    shown = codecs.decode(expected, format)
+    shown = codecs.decode(*expected, format)
     assert bool((param[: len(values)].cpu() == shown).all())
     # Reading changed nothing.
-    assert torch.equal(kept[: len(values)].cpu(), expected.items)
+    assert torch.equal(kept[: len(values)].cpu(), expected[0])
 
 
 @KERNELS
@@ -487,8 +486,8 @@ def test_a_rule_sees_what_it_assigned_last(backend: Backend, device: torch.devic
         shown = shown + between + before / last
         encoded = [codecs.encode(each, format) for each, format in zip((last, second), formats, strict=True)]
         for each, codes, format in zip(encoded, kept, formats, strict=True):
-            assert_same_bits(codes[:numel].cpu(), each.items, format.name)
-        first, second = (codecs.decode(each, format) for each, format in zip(encoded, formats, strict=True))
+            assert_same_bits(codes[:numel].cpu(), each[0], format.name)
+        first, second = (codecs.decode(*each, format) for each, format in zip(encoded, formats, strict=True))
         assert_same_bits(param[:numel].cpu(), shown, "the param")
 
 
@@ -512,15 +511,15 @@ def test_what_is_no_number_is_never_hidden(
     spec = StepSpec(put.variant({}), FP32, FP32, states=(format,))
     param = torch.zeros(3 * BLOCK, device=device)
     launch(backend, spec, Streams(param, None, (kept,), (scales,)), values.to(device))
-    for found in (Encoded(kept.cpu(), scales.cpu()), codecs.encode(values, format)):
-        decoded = codecs.decode(found, format)
+    for found in ((kept.cpu(), scales.cpu()), codecs.encode(values, format)):
+        decoded = codecs.decode(*found, format)
         if not format.has_sign and bad == -math.inf:
             assert float(decoded[place]) == 0 and bool(decoded.isfinite().all())
             continue
         assert not math.isfinite(decoded[place]), "hidden"
         assert math.isnan(bad) == math.isnan(decoded[place])
-        assert found.scales is not None
-        assert int(found.scales.view(torch.int32)[1]) == (0x7FC00000 if math.isnan(bad) else 0x7F800000)
+        assert found[1] is not None
+        assert int(found[1].view(torch.int32)[1]) == (0x7FC00000 if math.isnan(bad) else 0x7F800000)
         assert not bool(decoded[BLOCK : 2 * BLOCK].isfinite().any()), "finite beside what has no scale"
         assert bool(decoded[:BLOCK].isfinite().all()) and bool(decoded[2 * BLOCK :].isfinite().all())
 
@@ -530,11 +529,11 @@ def test_a_decaying_average_keeps_decaying(format: BlockFormat) -> None:
     """Nothing new arrives: the scale falls and the codes stay, however small the step."""
     values = torch.rand(BLOCK, generator=torch.Generator().manual_seed(0))
     kept = codecs.encode(values, format)
-    codes, first = kept.items, codecs.decode(kept, format)
+    codes, first = kept[0], codecs.decode(*kept, format)
     for _ in range(1000):
-        kept = codecs.encode(codecs.decode(kept, format) * 0.999, format)
-        assert torch.equal(kept.items, codes)
-    last = codecs.decode(kept, format)
+        kept = codecs.encode(codecs.decode(*kept, format) * 0.999, format)
+        assert torch.equal(kept[0], codes)
+    last = codecs.decode(*kept, format)
     ratio = (last.double() / first.double())[first > 0]
     assert float((ratio / 0.999**1000 - 1).abs().max()) < 1000 * 2.0**-16
 
@@ -550,12 +549,12 @@ def test_a_block_is_a_world_of_its_own(format: BlockFormat) -> None:
     values = torch.randn(5 * BLOCK + 19, generator=torch.Generator().manual_seed(0)).abs()
     values[BLOCK : 2 * BLOCK] *= 1e10
     whole = codecs.encode(values, format)
-    assert whole.scales is not None
+    assert whole[1] is not None
     for part in chunks_of_one_param():
         some = codecs.encode(values[part], format)
-        assert some.scales is not None
-        assert torch.equal(some.items, whole.items[part])
-        assert torch.equal(some.scales, whole.scales[part.start // BLOCK : part.start // BLOCK + len(some.scales)])
+        assert some[1] is not None
+        assert torch.equal(some[0], whole[0][part])
+        assert torch.equal(some[1], whole[1][part.start // BLOCK : part.start // BLOCK + len(some[1])])
 
 
 # -- dithering ---------------------------------------------------------------------------------------------------------
@@ -572,12 +571,12 @@ def test_dithering_keeps_the_mean(backend: Backend, device: torch.device, format
     kept = torch.zeros(len(values), dtype=format.dtype, device=device)
     scales = torch.zeros(2, device=device) if isinstance(format, BlockFormat) else None
     spec = StepSpec(put.variant({}), FP32, FP32, states=(format,))
-    steps, param = (64 if type(backend) is not Native else STEPS), torch.zeros(len(values), device=device)
+    steps, param = (64 if backend is not native_backend else STEPS), torch.zeros(len(values), device=device)
     mean, over_elements = torch.zeros(len(values), dtype=torch.float64), []
     for step in range(1, steps + 1):
         phase = (step * ROOT2 + 2**31) % 2**32 - 2**31
         launch(backend, spec, Streams(param, None, (kept,), (scales,)), values.to(device), (0, 0, 0, phase))
-        shown = codecs.decode(codecs.Encoded(kept.cpu(), None if scales is None else scales.cpu()), format)
+        shown = codecs.decode(kept.cpu(), None if scales is None else scales.cpu(), format)
         off = (shown - values).double() / gaps(format, values)
         assert float(off.abs().max()) < 1.001
         over_elements.append(float(off.mean()))
@@ -601,9 +600,9 @@ def test_the_largest_of_a_block_keeps_the_top_code(backend: Backend, device: tor
         phase = (step * ROOT2 + 2**31) % 2**32 - 2**31
         launch(backend, spec, streams, values.flatten().to(device), (0, 0, 0, phase))
         assert bool((kept.view(512, BLOCK)[:, ::2] == UNSIGNED8.top).all())
-        again = codecs.encode(codecs.decode(Encoded(kept.cpu(), scales.cpu()), UNSIGNED8), UNSIGNED8)
-        assert again.scales is not None
-        assert torch.equal(again.items, kept.cpu()) and torch.equal(again.scales, scales.cpu())
+        again = codecs.encode(codecs.decode(kept.cpu(), scales.cpu(), UNSIGNED8), UNSIGNED8)
+        assert again[1] is not None
+        assert torch.equal(again[0], kept.cpu()) and torch.equal(again[1], scales.cpu())
 
 
 def gaps(format: Format, values: Tensor) -> Tensor:
@@ -623,13 +622,13 @@ def test_a_small_change_is_not_lost() -> None:
         values = torch.full((BLOCK,), 0.5)
         values[0] = 1
         spec = StepSpec(approach.variant({}), FP32, FP32, states=(format,))
-        launch(Native(), StepSpec(put.variant({}), FP32, FP32, states=(format,)),
+        launch(native_backend, StepSpec(put.variant({}), FP32, FP32, states=(format,)),
                Streams(param, None, (kept,), (scales,)), values, (0, 0, 0, 0))  # fmt: skip
         values[1:] = 0.25
         for step in range(1, 3001):
             phase = (step * ROOT2 + 2**31) % 2**32 - 2**31
-            launch(Native(), spec, Streams(param, None, (kept,), (scales,)), values, (0, 0, 0, phase))
-        shown = codecs.decode(codecs.Encoded(kept, scales), format)[1:]
+            launch(native_backend, spec, Streams(param, None, (kept,), (scales,)), values, (0, 0, 0, phase))
+        shown = codecs.decode(kept, scales, format)[1:]
         expected = 0.25 + 0.25 * 0.999**3000
         assert bool(((shown - expected).abs() < 0.02).all()) if moves else bool((shown > 0.45).all())
 

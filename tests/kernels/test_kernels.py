@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from shardopt.config import Options
 from shardopt.domain.formats import kept_for
-from shardopt.kernels import native_step, pool, triton_step
+from shardopt.kernels import native_backend, native_step, pool, triton_backend, triton_step
 from shardopt.kernels.formats import (
     BF16,
     BF16_DITHERED,
@@ -31,7 +31,7 @@ from shardopt.kernels.formats import (
     UNSIGNED8,
     Format,
 )
-from shardopt.kernels.launch import Backend, Native, Triton
+from shardopt.kernels.launch import Backend
 from shardopt.kernels.spec import StepSpec
 from shardopt.kernels.tables import BLOCK, Factors, Gradients, Streams
 from shardopt.rules import rule
@@ -283,7 +283,7 @@ def test_no_other_divisor_is_folded(divisor: float) -> None:
     assert Factors(divisor).folded() is None
 
 
-@pytest.mark.parametrize("backend", [Native(), Triton()], ids=lambda each: type(each).__name__)
+@pytest.mark.parametrize("backend", [native_backend, triton_backend], ids=["native", "triton"])
 def test_a_step_does_not_divide(backend: Backend) -> None:
     spec = StepSpec(take_gradient.variant({}), FP32, FP32)
     gradients, _grad = lone(torch.ones(1))
@@ -328,7 +328,7 @@ def test_threads_and_flush_mode_change_no_bit(threads: None, monkeypatch: pytest
         torch.set_num_threads(count)
         for flush in (True, False):
             assert torch.set_flush_denormal(flush)
-            found = shard.launch(Native(), torch.device("cpu"))
+            found = shard.launch(native_backend, torch.device("cpu"))
             torch.set_flush_denormal(False)
             shard.assert_same(found, expected, f"{count} threads, flush {flush}")
 
@@ -384,7 +384,7 @@ def test_elements_beyond_31_bits(numel: int) -> None:
     rows = torch.tensor([[0, 0], [grad.data_ptr() - 4 * start, end]], dtype=torch.int64)
     scalars = torch.tensor([[0.0] * len(spec.variant.scalars), ADAM_RULE.evaluate(spec.variant, ADAMW, 1, {})[0]])
     tables = Gradients(row_of_block, rows, False)
-    Native().step(spec, Streams(param, master, tuple(states)), tables, scalars, Factors())
+    native_backend.step(spec, Streams(param, master, tuple(states)), tables, scalars, Factors())
 
     near = [torch.zeros(3 * BLOCK) for _ in range(3)]
     for stream, values in zip(near, small, strict=True):
@@ -392,7 +392,7 @@ def test_elements_beyond_31_bits(numel: int) -> None:
     near_param = torch.zeros(3 * BLOCK, dtype=torch.bfloat16)
     rows = torch.tensor([[grad.data_ptr(), count]], dtype=torch.int64)
     tables = Gradients(torch.zeros(3, dtype=torch.int32), rows, False)
-    Native().step(spec, Streams(near_param, near[0], tuple(near[1:])), tables, scalars[1:], Factors())
+    native_backend.step(spec, Streams(near_param, near[0], tuple(near[1:])), tables, scalars[1:], Factors())
     for name, far, expected in zip(
         ("param", "master", *spec.variant.states), (param, master, *states), (near_param, *near), strict=True
     ):

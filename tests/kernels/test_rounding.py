@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 import torch
 
+from shardopt.kernels import native_backend
 from shardopt.kernels.formats import BF16, FP16, FP32, Format
-from shardopt.kernels.launch import Backend, Native
+from shardopt.kernels.launch import Backend
 from shardopt.kernels.spec import StepSpec
 from shardopt.kernels.tables import Factors, Streams
 from shardopt.rules import rule
@@ -100,7 +101,7 @@ def test_widening_is_exact(source: Format) -> None:
 def test_all_patterns(to: Format) -> None:
     chunk = 2**24
     for start in range(-(2**31), 2**31, chunk):
-        check(Native(), torch.arange(start, start + chunk, dtype=torch.int64).int(), to)
+        check(native_backend, torch.arange(start, start + chunk, dtype=torch.int64).int(), to)
 
 
 @pytest.mark.slow

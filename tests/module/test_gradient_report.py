@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import Parameter
 
 from shardopt import CommunicationError, ShardedSGD, Tuning
-from shardopt.kernels.launch import Native
+from shardopt.kernels import native_backend
 from shardopt.kernels.reductions import COLUMNS, LARGEST, LIMBS, NONFINITE
 from shardopt.module.gradient_report import Arrivals, Report, ReportLayout
 from shardopt.partition.layout import BLOCK, BucketLayout
@@ -134,7 +134,7 @@ def one_rank_cannot_sum_up(stage: int, neighbours: bool) -> None:
     rank, numel = dist.get_rank(), 6 * BLOCK
     model = Product(numel)
     opt = ShardedSGD(model, lr=0.5, stage=stage, tuning=Tuning(neighbours=neighbours))
-    totals = Native.totals
+    totals = native_backend.totals
 
     def fails(*arguments: Any) -> Any:
         if rank == 1:
@@ -142,7 +142,7 @@ def one_rank_cannot_sum_up(stage: int, neighbours: bool) -> None:
         return totals(*arguments)
 
     for _ in range(2):
-        with patch.object(Native, "totals", fails):
+        with patch.object(native_backend, "totals", fails):
             error = (MemoryError, "no room") if rank == 1 else (CommunicationError, "rank 1 left this backward")
             with raises(*error):
                 model(torch.ones(numel)).backward()

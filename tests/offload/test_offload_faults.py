@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch.nn import Parameter
 
 from shardopt import OffloadError, ShardedAdamW, Tuning
-from shardopt.kernels.launch import Native
+from shardopt.kernels import native_backend
 from shardopt.offload.disk import file_io
 from shardopt.offload.disk import system as calls
 from tests.support.ranks import Pool
@@ -325,15 +325,15 @@ def test_an_interrupted_step_has_not_happened(tmp_path: Path) -> None:
     training, launches = half_way(tmp_path), 0
     before = training.bits()
 
-    def interrupt(self: Native, *arguments: Any) -> None:
+    def interrupt(*arguments: Any) -> None:
         nonlocal launches
         launches += 1
         if launches == 3:
             raise KeyboardInterrupt
-        step(self, *arguments)
+        step(*arguments)
 
-    step = Native.step
-    with patch.object(Native, "step", interrupt), pytest.raises(KeyboardInterrupt):
+    step = native_backend.step
+    with patch.object(native_backend, "step", interrupt), pytest.raises(KeyboardInterrupt):
         training.step(2)
     assert launches == 3 and training.bits() == before
 

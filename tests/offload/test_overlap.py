@@ -17,7 +17,7 @@ from torch.nn import Parameter
 
 import shardopt
 from shardopt import Offload, ShardedAdamW, ShardedOptimizer, ShardedSGD, Tuning
-from shardopt.kernels.launch import Native
+from shardopt.kernels import native_backend
 from tests.offload.test_offload_faults import System, system
 
 CHUNK = 4096  # bytes, the least: 1,024 elements
@@ -117,17 +117,17 @@ def test_a_step_writes_several_chunks_at_a_time(chunks: tuple[int, ...], tmp_pat
 def test_a_step_reads_ahead_updates_and_writes_behind_at_a_time(chunks: tuple[int, ...], tmp_path: Path) -> None:
     """Chunk 0 is being written and chunk 3 read while chunk 1 is updated."""
     optimizer, updates = momentum(tmp_path, *chunks), 0
-    update = Native.step
+    update = native_backend.step
     with meets(readers=range(3, 4), writers=range(1), others=1) as meeting:
 
-        def meet(self: Native, *arguments: Any) -> None:
+        def meet(*arguments: Any) -> None:
             nonlocal updates
             if updates == 1:
                 meeting.wait()
             updates += 1
-            update(self, *arguments)
+            update(*arguments)
 
-        with patch.object(Native, "step", meet):
+        with patch.object(native_backend, "step", meet):
             step(optimizer)
     assert updates == CHUNKS
 

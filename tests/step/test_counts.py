@@ -14,7 +14,7 @@ from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 
 from shardopt import ShardedAdamW, ShardedSGD, Tuning
-from shardopt.kernels.launch import Native
+from shardopt.kernels import native_backend
 from tests.support.ranks import Pool
 from tests.support.sweep import grid
 from tests.support.wire import Calls
@@ -141,21 +141,21 @@ class Cells(nn.Module):
 def launches() -> Iterator[dict[str, Counter[int]]]:
     """By kernel: the shard, by the address of its params or of the table of its blocks -> how often."""
     found: dict[str, Counter[int]] = {"step": Counter(), "look": Counter()}
-    step, block_sums, count_nonfinite = Native.step, Native.block_sums, Native.count_nonfinite
+    step, block_sums, count_nonfinite = native_backend.step, native_backend.block_sums, native_backend.count_nonfinite
 
-    def steps(self: Native, spec: Any, streams: Any, *arguments: Any) -> None:
+    def steps(spec: Any, streams: Any, *arguments: Any) -> None:
         found["step"][streams.param.data_ptr()] += 1
-        step(self, spec, streams, *arguments)
+        step(spec, streams, *arguments)
 
-    def sums(self: Native, grad: Any, gradients: Any, factors: Any) -> Any:
+    def sums(grad: Any, gradients: Any, factors: Any) -> Any:
         found["look"][gradients.row_of_block.data_ptr()] += 1
-        return block_sums(self, grad, gradients, factors)
+        return block_sums(grad, gradients, factors)
 
-    def counts(self: Native, grad: Any, gradients: Any) -> int:
+    def counts(grad: Any, gradients: Any) -> int:
         found["look"][gradients.row_of_block.data_ptr()] += 1
-        return count_nonfinite(self, grad, gradients)
+        return count_nonfinite(grad, gradients)
 
-    with patch.multiple(Native, step=steps, block_sums=sums, count_nonfinite=counts):
+    with patch.multiple(native_backend, step=steps, block_sums=sums, count_nonfinite=counts):
         yield found
 
 

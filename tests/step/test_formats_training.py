@@ -463,7 +463,7 @@ def check_loaded(
             value = saved.state[mine][name].contiguous()
             if mine.dim() == 2 and not mine.is_contiguous():
                 value = saved.state[mine][name].t().contiguous()
-            expected = codecs.decode(codecs.encode(value.reshape(-1), format), format)
+            expected = codecs.decode(*codecs.encode(value.reshape(-1), format), format)
             found = loaded.state[theirs][name]
             found = found.t() if mine.dim() == 2 and not mine.is_contiguous() else found
             assert raw(found.contiguous()) == raw(expected), name

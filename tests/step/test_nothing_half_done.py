@@ -24,7 +24,7 @@ from shardopt import (
     StateError,
     Tuning,
 )
-from shardopt.kernels.launch import Native
+from shardopt.kernels import native_backend
 from shardopt.tensors.part import Part
 from tests.support.ranks import Pool
 
@@ -327,7 +327,7 @@ def fails_in_the_update(neighbours: bool) -> list[tuple[str, str]]:
     def fail(*_: Any) -> None:
         raise MemoryError("no room")
 
-    with patch.object(Native, "step", fail if dist.get_rank() == 0 else Native.step):
+    with patch.object(native_backend, "step", fail if dist.get_rank() == 0 else native_backend.step):
         first = outcome(optimizer.step)
     return [first, outcome(optimizer.step)]
 

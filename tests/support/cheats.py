@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from shardopt import ShardedOptimizer
-from shardopt.kernels.launch import Native
+from shardopt.kernels import native_backend
 from shardopt.kernels.tables import Factors
 from shardopt.partition.comm import reduce_scatter as scatter
 from shardopt.partition.comm import reduce_scatter_p2p as message_scatter
@@ -29,7 +29,7 @@ from shardopt.step.launches import Launch, scalars_of
 from tests.support.cases import Case, Keywords
 
 SECOND_MOMENTS = {"exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum", "exp_inf"}
-STEP = Native.step
+STEP = native_backend.step
 NUMBERS = step_module.plain_numbers
 SCALARS = scalars_of
 SUM_INTO = scatter.sum_into
@@ -42,14 +42,14 @@ def does_nothing(*_: Any) -> None:
     pass
 
 
-def summed(self: Native, spec: Any, streams: Any, gradients: Any, scalars: Any, factors: Factors, *noise: Any) -> None:
+def summed(spec: Any, streams: Any, gradients: Any, scalars: Any, factors: Factors, *noise: Any) -> None:
     """Gradients summed over two ranks where the mean is meant."""
-    STEP(self, spec, streams, gradients, scalars, factors._replace(unscale=factors.unscale * 2), *noise)
+    STEP(spec, streams, gradients, scalars, factors._replace(unscale=factors.unscale * 2), *noise)
 
 
-def last_rank_idle(self: Native, *arguments: Any) -> None:
+def last_rank_idle(*arguments: Any) -> None:
     if dist.get_rank() != dist.get_world_size() - 1:
-        STEP(self, *arguments)
+        STEP(*arguments)
 
 
 def nothing_gathered(*_: Any) -> AllGather:
@@ -57,8 +57,8 @@ def nothing_gathered(*_: Any) -> AllGather:
     return AllGather(lambda window: lambda: None)
 
 
-def zeroes_second_moment(self: Native, spec: Any, streams: Any, *arguments: Any) -> None:
-    STEP(self, spec, streams, *arguments)
+def zeroes_second_moment(spec: Any, streams: Any, *arguments: Any) -> None:
+    STEP(spec, streams, *arguments)
     for name, state in zip(spec.variant.states, streams.states, strict=True):
         if name in SECOND_MOMENTS:
             state.zero_()
@@ -156,13 +156,13 @@ def adds_another_bucket(self: DeviceSum, buffer: Any, add: bool) -> Any:
 
 
 CHEATS: dict[str, Any] = {
-    "a step that does nothing": patch.object(Native, "step", does_nothing),
+    "a step that does nothing": patch.object(native_backend, "step", does_nothing),
     "twice the learning rate": patch.object(step_module, "plain_numbers", twice_the_learning_rate),
     "learning rate off by 1e-4": patch.object(step_module, "plain_numbers", slightly_larger_learning_rate),
-    "gradients summed": patch.object(Native, "step", summed),
-    "one shard not updated": patch.object(Native, "step", last_rank_idle),
+    "gradients summed": patch.object(native_backend, "step", summed),
+    "one shard not updated": patch.object(native_backend, "step", last_rank_idle),
     "gather dropped": patch.object(Transport, "all_gather", nothing_gathered),
-    "second moment zeroed": patch.object(Native, "step", zeroes_second_moment),
+    "second moment zeroed": patch.object(native_backend, "step", zeroes_second_moment),
     "decay dropped": patch.object(step_module, "plain_numbers", decay_dropped),
     "step off by one": patch.object(survey_module, "scalars_of", counts_one_too_many),
 }

@@ -25,7 +25,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from shardopt.kernels import triton_reductions, triton_step
+from shardopt.kernels import triton_backend, triton_reductions, triton_step
 from shardopt.kernels.formats import (
     BF16,
     BF16_DITHERED,
@@ -39,7 +39,6 @@ from shardopt.kernels.formats import (
     BlockFormat,
     Format,
 )
-from shardopt.kernels.launch import Triton
 from shardopt.kernels.spec import StepSpec
 from shardopt.kernels.tables import BLOCK, Factors, Gradients, Streams
 from tests.support.cases import CASES
@@ -319,9 +318,9 @@ def launch_facts() -> dict[str, Any]:
         scalars = torch.full((num_rows, len(spec.variant.scalars)), float(index))
         # With a float at first, then with ints too.
         factors = Factors() if index == 0 else Factors(1, 2.0**-index, 1 + index)
-        Triton().step(spec, streams, gradients, scalars, factors)
-        Triton().block_sums(BF16, gradients, factors._replace(divisor=1.0 if index == 0 else 1 + index))
-        Triton().count_nonfinite(BF16, gradients)
+        triton_backend.step(spec, streams, gradients, scalars, factors)
+        triton_backend.block_sums(BF16, gradients, factors._replace(divisor=1.0 if index == 0 else 1 + index))
+        triton_backend.count_nonfinite(BF16, gradients)
     return {
         "sizes": sizes,
         "blocks_per_program": triton_step.BLOCKS_PER_PROGRAM,

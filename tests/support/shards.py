@@ -15,10 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shardopt.kernels import native_backend, triton_backend
 from shardopt.kernels.formats import FP32, BlockFormat, Format
-from shardopt.kernels.launch import Backend, Native, Triton
+from shardopt.kernels.launch import Backend
 from shardopt.kernels.spec import StepSpec
-from shardopt.kernels.tables import BLOCK, Factors, Gradients, Noise, Streams
+from shardopt.kernels.tables import BLOCK, Factors, Gradients, Streams
 from shardopt.rules.rule import Rule
 from tests.support.number_formats import (
     decode_blocks,
@@ -34,7 +35,10 @@ from tests.support.oracle import Array, Oracle
 
 # Without a GPU the kernels of Triton run in its interpreter (conftest.py), on CPU tensors.
 TRITON_DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-BACKENDS: tuple[tuple[Backend, torch.device], ...] = ((Native(), torch.device("cpu")), (Triton(), TRITON_DEVICE))
+BACKENDS: tuple[tuple[Backend, torch.device], ...] = (
+    (native_backend, torch.device("cpu")),
+    (triton_backend, TRITON_DEVICE),
+)
 GUARD = 64  # elements on either side
 POISON = {4: 0x7FC0BEEF, 2: 0x7FEF, 1: 0xFE}  # NaN in fp32; in fp16 and in bf16; a large code
 INTEGERS = {4: torch.int32, 2: torch.int16, 1: torch.uint8}
@@ -249,14 +253,14 @@ class HandmadeShard:
                 table[row] = self.rule.evaluate(self.rule.variant(group), group, member.step, {})[0]
         return torch.from_numpy(table)
 
-    def noise(self, device: torch.device) -> Noise | None:
+    def noise(self, device: torch.device) -> Tensor | None:
         """The tables of what is not rounded to nearest; None where all is."""
         if not self.spec.needs_noise:
             return None
         places = zip(self.counters, self.shape.members, self.starts, strict=True)
         rows = [[key, other, member.before * BLOCK - start, phase] for (key, other, phase), member, start in places]
         table = np.array([*rows, [0, 0, 0, 0]], np.int64).astype(np.int32)  # modulo 2**32
-        return Noise(torch.from_numpy(table).to(device))
+        return torch.from_numpy(table).to(device)
 
     def launch(self, backend: Backend, device: torch.device) -> Memory:
         """One launch on a copy of the buffers; asserts that nothing but this shard's active blocks was written."""
