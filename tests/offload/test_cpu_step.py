@@ -183,11 +183,11 @@ def test_only_gradients_come_down_and_only_params_go_up() -> None:
 
     class Counting(AtOnce):
         def to_device(self, copies: Any, after: Any) -> None:
-            moved["up"] += sum(each.source.nbytes for each in copies)
+            moved["up"] += sum(source.nbytes for _, source in copies)
             super().to_device(copies, after)
 
         def to_host(self, copies: Any, after: Any) -> None:
-            moved["down"] += sum(each.source.nbytes for each in copies)
+            moved["down"] += sum(source.nbytes for _, source in copies)
             AtOnce.to_device(self, copies, after)
 
     numel = 40 * 1024

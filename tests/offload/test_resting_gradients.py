@@ -366,11 +366,11 @@ def test_each_sum_goes_down_once_a_backward_and_the_cpu_reads_it_there() -> None
 
     class Counting(AtOnce):
         def to_device(self, copies: Any, after: Any) -> None:
-            moved.up += sum(each.source.nbytes for each in copies)
+            moved.up += sum(source.nbytes for _, source in copies)
             super().to_device(copies, after)
 
         def to_host(self, copies: Any, after: Any) -> None:
-            moved.down += sum(each.source.nbytes for each in copies)
+            moved.down += sum(source.nbytes for _, source in copies)
             AtOnce.to_device(self, copies, after)
 
     def passed() -> tuple[int, int]:
@@ -440,7 +440,7 @@ def test_sums_that_were_used_can_be_written(step: Any) -> None:
             }
             optimizer.step()
             copies = [each for mark in HostAhead.up if not mark.is_over for each in mark.copies]
-            assert sums and not any(each.source.untyped_storage().data_ptr() in sums for each in copies)
+            assert sums and not any(source.untyped_storage().data_ptr() in sums for _, source in copies)
             optimizer.zero_grad(set_to_none=False)
         optimizer.close()
     HostAhead.up.clear()
