@@ -10,7 +10,8 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,7 +23,6 @@ from .domain.bind import bind, frozen_of
 from .domain.domain import Domain
 from .domain.domains import Domains
 from .domain.dtensors import DTensorLocals, local_gradient
-from .domain.exclusive import exclusive
 from .domain.formats import check_formats
 from .domain.hyperparameters import check_numbers, plain_numbers
 from .domain.masters import refresh_masters
@@ -35,7 +35,7 @@ from .domain.timings import Timings
 from .domain.unsharded import check_gathered_by_nobody, check_weights, unsharded
 from .errors import DisagreementError, ShardoptError, StateError
 from .module.backward import Backward
-from .module.closure import RaiseNow, run_closure
+from .module.closure import RaiseNow
 from .module.materialize import (
     check_materializable,
     check_unused,
@@ -54,21 +54,6 @@ from .states.torch_format import read_state_dict, to_state_dict
 from .step.step import NOTHING_DONE, Call, Outcome, run_step
 from .step.update_in_backward import UpdateInBackward, drop_gradients
 
-
-class Owner(Protocol):
-    """What the engine reads of its optimizer: scripts and frameworks replace param groups at any time."""
-
-    param_groups: list[dict[str, Any]]
-    defaults: dict[str, Any]
-
-
-class Announcer(Protocol):
-    """What tells ranks that have run out of batches what this one is about to do, while a ``join()`` is open."""
-
-    def tell(self, kind: str, call: Call | None) -> None:
-        """Collective: they do the same."""
-
-
 # The engines of this process, from the oldest: optimizers of one module ask for each other's params, and DDP's join()
 # takes those along whose params it wraps. The only table of the process that outlives a call.
 _LIVE: "list[weakref.ref[Engine]]" = []
@@ -78,6 +63,27 @@ def live_engines() -> "list[Engine]":
     """Those that were neither dropped nor closed, from the oldest."""
     found = (reference() for reference in _LIVE)
     return [engine for engine in found if engine is not None and not engine.is_closed]
+
+
+def _takeovers() -> list[ModuleTakeover]:
+    return [engine.takeover for engine in live_engines() if engine.takeover is not None]
+
+
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
+
+
+def exclusive(
+    method: Callable[Concatenate["Engine", _Arguments], _Result],
+) -> Callable[Concatenate["Engine", _Arguments], _Result]:
+    """Makes a method wait until no other thread is in an exclusive method of the same engine."""
+
+    @wraps(method)
+    def waiting(self: "Engine", /, *arguments: _Arguments.args, **keywords: _Arguments.kwargs) -> _Result:
+        with self.lock:
+            return method(self, *arguments, **keywords)
+
+    return waiting
 
 
 class Engine:
@@ -90,7 +96,8 @@ class Engine:
         states: of all params, wherever they are.
         local_params: the plain tensors behind DTensor params.
         takeover: of the module that was handed over.
-        joining: of the ``join()`` that is open.
+        joining: collective, of the ``join()`` that is open: tells ranks that have run out of batches what this one is
+            about to do, so that they do the same.
         grad_norm, updates: see :class:`ShardedOptimizer`.
         lock: held by the thread that changes states; a closure may load states, so a thread may hold it several times.
         is_closed: nothing can be done any more.
@@ -98,7 +105,7 @@ class Engine:
 
     def __init__(
         self,
-        owner: Owner,
+        owner: torch.optim.Optimizer,
         rule: Rule,
         options: Options,
         check_arguments: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None,
@@ -109,7 +116,7 @@ class Engine:
         self.local_params = DTensorLocals()
         self.states = StateTable(rule, self.local_params)
         self.takeover: ModuleTakeover | None = None
-        self.joining: Announcer | None = None
+        self.joining: Callable[[str, Call | None], None] | None = None
         self.grad_norm: float | None = None
         self.updates = 0
         self.lock = threading.RLock()
@@ -127,8 +134,8 @@ class Engine:
     # -- what the optimizer holds ----------------------------------------------------------------------------------
 
     @property
-    def owner(self) -> Owner:
-        """The optimizer."""
+    def owner(self) -> torch.optim.Optimizer:
+        """The optimizer, whose param groups scripts and frameworks replace at any time."""
         owner = self._owner()
         assert owner is not None  # hooks that may outlive it ask for the engine, which goes with it
         return owner
@@ -247,8 +254,12 @@ class Engine:
             if engine is not None:
                 engine.bind()
 
+        def groups() -> list[dict[str, Any]]:
+            engine = me()
+            return [] if engine is None else engine.groups
+
         has_parts = Placements.of_stage(self.options.stage).grad is Placement.SHARD
-        takeover = ModuleTakeover(module, has_parts, before_forward, live_engines)
+        takeover = ModuleTakeover(module, has_parts, before_forward, groups, _takeovers)
         takeover.check_covers(self.groups)
         self.takeover = takeover
         self._at_the_end(ModuleTakeover.dropped, takeover)
@@ -382,7 +393,7 @@ class Engine:
         if self.joining is None:
             return
         try:
-            self.joining.tell(kind, call)
+            self.joining(kind, call)
         except DisagreementError as error:  # the others are in a backward, say
             if call is not None and call.problem is not None:
                 raise call.problem from error
@@ -405,9 +416,14 @@ class Engine:
                 raise TypeError(f"closure takes a function or None, found {type(closure).__name__}.")
             return None if closure is None else closure()
 
-        run = None if self.takeover is None else self.takeover.closure
         try:
-            loss = evaluate() if closure is None else run_closure(evaluate, run, self._backward)
+            if closure is None:
+                loss = evaluate()
+            elif self.takeover is not None:
+                loss = self.takeover.run_closure(evaluate)
+            else:
+                with torch.enable_grad():
+                    loss = evaluate()
             scaled = scaling()
             backward = self._backward()
             if self.takeover is not None and backward is not None:

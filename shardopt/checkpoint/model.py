@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..domain.domain import Domain
 from ..domain.domains import ExpertGroup
-from ..domain.dtensors import DTensorPlace, is_dtensor, place_of
+from ..domain.dtensors import is_dtensor, place_of
 from ..domain.param import ParamRecord
 from ..domain.shard import Shard
 from ..errors import CheckpointError
@@ -35,7 +35,7 @@ class ModelParam:
     shard: Shard | None
     index: int = 0  # in the shard's bucket
     entry: ParamRecord | None = None  # where it is trained
-    place: DTensorPlace | None = None  # of a DTensor
+    place: str | None = None  # of a DTensor
     # Of a group with a process_group of its own: ranks outside of it hold other experts.
     expert_group: ExpertGroup | None = None
     world: Ranks | None = None  # that hold the same; None: all that make the checkpoint

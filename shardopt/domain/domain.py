@@ -28,7 +28,7 @@ from .agreement import StepDigest, agree
 from .epoch import Epoch, Moment
 from .param import Candidate, Group, ParamRecord, named_params
 from .param_names import name_of
-from .remote_states import RemoteStates
+from .remote_states import Fetch, RemoteStates
 from .shard import Shard
 from .sharded_params import ShardedParams
 from .tiers import make_store, offloads_params
@@ -97,8 +97,13 @@ class Domain:
 
     @property
     def shards(self) -> Sequence[Shard]:
-        """The shards of params that train, in the order of binding. ``sharded`` has those of frozen params."""
+        """The shards of params that train, in the order of binding."""
         return self._shards
+
+    @property
+    def frozen_shards(self) -> Sequence[Shard]:
+        """The shards of frozen params, at stage 3."""
+        return () if self.sharded is None else self.sharded.frozen
 
     @property
     def links(self) -> Links | None:
@@ -204,8 +209,7 @@ class Domain:
     @property
     def stored_shards(self) -> list[Shard]:
         """The shards whose homes belong to the store: all, but for those of frozen params that are not offloaded."""
-        frozen = self.sharded.frozen if self.sharded is not None and self.offloads_params(self.device) else ()
-        return [*self._shards, *frozen]
+        return [*self._shards, *(self.frozen_shards if self.offloads_params(self.device) else ())]
 
     def offloads_params(self, device: torch.device) -> bool:
         """True if slices of sharded params are offloaded together with masters and states."""
@@ -299,12 +303,12 @@ class Domain:
     def fetcher(
         self, shard: Shard, index: int, name: str, moment: Moment | None = None
     ) -> Callable[[], torch.Tensor] | None:
-        """Returns :meth:`RemoteStates.fetcher`, by default as of now; None if other ranks cannot be read."""
+        """Returns what reads a whole state (or "param"), by default as of now; None if other ranks cannot be read."""
         if self.mesh.shard.size == 1:
             return partial(_own, shard, index, name)
         if self.remote is None:
             return None
-        return self.remote.fetcher(shard, index, name, self.epoch.now(name) if moment is None else moment)
+        return Fetch(self.remote, shard, index, name, self.epoch.now(name) if moment is None else moment)
 
     def gather(self, shard: Shard, name: str) -> torch.Tensor:
         """Collective: returns state ``name`` (or "master") of every rank's shard, 1D, as long as the bucket.

@@ -156,7 +156,7 @@ class DTensorLocals:
                 continue
             own: Any = param
             if not is_dtensor(param) or _place(value) != _place(own):
-                here = str(_place(own)) if is_dtensor(param) else "a plain tensor"
+                here = _place(own) if is_dtensor(param) else "a plain tensor"
                 raise StateError(
                     "load at the same tensor-parallel size and plan, on the rank that saved the state, or "
                     f"redistribute() it first: {key} of {name} is a DTensor {_place(value)}, the param is {here}. "
@@ -175,29 +175,15 @@ def _placed_as(param: Any, tensor: torch.Tensor) -> torch.Tensor:
     return placed
 
 
-@dataclass(frozen=True)
-class DTensorPlace:
-    """The placement of a DTensor, in words that ranks and files can compare."""
-
-    shape: tuple[int, ...]  # of the whole
-    mesh: tuple[int, ...]
-    placements: str
-    coordinate: tuple[int, ...]  # of this rank
-
-    def __str__(self) -> str:
-        return f"of shape {self.shape}, placed {self.placements} at {self.coordinate} of a mesh of {self.mesh}"
-
-
-def place_of(param: torch.Tensor) -> DTensorPlace | None:
-    """Returns the placement of a param; None for a plain tensor."""
+def place_of(param: torch.Tensor) -> str | None:
+    """Returns the placement of a param, in words that ranks and files can compare; None for a plain tensor."""
     return _place(param) if is_dtensor(param) else None
 
 
-def _place(tensor: Any) -> DTensorPlace:
+def _place(tensor: Any) -> str:
     mesh = tensor.device_mesh
-    return DTensorPlace(
-        tuple(tensor.shape), tuple(mesh.shape), str(tuple(tensor.placements)), tuple(mesh.get_coordinate() or ())
-    )
+    shape, coordinate = tuple(tensor.shape), tuple(mesh.get_coordinate() or ())
+    return f"of shape {shape}, placed {tuple(tensor.placements)} at {coordinate} of a mesh of {tuple(mesh.shape)}"
 
 
 def is_counted_here(param: torch.Tensor) -> bool:

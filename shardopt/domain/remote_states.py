@@ -7,7 +7,8 @@ still the same after the reading.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -18,7 +19,6 @@ from ..partition.mesh import Mesh
 from .epoch import Epoch, Moment
 from .serve import Peers
 from .shard import Shard
-from .sharded_params import ShardedParams
 
 
 class Shown(Protocol):
@@ -33,14 +33,17 @@ class Shown(Protocol):
     @property
     def shards(self) -> Sequence[Shard]: ...
     @property
-    def sharded(self) -> ShardedParams | None: ...
+    def frozen_shards(self) -> Sequence[Shard]: ...
     @property
     def broken(self) -> str | None: ...
 
 
 @dataclass(frozen=True)
 class Fetch:
-    """Reads one whole state (or "param") of one param, as it is at ``moment``. Equal ones read the same tensor."""
+    """Reads one whole state (or "param") of one param into host memory, as it is at ``moment``.
+
+    Equal ones read the same tensor.
+    """
 
     remote: "RemoteStates"
     shard: Shard
@@ -66,7 +69,7 @@ class RemoteStates:
     def meet(domain: Shown) -> "RemoteStates | None":
         """Collective. Returns None if some rank can open no socket: one rank alone can then read nothing."""
         remote = RemoteStates(domain)
-        peers = Peers.meet(domain.mesh.shard, remote)
+        peers = Peers.meet(domain.mesh.shard, remote.slice_at)
         if peers is None:
             return None
         remote._peers = peers
@@ -88,10 +91,6 @@ class RemoteStates:
         self._peers.close()
 
     # -- reading ---------------------------------------------------------------------------------------------------
-
-    def fetcher(self, shard: Shard, index: int, name: str, moment: Moment) -> Fetch:
-        """Returns a function that reads the whole state ``name`` (or "param") of a param into host memory."""
-        return Fetch(self, shard, index, name, moment)
 
     def fetch(self, shard: Shard, index: int, name: str, moment: Moment) -> torch.Tensor:
         """Reads a whole state. Raises StateError unless all of it is of the moment."""
@@ -137,21 +136,23 @@ class RemoteStates:
         """
         if shard in self._domain.shards:
             return self._domain.shards.index(shard)
-        return -1 - self._frozen.index(shard) if shard in self._frozen else None
+        frozen = self._domain.frozen_shards
+        return -1 - frozen.index(shard) if shard in frozen else None
 
     def _numbered(self, number: int) -> Shard | None:
-        shards, index = (self._domain.shards, number) if number >= 0 else (self._frozen, -1 - number)
+        domain = self._domain
+        shards, index = (domain.shards, number) if number >= 0 else (domain.frozen_shards, -1 - number)
         return shards[index] if index < len(shards) else None
-
-    @property
-    def _frozen(self) -> list[Shard]:
-        sharded = self._domain.sharded
-        return [] if sharded is None else sharded.frozen
 
     # -- serving --------------------------------------------------------------------------------------------------
 
-    def slice_at(self, moment: Moment, number: int, name: str, start: int, stop: int) -> torch.Tensor:
-        """Called by a thread of the server; see :class:`shardopt.domain.serve.Readable`."""
+    @contextmanager
+    def slice_at(self, moment: Moment, number: int, name: str, start: int, stop: int) -> Iterator[torch.Tensor]:
+        """A context of a thread of the server; see ``Readable`` there."""
+        yield self._slice(moment, number, name, start, stop)
+        self._check_at(moment, name)
+
+    def _slice(self, moment: Moment, number: int, name: str, start: int, stop: int) -> torch.Tensor:
         domain = self._domain
         end = time.monotonic() + domain.mesh.world.seconds
         while (shard := self._numbered(number)) is None or domain.epoch.now(name) < moment:
@@ -160,7 +161,7 @@ class RemoteStates:
             if time.monotonic() > end:
                 raise StateError(f"this rank has not come to the end of {moment}.")
             time.sleep(0.001)
-        self.check_at(moment, name)
+        self._check_at(moment, name)
         if shard is None:
             raise StateError("this rank has closed its optimizer.")
         if shard.device.type == "cpu":
@@ -172,8 +173,7 @@ class RemoteStates:
                 self._written.wait()
             return shard.read_chunk(name, start, stop).cpu()
 
-    def check_at(self, moment: Moment, name: str) -> None:
-        """See :class:`shardopt.domain.serve.Readable`."""
+    def _check_at(self, moment: Moment, name: str) -> None:
         domain, epoch = self._domain, self._domain.epoch
         if domain.broken is not None:
             raise StateError(f"a step of this rank failed half-way ({domain.broken}).")

@@ -25,11 +25,11 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from multiprocessing import connection
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 
@@ -50,18 +50,10 @@ _LOOK = 0.05  # seconds between two looks at the time of the last request
 _OK, _ERROR = b"\0", b"\1"
 
 
-class Readable(Protocol):
-    """The slices of one optimizer on this rank."""
-
-    def slice_at(self, moment: Moment, number: int, name: str, start: int, stop: int) -> torch.Tensor:
-        """Returns elements of this rank's slice of one state as they are at a moment: 1D, in host memory, maybe a view.
-
-        Raises:
-            ShardoptError: the moment has passed, or will not come.
-        """
-
-    def check_at(self, moment: Moment, name: str) -> None:
-        """Raises ShardoptError unless all that ``slice_at`` has returned so far was of the moment."""
+# Takes a moment, the number of a shard, the name of a state, start and stop. Returns a context in which these elements
+# of this rank's slice lie in host memory, 1D, as they are at the moment. Raises ShardoptError if the moment has passed,
+# or will not come, and at the end of the context if the moment has passed meanwhile.
+Readable = Callable[[Moment, int, str, int, int], AbstractContextManager[torch.Tensor]]
 
 
 @dataclass(eq=False)
@@ -201,11 +193,10 @@ def _send(peer: "connection.Connection[Any, Any]", shelf: Shelf, request: dict[s
             raise StateError("save before close(): that rank has closed its optimizer, and its slices are gone.")
         moment, name = Moment(*map(int, request["moment"])), str(request["name"])
         numbers = (int(request[key]) for key in ("shard", "start", "stop"))
-        found = readable.slice_at(moment, next(numbers), name, *numbers)
-        peer.send_bytes(_OK)
-        peer.send_bytes(_bytes_of(found))
-        # The bytes were sent from memory that the next step and the next load write to.
-        readable.check_at(moment, name)
+        # The bytes are sent from memory that the next step and the next load write to.
+        with readable(moment, next(numbers), name, *numbers) as found:
+            peer.send_bytes(_OK)
+            peer.send_bytes(_bytes_of(found))
     except ShardoptError as error:
         peer.send_bytes(_ERROR + str(error).encode())
         return

@@ -3,7 +3,7 @@
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from contextlib import contextmanager, nullcontext
 
 import torch
 
@@ -29,9 +29,22 @@ class Clock:
         self._inside: list[float] = []  # for each running phase: the time of the phases inside of it
         self._steps: deque[dict[str, float]] = deque(maxlen=STEPS)
 
-    def phase(self, name: str) -> "Phase":
-        """Returns a context that is timed as this phase."""
-        return Phase(self._now, self._inside, name)
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """A context that is timed as this phase."""
+        # A label costs more than the timing.
+        is_profiled = torch.autograd.profiler._is_profiler_enabled
+        label = torch.profiler.record_function(f"shardopt: {name}") if is_profiled else nullcontext()
+        self._inside.append(0.0)
+        start = time.perf_counter()
+        try:
+            with label:
+                yield
+        finally:
+            elapsed = time.perf_counter() - start
+            self._now[name] = self._now.get(name, 0.0) + elapsed - self._inside.pop()
+            if self._inside:
+                self._inside[-1] += elapsed
 
     def end_step(self) -> None:
         self._steps.append(dict(self._now))
@@ -44,31 +57,6 @@ class Clock:
 
     def _seen(self) -> list[str]:
         return [name for name in PHASES if any(name in step for step in self._steps)]
-
-
-class Phase:
-    """The time between entering and leaving."""
-
-    __slots__ = ("_inside", "_label", "_name", "_now", "_start")
-
-    def __init__(self, now: dict[str, float], inside: list[float], name: str):
-        self._now, self._inside, self._name = now, inside, name
-        self._label: Any = None
-
-    def __enter__(self) -> None:
-        if torch.autograd.profiler._is_profiler_enabled:  # a label costs more than the timing
-            self._label = torch.profiler.record_function(f"shardopt: {self._name}")
-            self._label.__enter__()
-        self._inside.append(0.0)
-        self._start = time.perf_counter()
-
-    def __exit__(self, *error: Any) -> None:
-        elapsed = time.perf_counter() - self._start
-        self._now[self._name] = self._now.get(self._name, 0.0) + elapsed - self._inside.pop()
-        if self._inside:
-            self._inside[-1] += elapsed
-        if self._label is not None:
-            self._label.__exit__(*error)
 
 
 class Timings(Mapping[str, float]):

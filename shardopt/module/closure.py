@@ -12,22 +12,8 @@ or in the middle of it. How the other ranks hear of that depends on the transpor
   at once, and the others notice when its process ends.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
-
-import torch
-
-
-class Failing(Protocol):
-    """The backwards of a module that was taken over, as a closure sees them."""
-
-    @property
-    def rounds(self) -> int:
-        """How many backwards were reduced."""
-
-    def fail(self, error: Exception, rounds: int) -> bool:
-        """Tells ranks that wait in a backward; returns True if all ranks know of the error, or will."""
 
 
 class RaiseNow(Exception):
@@ -60,37 +46,3 @@ class ClosureState:
             if self.is_on:
                 self.shared_error = error
             raise
-
-
-def run_closure(closure: Callable[[], Any], state: ClosureState | None, backward: Callable[[], Failing | None]) -> Any:
-    """Returns what the closure returns.
-
-    Args:
-        state: of the module that was taken over; None if there is none.
-        backward: returns the module's backward, or None until it is bound, which the closure itself may do.
-
-    Raises:
-        RaiseNow: the ranks need not, or must not, be told at the beginning of the step.
-        Exception: what the closure raised. The ranks will meet at the beginning of the step.
-    """
-    if state is None:
-        with torch.enable_grad():
-            return closure()
-    before = backward()
-    rounds = 0 if before is None else before.rounds
-    state.is_on, state.number, state.shared_error = True, state.number + 1, None
-    try:
-        with torch.enable_grad():
-            loss = closure()
-    except Exception as error:
-        if state.shared_error is not None:
-            raise RaiseNow(state.shared_error) from error
-        bound = backward()
-        if bound is not None and not bound.fail(error, rounds):
-            raise RaiseNow(error) from error
-        raise
-    finally:
-        state.is_on = False
-    if state.shared_error is not None:  # the closure caught it, but the other ranks will not take this step
-        raise RaiseNow(state.shared_error)
-    return loss

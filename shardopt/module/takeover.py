@@ -6,7 +6,7 @@ A module that is wrapped in DistributedDataParallel loses DDP's reducer; see :mo
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,7 +20,7 @@ from ..partition.comm.group import Ranks
 from ..partition.placement import Placement, Placements
 from ..tensors.unsharded_guard import is_sharded
 from .backward import Backward
-from .closure import ClosureState
+from .closure import ClosureState, RaiseNow
 from .ddp import (
     active_wrapper,
     check_same_ranks,
@@ -34,18 +34,6 @@ from .materialize import give_devices, give_values
 from .tree import ModuleTree
 
 
-class Sharer(Protocol):
-    """An optimizer's engine: a module may be passed to several optimizers, each with some of its params."""
-
-    @property
-    def groups(self) -> Sequence[Mapping[str, Any]]:
-        """Its param groups."""
-
-    @property
-    def takeover(self) -> "ModuleTakeover | None":
-        """The takeover of the module that was passed to it."""
-
-
 class ModuleTakeover:
     """The hooks on one module, for one optimizer.
 
@@ -53,6 +41,7 @@ class ModuleTakeover:
         module: the module, without DDP around it.
         ddp: the DDP module around it, if any; one that is wrapped around it later is found at the next forward.
         pauses: how many ``no_sync()`` contexts of the optimizer are open.
+        groups: returns the param groups of the optimizer.
         closure: the closure of a step, if one runs.
         backward: takes the gradients, from :meth:`use_domain` on.
         forward: gathers the params at stage 3, from :meth:`use_domain` on.
@@ -63,14 +52,16 @@ class ModuleTakeover:
         module: nn.Module,
         always_syncs: bool,
         before_forward: Callable[[], None],
-        engines: Callable[[], Sequence[Sharer]],
+        groups: Callable[[], Sequence[Mapping[str, Any]]],
+        takeovers: Callable[[], "Sequence[ModuleTakeover]"],
     ):
         """
         Args:
             module: plain or DDP.
             always_syncs: gradients are sharded, so that every backward reduces them, ``no_sync()`` or not.
             before_forward: is called at the beginning of a forward that a backward can follow.
-            engines: returns the engines of all optimizers that are in use.
+            groups: returns the param groups of the optimizer.
+            takeovers: returns those of all optimizers that are in use.
         """
         self.ddp = module if isinstance(module, DistributedDataParallel) else None
         self.module: nn.Module = module.module if isinstance(module, DistributedDataParallel) else module
@@ -81,8 +72,9 @@ class ModuleTakeover:
         self._domain: Domain | None = None
         self._fresh: frozenset[torch.Tensor] = frozenset()
         self._tree: ModuleTree | None = None  # of the last binding or check_covered()
-        self._covered_by: frozenset[weakref.ref[Sharer]] = frozenset()  # the sharers at the same time
-        self._always_syncs, self._before_forward, self._engines = always_syncs, before_forward, engines
+        self._covered_by: frozenset[weakref.ref[ModuleTakeover]] = frozenset()  # the sharers at the same time
+        self.groups, self._takeovers = groups, takeovers
+        self._always_syncs, self._before_forward = always_syncs, before_forward
         self._hooks = [
             self.module.register_forward_pre_hook(ModuleHook(self._pre_forward), prepend=True, with_kwargs=True),
             self.module.register_forward_hook(ModuleHook(self._post_forward)),
@@ -90,10 +82,12 @@ class ModuleTakeover:
 
     # -- which params are whose ------------------------------------------------------------------------------------
 
-    def _sharers(self) -> list[Sharer]:
-        """Returns the engines that the module was passed to; the own one is listed while its optimizer is in use."""
-        engines = ((each, each.takeover) for each in self._engines())
-        return [each for each, takeover in engines if takeover is not None and takeover.module is self.module]
+    def _sharers(self) -> "list[ModuleTakeover]":
+        """Returns the takeovers of the module, which may be passed to several optimizers, each with some of its params.
+
+        This one is listed while its optimizer is in use.
+        """
+        return [each for each in self._takeovers() if each.module is self.module]
 
     def check_covers(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Raises BindingError if an unbound param of these groups is not the module's."""
@@ -109,7 +103,7 @@ class ModuleTakeover:
 
     def check_covered(self) -> None:
         """Raises BindingError if a trainable param of the module is in no optimizer that the module was passed to."""
-        known = {param for each in self._sharers() for group in each.groups for param in group["params"]}
+        known = {param for each in self._sharers() for group in each.groups() for param in group["params"]}
         for name, param in self.module.named_parameters():
             if param.requires_grad and param not in known:
                 raise BindingError(
@@ -127,8 +121,7 @@ class ModuleTakeover:
 
     def check_free(self, candidates: Sequence[Candidate]) -> None:
         """Raises BindingError if another optimizer takes the gradient of a candidate, whatever module it took over."""
-        others = (each.takeover for each in self._engines() if each.takeover is not self)
-        backwards = (takeover.backward for takeover in others if takeover is not None)
+        backwards = (each.backward for each in self._takeovers() if each is not self)
         taken = {entry.param for backward in backwards if backward is not None for entry in backward.entries}
         for name, param, _ in candidates:
             if param in taken:
@@ -242,6 +235,32 @@ class ModuleTakeover:
             if tensor.grad_fn is not None:
                 tensor.grad_fn.register_prehook(hook)
 
+    # -- a step ----------------------------------------------------------------------------------------------------
+
+    def run_closure(self, closure: Callable[[], Any]) -> Any:
+        """Returns what the closure of a step returns; see :mod:`shardopt.module.closure`.
+
+        Raises:
+            RaiseNow: the ranks need not, or must not, be told at the beginning of the step.
+            Exception: what the closure raised. The ranks will meet at the beginning of the step.
+        """
+        state, rounds = self.closure, 0 if self.backward is None else self.backward.rounds
+        state.is_on, state.number, state.shared_error = True, state.number + 1, None
+        try:
+            with torch.enable_grad():
+                loss = closure()
+        except Exception as error:
+            if state.shared_error is not None:
+                raise RaiseNow(state.shared_error) from error
+            if self.backward is not None and not self.backward.fail(error, rounds):  # the closure may have bound it
+                raise RaiseNow(error) from error
+            raise
+        finally:
+            state.is_on = False
+        if state.shared_error is not None:  # the closure caught it, but the other ranks will not take this step
+            raise RaiseNow(state.shared_error)
+        return loss
+
     # -- DDP -------------------------------------------------------------------------------------------------------
 
     def _find_ddp(self) -> None:
@@ -275,7 +294,7 @@ class ModuleTakeover:
             self.backward.detach()
         if self.forward is not None:
             self.forward.close()
-        others = any(each.takeover is not self for each in self._sharers())
+        others = any(each is not self for each in self._sharers())
         if self.ddp is not None and not has_reducer(self.ddp) and not others:
             restore_reducer(self.ddp)
 

@@ -140,7 +140,7 @@ class Shadow(JoinHook):
     def leave(self) -> None:
         """The context is left."""
         optimizer = self._optimizer()
-        if optimizer is not None and optimizer.engine.joining is self:
+        if optimizer is not None and optimizer.engine.joining == self.tell:
             optimizer.engine.joining, optimizer._join_config = None, _OFF
         if self._backward is not None:
             self._backward.before_round = None

@@ -7,7 +7,8 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from multiprocessing import connection, process, util
 from pathlib import Path
 from typing import Any
@@ -25,16 +26,12 @@ from tests.support.moments import until
 KEY = b"k" * 32
 
 
-class Numbers:
+@contextmanager
+def numbers(moment: Moment, number: int, name: str, start: int, stop: int) -> Iterator[torch.Tensor]:
     """What a rank shows: at moment (3, 0)."""
-
-    def slice_at(self, moment: Moment, number: int, name: str, start: int, stop: int) -> torch.Tensor:
-        self.check_at(moment, name)
-        return torch.arange(start, stop, dtype=torch.float32)
-
-    def check_at(self, moment: Moment, name: str) -> None:
-        if moment != Moment(3):
-            raise StateError("moved on")
+    if moment != Moment(3):
+        raise StateError("moved on")
+    yield torch.arange(start, stop, dtype=torch.float32)
 
 
 def answering() -> int:
@@ -56,7 +53,7 @@ def read(server: StateServer, shelf: Shelf) -> None:
 
 
 def test_strangers_hold_nothing_for_long() -> None:
-    server, shelf = StateServer("AF_UNIX"), Shelf("token", KEY, Numbers(), 2)
+    server, shelf = StateServer("AF_UNIX"), Shelf("token", KEY, numbers, 2)
     server.show(shelf)
     before, most = answering(), serve.STRANGERS + 4
     # Silent ones, behind nothing, a byte, a length that does not come, a proof that does not come.
@@ -102,7 +99,7 @@ def test_all_ranks_come_at_once() -> None:
         each.connect(there.address)  # an error where the backlog is full
     for each in callers:
         each.close()
-    server, shelf = StateServer("AF_UNIX"), Shelf("token", KEY, Numbers(), 300)
+    server, shelf = StateServer("AF_UNIX"), Shelf("token", KEY, numbers, 300)
     server.show(shelf)
     before, leaving = answering(), list[Any]()
     for rank in range(300):
@@ -121,7 +118,7 @@ def test_all_ranks_come_at_once() -> None:
 def test_ranks_leave_in_any_order() -> None:
     world = 12
     servers = [StateServer("AF_UNIX") for _ in range(world)]
-    shelves = [Shelf("token", KEY, Numbers(), world) for _ in range(world)]
+    shelves = [Shelf("token", KEY, numbers, world) for _ in range(world)]
     for server, shelf in zip(servers, shelves, strict=True):
         server.show(shelf)
     addresses = [server.address for server in servers]

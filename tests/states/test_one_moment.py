@@ -193,7 +193,7 @@ def beside_a_step(folder: str, release: bool) -> None:
         except StateError as error:
             refused.append(f"{when}: {error}")
 
-    launch, by_shard, slice_at = update._launch, update.launches_by_shard, RemoteStates.slice_at
+    launch, by_shard, slice_at = update._launch, update.launches_by_shard, RemoteStates._slice
 
     def launched(*arguments: Any) -> None:
         launch(*arguments)
@@ -229,7 +229,7 @@ def beside_a_step(folder: str, release: bool) -> None:
         moments.wait("the step was taken")
         return found
 
-    with patch.object(RemoteStates, "slice_at", sliced):
+    with patch.object(RemoteStates, "_slice", sliced):
         if rank == 0:
             refused.clear()
             thread = threading.Thread(target=read, args=("later",))
