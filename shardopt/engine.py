@@ -10,8 +10,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import wraps
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,8 +28,8 @@ from .domain.masters import refresh_masters
 from .domain.memory import Memory, memory_of
 from .domain.param import Candidate, Group
 from .domain.param_state import ParamState
-from .domain.relocate import relocate
-from .domain.tiers import check_offload, make_store, tier_of
+from .domain.relocate import move_states
+from .domain.tiers import tier_of
 from .domain.timings import Timings
 from .domain.unsharded import check_gathered_by_nobody, check_weights, unsharded
 from .errors import DisagreementError, ShardoptError, StateError
@@ -43,7 +42,6 @@ from .module.materialize import (
     meta_params,
 )
 from .module.takeover import ModuleTakeover
-from .offload.store import Store
 from .partition.comm.group import Ranks
 from .partition.mesh import Mesh, everyone_of
 from .partition.placement import Placement, Placements
@@ -67,23 +65,6 @@ def live_engines() -> "list[Engine]":
 
 def _takeovers() -> list[ModuleTakeover]:
     return [engine.takeover for engine in live_engines() if engine.takeover is not None]
-
-
-_Arguments = ParamSpec("_Arguments")
-_Result = TypeVar("_Result")
-
-
-def exclusive(
-    method: Callable[Concatenate["Engine", _Arguments], _Result],
-) -> Callable[Concatenate["Engine", _Arguments], _Result]:
-    """Makes a method wait until no other thread is in an exclusive method of the same engine."""
-
-    @wraps(method)
-    def waiting(self: "Engine", /, *arguments: _Arguments.args, **keywords: _Arguments.kwargs) -> _Result:
-        with self.lock:
-            return method(self, *arguments, **keywords)
-
-    return waiting
 
 
 class Engine:
@@ -399,13 +380,16 @@ class Engine:
                 raise call.problem from error
             raise
 
-    @exclusive
     def step(self, closure: Callable[[], Any] | None, scaling: Callable[[], tuple[float, bool]]) -> Any:
         """Collective: one step. Returns what the closure returned.
 
         Args:
             scaling: gives the loss scale, and whether an Inf or NaN was found; asked once the closure has run.
         """
+        with self.lock:
+            return self._step(closure, scaling)
+
+    def _step(self, closure: Callable[[], Any] | None, scaling: Callable[[], tuple[float, bool]]) -> Any:
         self.check_open()
         loss, problem, scaled, settled = None, None, (1.0, False), None
 
@@ -483,14 +467,14 @@ class Engine:
             self.local_params.drop_gradients()
             self.local_params.show()
 
-    @exclusive
     @torch.no_grad()
     def refresh_masters(self) -> None:
         """See :meth:`ShardedOptimizer.refresh_masters`."""
-        self.check_weights("refresh_masters()")
-        self.states.consolidated = None
-        for domain in self.domains:
-            refresh_masters(domain)
+        with self.lock:
+            self.check_weights("refresh_masters()")
+            self.states.consolidated = None
+            for domain in self.domains:
+                refresh_masters(domain)
 
     # -- states ----------------------------------------------------------------------------------------------------
 
@@ -520,12 +504,12 @@ class Engine:
         """In torch's format, before hooks see it."""
         return to_state_dict(self.groups, self.view())
 
-    @exclusive
     def load(self, state_dict: Mapping[str, Any], groups: list[dict[str, Any]]) -> None:
         """Loads what hooks have seen. ``groups``: those of the dict, with the params of this optimizer's."""
-        loaded, own = read_state_dict(state_dict, groups, self.states)
-        self.replace_states(loaded, own)
-        self.owner.param_groups = groups
+        with self.lock:
+            loaded, own = read_state_dict(state_dict, groups, self.states)
+            self.replace_states(loaded, own)
+            self.owner.param_groups = groups
 
     def replace_states(self, loaded: Mapping[torch.nn.Parameter, ParamState], own: dict[Any, Any]) -> None:
         """Takes checked states by param, and what the user keeps beside them; all others are forgotten."""
@@ -561,26 +545,12 @@ class Engine:
         if self._away is not None:
             self._move(None)
 
-    @exclusive
     @torch.no_grad()
     def _move(self, to: Offload | None) -> None:
-        self.check_open()
-        domain = self.domain
-        if len(self.domains) > 1:
-            raise ShardoptError(
-                "offload() and reload() move states on all ranks or on none, and this optimizer's params are shared by "
-                "several process groups, which could not undo what one of them did. Give each its own optimizer."
-            )
-        if domain is None or not domain.shards:
-            return
-        rests, tuning, device = self.options.rests if to is None else to, self.options.tuning, domain.device
-
-        def open_store() -> Store:
-            check_offload(rests, device)
-            return make_store(rests, tuning, device)
-
-        relocate(domain, tier_of(rests), open_store)
-        self._away = to
+        with self.lock:
+            self.check_open()
+            if move_states(self.domains, to):
+                self._away = to
 
     # -- reports and the end ---------------------------------------------------------------------------------------
 

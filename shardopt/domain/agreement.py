@@ -162,25 +162,18 @@ def _raise_difference(view: StepDigest, ranks: Ranks, device: torch.device) -> N
 def first_difference(one: Any, other: Any, where: str = "") -> tuple[str, Any, Any] | None:
     """Returns the first difference of two JSON values: (path, value in the one, value in the other); None if equal."""
     if isinstance(one, dict) and isinstance(other, dict):
-        for key in [*one, *(key for key in other if key not in one)]:
-            found = first_difference(one.get(key), other.get(key), f"{where}.{key}" if where else key)
-            if found:
-                return found
-        return None
+        keys = dict.fromkeys([*one, *other])
+        found = (first_difference(one.get(key), other.get(key), f"{where}.{key}" if where else key) for key in keys)
+        return next(filter(None, found), None)
     if isinstance(one, list) and isinstance(other, list):
         if len(one) != len(other):
             return f"the number of {where}", len(one), len(other)
-        return _first_in_lists(one, other, where)
+        found = (
+            first_difference(*pair, f"{where}[{index}]") for index, pair in enumerate(zip(one, other, strict=True))
+        )
+        return next(filter(None, found), None)
     same = one == other or (one != one and other != other)  # NaN
     return None if same and type(one) is type(other) else (where, one, other)
-
-
-def _first_in_lists(one: Sequence[Any], other: Sequence[Any], where: str) -> tuple[str, Any, Any] | None:
-    for index, (mine, theirs) in enumerate(zip(one, other, strict=True)):
-        found = first_difference(mine, theirs, f"{where}[{index}]")
-        if found:
-            return found
-    return None
 
 
 def checksum(param: torch.Tensor) -> int:

@@ -47,9 +47,8 @@ def _is_bound(domain: Domain, param: torch.nn.Parameter) -> bool:
 
 
 def _add_shards(found: dict[str, Counter[str]], domain: Domain, slices: str) -> None:
-    frozen = domain.sharded.frozen if domain.sharded is not None else []
     found["buffer"]["device"] += sum(shard.tables.row_of_block.nbytes for shard in domain.shards)
-    for shard in (*domain.shards, *frozen):
+    for shard in (*domain.shards, *domain.frozen_shards):
         found["param"]["device"] += shard.bucket.resident_bytes
         if shard.param_bytes:
             found["param"][slices] += shard.param_bytes

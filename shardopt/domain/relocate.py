@@ -3,7 +3,8 @@
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-from ..errors import OffloadError
+from ..config import Offload
+from ..errors import OffloadError, ShardoptError
 from ..offload.disk.pipeline import SLOTS
 from ..offload.host import HostStorage
 from ..offload.store import ResidentStorage, ShardStorage, Store
@@ -11,6 +12,34 @@ from ..partition.memory import return_free_pages
 from .agreement import StepDigest, agree
 from .domain import Domain
 from .shard import Shard
+from .tiers import check_offload, make_store, tier_of
+
+
+def move_states(domains: Sequence[Domain], to: Offload | None) -> bool:
+    """Collective: moves the masters and states of an optimizer, as :func:`relocate`. Returns false if there are none.
+
+    Args:
+        to: where they rest from now on; None: where the optimizer's options say.
+
+    Raises:
+        ShardoptError: there are several domains.
+    """
+    if len(domains) > 1:
+        raise ShardoptError(
+            "offload() and reload() move states on all ranks or on none, and this optimizer's params are shared by "
+            "several process groups, which could not undo what one of them did. Give each its own optimizer."
+        )
+    if not domains or not domains[0].shards:
+        return False
+    (domain,) = domains
+    rests, tuning, device = domain.options.rests if to is None else to, domain.options.tuning, domain.device
+
+    def open_store() -> Store:
+        check_offload(rests, device)
+        return make_store(rests, tuning, device)
+
+    relocate(domain, tier_of(rests), open_store)
+    return True
 
 
 def relocate(domain: Domain, tier: str, open_store: Callable[[], Store]) -> None:

@@ -161,7 +161,7 @@ def as_on_a_gpu(streams: type[CopyStreams]) -> Iterator[None]:
         stack.enter_context(patch("shardopt.domain.tiers._cpu_store", beside))
         stack.enter_context(patch("shardopt.domain.bind.make_landing", landing))
         stack.enter_context(patch("shardopt.domain.tiers.register_with_cuda", None))
-        for module in ("domain.bind", "engine"):
+        for module in ("domain.bind", "domain.relocate"):
             stack.enter_context(patch(f"shardopt.{module}.check_offload", lambda rests, *_: None))
         stack.enter_context(patch("shardopt.domain.domain.offloads_params", offloads_params))
         yield

@@ -66,6 +66,7 @@ class ReduceScatter(Protocol):
 
     def progress(self) -> list[torch.Tensor]:
         """Goes on as far as is possible without waiting; returns buffers that are free again."""
+        return []
 
     def drain(self, limit: int, patience: float) -> list[torch.Tensor]:
         """Like ``progress``, but waits until at most ``limit`` reductions are under way, for ``patience`` seconds at

@@ -1,5 +1,6 @@
 """Reduce-scatter by the backend's own reduce-scatter, or all-reduce."""
 
+import math
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -36,14 +37,11 @@ class CollectiveReduceScatter(ReduceScatter):
             return dist.all_reduce(result.copy_(reduction.buffer), group=self._ranks.group, async_op=True)
         return _reduce_scatter_single()(result, reduction.buffer, group=self._ranks.group, async_op=True)
 
-    def progress(self) -> list[torch.Tensor]:
-        return []
-
     def drain(self, limit: int, patience: float) -> list[torch.Tensor]:
         return [self._give_back() for _ in range(len(self._reductions) - limit)]
 
     def finish(self) -> list[torch.Tensor]:
-        return [self._give_back() for _ in range(len(self._reductions))]
+        return self.drain(0, math.inf)
 
     def _give_back(self) -> torch.Tensor:
         reduction, result, pending = self._reductions.popleft()

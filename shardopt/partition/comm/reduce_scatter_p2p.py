@@ -1,5 +1,6 @@
 """Reduce-scatter by messages: slices go straight to their owners, who add them up."""
 
+import math
 from collections import deque
 from typing import Any
 
@@ -48,14 +49,11 @@ class P2PReduceScatter(ReduceScatter):
         who, round_number = self._number % 64, self._round % 1024
         return (who << 24 | round_number << 14 | self._attempt % 4 << 12 | self._position % 4096) + 1
 
-    def progress(self) -> list[torch.Tensor]:
-        return []
-
     def drain(self, limit: int, patience: float) -> list[torch.Tensor]:
         return [self._finish_first() for _ in range(len(self._reductions) - limit)]
 
     def finish(self) -> list[torch.Tensor]:
-        return [self._finish_first() for _ in range(len(self._reductions))]
+        return self.drain(0, math.inf)
 
     def _finish_first(self) -> torch.Tensor:
         reduction, slices, pending = self._reductions.popleft()
