@@ -18,6 +18,8 @@ from ..errors import BindingError, ShardoptError, StateError
 from ..tensors.strides import with_own_storage
 from .param import Group
 
+DTensor = Any  # torch's: see :func:`is_dtensor`
+
 
 def is_dtensor(value: Any) -> bool:
     """True if ``value`` is a DTensor. Does not import DTensor, which takes long, unless the program did."""
@@ -33,7 +35,7 @@ def any_dtensor(values: Iterable[Any]) -> bool:
 
 @dataclass(eq=False)
 class _Local:
-    param: Any  # the user's DTensor
+    param: DTensor  # the user's
     local: torch.nn.Parameter
     shown: torch.Tensor  # the DTensor's local tensor, a view of ``local``
     versions: tuple[int, int]  # of ``param`` and ``local``, when they were last compared
@@ -73,7 +75,7 @@ class DTensorLocals:
             return param
         found = self._table.get(param)
         if found is None:
-            values: Any = param
+            values: DTensor = param
             tensor = values._local_tensor
             local = torch.nn.Parameter(tensor.detach(), requires_grad=param.requires_grad)
             self._table[param] = found = _Local(param, local, tensor, (param._version, local._version))
@@ -130,14 +132,13 @@ class DTensorLocals:
     # -- states outside --------------------------------------------------------------------------------------------
 
     @staticmethod
-    def outside(param: torch.nn.Parameter, state: Mapping[str, Any]) -> dict[str, Any]:
+    def outside(param: Any, state: Mapping[str, Any]) -> dict[str, Any]:
         """Returns a state as ``torch.optim`` has it for a DTensor param: DTensors with the placements of the param."""
-        values: Any = param
         if not is_dtensor(param):
             return dict(state)
         return {
-            name: _placed_as(values, tensor)
-            if isinstance(tensor, torch.Tensor) and tensor.shape == values._local_tensor.shape and name != "step"
+            name: _placed_as(param, tensor)
+            if isinstance(tensor, torch.Tensor) and tensor.shape == param._local_tensor.shape and name != "step"
             else tensor
             for name, tensor in state.items()
         }
@@ -154,9 +155,8 @@ class DTensorLocals:
             if not is_dtensor(value):
                 found[key] = value
                 continue
-            own: Any = param
-            if not is_dtensor(param) or _place(value) != _place(own):
-                here = _place(own) if is_dtensor(param) else "a plain tensor"
+            here = place_of(param) or "a plain tensor"
+            if _place(value) != here:
                 raise StateError(
                     "load at the same tensor-parallel size and plan, on the rank that saved the state, or "
                     f"redistribute() it first: {key} of {name} is a DTensor {_place(value)}, the param is {here}. "
@@ -166,7 +166,7 @@ class DTensorLocals:
         return found
 
 
-def _placed_as(param: Any, tensor: torch.Tensor) -> torch.Tensor:
+def _placed_as(param: DTensor, tensor: torch.Tensor) -> torch.Tensor:
     """Returns the DTensor with the local tensor ``tensor`` and the placements of ``param``."""
     if tensor.storage_offset():  # torch.save fails for a DTensor whose local tensor is a view
         tensor = with_own_storage(tensor)
@@ -175,49 +175,44 @@ def _placed_as(param: Any, tensor: torch.Tensor) -> torch.Tensor:
     return placed
 
 
-def place_of(param: torch.Tensor) -> str | None:
+def place_of(param: Any) -> str | None:
     """Returns the placement of a param, in words that ranks and files can compare; None for a plain tensor."""
     return _place(param) if is_dtensor(param) else None
 
 
-def _place(tensor: Any) -> str:
+def _place(tensor: DTensor) -> str:
     mesh = tensor.device_mesh
     shape, coordinate = tuple(tensor.shape), tuple(mesh.get_coordinate() or ())
     return f"of shape {shape}, placed {tuple(tensor.placements)} at {coordinate} of a mesh of {tuple(mesh.shape)}"
 
 
-def is_counted_here(param: torch.Tensor) -> bool:
+def is_counted_here(param: DTensor) -> bool:
     """True if this rank counts the elements of a DTensor: the first one of those that hold a copy."""
-    values: Any = param
-    pairs = zip(values.placements, values.device_mesh.get_coordinate(), strict=True)
+    pairs = zip(param.placements, param.device_mesh.get_coordinate(), strict=True)
     return all(coordinate == 0 or not placement.is_replicate() for placement, coordinate in pairs)
 
 
-def slice_number(param: torch.Tensor) -> int:
+def slice_number(param: DTensor) -> int:
     """Returns the number of this rank's slice of a DTensor; ranks that hold copies have the same number."""
-    values: Any = param
-    number = 0
-    for size, coordinate, placement in zip(
-        values.device_mesh.shape, values.device_mesh.get_coordinate(), values.placements, strict=True
-    ):
+    mesh, number = param.device_mesh, 0
+    for size, coordinate, placement in zip(mesh.shape, mesh.get_coordinate(), param.placements, strict=True):
         if not placement.is_replicate():
             number = number * size + coordinate
     return number
 
 
-def mesh_of(param: torch.Tensor, name: str) -> DeviceMesh:
+def mesh_of(param: DTensor, name: str) -> DeviceMesh:
     """Returns the mesh of a DTensor.
 
     Raises:
         BindingError: its ranks hold parts of a sum, and none holds its values.
     """
-    values: Any = param
-    if any(placement.is_partial() for placement in values.placements):
+    if any(placement.is_partial() for placement in param.placements):
         raise BindingError(
-            f"give a param that is sharded or replicated: {name} is a DTensor with placements {values.placements}, "
+            f"give a param that is sharded or replicated: {name} is a DTensor with placements {param.placements}, "
             "whose ranks hold parts of a sum. Updates of parts do not add up to the update of the sum."
         )
-    mesh: DeviceMesh = values.device_mesh
+    mesh: DeviceMesh = param.device_mesh
     return mesh
 
 
@@ -228,11 +223,10 @@ def local_gradient(param: torch.nn.Parameter) -> torch.Tensor | None:
     return local
 
 
-def _check_gradient(param: torch.nn.Parameter) -> None:
+def _check_gradient(param: DTensor) -> None:
     """Raises ShardoptError if it cannot be told which elements of a gradient are this rank's."""
-    values: Any = param
-    grad: Any = param.grad
-    if not is_dtensor(grad) or grad.device_mesh != values.device_mesh:
+    grad = param.grad
+    if not is_dtensor(grad) or grad.device_mesh != param.device_mesh:
         found = f"of mesh {grad.device_mesh}" if is_dtensor(grad) else type(grad).__name__
         raise ShardoptError(
             f"assign a DTensor with the param's mesh: the gradient of a DTensor param of shape {tuple(param.shape)} is "
@@ -240,21 +234,17 @@ def _check_gradient(param: torch.nn.Parameter) -> None:
         )
 
 
-def _sums_to_make(param: torch.nn.Parameter) -> list[int]:
+def _sums_to_make(param: DTensor) -> list[int]:
     """Returns the dimensions of the mesh over which a gradient is to be summed; none if it must be redistributed."""
-    values: Any = param
-    grad: Any = param.grad
-    pairs = list(zip(grad.placements, values.placements, strict=True))
+    pairs = list(zip(param.grad.placements, param.placements, strict=True))
     dims = [dim for dim, (found, wanted) in enumerate(pairs) if found != wanted]
     plain = all(pairs[dim][0].is_partial("sum") and pairs[dim][1].is_replicate() for dim in dims)
     return dims if plain else []
 
 
-def _placed_gradient(param: torch.nn.Parameter, gradient: torch.Tensor | None) -> torch.Tensor | None:
+def _placed_gradient(param: DTensor, gradient: torch.Tensor | None) -> torch.Tensor | None:
     """Returns the local tensor of the gradient, placed as the param. Collective if its placements differ."""
-    values: Any = param
-    grad: Any = param.grad
-    if grad is None or grad.placements == values.placements:
+    if param.grad is None or param.grad.placements == param.placements:
         return gradient
-    moved: torch.Tensor = grad.redistribute(values.device_mesh, values.placements).to_local()
+    moved: torch.Tensor = param.grad.redistribute(param.device_mesh, param.placements).to_local()
     return moved.detach()

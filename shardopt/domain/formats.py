@@ -70,7 +70,7 @@ def check_formats(rule: Rule, options: Options) -> None:
                 f"remove {name!r} from state_format: {rule.name} does not keep such a state (it keeps "
                 f"{list(rule.states)}), and the entry would have no effect."
             )
-        if _is_coarser(precision, rule.tolerates(name)):
+        if _PRECISIONS.index(precision) > _PRECISIONS.index(rule.tolerates(name)):
             raise ValueError(
                 f"use {rule.tolerates(name)!r} for {name!r}: state_format gives {precision!r}, which is too "
                 f"coarse for {rule.name}: "
@@ -113,7 +113,3 @@ def _state(rule: Rule, options: Options, name: str, numel: int) -> Format:
     if precision == "bf16":
         return BF16_DITHERED if name in rule.nonnegative or name == EMA else BF16
     return FP32
-
-
-def _is_coarser(one: str, other: str) -> bool:
-    return _PRECISIONS.index(one) > _PRECISIONS.index(other)

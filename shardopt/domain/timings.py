@@ -53,10 +53,8 @@ class Clock:
     def read(self, note: str | None = None) -> "Timings":
         from statistics import median  # imports decimal and fractions, which no step needs
 
-        return Timings({name: median(step.get(name, 0.0) for step in self._steps) for name in self._seen()}, note)
-
-    def _seen(self) -> list[str]:
-        return [name for name in PHASES if any(name in step for step in self._steps)]
+        seen = [name for name in PHASES if any(name in step for step in self._steps)]
+        return Timings({name: median(step.get(name, 0.0) for step in self._steps) for name in seen}, note)
 
 
 class Timings(Mapping[str, float]):

@@ -69,26 +69,13 @@ class BlockSums:
 class Totals:
     """The sums over the blocks of each row: one row a param, as in ``tables.py``; zeros where nothing was summed.
 
-    All sums are one tensor, so that one message carries them. To join rows of several shards and ranks, add the limbs
+    Columns [0, LIMBS) are the limbs of the sum of squares, column LARGEST the bits of the largest finite magnitude in
+    fp32, which sort as it does, column NONFINITE the count of Inf and NaN. All sums are one tensor, so that one message
+    carries them. To join rows of several shards and ranks, add the limbs
     and the counts, and take the larger magnitude.
     """
 
     table: torch.Tensor  # 2D [num_rows, COLUMNS] int64, on the device of the gradients
-
-    @property
-    def limbs(self) -> torch.Tensor:
-        """2D [num_rows, 18] int64, a view: the sums of squares."""
-        return self.table[:, :LIMBS]
-
-    @property
-    def largest(self) -> torch.Tensor:
-        """1D [num_rows] int64, a view: bits of the largest finite magnitude in fp32, which sort as it does."""
-        return self.table[:, LARGEST]
-
-    @property
-    def nonfinite(self) -> torch.Tensor:
-        """1D [num_rows] int64, a view: counts of Inf and NaN."""
-        return self.table[:, NONFINITE]
 
     def of_shard(self, uncounted: Sequence[int] = ()) -> tuple[list[int], int]:
         """Returns the limbs and the count of non-finite elements of all rows; ``uncounted`` rows add only the count."""

@@ -73,12 +73,10 @@ def _call(name: str, *arguments: ast.expr) -> ast.Call:
 
 
 class _Native(ast.NodeTransformer):
-    def visit_Constant(self, node: ast.Constant) -> ast.expr:
+    def visit_Constant(self, node: Any) -> ast.expr:
         return _call("f32", node)
 
-    def visit_UnaryOp(self, node: ast.UnaryOp) -> ast.expr:
-        # Only literals are negated in a variant's source.
-        return _call("f32", node)
+    visit_UnaryOp = visit_Constant  # only literals are negated in a variant's source
 
 
 class _Triton(ast.NodeTransformer):

@@ -174,6 +174,7 @@ class Store(Protocol):
 
     def close(self) -> None:
         """Frees everything that the store holds."""
+        return
 
 
 # -- in memory ---------------------------------------------------------------------------------------------------------
@@ -243,6 +244,3 @@ class ResidentStore(Store):
         home = chunk.home
         assert isinstance(home, ResidentStorage)  # its only chunk is the whole shard
         return Fetched([home.streams[name] for name in chunk.names], chunk.param, chunk.gradients)
-
-    def close(self) -> None:
-        pass

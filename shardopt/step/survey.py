@@ -170,14 +170,11 @@ def _stats_of(
             nonfinite += backend.count_nonfinite(launch.spec.grad, launch.gradients)
         else:
             sums = backend.block_sums(launch.spec.grad, launch.gradients, Factors(launch.divisor, unscale))
-            own, bad = backend.totals(sums, launch.gradients).of_shard(_uncounted(domain, launch))
+            uncounted = [row for row, each in launch.updates.items() if each.entry.param in domain.counted_elsewhere]
+            own, bad = backend.totals(sums, launch.gradients).of_shard(uncounted)
             nonfinite += bad
             limbs = [mine + other for mine, other in zip(limbs, own, strict=True)]
     return GradientStats(nonfinite, tuple(limbs), witness)
-
-
-def _uncounted(domain: Domain, launch: Launch) -> list[int]:
-    return [row for row, each in launch.updates.items() if each.entry.param in domain.counted_elsewhere]
 
 
 def _witness(domain: Domain, updates: Sequence[ParamUpdate]) -> int:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from shardopt.kernels import native_backend
 from shardopt.kernels.formats import BF16, FP16, FP32, Format
 from shardopt.kernels.launch import Backend
-from shardopt.kernels.reductions import LIMBS, BlockSums, Totals, sum_of_squares
+from shardopt.kernels.reductions import LARGEST, LIMBS, NONFINITE, BlockSums, Totals, sum_of_squares
 from shardopt.kernels.spec import StepSpec
 from shardopt.kernels.tables import BLOCK, Factors, Gradients
 from tests.support.cases import ADAM_KEYWORDS, CASES, GRADIENTS
@@ -186,8 +186,8 @@ def test_limbs_are_exact_in_any_order(
         sums, gradients = made_up(*columns)
         limbs = torch.zeros(10, LIMBS, dtype=torch.int64)
         found = backend.totals(sums, gradients)
-        assert found.limbs.shape == (gradients.num_rows, LIMBS)
-        limbs[: gradients.num_rows] = found.limbs
+        assert found.table[:, :LIMBS].shape == (gradients.num_rows, LIMBS)
+        limbs[: gradients.num_rows] = found.table[:, :LIMBS]
         return limbs, sums, columns[2]
 
     limbs, sums, rows = limbs_of(blocks)
@@ -204,7 +204,7 @@ def test_blocks_that_fit() -> None:
     for exponent in range(255):
         sums, gradients = made_up([2**62 - 1], [exponent], [0])
         for backend, _ in BACKENDS:
-            limbs = backend.totals(sums, gradients).limbs[0] * 2**30
+            limbs = backend.totals(sums, gradients).table[0, :LIMBS] * 2**30
             assert bool((limbs >= 0).all())
             assert value(limbs) == exact(sums) * 2**304 * 2**30
 
@@ -238,21 +238,21 @@ def a_row_is_its_param_alone(shape: Shape, fmt: Format, length: int, threads: in
             assert (totals.table.dtype, totals.table.device) == (torch.int64, gradients.rows.device)
             assert not bool(totals.table[-1].any())  # the row of blocks that no param has
             for row, (member, grad) in enumerate(zip(shape.members, memory.grads, strict=True)):
-                numbers = (totals.limbs[row], totals.largest[row], totals.nonfinite[row])
+                numbers = (totals.table[:, :LIMBS][row], totals.table[:, LARGEST][row], totals.table[:, NONFINITE][row])
                 if member.skipped:
                     assert not any(bool(each.any()) for each in numbers)
                     continue
                 own, _grad = lone(grad.inner, fmt, member.misaligned)
                 alone = backend.totals(backend.block_sums(fmt, own, shape.factors), own)
-                expected = (alone.limbs[0], alone.largest[0], alone.nonfinite[0])
+                expected = (alone.table[:, :LIMBS][0], alone.table[:, LARGEST][0], alone.table[:, NONFINITE][0])
                 assert all(map(torch.equal, numbers, expected)), (row, type(backend).__name__)
                 values = torch.from_numpy(scaled(grad.inner.cpu(), shape.factors))
                 finite = values[values.isfinite()].abs()
-                assert int(totals.largest[row]) == (int(bits(finite).max()) if len(finite) else 0)
-                assert int(totals.nonfinite[row]) == len(values) - len(finite)
+                assert int(totals.table[:, LARGEST][row]) == (int(bits(finite).max()) if len(finite) else 0)
+                assert int(totals.table[:, NONFINITE][row]) == len(values) - len(finite)
         limbs, nonfinite = totals.of_shard()
-        assert nonfinite == int(totals.nonfinite.sum())
-        assert limbs == totals.limbs.sum(dim=0).tolist()
+        assert nonfinite == int(totals.table[:, NONFINITE].sum())
+        assert limbs == totals.table[:, :LIMBS].sum(dim=0).tolist()
         ends.append(totals)
     assert same(*ends)
 
@@ -271,9 +271,9 @@ def test_many_rows() -> None:
     assert same(native, triton)
     for row in range(0, gradients.num_rows, 7):
         mine = rows == row
-        assert native.largest[row] == max(largest[mine].tolist(), default=0)
-        assert native.nonfinite[row] == int(nonfinite[mine].sum())
-        assert value(native.limbs[row]) == exact(sums, rows.tolist(), row) * 2**304
+        assert native.table[:, LARGEST][row] == max(largest[mine].tolist(), default=0)
+        assert native.table[:, NONFINITE][row] == int(nonfinite[mine].sum())
+        assert value(native.table[:, :LIMBS][row]) == exact(sums, rows.tolist(), row) * 2**304
 
 
 # -- extremes ----------------------------------------------------------------------------------------------------------
