@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from shardopt.kernels import native_backend
 from shardopt.kernels.formats import BF16, FP16, FP32, Format
 from shardopt.kernels.launch import Backend
-from shardopt.kernels.reductions import LARGEST, LIMBS, NONFINITE, BlockSums, Totals, sum_of_squares
+from shardopt.kernels.reductions import LARGEST as LARGEST_AT
+from shardopt.kernels.reductions import LIMBS, NONFINITE, BlockSums, Totals, sum_of_squares
 from shardopt.kernels.spec import StepSpec
 from shardopt.kernels.tables import BLOCK, Factors, Gradients
 from tests.support.cases import ADAM_KEYWORDS, CASES, GRADIENTS
@@ -238,18 +239,18 @@ def a_row_is_its_param_alone(shape: Shape, fmt: Format, length: int, threads: in
             assert (totals.table.dtype, totals.table.device) == (torch.int64, gradients.rows.device)
             assert not bool(totals.table[-1].any())  # the row of blocks that no param has
             for row, (member, grad) in enumerate(zip(shape.members, memory.grads, strict=True)):
-                numbers = (totals.table[:, :LIMBS][row], totals.table[:, LARGEST][row], totals.table[:, NONFINITE][row])
+                numbers = (totals.table[row, :LIMBS], totals.table[row, LARGEST_AT], totals.table[row, NONFINITE])
                 if member.skipped:
                     assert not any(bool(each.any()) for each in numbers)
                     continue
                 own, _grad = lone(grad.inner, fmt, member.misaligned)
                 alone = backend.totals(backend.block_sums(fmt, own, shape.factors), own)
-                expected = (alone.table[:, :LIMBS][0], alone.table[:, LARGEST][0], alone.table[:, NONFINITE][0])
+                expected = (alone.table[0, :LIMBS], alone.table[0, LARGEST_AT], alone.table[0, NONFINITE])
                 assert all(map(torch.equal, numbers, expected)), (row, type(backend).__name__)
                 values = torch.from_numpy(scaled(grad.inner.cpu(), shape.factors))
                 finite = values[values.isfinite()].abs()
-                assert int(totals.table[:, LARGEST][row]) == (int(bits(finite).max()) if len(finite) else 0)
-                assert int(totals.table[:, NONFINITE][row]) == len(values) - len(finite)
+                assert int(totals.table[row, LARGEST_AT]) == (int(bits(finite).max()) if len(finite) else 0)
+                assert int(totals.table[row, NONFINITE]) == len(values) - len(finite)
         limbs, nonfinite = totals.of_shard()
         assert nonfinite == int(totals.table[:, NONFINITE].sum())
         assert limbs == totals.table[:, :LIMBS].sum(dim=0).tolist()
@@ -271,9 +272,9 @@ def test_many_rows() -> None:
     assert same(native, triton)
     for row in range(0, gradients.num_rows, 7):
         mine = rows == row
-        assert native.table[:, LARGEST][row] == max(largest[mine].tolist(), default=0)
-        assert native.table[:, NONFINITE][row] == int(nonfinite[mine].sum())
-        assert value(native.table[:, :LIMBS][row]) == exact(sums, rows.tolist(), row) * 2**304
+        assert native.table[row, LARGEST_AT] == max(largest[mine].tolist(), default=0)
+        assert native.table[row, NONFINITE] == int(nonfinite[mine].sum())
+        assert value(native.table[row, :LIMBS]) == exact(sums, rows.tolist(), row) * 2**304
 
 
 # -- extremes ----------------------------------------------------------------------------------------------------------
