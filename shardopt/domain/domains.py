@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..config import Options
 from ..errors import BindingError, CheckpointError
-from ..partition.comm.group import Pending, Ranks
+from ..partition.comm.group import Ranks
 from ..partition.mesh import everyone_of
 from .agreement import Consensus, StepDigest, agree
 from .domain import Domain
@@ -201,10 +201,8 @@ class Domains:
 
     def sum_over(self, mesh: DeviceMesh, dim: int, tensor: torch.Tensor) -> None:
         """Collective over one dimension of a tensor mesh: sums in place."""
-        phase = "summing gradients over the tensor mesh"
         ranks = Ranks(mesh.get_group(dim), self.options.tuning.deadline)
-        with ranks.naming(phase):
-            ranks.wait(Pending(phase, (dist.all_reduce(tensor, group=ranks.group, async_op=True),)))
+        ranks.add_up(tensor, "summing gradients over the tensor mesh")
 
     def _tensor_mesh(self, groups: Sequence[Group]) -> tuple[DeviceMesh | None, Exception | None]:
         """Returns the mesh of DTensors with ranks beyond the main domain's world, and the error if it is unusable."""

@@ -18,8 +18,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from .tables import Gradients
-
 LIMBS = 18
 LIMB_BITS = 32
 # Columns of a row of totals, after the limbs: the largest magnitude and the count of non-finite elements.
@@ -38,32 +36,6 @@ class BlockSums:
     largest: torch.Tensor  # 1D [num_blocks] int32: bits of the largest finite magnitude
     nonfinite: torch.Tensor  # 1D [num_blocks] int32: count of Inf and NaN
 
-    @staticmethod
-    def empty(gradients: Gradients) -> "BlockSums":
-        kinds = (torch.int64, torch.int32, torch.int32, torch.int32)
-        return BlockSums(*(torch.zeros_like(gradients.row_of_block, dtype=kind) for kind in kinds))
-
-    def totals(self, gradients: Gradients) -> "Totals":
-        """Adds up the blocks by torch's operations: integer sums and maxima, so that their order is free."""
-        row_at = gradients.row_of_block.long() * COLUMNS
-        bit = 2 * self.exponent.clamp(min=1).long() - 2
-        limb, shift = row_at + bit // LIMB_BITS, bit % LIMB_BITS
-        low_mask = (1 << LIMB_BITS) - 1
-        # S has up to 62 bits; shifted by up to 31 it spans three limbs. Its halves are shifted apart to stay in int64.
-        low = (self.mantissa & low_mask) << shift
-        high = (self.mantissa >> LIMB_BITS) << shift
-        table = torch.zeros(gradients.num_rows, COLUMNS, dtype=torch.int64, device=bit.device)
-        flat = table.view(-1)
-        for at, part in (
-            (limb, low & low_mask),
-            (limb + 1, (low >> LIMB_BITS) + (high & low_mask)),
-            (limb + 2, high >> LIMB_BITS),
-            (row_at + NONFINITE, self.nonfinite.long()),
-        ):
-            flat.index_add_(0, at, part)
-        flat.scatter_reduce_(0, row_at + LARGEST, self.largest.long(), "amax")
-        return Totals(table)
-
 
 @dataclass(frozen=True)
 class Totals:
@@ -71,8 +43,7 @@ class Totals:
 
     Columns [0, LIMBS) are the limbs of the sum of squares, column LARGEST the bits of the largest finite magnitude in
     fp32, which sort as it does, column NONFINITE the count of Inf and NaN. All sums are one tensor, so that one message
-    carries them. To join rows of several shards and ranks, add the limbs
-    and the counts, and take the larger magnitude.
+    carries them. To join rows of several shards and ranks, add the limbs and the counts, and take the larger magnitude.
     """
 
     table: torch.Tensor  # 2D [num_rows, COLUMNS] int64, on the device of the gradients

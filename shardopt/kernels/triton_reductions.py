@@ -7,9 +7,9 @@ import triton
 import triton.language as tl
 
 from .formats import Format
-from .reductions import BlockSums
+from .reductions import COLUMNS, LARGEST, LIMB_BITS, NONFINITE, BlockSums, Totals
 from .tables import BLOCK, Factors, Gradients
-from .triton_step import BLOCKS_PER_PROGRAM, GRAD_TYPES, NUM_WARPS
+from .triton_step import BLOCKS_PER_PROGRAM, GRAD_TYPES, NUM_WARPS, on
 from .triton_words import widen
 
 
@@ -100,31 +100,57 @@ def count_nonfinite_kernel(
     tl.store(counts_ptr + blocks, tl.sum(tl.where(bits < 0x7F800000, 0, 1), axis=1), mask=inside)
 
 
-def launch_block_sums(grad: Format, gradients: Gradients, factors: Factors, sums: BlockSums) -> None:
-    """Launches once for the whole shard, on the current CUDA stream."""
-    columns = (sums.mantissa, sums.exponent, sums.largest, sums.nonfinite)
+def block_sums(grad: Format, gradients: Gradients, factors: Factors) -> BlockSums:
+    kinds = (torch.int64, torch.int32, torch.int32, torch.int32)
+    columns = [torch.zeros_like(gradients.row_of_block, dtype=kind) for kind in kinds]
     # Floats: Triton would compile the kernel again for an int.
     numbers = (float(factors.divisor), float(factors.unscale))
     _launch(block_sums_kernel, grad, gradients, *columns, gradients.num_blocks, *numbers)
+    return BlockSums(*columns)
 
 
-def launch_count_nonfinite(grad: Format, gradients: Gradients, counts: torch.Tensor) -> None:
-    """Launches once for the whole shard, on the current CUDA stream."""
+def totals(sums: BlockSums, gradients: Gradients) -> Totals:
+    """Adds up the blocks by torch's operations: integer sums and maxima, so that their order is free."""
+    row_at = gradients.row_of_block.long() * COLUMNS
+    bit = 2 * sums.exponent.clamp(min=1).long() - 2
+    limb, shift = row_at + bit // LIMB_BITS, bit % LIMB_BITS
+    low_mask = (1 << LIMB_BITS) - 1
+    # S has up to 62 bits; shifted by up to 31 it spans three limbs. Its halves are shifted apart to stay in int64.
+    low = (sums.mantissa & low_mask) << shift
+    high = (sums.mantissa >> LIMB_BITS) << shift
+    table = torch.zeros(gradients.num_rows, COLUMNS, dtype=torch.int64, device=bit.device)
+    flat = table.view(-1)
+    for at, part in (
+        (limb, low & low_mask),
+        (limb + 1, (low >> LIMB_BITS) + (high & low_mask)),
+        (limb + 2, high >> LIMB_BITS),
+        (row_at + NONFINITE, sums.nonfinite.long()),
+    ):
+        flat.index_add_(0, at, part)
+    flat.scatter_reduce_(0, row_at + LARGEST, sums.largest.long(), "amax")
+    return Totals(table)
+
+
+def count_nonfinite(grad: Format, gradients: Gradients) -> int:
+    counts = torch.zeros_like(gradients.row_of_block)
     _launch(count_nonfinite_kernel, grad, gradients, counts, gradients.num_blocks)
+    return int(counts.sum())
 
 
 def _launch(kernel: Any, grad: Format, gradients: Gradients, *arguments: Any) -> None:
+    """Launches once for the whole shard, on the current CUDA stream of its device."""
     if gradients.num_blocks == 0:
         return
-    kernel[(triton.cdiv(gradients.num_blocks, BLOCKS_PER_PROGRAM),)](
-        gradients.row_of_block,
-        gradients.rows,
-        *arguments,
-        GRAD=grad.name,
-        GRAD_TYPE=GRAD_TYPES[grad.name],
-        ALIGNED=gradients.aligned,
-        BLOCK=BLOCK,
-        BLOCKS=BLOCKS_PER_PROGRAM,
-        num_warps=NUM_WARPS,
-        enable_fp_fusion=False,
-    )
+    with on(gradients.rows.device):
+        kernel[(triton.cdiv(gradients.num_blocks, BLOCKS_PER_PROGRAM),)](
+            gradients.row_of_block,
+            gradients.rows,
+            *arguments,
+            GRAD=grad.name,
+            GRAD_TYPE=GRAD_TYPES[grad.name],
+            ALIGNED=gradients.aligned,
+            BLOCK=BLOCK,
+            BLOCKS=BLOCKS_PER_PROGRAM,
+            num_warps=NUM_WARPS,
+            enable_fp_fusion=False,
+        )

@@ -5,6 +5,7 @@ The rule is a compile-time function, the states are a tuple of pointers. Everyth
 """
 
 import functools
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -162,7 +163,7 @@ def _numbers(format: Format) -> tuple[Any, ...]:
     return ("block", format.has_sign, format.shift, format.offset_bits, format.offset, *scaling)
 
 
-def launch_step(
+def step(
     spec: StepSpec,
     streams: Streams,
     gradients: Gradients,
@@ -170,30 +171,37 @@ def launch_step(
     factors: Factors,
     noise: torch.Tensor | None = None,
 ) -> None:
-    """Launches once for the whole shard, on the current CUDA stream."""
+    """Launches once for the whole shard, on the current CUDA stream of its device."""
+    assert factors.divisor == 1
     num_blocks = gradients.num_blocks
     if num_blocks == 0:
         return
-    step_kernel[(triton.cdiv(num_blocks, BLOCKS_PER_PROGRAM),)](
-        streams.param.view(spec.param.storage),
-        streams.param.view(spec.param.storage) if streams.master is None else streams.master,
-        tuple(state.view(format.storage) for state, format in zip(streams.states, spec.states, strict=True)),
-        tuple(state if (scales := streams.scale(i)) is None else scales for i, state in enumerate(streams.states)),
-        gradients.row_of_block,
-        gradients.rows,
-        scalars,
-        gradients.row_of_block if noise is None else noise,
-        num_blocks,
-        float(factors.unscale),  # Triton would compile the kernel again for an int
-        float(factors.clip),
-        **constants(spec, gradients.aligned),
-        num_warps=NUM_WARPS,
-        enable_fp_fusion=False,  # no contraction into FMA: the bits of the native kernel
-    )
+    with on(streams.param.device):
+        step_kernel[(triton.cdiv(num_blocks, BLOCKS_PER_PROGRAM),)](
+            streams.param.view(spec.param.storage),
+            streams.param.view(spec.param.storage) if streams.master is None else streams.master,
+            tuple(state.view(format.storage) for state, format in zip(streams.states, spec.states, strict=True)),
+            tuple(state if (scales := streams.scale(i)) is None else scales for i, state in enumerate(streams.states)),
+            gradients.row_of_block,
+            gradients.rows,
+            scalars,
+            gradients.row_of_block if noise is None else noise,
+            num_blocks,
+            float(factors.unscale),  # Triton would compile the kernel again for an int
+            float(factors.clip),
+            **constants(spec, gradients.aligned),
+            num_warps=NUM_WARPS,
+            enable_fp_fusion=False,  # no contraction into FMA: the bits of the native kernel
+        )
+
+
+def on(device: torch.device) -> AbstractContextManager[Any]:
+    """A context in which Triton launches on this device: it takes the current one, whatever that of the pointers."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 @functools.cache
-def compile_by_empty_launch(spec: StepSpec, device: torch.device, aligned: bool) -> None:
+def prepare(spec: StepSpec, device: torch.device, aligned: bool) -> None:
     """Compiles :func:`step_kernel` for ``spec``, by a launch over one block whose only row is skipped."""
 
     def block(dtype: torch.dtype) -> torch.Tensor:
@@ -211,4 +219,4 @@ def compile_by_empty_launch(spec: StepSpec, device: torch.device, aligned: bool)
     )
     scalars = torch.zeros(1, len(spec.variant.scalars), device=device)
     noise = torch.zeros(1, 4, dtype=torch.int32, device=device) if spec.needs_noise else None
-    launch_step(spec, streams, gradients, scalars, Factors(), noise)
+    step(spec, streams, gradients, scalars, Factors(), noise)

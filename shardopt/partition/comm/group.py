@@ -3,7 +3,7 @@
 import itertools
 import json
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -96,6 +96,10 @@ class Ranks:
                 else:
                     work.wait(self._deadline)
 
+    def _finish(self, phase: str, collective: Callable[..., Any], *arguments: Any, **keywords: Any) -> None:
+        with self.naming(phase):
+            self.wait(Pending(phase, (collective(*arguments, **keywords, group=self.group, async_op=True),)))
+
     def exchange(self, row: Sequence[int], device: torch.device, phase: str) -> list[list[int]]:
         """Collective: returns every rank's row of int64, by rank. Rows have one length; empty rows are a barrier."""
         if self.size == 1:
@@ -103,7 +107,7 @@ class Ranks:
         with self.naming(phase):
             mine = torch.tensor([len(row), *row], dtype=torch.int64, device=self._device_of_messages(device))
             rows = [torch.empty_like(mine) for _ in range(self.size)]
-            self.wait(Pending(phase, (dist.all_gather(rows, mine, group=self.group, async_op=True),)))
+            self._finish(phase, dist.all_gather, rows, mine)
             found = [other.tolist() for other in rows]
         lengths = [length for length, *_ in found]
         if any(length != len(row) for length in lengths):
@@ -128,18 +132,16 @@ class Ranks:
         padded = torch.zeros(max(lengths), dtype=torch.uint8)
         padded[: len(message)] = torch.frombuffer(bytearray(message), dtype=torch.uint8)
         mine = padded.to(self._device_of_messages(device))
-        with self.naming(phase):
-            others = [torch.empty_like(mine) for _ in range(self.size)]
-            self.wait(Pending(phase, (dist.all_gather(others, mine, group=self.group, async_op=True),)))
+        others = [torch.empty_like(mine) for _ in range(self.size)]
+        self._finish(phase, dist.all_gather, others, mine)
         return [json.loads(bytes(other[:length].cpu().numpy())) for other, length in zip(others, lengths, strict=True)]
 
     def add_up(self, vector: torch.Tensor, phase: str) -> None:
-        """Collective: sums every rank's int64 vector over the ranks, in place."""
+        """Collective: sums every rank's tensor over the ranks, in place."""
         if self.size == 1:
             return
         message = vector.to(self._device_of_messages(vector.device))
-        with self.naming(phase):
-            self.wait(Pending(phase, (dist.all_reduce(message, group=self.group, async_op=True),)))
+        self._finish(phase, dist.all_reduce, message)
         if message is not vector:
             vector.copy_(message)
 
@@ -163,8 +165,7 @@ class Ranks:
             return
         for tensor in tensors:
             message = tensor.detach().to(self._device_of_messages(tensor.device)).contiguous()
-            with self.naming(phase):
-                self.wait(Pending(phase, (dist.broadcast(message, group_src=root, group=self.group, async_op=True),)))
+            self._finish(phase, dist.broadcast, message, group_src=root)
             if message.data_ptr() != tensor.data_ptr():
                 tensor.detach().copy_(message)
 
