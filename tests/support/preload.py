@@ -26,6 +26,7 @@ import shardopt.checkpoint.load
 import shardopt.checkpoint.prepare
 import shardopt.checkpoint.save
 import shardopt.engine  # and all below it: a module that loads while a test has patched another keeps what it saw
+import shardopt.kernels.native_backend
 import shardopt.kernels.native_formats
 import shardopt.kernels.native_reductions
 import shardopt.kernels.native_words

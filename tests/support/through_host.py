@@ -8,10 +8,9 @@ from unittest.mock import patch
 import torch
 
 from shardopt.partition.comm.all_gather import AllGather, Window, by_messages
-from shardopt.partition.comm.group import Ranks
+from shardopt.partition.comm.group import Ranks, Traffic
 from shardopt.partition.comm.reduce_scatter import ReduceScatter, Reduction
 from shardopt.partition.comm.reduce_scatter_p2p import P2PReduceScatter
-from shardopt.partition.comm.traffic import Traffic
 from shardopt.partition.comm.transport import Transport
 
 

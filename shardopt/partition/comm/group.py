@@ -5,6 +5,7 @@ import json
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -29,6 +30,15 @@ class Pending(NamedTuple):
     phase: str
     works: tuple[Any, ...]
     peers: tuple[int, ...] = ()  # by work: its rank, if each work is with one rank
+
+
+@dataclass
+class Traffic:
+    """Bytes that this rank received from others, by kind; the few bytes of agreements are not counted."""
+
+    params: int = 0
+    gradients: int = 0
+    states: int = 0  # slices that were gathered for reading
 
 
 class Ranks:

@@ -9,9 +9,8 @@ import torch
 import torch.distributed as dist
 
 from ..streams import last_used
-from .group import Pending, Ranks
+from .group import Pending, Ranks, Traffic
 from .reduce_scatter import PHASE, ReduceScatter, Reduction, accumulate
-from .traffic import Traffic
 
 
 class CollectiveReduceScatter(ReduceScatter):

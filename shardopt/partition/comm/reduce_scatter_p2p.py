@@ -6,9 +6,8 @@ from typing import Any
 
 import torch
 
-from .group import Pending, Ranks
+from .group import Pending, Ranks, Traffic
 from .reduce_scatter import PHASE, ReduceScatter, Reduction, chunks, sum_into
-from .traffic import Traffic
 
 
 class P2PReduceScatter(ReduceScatter):

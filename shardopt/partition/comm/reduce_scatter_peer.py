@@ -6,10 +6,9 @@ from typing import Any
 
 import torch
 
-from .group import Ranks
+from .group import Ranks, Traffic
 from .peer_board import MAX_ADDRESSES, Nap, PeerBoard
 from .reduce_scatter import CHUNK, PHASE, ReduceScatter, Reduction, chunks, sum_into
-from .traffic import Traffic
 
 
 class PeerReduceScatter(ReduceScatter):

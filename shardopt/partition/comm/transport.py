@@ -22,14 +22,13 @@ import torch.distributed as dist
 
 from ...errors import BindingError, CommunicationError
 from .all_gather import AllGather, Window, by_collectives, by_messages, by_reading
-from .group import Ranks
+from .group import Ranks, Traffic
 from .peer_board import PeerBoard
 from .peer_memory import PeerMemory
 from .reduce_scatter import NoReduceScatter, ReduceScatter
 from .reduce_scatter_collective import CollectiveReduceScatter
 from .reduce_scatter_p2p import P2PReduceScatter
 from .reduce_scatter_peer import PeerReduceScatter
-from .traffic import Traffic
 
 _WINDOWS = 1 << 20  # how many windows one transport may number
 
