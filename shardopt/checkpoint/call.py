@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from ..arguments import flag, path, whole
+from ..engine import Engine
 from ..optim.optimizer import ShardedOptimizer
-from .engine import Engine
 
 
 class Request(NamedTuple):

@@ -17,10 +17,9 @@ from ..domain.param_state import count_as_torch
 from ..errors import CheckpointError
 from . import files, values
 from .elements import same_order
-from .manifest import Manifest
 from .plan_load import carried_of
 from .reader import Checkpoint, chunks_of
-from .records import Key, Tensor
+from .records import Key, Manifest, Tensor
 from .tensor_file import Writer, bytes_of, header
 
 Advance = Callable[[int], None]

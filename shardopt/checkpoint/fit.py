@@ -9,8 +9,8 @@ from torch import nn
 
 from ..rules.rule import EMA
 from . import values
-from .manifest import Manifest
 from .model import Model, ModelParam, plain_name
+from .records import Manifest
 
 _LISTED = 8  # mismatches that an error names
 

@@ -6,13 +6,12 @@ from typing import Any
 import torch
 
 from ..domain.hyperparameters import check_numbers, plain_numbers
+from ..engine import Engine
 from ..errors import CheckpointError
 from . import values
-from .engine import Engine
 from .fit import Fit
-from .manifest import Manifest
 from .plan_load import carried_of
-from .records import Key
+from .records import Key, Manifest
 
 
 def check_groups(manifest: Manifest, fitting: Fit, engines: Sequence[Engine]) -> None:

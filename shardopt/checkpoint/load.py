@@ -11,12 +11,12 @@ from torch import nn
 from ..arguments import flag
 from ..domain.param import ParamRecord
 from ..domain.param_state import ParamState
+from ..engine import Engine
 from ..errors import CheckpointError, ShardoptError
 from ..optim.optimizer import ShardedOptimizer
 from ..rules.rule import EMA
 from . import gradients, rng, values
 from .call import check_module, directory_of, engines_of
-from .engine import Engine
 from .fit import Fit, fit
 from .hyper import check_groups
 from .meeting import Meeting, Problem

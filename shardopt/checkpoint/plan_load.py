@@ -23,10 +23,9 @@ from .elements import (
     writer_of,
 )
 from .fit import Fit
-from .manifest import Manifest
 from .model import Model, ModelParam
 from .reader import Checkpoint, Chunk, chunks_of, needed_chunks
-from .records import Key, Tensor
+from .records import Key, Manifest, Tensor
 
 Deliver = Callable[[torch.Tensor], Any]  # takes a whole tensor with the shape of the one that was saved
 

@@ -15,9 +15,9 @@ from ..kernels import codecs
 from ..kernels.formats import FORMATS, SPLIT, SPLIT24, BlockFormat
 from ..kernels.tables import BLOCK
 from . import files
-from .manifest import MAX_BYTES, Manifest
+from .manifest import MAX_BYTES, from_bytes
 from .publish import MANIFEST, published
-from .records import CHUNK_BYTES, Key, Range, Tensor
+from .records import CHUNK_BYTES, Key, Manifest, Range, Tensor
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Checkpoint:
         self.path = path
         data = files.read_file(path / MANIFEST, MAX_BYTES)
         self.digest = hashlib.sha256(data).hexdigest()
-        self.manifest = Manifest.from_bytes(data, str(path / MANIFEST))
+        self.manifest = from_bytes(data, str(path / MANIFEST))
         self._open: dict[str, int] = {}
         self._buffer = torch.empty(CHUNK_BYTES, dtype=torch.uint8)
         self._bytes = memoryview(cast(Any, self._buffer.numpy()))

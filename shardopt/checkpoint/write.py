@@ -13,7 +13,7 @@ import torch
 from ..errors import CheckpointError
 from ..version import __version__
 from . import files, publish
-from .manifest import Manifest
+from .manifest import checked, to_bytes
 from .meeting import FileSignals
 from .plan_save import Piece, SavePlan
 from .publish import Site
@@ -21,6 +21,7 @@ from .reader import chunks_of_range
 from .records import (
     File,
     Key,
+    Manifest,
     Range,
     Tensor,
     Tensors,
@@ -51,7 +52,7 @@ class RankWriter:
                 self._read_back(part)
             self._signals.done(part)
             if self._signals.rank == 0:
-                publish.publish(self.site, self._manifest(self._signals.parts()).to_bytes())
+                publish.publish(self.site, to_bytes(checked(self._manifest(self._signals.parts()))))
                 if self._keep is not None:
                     publish.rotate(self.site.root, self._keep, self.site.published)
             else:
