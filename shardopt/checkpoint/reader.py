@@ -176,10 +176,9 @@ class Checkpoint:
         return f"Load another checkpoint ({', '.join(others) or 'there is none beside this one'})."
 
 
-def needed_chunks(manifest: Manifest, key: Key, start: int = 0, stop: int | None = None) -> Iterator[Chunk]:
+def needed_chunks(manifest: Manifest, key: Key, start: int, stop: int) -> Iterator[Chunk]:
     """Yields all chunks that the values of these elements are made of."""
     tensor = manifest.tensors[key]
-    stop = tensor.numel if stop is None else stop
     yield from chunks_of(key, tensor, start, stop)
     format = FORMATS.get(tensor.encoding)
     if isinstance(format, BlockFormat):
