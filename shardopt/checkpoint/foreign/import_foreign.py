@@ -12,9 +12,8 @@ from ...errors import CheckpointError, StateError
 from ...optim.classes import Recipe
 from ...partition.comm.group import Ranks
 from .. import files, publish, values
-from ..meeting import FileSignals
-from ..plan_save import Piece, SavePlan
-from ..records import NAME_OF_DTYPE, Key, Tensor, Tensors
+from ..plan_save import SavePlan
+from ..records import NAME_OF_DTYPE, Key, Tensor
 from ..write import RankWriter, as_checkpoint_error
 from .recognise import plain_hyper
 from .source import Foreign, ForeignParam, Values
@@ -28,22 +27,19 @@ def plan_import(foreign: Foreign, recipe: Recipe, advance: Advance = lambda nbyt
     Raises:
         CheckpointError: something does not fit the optimizer's rule, or the format.
     """
-    pieces: list[Piece] = []
-    tensors: Tensors = {}
+    plan = SavePlan(Ranks.alone())
     params: dict[str, Any] = {}
 
     def add(key: Key, found: Values) -> None:
         if found.dtype not in NAME_OF_DTYPE:
             raise CheckpointError(f"{key} is of {found.dtype}, which the file format cannot hold: nothing was written.")
         strides = torch.empty(found.shape, device="meta").stride()
-        tensors[key] = described = Tensor(found.shape, tuple(strides), found.dtype, ())
 
         def read(start: int, stop: int) -> torch.Tensor:
             advance((stop - start) * found.dtype.itemsize)
             return found.read(start, stop)
 
-        if found.numel:
-            pieces.append(Piece(key, described, 0, found.numel, read))
+        plan.add(key, Tensor(found.shape, tuple(strides), found.dtype, ()), 0, found.numel, read)
 
     groups = [{**recipe.defaults, **plain_hyper(group.hyper)} for group in foreign.groups]
     group_of = {name: groups[index] for index, group in enumerate(foreign.groups) for name in group.names}
@@ -66,13 +62,13 @@ def plan_import(foreign: Foreign, recipe: Recipe, advance: Advance = lambda nbyt
         for group, hyper in zip(foreign.groups, groups, strict=True)
     ]
     rule = recipe.rule
-    shared = {
+    plan.shared = {
         "step": max((each["step"] for each in params.values()), default=0),
         "params": params,
         "optimizers": [{"rule": rule.name, "counts_steps": rule.counts_steps, "groups": described_groups}],
     }
-    own = {"extra": {}, "module_extra": {}, "imported": foreign.origin}
-    return SavePlan(tuple(sorted(pieces, key=lambda piece: -piece.tensor.dtype.itemsize)), tensors, shared, own)
+    plan.own = {"extra": {}, "module_extra": {}, "imported": foreign.origin}
+    return plan
 
 
 def _no_tensor(tensor: torch.Tensor) -> str:
@@ -114,7 +110,7 @@ def write_import(plan: SavePlan, root: Path) -> Path:
     except OSError as error:
         raise as_checkpoint_error(error, root) from error
     try:
-        RankWriter(site, lock, plan, FileSignals(site, Ranks.alone()), None).run()
+        RankWriter(site, lock, plan, None).run()
     except BaseException:
         with suppress(OSError, CheckpointError):
             publish.abandon(site)
