@@ -12,6 +12,7 @@ from ..checkpoint.foreign.import_foreign import plan_import, write_import
 from ..checkpoint.foreign.recognise import optimizer_names, recognise
 from ..checkpoint.foreign.source import Foreign
 from ..errors import CheckpointError
+from .progress import progress
 
 KINDS = ("torch", "dcp", "deepspeed")
 
@@ -55,21 +56,16 @@ def add_import(commands: Any) -> argparse.ArgumentParser:
     return command
 
 
-def run_import(options: argparse.Namespace, progress: Any) -> Path:
-    """Imports. ``progress`` makes a progress line from a title and the number of bytes. Returns the checkpoint's path.
+def run_import(options: argparse.Namespace) -> Path:
+    """Imports, and shows progress. Returns the checkpoint's path.
 
     Raises:
         CheckpointError: nothing was written.
     """
     foreign = _read(options)
-    optimizer = recognise(foreign, options.optimizer)
-    line: list[Any] = []
-    plan = plan_import(foreign, optimizer, lambda nbytes: line[0].advance(nbytes))
-    line.append(progress(f"writing {options.output}", sum(piece.nbytes for piece in plan.pieces)))
-    try:
-        return write_import(plan, options.output)
-    finally:
-        line[0].end()
+    plan = plan_import(foreign, *recognise(foreign, options.optimizer))
+    with progress(f"writing {options.output}", sum(piece.nbytes for piece in plan.pieces)) as advance:
+        return write_import(plan, options.output, advance)
 
 
 def _read(options: argparse.Namespace) -> Foreign:

@@ -59,23 +59,15 @@ class ForeignParam:
 
 
 @dataclass(frozen=True)
-class ForeignGroup:
-    """Names of a group's params in their order, and its hyper-parameters."""
-
-    names: tuple[str, ...]
-    hyper: Mapping[str, Any]
-
-
-@dataclass(frozen=True)
 class Foreign:
     """
     Attributes:
         origin: what it was read from, in words.
         params: those of the groups, and frozen ones.
-        groups: of the one optimizer.
+        groups: of the one optimizer: names of a group's params in their order, and its hyper-parameters.
     """
 
     origin: str
     params: Mapping[str, ForeignParam]
     buffers: Mapping[str, Values]
-    groups: Sequence[ForeignGroup]
+    groups: Sequence[tuple[tuple[str, ...], Mapping[str, Any]]]
