@@ -2,7 +2,8 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -19,7 +20,6 @@ from ..partition.layout import BLOCK
 from ..partition.mesh import Mesh
 from ..tensors.part import Part
 from . import gradients, rng, values
-from .call import Request
 from .elements import (
     Read,
     chunks_of,
@@ -38,6 +38,18 @@ from .records import (
     tensors_from_json,
     tensors_to_json,
 )
+
+
+class Request(NamedTuple):
+    """The arguments of a save, in Python's own types."""
+
+    root: Path
+    extra: dict[str, Any]
+    step: int | None
+    keep: int | None
+    asynchronous: bool
+    allow_nonfinite: bool
+    full_precision: bool
 
 
 @dataclass(frozen=True)

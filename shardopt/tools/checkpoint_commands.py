@@ -1,4 +1,4 @@
-"""``python -m shardopt inspect | verify | export | import``: checkpoints on the command line."""
+"""``python -m shardopt inspect | verify | export``: checkpoints on the command line."""
 
 import argparse
 import os
@@ -12,7 +12,6 @@ from ..checkpoint.inspect import data_bytes, describe, size, verify
 from ..checkpoint.publish import find, published
 from ..checkpoint.reader import Checkpoint
 from ..errors import ShardoptError
-from .import_command import add_import, run_import
 from .progress import progress
 from .values import index
 
@@ -51,7 +50,6 @@ def add_commands(commands: Any) -> None:
     inspect.set_defaults(run=_inspect)
     check.set_defaults(run=_verify)
     export.set_defaults(run=_export)
-    add_import(commands).set_defaults(run=_import)
 
 
 EXIT_CODES = """exit codes:
@@ -122,11 +120,4 @@ def _export(options: argparse.Namespace) -> int:
                 export_weights(checkpoint, options.output, advance)
         seconds = time.monotonic() - start
         print(f"{options.output}: {size(options.output.stat().st_size)} from {checkpoint.path} in {seconds:.1f} s")
-    return 0
-
-
-def _import(options: argparse.Namespace) -> int:
-    path = run_import(options)
-    with Checkpoint(path) as checkpoint:
-        print(f"{path}: {size(data_bytes(checkpoint.manifest))} from {checkpoint.manifest.info['imported']}")
     return 0

@@ -18,6 +18,7 @@ from ..errors import UnsupportedVersionError
 from ..optim import classes
 from ..option import choices_of, planned
 from .checkpoint_commands import EXIT_CODES, add_commands, run
+from .import_command import add_import
 from .values import chart_file, memory, params, positive, seed
 
 _OPTIMIZERS = {name.removeprefix("Sharded"): getattr(classes, name) for name in classes.__all__}
@@ -49,6 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     twins.add_argument("--seed", type=seed, default=0, help="default: %(default)s")
     twins.set_defaults(run=lambda options: _twins(options.optimizer, options.dtype, options.steps, options.seed))
     add_commands(commands)
+    add_import(commands)
     _add_plan(commands)
     doctor = commands.add_parser(
         "doctor",

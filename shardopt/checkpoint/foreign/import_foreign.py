@@ -17,8 +17,7 @@ from ..elements import Read
 from ..plan_save import Piece, SavePlan
 from ..records import NAME_OF_DTYPE, Key, Tensor
 from ..write import RankWriter, as_checkpoint_error
-from .recognise import plain_hyper
-from .source import Foreign, ForeignParam, Values
+from .source import Foreign, ForeignParam, Values, plain_hyper
 
 
 def plan_import(foreign: Foreign, rule: Rule, defaults: Mapping[str, Any]) -> SavePlan:

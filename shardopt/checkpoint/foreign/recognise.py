@@ -1,15 +1,13 @@
 """Finds the optimizer that a foreign state belongs to, by its hyper-parameters and the names of its states."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ...errors import CheckpointError
 from ...optim import classes as optim
 from ...rules import Rule
-from .source import Foreign, Values
+from .source import HOW, Foreign, plain_hyper
 
-# These say how a step is computed, not its result; they are not carried over.
-HOW = ("foreach", "fused", "capturable", "differentiable")
 _OPTIONAL = {"maximize", "decoupled_weight_decay"}  # not in the dicts of every version
 
 
@@ -74,16 +72,3 @@ def _states_fit(foreign: Foreign, rule: Rule, defaults: Mapping[str, Any]) -> bo
             if found and found - {"step", "master"} != needed | set(rule.carried):
                 return False
     return True
-
-
-def plain_hyper(hyper: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the hyper-parameters that an import keeps, as numbers."""
-    return {key: _plain(value) for key, value in hyper.items() if key not in HOW}
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Values):
-        return value.item()
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return type(value)(_plain(each) for each in value)  # type: ignore[call-arg]
-    return value

@@ -7,6 +7,9 @@ from typing import Any
 
 import torch
 
+# These hyper-parameters say how a step is computed, not its result; they are not carried over.
+HOW = ("foreach", "fused", "capturable", "differentiable")
+
 
 class Values:
     """A tensor in a file. Its elements are read in row-major order, and held from the first of them to the last."""
@@ -71,3 +74,16 @@ class Foreign:
     params: Mapping[str, ForeignParam]
     buffers: Mapping[str, Values]
     groups: Sequence[tuple[tuple[str, ...], Mapping[str, Any]]]
+
+
+def plain_hyper(hyper: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the hyper-parameters that an import keeps, as numbers."""
+    return {key: _plain(value) for key, value in hyper.items() if key not in HOW}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Values):
+        return value.item()
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return type(value)(_plain(each) for each in value)  # type: ignore[call-arg]
+    return value
