@@ -111,7 +111,7 @@ class JoinableOptimizer(Joinable):
         (number,), *_ = self.engine.ranks().exchange([next(_NUMBERS)], self.join_device, "entering join()")
         if self._shadow is not None:
             self._shadow.leave()
-        self._shadow = self.engine.joining = Shadow(self, by_all, number)
+        self._shadow = self.engine.joining = Shadow(self.engine, by_all, number)
         return self._shadow
 
     def _meet(self, call: str, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
