@@ -1,15 +1,21 @@
-"""Compares a checkpoint with a model, by name: what belongs where, and all that does not fit. Reads no element."""
+"""Compares a checkpoint with a model, by name: what belongs where, and all that does not fit. Reads no element.
 
-from collections.abc import Iterator, Mapping
+And checks that the next step can be computed from the checkpoint's hyper-parameters.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from ..domain.hyperparameters import check_numbers, plain_numbers
+from ..engine import Engine
+from ..errors import CheckpointError
 from ..rules.rule import EMA
 from . import values
 from .model import Model, ModelParam, plain_name
-from .records import Manifest
+from .records import Key, Manifest
 
 _LISTED = 8  # mismatches that an error names
 
@@ -189,3 +195,59 @@ class Fit:
 
 def _shape(tensor: torch.Tensor) -> list[int]:
     return list(tensor.shape)
+
+
+# -- hyper-parameters --------------------------------------------------------------------------------------------------
+
+
+def check_groups(manifest: Manifest, fitting: Fit, engines: Sequence[Engine]) -> None:
+    """Evaluates every group's scalars once, as the next step will. Changes nothing.
+
+    Raises:
+        CheckpointError: they cannot be computed, with what the checkpoint holds.
+    """
+    for (number, index), saved in fitting.groups.items():
+        engine = engines[number]
+        names = manifest.optimizers[number]["groups"][index]["params"]
+        try:
+            # Tensors are learning rates and the like: any number will do.
+            decoded = values.decode(saved, lambda name: _stand_in(manifest, name))
+            plain = plain_numbers({**engine.groups[index], **decoded})
+            check_numbers([plain], engine.defaults)
+            _check_arguments(decoded, engine)
+            variant = engine.rule.variant(plain)
+            for step, carried in _counts(manifest, names):
+                engine.rule.evaluate(variant, plain, step + 1, carried)
+        except Exception as error:
+            raise CheckpointError(
+                f"load another checkpoint: group {index} of optimizer {number} holds hyper-parameters that no step can "
+                f"be computed from ({type(error).__name__}: {error}): {_told(saved)}. Nothing was loaded."
+            ) from error
+
+
+def _check_arguments(given: Mapping[str, Any], engine: Engine) -> None:
+    """Checks hyper-parameters as the optimizer's class checks those of a param group."""
+    if engine.check_arguments is not None:
+        engine.check_arguments(given)
+    refused = [key for key in ("capturable", "differentiable") if given.get(key)]
+    if refused:
+        raise ValueError(f"{refused[0]} is refused here")
+
+
+def _counts(manifest: Manifest, names: Sequence[str]) -> list[tuple[int, dict[str, float]]]:
+    """Returns the different step counts and carried scalars of these params."""
+    found: dict[tuple[Any, ...], tuple[int, dict[str, float]]] = {(0,): (0, {})}
+    for name in names:
+        about = manifest.params[name]
+        if about["has_state"]:
+            carried = manifest.carried(name)
+            found[about["step"], *carried.items()] = about["step"], carried
+    return list(found.values())
+
+
+def _stand_in(manifest: Manifest, name: str) -> torch.Tensor:
+    return torch.ones(()).expand(manifest.tensors[Key("extra", name, "value")].shape)
+
+
+def _told(saved: Mapping[str, Any]) -> str:
+    return ", ".join(f"{key}={value!r:.40}" for key, value in saved.items() if value is not None)[:300]

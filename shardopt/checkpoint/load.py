@@ -17,11 +17,10 @@ from ..optim.optimizer import ShardedOptimizer
 from ..rules.rule import EMA
 from . import gradients, rng, values
 from .call import check_module, directory_of, engines_of
-from .fit import Fit
-from .hyper import check_groups
+from .fit import Fit, check_groups
 from .meeting import Meeting, Problem
 from .model import Model, ModelParam, meeting_of
-from .plan_load import LoadPlan, carried_of
+from .plan_load import LoadPlan
 from .publish import find
 from .reader import Checkpoint, needed_chunks
 from .records import Key
@@ -231,7 +230,7 @@ class Loading:
             shard.zero(index)
             entry.write_initial()
             return
-        entry.take_counters(ParamState(about["step"], carried_of(about)))
+        entry.take_counters(ParamState(about["step"], self._manifest.carried(saved)))
         if EMA in shard.kept.states and EMA not in kinds:
             shard.begin_average(index)
 

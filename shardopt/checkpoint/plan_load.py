@@ -1,10 +1,9 @@
 """Plans a load: which elements of the checkpoint this rank reads, and where they go."""
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -115,7 +114,7 @@ class LoadPlan:
                     self.rounded[kind, encoding, format] += 1
         elif self._manifest.params[saved]["has_state"]:
             about = self._manifest.params[saved]
-            state = ParamState(about["step"], carried_of(about))
+            state = ParamState(about["step"], self._manifest.carried(saved))
             self.waiting[member.param] = state
             for kind in kinds:
                 self._deliver(Key("params", saved, kind), partial(state.tensors.__setitem__, kind))
@@ -177,8 +176,3 @@ class LoadPlan:
             self._write(key, 0, tensor.numel, writer_of(flat_of(to)))
         else:
             self._deliver(key, to.detach().copy_)
-
-
-def carried_of(about: Mapping[str, Any]) -> dict[str, float]:
-    """Returns the scalars that a rule hands on from step to step, to the bit."""
-    return {name: float.fromhex(value) for name, value in about["carried"].items()}

@@ -186,6 +186,10 @@ class Manifest:
                 found.setdefault(key.name, {})[key.kind] = tensor
         return found
 
+    def carried(self, name: str) -> dict[str, float]:
+        """Returns the scalars that a rule hands on from step to step with a param, to the bit."""
+        return {scalar: float.fromhex(value) for scalar, value in self.params[name]["carried"].items()}
+
     @cached_property
     def names(self) -> dict[str, set[str]]:
         """By section: the names of its tensors."""

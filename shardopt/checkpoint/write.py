@@ -20,6 +20,7 @@ import torch
 from ..errors import CheckpointError
 from ..version import __version__
 from . import files, publish
+from .elements import contiguous_strides
 from .manifest import checked, to_bytes
 from .plan_save import Piece, SavePlan
 from .publish import Site
@@ -219,8 +220,7 @@ def _checked(piece: Piece) -> Iterator[torch.Tensor]:
 def _shape_in_file(piece: Piece) -> tuple[int, ...]:
     """Returns the tensor's shape if all of it is here and contiguous, as other readers expect; else a 1D shape."""
     tensor = piece.tensor
-    contiguous = torch.empty(tensor.shape, device="meta").stride()
-    whole = piece.numel == tensor.numel and tuple(tensor.strides) == tuple(contiguous)
+    whole = piece.numel == tensor.numel and tuple(tensor.strides) == contiguous_strides(tensor.shape)
     return tensor.shape if whole else (piece.numel,)
 
 

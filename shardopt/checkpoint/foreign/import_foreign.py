@@ -13,7 +13,7 @@ from ...errors import CheckpointError, StateError
 from ...partition.comm.group import Ranks
 from ...rules import Rule
 from .. import files, publish, values
-from ..elements import Read
+from ..elements import Read, contiguous_strides
 from ..plan_save import Piece, SavePlan
 from ..records import NAME_OF_DTYPE, Key, Tensor
 from ..write import RankWriter, as_checkpoint_error
@@ -35,8 +35,8 @@ def plan_import(foreign: Foreign, rule: Rule, defaults: Mapping[str, Any]) -> Sa
     def add(key: Key, found: Values) -> None:
         if found.dtype not in NAME_OF_DTYPE:
             raise CheckpointError(f"{key} is of {found.dtype}, which the file format cannot hold: nothing was written.")
-        strides = torch.empty(found.shape, device="meta").stride()
-        plan.add(key, Tensor(found.shape, tuple(strides), found.dtype, ()), 0, found.numel, found.read)
+        described = Tensor(found.shape, contiguous_strides(found.shape), found.dtype, ())
+        plan.add(key, described, 0, found.numel, found.read)
 
     groups = [{**defaults, **plain_hyper(hyper)} for _, hyper in foreign.groups]
     group_of = {name: group for (names, _), group in zip(foreign.groups, groups, strict=True) for name in names}
