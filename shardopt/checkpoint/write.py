@@ -48,8 +48,10 @@ class RankWriter:
     """
 
     def __init__(self, site: Site, lock: int | None, plan: SavePlan, keep: int | None):
-        self.site, self._lock, self._plan, self._keep, self._world = site, lock, plan, keep, plan.world
-        self._path = site.saving / f"rank-{self._world.rank:05d}.safetensors"
+        self.site, self._lock, self._plan, self._keep = site, lock, plan, keep
+        # Read now: while a thread writes, the script may destroy its process group.
+        self._rank, self._size, self._seconds = plan.world.rank, plan.world.size, plan.world.seconds
+        self._path = site.saving / f"rank-{self._rank:05d}.safetensors"
 
     def run(self) -> None:
         """
@@ -61,7 +63,7 @@ class RankWriter:
             if self._keep is not None:
                 self._read_back(part)
             self._tell("json", json.dumps(part).encode())  # the file is durable, and this is what is in it
-            if self._world.rank == 0:
+            if self._rank == 0:
                 publish.publish(self.site, to_bytes(checked(self._manifest(self._parts()))))
                 if self._keep is not None:
                     publish.rotate(self.site.root, self._keep, self.site.published)
@@ -84,7 +86,7 @@ class RankWriter:
         # The widest dtypes first, so that all are aligned in the file.
         pieces = sorted(self._plan.pieces, key=lambda piece: -piece.tensor.dtype.itemsize)
         described = [(piece.label, piece.tensor.dtype, _shape_in_file(piece)) for piece in pieces]
-        identity = {"format": "shardopt checkpoint", "token": self.site.token, "rank": str(self._world.rank)}
+        identity = {"format": "shardopt checkpoint", "token": self.site.token, "rank": str(self._rank)}
         writer = Writer(self._path, header(described, identity))
         tensors: Tensors = {}
         try:
@@ -134,7 +136,7 @@ class RankWriter:
             "token": self.site.token,
             "sequence": self.site.sequence,
             "step": self.site.step,
-            "world": self._world.size,
+            "world": self._size,
             "shardopt": __version__,
             "torch": str(torch.__version__),
             **self._plan.own,
@@ -146,7 +148,7 @@ class RankWriter:
     # -- how ranks learn of each other ------------------------------------------------------------------------------
 
     def _tell(self, suffix: str, data: bytes) -> None:
-        path = self.site.saving / f"rank-{self._world.rank:05d}.{suffix}"
+        path = self.site.saving / f"rank-{self._rank:05d}.{suffix}"
         new = path.with_name(f"{path.name}-new")
         files.write_file(new, data)
         files.rename(new, path)  # who finds it finds all of it
@@ -159,7 +161,7 @@ class RankWriter:
 
     def _parts(self) -> list[dict[str, Any]]:
         """Rank 0: waits for what every rank wrote and returns them."""
-        wanted = [f"rank-{rank:05d}.json" for rank in range(self._world.size)]
+        wanted = [f"rank-{rank:05d}.json" for rank in range(self._size)]
         self._wait(lambda names: all(name in names for name in wanted), "writing its file")
         return [json.loads(files.read_file(self.site.saving / name, _MOST_OF_A_PART)) for name in wanted]
 
@@ -176,10 +178,10 @@ class RankWriter:
             self._raise_failure(there)
             if there != last:
                 last, since = there, time.monotonic()
-            if time.monotonic() - since > self._world.seconds:
+            if time.monotonic() - since > self._seconds:
                 raise CheckpointError(
                     f"look for a rank that died or sees another file system: it has not ended {what}, and nothing has "
-                    f"grown in {self.site.saving} for {self._world.seconds:.0f} s. This checkpoint was given up; the "
+                    f"grown in {self.site.saving} for {self._seconds:.0f} s. This checkpoint was given up; the "
                     "last one is whole."
                 )
             time.sleep(pause)
