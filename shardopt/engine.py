@@ -1,7 +1,7 @@
 """Who holds it together? The engine behind one optimizer: its domains, the module that it took over, one step, the end.
 
-The optimizer is torch's surface and nothing else: each of its methods is a line into the engine. Checkpoints, state
-dicts and reports see the engine too, each through a protocol of its own that names the few things it needs.
+The optimizer is torch's surface and nothing else: each of its methods is a line into the engine. Checkpoints see the
+engine too, and so does the view of the states, through a protocol that names the few things it needs.
 """
 
 import dataclasses

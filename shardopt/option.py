@@ -105,20 +105,9 @@ def _as_json(value: Any, reduced: Callable[[Any], Any] | None = None) -> Any:
     return compared(value)  # options in an option
 
 
-class Planned(NamedTuple):
-    """An option that the planner and its command line take."""
-
-    name: str
-    default: Any
-    choices: tuple[str, ...]  # empty: it is given or not
-    flag: Flag
-
-
-def planned(options: Any) -> Iterator[Planned]:
-    """Those that have a flag."""
-    for field, said in told(options):
-        if said.flag is not None:
-            yield Planned(field.name, field.default, choices_of(field.type), said.flag)
+def planned(options: Any) -> Iterator[tuple[dataclasses.Field[Any], Flag]]:
+    """The options that the planner and its command line take: those that have a flag."""
+    return ((field, said.flag) for field, said in told(options) if said.flag is not None)
 
 
 def choices_of(kind: Any) -> tuple[str, ...]:

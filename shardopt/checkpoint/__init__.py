@@ -18,5 +18,5 @@ and each range lies in one piece in one file. Checksums are per chunk of a range
 range reads, and proves, that part only.
 
 Imports point down: ``save``, ``load`` -> ``background``, ``write`` -> ``plan_save``, ``plan_load``, ``fit`` ->
-``model``; all of these -> ``reader``, ``meeting`` -> ``publish``, ``manifest`` -> ``files``, where all I/O is.
+``model`` -> ``meeting``; all of these -> ``reader`` -> ``publish``, ``manifest`` -> ``records``. ``files`` has all I/O.
 """

@@ -2,10 +2,18 @@
 
 import threading
 import warnings
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from .staging import Staging
+import torch
+
+from ..partition.memory import zeros
+from .elements import READ_BYTES, reader_of
+from .plan_save import Piece
 from .write import RankWriter
+
+_ALIGNMENT = 64
 
 
 class Saving:
@@ -45,10 +53,13 @@ class Saving:
 
 
 class Background:
-    """Writes a module's checkpoints in a thread, one at a time, from staging memory."""
+    """Writes a module's checkpoints in a thread, one at a time.
+
+    They are written from staging memory: one buffer as large as what this rank saves, kept from one save to the next.
+    """
 
     def __init__(self) -> None:
-        self.staging = Staging()
+        self._buffer = torch.empty(0, dtype=torch.uint8)
         self._saving: Saving | None = None
 
     def wait(self) -> None:
@@ -75,3 +86,32 @@ class Background:
         self._saving = saving
         thread.start()
         return saving
+
+    def copy(self, pieces: Sequence[Piece]) -> list[Piece]:
+        """Returns the same pieces with the values of now, in staging memory: the next call overwrites them."""
+        starts, end = [], 0
+        for piece in pieces:
+            starts.append(end)
+            end += -(-piece.nbytes // _ALIGNMENT) * _ALIGNMENT
+        if end > self._buffer.numel():
+            self._buffer = _host_bytes(end)
+        copied, devices = [], set()
+        for piece, start in zip(pieces, starts, strict=True):
+            values = self._buffer[start : start + piece.nbytes].view(piece.tensor.dtype)
+            step = READ_BYTES // piece.tensor.dtype.itemsize
+            for first in range(0, piece.numel, step):
+                last = min(first + step, piece.numel)
+                source = piece.read(first, last)
+                values[first:last].copy_(source, non_blocking=source.is_cuda)
+                devices.add(source.device)
+            copied.append(replace(piece, read=reader_of(values)))
+        for device in devices:
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)  # the copies must end before the next step writes to their sources
+        return copied
+
+
+def _host_bytes(nbytes: int) -> torch.Tensor:
+    if torch.cuda.is_available():
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+    return zeros(nbytes, torch.uint8, torch.device("cpu"))

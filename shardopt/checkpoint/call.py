@@ -2,26 +2,14 @@
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from ..arguments import flag, path, whole
+from ..engine import Engine
 from ..optim.optimizer import ShardedOptimizer
-from .engine import Engine
-
-
-class Request(NamedTuple):
-    """The arguments of a save, in Python's own types."""
-
-    root: Path
-    extra: dict[str, Any]
-    step: int | None
-    keep: int | None
-    asynchronous: bool
-    allow_nonfinite: bool
-    full_precision: bool
+from .plan_save import Request
 
 
 def check_module(module: nn.Module) -> None:

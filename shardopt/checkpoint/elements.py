@@ -1,6 +1,6 @@
 """Reads and writes elements of one tensor a chunk at a time, in a plain tensor or in a shard."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -57,8 +57,12 @@ def is_dense(tensor: torch.Tensor) -> bool:
 def strides_of(tensor: torch.Tensor) -> tuple[int, ...]:
     """Returns the strides that number its elements: its own if it is dense, else those of a contiguous copy."""
     if any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
-        return torch.empty(tensor.shape, device="meta").stride()
+        return contiguous_strides(tensor.shape)
     return dense_strides(tensor)
+
+
+def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    return torch.empty(tuple(shape), device="meta").stride()
 
 
 def same_order(shape: tuple[int, ...], one: tuple[int, ...], other: tuple[int, ...]) -> bool:

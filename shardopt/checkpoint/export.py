@@ -16,11 +16,9 @@ import torch
 from ..domain.param_state import count_as_torch
 from ..errors import CheckpointError
 from . import files, values
-from .elements import same_order
-from .manifest import Manifest
-from .plan_load import carried_of
+from .elements import contiguous_strides, same_order
 from .reader import Checkpoint, chunks_of
-from .records import Key, Tensor
+from .records import Key, Manifest
 from .tensor_file import Writer, bytes_of, header
 
 Advance = Callable[[int], None]
@@ -50,7 +48,7 @@ def _weight(manifest: Manifest, name: str) -> Key:
 def _chunks(checkpoint: Checkpoint, key: Key, advance: Advance) -> Iterator[torch.Tensor]:
     """Yields elements in contiguous order; a tensor that was saved in another order passes through memory whole."""
     tensor = checkpoint.manifest.tensors[key]
-    if same_order(tensor.shape, tensor.strides, _contiguous(tensor)):
+    if same_order(tensor.shape, tensor.strides, contiguous_strides(tensor.shape)):
         for chunk in chunks_of(key, tensor):
             yield checkpoint.values(chunk)
             advance(chunk.nbytes)
@@ -59,10 +57,6 @@ def _chunks(checkpoint: Checkpoint, key: Key, advance: Advance) -> Iterator[torc
     for piece in flat.split((1 << 20) // flat.itemsize):
         yield piece
         advance(piece.numel() * tensor.dtype.itemsize)
-
-
-def _contiguous(tensor: Tensor) -> tuple[int, ...]:
-    return torch.empty(tensor.shape, device="meta").stride()
 
 
 def export_states(checkpoint: Checkpoint, target: Path, number: int, advance: Advance) -> None:
@@ -106,7 +100,7 @@ def _state_dict(checkpoint: Checkpoint, number: int) -> tuple[dict[str, Any], li
         state = states[index] = {}
         if optimizer["counts_steps"]:
             state["step"] = placed(count_as_torch(about["step"]))
-        for scalar, value in carried_of(about).items():
+        for scalar, value in manifest.carried(name).items():
             state[scalar] = placed(torch.tensor(value, dtype=torch.float64))
         for kind, tensor in manifest.kinds[name].items():
             if kind != "param":

@@ -6,10 +6,9 @@ from typing import Any, cast
 
 from ..errors import CheckpointError
 from . import values
-from .manifest import Manifest
 from .publish import find
 from .reader import Checkpoint, chunks_of
-from .records import NAME_OF_DTYPE, Key, Tensor
+from .records import NAME_OF_DTYPE, SECTIONS, Key, Manifest, Tensor
 
 Advance = Callable[[int], None]  # told how many bytes were done
 
@@ -41,7 +40,7 @@ def describe(directory: Path) -> Iterator[str]:
 
 
 def _rows(manifest: Manifest) -> Iterator[tuple[str, ...]]:
-    for section in ("params", "gradients", "buffers", "extra", "rng"):
+    for section in SECTIONS:
         for key, tensor in sorted(manifest.of(section)):
             yield _row(manifest, key, tensor)
 

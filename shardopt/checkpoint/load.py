@@ -11,19 +11,18 @@ from torch import nn
 from ..arguments import flag
 from ..domain.param import ParamRecord
 from ..domain.param_state import ParamState
+from ..engine import Engine
 from ..errors import CheckpointError, ShardoptError
 from ..optim.optimizer import ShardedOptimizer
 from ..rules.rule import EMA
 from . import gradients, rng, values
 from .call import check_module, directory_of, engines_of
-from .engine import Engine
-from .fit import Fit, fit
-from .hyper import check_groups
+from .fit import Fit, check_groups
 from .meeting import Meeting, Problem
 from .model import Model, ModelParam, meeting_of
-from .plan_load import LoadPlan, carried_of, plan_load
+from .plan_load import LoadPlan
 from .publish import find
-from .reader import Checkpoint
+from .reader import Checkpoint, needed_chunks
 from .records import Key
 
 
@@ -97,12 +96,11 @@ def _open(directory: Path, meeting: Meeting) -> Checkpoint:
 
 def _load(checkpoint: Checkpoint, module: nn.Module, engines: list[Engine], strict: bool, meeting: Meeting) -> Loaded:
     manifest, path = checkpoint.manifest, checkpoint.path
-    loading = Loading(checkpoint, meeting)
 
     def compare() -> Fit:
         model = Model(module, engines)
         model.check_loadable()
-        fitting = fit(manifest, model)
+        fitting = Fit(manifest, model)
         if strict and fitting.mismatches:
             raise CheckpointError(
                 f"give the model and optimizers that were saved, or strict=False to load what fits: {path} does not "
@@ -118,39 +116,36 @@ def _load(checkpoint: Checkpoint, module: nn.Module, engines: list[Engine], stri
 
     fitting = meeting.together(compare, "comparing the checkpoint with the model")
     model = meeting.together(bind, "binding params")
-    meeting.together(lambda: loading.prepare(model, fitting), "checking the checkpoint")
-    loading.change(model, fitting)
+    loading = meeting.together(lambda: Loading(checkpoint, model, fitting, meeting), "checking the checkpoint")
+    loading.change()
     return Loaded(loading.extra, path, int(manifest.info["step"]), fitting.mismatches, loading.plan.losses())
 
 
 class Loading:
     """The last two phases of a load on one rank: read and prove everything, then change the model."""
 
-    def __init__(self, checkpoint: Checkpoint, meeting: Meeting):
-        self._checkpoint, self._manifest, self._meeting = checkpoint, checkpoint.manifest, meeting
-        self.extra: dict[str, Any] = {}
-        self.plan = LoadPlan()
-        self._small: dict[Key, torch.Tensor] = {}  # read whole while they are proven: extra, random numbers
-        self._module_extra: dict[str, Any] = {}
-
-    def prepare(self, model: Model, fitting: Fit) -> None:
+    def __init__(self, checkpoint: Checkpoint, model: Model, fitting: Fit, meeting: Meeting):
         """Reads and proves all that this rank needs.
 
         Raises:
             CheckpointError: some byte is not what was saved.
         """
-        self.plan = plan_load(self._manifest, model, fitting)
+        self._checkpoint, self._manifest, self._meeting = checkpoint, checkpoint.manifest, meeting
+        self._model, self._fitting = model, fitting
+        self.plan = LoadPlan(self._manifest, model, fitting)
         for name in self._manifest.files:
-            self._checkpoint.check_file(name)
+            checkpoint.check_file(name)
         for target in self.plan.targets:
-            for chunk in target.chunks(self._manifest):
-                self._checkpoint.read(chunk)
-        own_rng = {key for key, _ in self._manifest.of("rng") if key.name == str(self._meeting.world.rank)}
-        for key in [key for key, _ in self._manifest.of("extra")] + sorted(own_rng):
-            self._small[key] = self._checkpoint.whole(key)
+            for chunk in needed_chunks(self._manifest, target.key, target.start, target.stop):
+                checkpoint.read(chunk)
+        own_rng = sorted(key for key, _ in self._manifest.of("rng") if key.name == str(meeting.world.rank))
+        # Read whole while they are proven: extra, random numbers.
+        self._small = {
+            key: checkpoint.whole(key) for key in [*(key for key, _ in self._manifest.of("extra")), *own_rng]
+        }
         rng.check(self._saved_rng(), model.device)
-        self.extra = values.decode(self._manifest.info["extra"], self._find)
-        self._module_extra = values.decode(self._manifest.info["module_extra"], self._find)
+        self.extra: dict[str, Any] = values.decode(self._manifest.info["extra"], self._find)
+        self._module_extra: dict[str, Any] = values.decode(self._manifest.info["module_extra"], self._find)
 
     def _saved_rng(self) -> dict[str, torch.Tensor]:
         return {key.kind: tensor for key, tensor in self._small.items() if key.section == "rng"}
@@ -158,7 +153,7 @@ class Loading:
     def _find(self, name: str) -> torch.Tensor:
         return self._small[Key("extra", name, "value")]
 
-    def change(self, model: Model, fitting: Fit) -> None:
+    def change(self) -> None:
         """Collective: fills every target, then counters, groups, random numbers.
 
         Raises:
@@ -166,10 +161,10 @@ class Loading:
                 step.
         """
         problem: Problem = None
-        domains = [domain for engine in model.engines for domain in engine.domains]
+        domains = [domain for engine in self._model.engines for domain in engine.domains]
         try:
             with ExitStack() as stores:
-                for engine in model.engines:
+                for engine in self._model.engines:
                     _before_writing(engine)
                 for domain in domains:
                     stores.enter_context(domain.epoch.loading())
@@ -177,7 +172,7 @@ class Loading:
                         stores.enter_context(domain.all_or_nothing())
                 for target in self.plan.targets:
                     target.fill(self._checkpoint)
-                self._commit(model, fitting)
+                self._commit()
         except ShardoptError as error:
             problem = error
         except Exception as error:
@@ -192,11 +187,12 @@ class Loading:
             for domain in domains:
                 domain.break_off(f"while loading a checkpoint: {error}", by_load=True)
             raise
-        if not fitting.mismatches:  # everything was replaced
+        if not self._fitting.mismatches:  # everything was replaced
             for domain in domains:
                 domain.make_good()
 
-    def _commit(self, model: Model, fitting: Fit) -> None:
+    def _commit(self) -> None:
+        model, fitting = self._model, self._fitting
         for name, saved in fitting.params.items():
             param = model.params[name]
             if param.entry is not None:
@@ -234,7 +230,7 @@ class Loading:
             shard.zero(index)
             entry.write_initial()
             return
-        entry.take_counters(ParamState(about["step"], carried_of(about)))
+        entry.take_counters(ParamState(about["step"], self._manifest.carried(saved)))
         if EMA in shard.kept.states and EMA not in kinds:
             shard.begin_average(index)
 

@@ -1,18 +1,13 @@
-"""The manifest: what a checkpoint holds and where each element of it lies, as a frozen table that checks itself."""
+"""The manifest's bytes: JSON behind a digest of it. What is read, and what is written, was checked."""
 
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
 
 from ..errors import CheckpointError
 from .records import (
     File,
-    Key,
-    Tensor,
+    Manifest,
     check_apart,
     count,
     tensors_from_json,
@@ -26,82 +21,55 @@ FILE_NAME = re.compile(r"rank-\d{5}\.safetensors")
 _HEAD = '{"sha256": "%s",\n"manifest": '
 
 
-@dataclass(frozen=True)
-class Manifest:
-    """Everything of a checkpoint but the elements.
+def checked(manifest: Manifest) -> Manifest:
+    """Returns it. Raises CheckpointError for what shardopt never writes: the ranges of a tensor must make it up."""
+    wrong = [name for name in manifest.files if not FILE_NAME.fullmatch(name)]
+    if wrong:
+        raise CheckpointError(f"load another checkpoint: no rank can have written the manifest's file {wrong[0]!r}.")
+    for key, tensor in manifest.tensors.items():
+        tensor.check(key, manifest.files)
+    check_apart(manifest.tensors)
+    check_schema(manifest)
+    return manifest
 
-    Attributes:
-        info: JSON: token, sequence, step, world, versions, and the encoded ``extra``.
-        params: by name: aliases (names that are tied to it), optimizer (its index, or None), step, carried, has_state.
-        optimizers: rule, whether it counts steps, groups (params by name, encoded values).
-    """
 
-    info: Mapping[str, Any]
-    params: Mapping[str, Any]
-    optimizers: Sequence[Any]
-    files: Mapping[str, File]
-    tensors: Mapping[Key, Tensor]
+def to_bytes(manifest: Manifest) -> bytes:
+    """Returns JSON that begins with the digest of the rest of it."""
+    content = {
+        "version": VERSION,
+        "info": manifest.info,
+        "params": manifest.params,
+        "optimizers": manifest.optimizers,
+        "files": {name: [each.nbytes, each.header_bytes, each.header_sha256] for name, each in manifest.files.items()},
+        "tensors": tensors_to_json(manifest.tensors),
+    }
+    body = json.dumps(content, allow_nan=False).encode() + b"}\n"
+    return (_HEAD % hashlib.sha256(body).hexdigest()).encode() + body
 
-    def __post_init__(self) -> None:
-        wrong = [name for name in self.files if not FILE_NAME.fullmatch(name)]
-        if wrong:
+
+def from_bytes(data: bytes, where: str) -> Manifest:
+    """Returns the checked manifest. Raises CheckpointError for anything but the bytes that :func:`to_bytes` gave."""
+    head = len(_HEAD % ("0" * 64))
+    body = data[head:]
+    if data[:head] != (_HEAD % hashlib.sha256(body).hexdigest()).encode():
+        raise CheckpointError(
+            "load an older checkpoint of the same directory; `python -m shardopt verify` tells which are whole: "
+            f"{where} does not match its own digest: it was truncated or changed. Nothing was loaded."
+        )
+    try:
+        content = json.loads(body[:-2], parse_constant=_no_constant)
+        if content["version"] != VERSION:
             raise CheckpointError(
-                f"load another checkpoint: no rank can have written the manifest's file {wrong[0]!r}."
+                "update shardopt, or save again with the version that wrote this checkpoint: "
+                f"{where} has format version {content['version']}, this shardopt reads version {VERSION}."
             )
-        for key, tensor in self.tensors.items():
-            tensor.check(key, self.files)
-        check_apart(self.tensors)
-        check_schema(self)
-
-    def of(self, section: str) -> Iterator[tuple[Key, Tensor]]:
-        return ((key, tensor) for key, tensor in self.tensors.items() if key.section == section)
-
-    @cached_property
-    def kinds(self) -> dict[str, dict[str, Tensor]]:
-        """By param: kind ("param", "master" or a state) -> its tensor; without the scales of blocks."""
-        found: dict[str, dict[str, Tensor]] = {}
-        for key, tensor in self.of("params"):
-            if not key.is_of_scales:
-                found.setdefault(key.name, {})[key.kind] = tensor
-        return found
-
-    def to_bytes(self) -> bytes:
-        """JSON that begins with the digest of the rest of it."""
-        content = {
-            "version": VERSION,
-            "info": self.info,
-            "params": self.params,
-            "optimizers": self.optimizers,
-            "files": {name: [each.nbytes, each.header_bytes, each.header_sha256] for name, each in self.files.items()},
-            "tensors": tensors_to_json(self.tensors),
-        }
-        body = json.dumps(content, allow_nan=False).encode() + b"}\n"
-        return (_HEAD % hashlib.sha256(body).hexdigest()).encode() + body
-
-    @staticmethod
-    def from_bytes(data: bytes, where: str) -> "Manifest":
-        """Raises CheckpointError for anything but the bytes that :meth:`to_bytes` gave."""
-        head = len(_HEAD % ("0" * 64))
-        body = data[head:]
-        if data[:head] != (_HEAD % hashlib.sha256(body).hexdigest()).encode():
-            raise CheckpointError(
-                "load an older checkpoint of the same directory; `python -m shardopt verify` tells which are whole: "
-                f"{where} does not match its own digest: it was truncated or changed. Nothing was loaded."
-            )
-        try:
-            content = json.loads(body[:-2], parse_constant=_no_constant)
-            if content["version"] != VERSION:
-                raise CheckpointError(
-                    "update shardopt, or save again with the version that wrote this checkpoint: "
-                    f"{where} has format version {content['version']}, this shardopt reads version {VERSION}."
-                )
-            files = {name: File(count(one), count(two), str(sha)) for name, (one, two, sha) in content["files"].items()}
-            tensors = tensors_from_json(content["tensors"])
-            return Manifest(content["info"], content["params"], content["optimizers"], files, tensors)
-        except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
-            raise CheckpointError(
-                f"load another checkpoint: {where} is no manifest that shardopt wrote: {error!r}. Nothing was loaded."
-            ) from error
+        files = {name: File(count(one), count(two), str(sha)) for name, (one, two, sha) in content["files"].items()}
+        tensors = tensors_from_json(content["tensors"])
+        return checked(Manifest(content["info"], content["params"], content["optimizers"], files, tensors))
+    except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
+        raise CheckpointError(
+            f"load another checkpoint: {where} is no manifest that shardopt wrote: {error!r}. Nothing was loaded."
+        ) from error
 
 
 def _no_constant(text: str) -> None:

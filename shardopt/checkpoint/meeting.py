@@ -1,13 +1,7 @@
-"""How ranks learn of each other: by messages while all of them stand in the same call, by files while they write.
-
-A checkpoint that is written in the background cannot use the process group, in which training goes on. So every rank
-leaves a small file when it is done or has failed, and whoever waits looks for those; no file growing for as long as one
-wait may take means that a rank is gone.
-"""
+"""How ranks learn of each other while all of them stand in the same call: by messages."""
 
 import hashlib
 import json
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,11 +12,6 @@ import torch.distributed as dist
 from ..domain.agreement import first_difference
 from ..errors import CheckpointError
 from ..partition.comm.group import Ranks
-from . import files
-from .publish import Site
-
-_MOST_OF_A_PART = 1 << 30
-_SHORTEST, _LONGEST = 0.001, 0.25  # seconds between two looks
 
 Problem = Exception | None
 Result = TypeVar("Result")
@@ -130,75 +119,3 @@ class Meeting:
     def from_rank_0(self, value: Any, phase: str) -> Any:
         """Collective: rank 0's JSON-able value."""
         return self.world.exchange_json(value if self.world.rank == 0 else None, self._device, phase)[0]
-
-
-class FileSignals:
-    """Tells ranks about each other during one save, by files beside those that they write."""
-
-    def __init__(self, site: Site, world: Ranks):
-        self._site, self.rank, self.size, self._seconds = site, world.rank, world.size, world.seconds
-
-    def done(self, part: dict[str, Any]) -> None:
-        """Tells that this rank's file is durable, and with ``part`` what is in it."""
-        self._tell("json", json.dumps(part).encode())
-
-    def failed(self, problem: BaseException) -> None:
-        self._tell("failed", f"{type(problem).__name__}: {problem}".encode())
-
-    def _tell(self, suffix: str, data: bytes) -> None:
-        path = self._site.saving / f"rank-{self.rank:05d}.{suffix}"
-        new = path.with_name(f"{path.name}-new")
-        files.write_file(new, data)
-        files.rename(new, path)  # who finds it finds all of it
-        try:
-            files.sync_directory(self._site.saving)
-        except FileNotFoundError:
-            # Rank 0 has found the file meanwhile, and has synced and published the directory under its other name.
-            if not files.is_directory(self._site.published):
-                raise
-
-    def parts(self) -> list[dict[str, Any]]:
-        """Rank 0: waits for every rank's ``part`` and returns them."""
-        wanted = [f"rank-{rank:05d}.json" for rank in range(self.size)]
-        self._wait(lambda names: all(name in names for name in wanted), "writing its file")
-        return [json.loads(files.read_file(self._site.saving / name, _MOST_OF_A_PART)) for name in wanted]
-
-    def published(self) -> None:
-        """Waits until rank 0 has published the checkpoint."""
-        self._wait(lambda _: files.is_directory(self._site.published), "publishing the checkpoint")
-
-    def _wait(self, is_there: Callable[[dict[str, int]], bool], what: str) -> None:
-        last, since, pause = None, time.monotonic(), _SHORTEST
-        while True:
-            # In this order: the directory is renamed in between, perhaps.
-            try:
-                there = files.sizes(self._site.saving)
-            except FileNotFoundError:
-                there = {}  # published, or gone
-            if is_there(there):
-                return
-            self._raise_failure(there)
-            if there != last:
-                last, since = there, time.monotonic()
-            if time.monotonic() - since > self._seconds:
-                raise CheckpointError(
-                    f"look for a rank that died or sees another file system: it has not ended {what}, and nothing has "
-                    f"grown in {self._site.saving} for {self._seconds:.0f} s. This checkpoint was given up; the last "
-                    "one is whole."
-                )
-            time.sleep(pause)
-            pause = min(2 * pause, _LONGEST)
-
-    def _raise_failure(self, there: dict[str, int]) -> None:
-        for name in there:
-            if name.endswith(".failed"):
-                text = files.read_file(self._site.saving / name, _MOST_OF_A_PART).decode(errors="replace")
-                raise CheckpointError(
-                    f"rank {int(name[5:10])} failed while saving; there is no new checkpoint, the last one is whole: "
-                    f"{text}"
-                )
-        if not there and not files.is_directory(self._site.published):
-            raise CheckpointError(
-                f"{self._site.saving} is gone and nothing was published: rank 0 gave up, or others removed it. The "
-                "last checkpoint is whole."
-            )

@@ -13,10 +13,10 @@ from ..domain.domains import ExpertGroup
 from ..domain.dtensors import is_dtensor, place_of
 from ..domain.param import ParamRecord
 from ..domain.shard import Shard
+from ..engine import Engine
 from ..errors import CheckpointError
 from ..partition.comm.group import Ranks
 from ..tensors.unsharded_guard import is_sharded
-from .engine import Engine
 from .meeting import Meeting
 
 # Torch puts these into names when it compiles or wraps a module: they are no part of the model.

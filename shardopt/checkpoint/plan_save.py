@@ -2,7 +2,8 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -39,6 +40,18 @@ from .records import (
 )
 
 
+class Request(NamedTuple):
+    """The arguments of a save, in Python's own types."""
+
+    root: Path
+    extra: dict[str, Any]
+    step: int | None
+    keep: int | None
+    asynchronous: bool
+    allow_nonfinite: bool
+    full_precision: bool
+
+
 @dataclass(frozen=True)
 class Piece:
     """One range that this rank writes: elements ``[start, stop)`` of a tensor. ``read`` counts from ``start``."""
@@ -66,12 +79,12 @@ class Piece:
         return chunks_of(self.read, self.numel, self.tensor.dtype)
 
 
-@dataclass(frozen=True)
 class SavePlan:
     """One rank's part in a checkpoint.
 
     Attributes:
-        pieces: what this rank writes; the widest dtypes first, so that all are aligned in the file.
+        world: all ranks that make the checkpoint.
+        pieces: what this rank writes.
         tensors: all that all ranks write, without ranges; but for those of one rank alone (random numbers).
         shared: JSON that must be the same on all ranks: params, optimizers, step.
         own: JSON of rank 0 alone: what the user gave.
@@ -79,16 +92,41 @@ class SavePlan:
         step_is_counted: the step is the largest of any param, and was not given.
     """
 
-    pieces: tuple[Piece, ...]
-    tensors: Tensors
-    shared: Mapping[str, Any]
-    own: Mapping[str, Any]
-    must_be_finite: bool = True
-    step_is_counted: bool = True
+    def __init__(self, world: Ranks, must_be_finite: bool = True, step_is_counted: bool = True):
+        self.world, self.must_be_finite, self.step_is_counted = world, must_be_finite, step_is_counted
+        self.pieces: list[Piece] = []
+        self.tensors: Tensors = {}
+        self.shared: dict[str, Any] = {}
+        self.own: dict[str, Any] = {}
 
     @property
     def step(self) -> int:
         return int(self.shared["step"])
+
+    def add(self, key: Key, tensor: Tensor, start: int, stop: int, read: Read) -> None:
+        """Plans elements ``[start, stop)`` of a tensor."""
+        if not key.is_of_one_rank:
+            self.tensors[key] = tensor
+        if start < stop or key.is_of_one_rank:  # without elements too: only the piece tells that there is such a tensor
+            self.pieces.append(Piece(key, tensor, start, stop, read))
+
+    def add_whole(self, key: Key, tensor: torch.Tensor, ranks: Ranks | None = None, on_rank_0: bool = False) -> None:
+        """Plans a tensor that all of these ranks have: each writes a part of it, or rank 0 writes it."""
+        ranks = ranks or self.world
+        parts = (1 if ranks.rank == 0 else 0) if on_rank_0 else ranks.size
+        first, last = cut(tensor.numel(), parts, ranks.rank) if parts else (0, 0)
+        self.add(key, _described(key, tensor), first, last, reader_of(flat_of(tensor)[first:last]))
+
+    def add_own(self, section: str, name: str, kind: str, tensor: torch.Tensor) -> None:
+        """Plans a tensor of this rank alone."""
+        key = Key(section, name, kind)
+        self.add(key, _described(key, tensor), 0, tensor.numel(), reader_of(flat_of(tensor)))
+
+    def keep(self, tensor: torch.Tensor) -> str:
+        """Plans a tensor that the user gave. Returns the name under which it will be found."""
+        name = str(sum(key.section == "extra" for key in self.tensors))
+        self.add_whole(Key("extra", name, "value"), tensor.detach().clone(), on_rank_0=True)
+        return name
 
     def of_this_rank(self) -> dict[str, Any]:
         """Returns what other ranks do not know: params of groups with a process_group of their own. JSON-able."""
@@ -96,20 +134,20 @@ class SavePlan:
         tensors = {key: each for key, each in self.tensors.items() if key.section == "params" and key.name in params}
         return {"params": params, "tensors": tensors_to_json(tensors)}
 
-    def joined(self, told: Sequence[Mapping[str, Any]]) -> "SavePlan":
-        """Returns the plan with what all ranks told: the same on all of them."""
+    def join(self, told: Sequence[Mapping[str, Any]]) -> None:
+        """Takes what all ranks told: the plan then says the same on all of them."""
         params = {name: about for name, about in self.shared["params"].items() if "turn" not in about}
-        tensors = {key: each for key, each in self.tensors.items() if key.section != "params" or key.name in params}
+        self.tensors = {
+            key: each for key, each in self.tensors.items() if key.section != "params" or key.name in params
+        }
         for theirs in told:
             params.update({name: about for name, about in theirs["params"].items() if name not in params})
-            tensors.update(tensors_from_json(theirs["tensors"]))
-        optimizers = [
-            {**each, "groups": [_with_all_turns(group, params) for group in each["groups"]]}
-            for each in self.shared["optimizers"]
-        ]
-        step = max([self.step, *(about["step"] for about in params.values())]) if self.step_is_counted else self.step
-        shared = {"step": step, "params": params, "optimizers": optimizers}
-        return replace(self, tensors=tensors, shared=shared)
+            self.tensors.update(tensors_from_json(theirs["tensors"]))
+        for each in self.shared["optimizers"]:
+            each["groups"] = [_with_all_turns(group, params) for group in each["groups"]]
+        self.shared["params"] = params
+        if self.step_is_counted:
+            self.shared["step"] = max([self.step, *(about["step"] for about in params.values())])
 
     def skeleton(self) -> dict[str, Any]:
         """Returns what ranks compare before anything is written."""
@@ -117,11 +155,8 @@ class SavePlan:
         return {**self.shared, "tensors": tensors}
 
 
-def plan_save(model: Model, extra: Mapping[str, Any], step: int | None, widens: bool = False) -> SavePlan:
+def plan_save(model: Model, request: Request) -> SavePlan:
     """Returns the plan for the values of this moment. Local; reads no element.
-
-    Args:
-        widens: save masters and states in fp32, whatever their format is.
 
     Raises:
         CheckpointError: something cannot be saved; nothing was written.
@@ -129,10 +164,36 @@ def plan_save(model: Model, extra: Mapping[str, Any], step: int | None, widens: 
     model.check_savable()
     for engine in model.engines:
         for domain in engine.domains:
-            if not widens:
+            if not request.full_precision:
                 _check_halves(domain)
             keep_low_bits(domain)  # their halves are saved as they are kept
-    return _Planner(model, widens).plan(extra, step)
+    plan = SavePlan(model.world, not request.allow_nonfinite, request.step is None)
+    group_of = {
+        param: group for engine in model.engines for group in engine.local_groups() for param in group["params"]
+    }
+    params = {
+        name: _plan_param(plan, model, member, group_of.get(member.param, {}), request.full_precision)
+        for name, member in model.params.items()
+    }
+    for name, buffer in model.buffers.items():
+        # Ranks may hold other running statistics; as in DDP, those of rank 0 count.
+        plan.add_whole(Key("buffers", name, "value"), buffer, on_rank_0=True)
+    optimizers = [_plan_optimizer(plan, model, number) for number in range(len(model.engines))]
+    reduced = {
+        name: about for name, member in model.params.items() if (about := _plan_gradient(plan, member)) is not None
+    }
+    step = request.step
+    if step is None:
+        step = max((each["step"] for each in params.values()), default=0)
+    plan.shared = {"step": step, "params": params, "optimizers": optimizers}
+    plan.own = {
+        "gradients": reduced,
+        "extra": values.encode(request.extra, plan.keep, "extra"),
+        "module_extra": values.encode(dict(_extra_states(model.module)), plan.keep, "get_extra_state()"),
+    }
+    for kind, state in rng.states(model.device).items():
+        plan.add_own("rng", str(plan.world.rank), kind, state)
+    return plan
 
 
 def _check_halves(domain: Domain) -> None:
@@ -147,155 +208,102 @@ def _check_halves(domain: Domain) -> None:
                 )
 
 
-class _Planner:
-    def __init__(self, model: Model, widens: bool):
-        self.model, self.world, self.widens = model, model.world, widens
-        self.pieces: list[Piece] = []
-        self.tensors: Tensors = {}
+def _plan_optimizer(plan: SavePlan, model: Model, number: int) -> dict[str, Any]:
+    engine = model.engines[number]
+    groups = []
+    for index, (group, its_names) in enumerate(zip(engine.groups, model.names_in(engine), strict=True)):
+        given = {key: group[key] for key in group if key not in ("params", "param_names", "process_group")}
+        where = f"group {index} of optimizer {number}"
+        groups.append({"params": its_names, "values": values.encode(given, plan.keep, where)})
+    return {"rule": engine.rule.name, "counts_steps": engine.rule.counts_steps, "groups": groups}
 
-    def plan(self, extra: Mapping[str, Any], step: int | None) -> SavePlan:
-        model = self.model
-        group_of = {
-            param: group for engine in model.engines for group in engine.local_groups() for param in group["params"]
-        }
-        params = {name: self._param(member, group_of.get(member.param, {})) for name, member in model.params.items()}
-        for name, buffer in model.buffers.items():
-            # Ranks may hold other running statistics; as in DDP, those of rank 0 count.
-            self._whole(Key("buffers", name, "value"), buffer, on_rank_0=True)
-        optimizers = [self._optimizer(number) for number in range(len(model.engines))]
-        reduced = {
-            name: about for name, member in model.params.items() if (about := self._gradient(member)) is not None
-        }
-        is_counted = step is None
-        if step is None:
-            step = max((each["step"] for each in params.values()), default=0)
-        own = {
-            "gradients": reduced,
-            "extra": values.encode(dict(extra), self._keep, "extra"),
-            "module_extra": values.encode(dict(_extra_states(model.module)), self._keep, "get_extra_state()"),
-        }
-        for kind, state in rng.states(model.device).items():
-            key = Key("rng", str(self.world.rank), kind)
-            self._all(key, state)
-        ordered = sorted(self.pieces, key=lambda piece: -piece.tensor.dtype.itemsize)
-        shared = {"step": step, "params": params, "optimizers": optimizers}
-        return SavePlan(tuple(ordered), self.tensors, shared, own, step_is_counted=is_counted)
 
-    def _optimizer(self, number: int) -> dict[str, Any]:
-        engine = self.model.engines[number]
-        groups = []
-        names = self.model.names_in(engine)
-        for index, (group, its_names) in enumerate(zip(engine.groups, names, strict=True)):
-            given = {key: group[key] for key in group if key not in ("params", "param_names", "process_group")}
-            where = f"group {index} of optimizer {number}"
-            groups.append({"params": its_names, "values": values.encode(given, self._keep, where)})
-        return {"rule": engine.rule.name, "counts_steps": engine.rule.counts_steps, "groups": groups}
+# -- params ------------------------------------------------------------------------------------------------------------
 
-    # -- params ----------------------------------------------------------------------------------------------------
 
-    def _param(self, member: ModelParam, group: Mapping[str, Any]) -> dict[str, Any]:
-        if member.param.is_meta:
+def _plan_param(
+    plan: SavePlan, model: Model, member: ModelParam, group: Mapping[str, Any], widens: bool
+) -> dict[str, Any]:
+    """Plans a param with its master and states. Returns what the manifest says of it. ``widens``: in fp32."""
+    if member.param.is_meta:
+        raise CheckpointError(f"call bind() first: {member.name!r} is on the meta device and has no values to save.")
+    state = ParamState()
+    has_state = False
+    if member.entry is not None and member.shard is not None:
+        state = ParamState(member.entry.step, member.entry.carried)
+        has_state = member.entry.has_state
+    elif member.optimizer is not None:
+        loaded = model.engines[member.optimizer].states.waiting.get(member.param)
+        if loaded is not None:
+            state, has_state = loaded, True
+    if member.shard is None:
+        plan.add_whole(Key("params", member.name, "param"), member.param, member.world)
+    else:
+        _plan_slice(plan, member, member.shard, "param", widens)
+        if member.entry is not None and member.optimizer is not None:
+            names = model.engines[member.optimizer].rule.variant(group).states if has_state else ()
+            for kind in (*member.shard.masters, *(name for name in names if name in member.shard.states)):
+                _plan_slice(plan, member, member.shard, kind, widens)
+    for kind, tensor in state.tensors.items():
+        if isinstance(tensor, Part):
             raise CheckpointError(
-                f"call bind() first: {member.name!r} is on the meta device and has no values to save."
+                f"take a step first, or save before loading: {kind} of {member.name!r} was loaded as a part and is "
+                "not bound yet, so the rest of it is not here."
             )
-        state = ParamState()
-        has_state = False
-        if member.entry is not None and member.shard is not None:
-            state = ParamState(member.entry.step, member.entry.carried)
-            has_state = member.entry.has_state
-        elif member.optimizer is not None:
-            loaded = self.model.engines[member.optimizer].states.waiting.get(member.param)
-            if loaded is not None:
-                state, has_state = loaded, True
-        if member.shard is None:
-            self._whole(Key("params", member.name, "param"), member.param, member.world)
-        else:
-            self._sharded(member, member.shard, "param")
-            if member.entry is not None and member.optimizer is not None:
-                names = self.model.engines[member.optimizer].rule.variant(group).states if has_state else ()
-                for kind in (*member.shard.masters, *(name for name in names if name in member.shard.states)):
-                    self._sharded(member, member.shard, kind)
-        for kind, tensor in state.tensors.items():
-            if isinstance(tensor, Part):
-                raise CheckpointError(
-                    f"take a step first, or save before loading: {kind} of {member.name!r} was loaded as a part and is "
-                    "not bound yet, so the rest of it is not here."
-                )
-            self._whole(Key("params", member.name, kind), tensor, member.world)
-        return {
-            **({} if member.place is None else {"place": str(member.place)}),
-            **({} if member.expert_group is None else {"turn": list(member.expert_group)}),
-            "aliases": list(member.aliases),
-            "optimizer": member.optimizer,
-            "step": state.step,
-            "carried": {name: float(value).hex() for name, value in state.carried.items()},
-            "has_state": has_state,
-        }
+        plan.add_whole(Key("params", member.name, kind), tensor, member.world)
+    return {
+        **({} if member.place is None else {"place": str(member.place)}),
+        **({} if member.expert_group is None else {"turn": list(member.expert_group)}),
+        "aliases": list(member.aliases),
+        "optimizer": member.optimizer,
+        "step": state.step,
+        "carried": {name: float(value).hex() for name, value in state.carried.items()},
+        "has_state": has_state,
+    }
 
-    def _gradient(self, member: ModelParam) -> dict[str, Any] | None:
-        """Plans the gradient that was accumulated since the last step. Returns what all ranks know of its sum."""
-        slot, grad, about = member.entry.gradient_slice if member.entry is not None else None, member.param.grad, None
-        if slot is None or grad is None or member.shard is None:
-            return None
-        own: torch.Tensor | None = grad
-        if slot.shows_in(grad):
-            own = slot.pending
-            if not slot.is_used:
-                about = gradients.describe(slot)
-                tensor = Tensor(tuple(member.param.shape), member.shard.strides(member.index), slot.total.dtype, ())
-                key, where = Key("gradients", member.name, "reduced"), member.shard.slice_of(member.index)
-                assert member.domain is not None
-                first, last = _own_cut(slot.total.numel(), member.domain.mesh)
-                read = reader_of(slot.summed()[0][first:last])
-                self._add(key, tensor, where.start + first, where.start + last, read)
-        if own is not None:  # accumulated under no_sync()
-            key = Key("gradients", member.name, str(self.world.rank))
-            self._all(key, own)
-        return about
 
-    def _sharded(self, member: ModelParam, shard: Shard, kind: str) -> None:
-        """Plans a param in its dtype; a master or state in its format, with the scales of its blocks, or in fp32."""
-        assert member.domain is not None
-        key, where = Key("params", member.name, kind), shard.slice_of(member.index)
-        first, last = _own_cut(where.local.stop - where.local.start, member.domain.mesh)
-        format = None if kind == "param" or self.widens else shard.format_of(kind)
-        dtype = member.param.dtype if kind == "param" else torch.float32
-        tensor = Tensor(tuple(member.param.shape), shard.strides(member.index), dtype, ())
-        read = shard_reader(shard, kind, where.local.start + first)
-        if format not in (None, FP32):
-            tensor = replace(tensor, dtype=format.dtype, encoding=format.name)
-            read = stream_reader(shard, kind, where.local.start + first)
-        self._add(key, tensor, where.start + first, where.start + last, read)
-        if isinstance(format, BlockFormat):
-            blocks = Tensor((-(-member.param.numel() // BLOCK),), (1,), torch.float32, ())
-            start, begin = where.start // BLOCK, first // BLOCK
-            end = (
-                -(-last // BLOCK) if first < last else begin
-            )  # a replica that writes nothing has its cut inside of a block
-            read = stream_reader(shard, scales_name(kind), where.local.start + begin * BLOCK, BLOCK)
-            self._add(key.scales, blocks, start + begin, start + end, read)
+def _plan_gradient(plan: SavePlan, member: ModelParam) -> dict[str, Any] | None:
+    """Plans the gradient that was accumulated since the last step. Returns what all ranks know of its sum."""
+    slot, grad, about = member.entry.gradient_slice if member.entry is not None else None, member.param.grad, None
+    if slot is None or grad is None or member.shard is None:
+        return None
+    own: torch.Tensor | None = grad
+    if slot.shows_in(grad):
+        own = slot.pending
+        if not slot.is_used:
+            about = gradients.describe(slot)
+            tensor = Tensor(tuple(member.param.shape), member.shard.strides(member.index), slot.total.dtype, ())
+            key, where = Key("gradients", member.name, "reduced"), member.shard.slice_of(member.index)
+            assert member.domain is not None
+            first, last = _own_cut(slot.total.numel(), member.domain.mesh)
+            read = reader_of(slot.summed()[0][first:last])
+            plan.add(key, tensor, where.start + first, where.start + last, read)
+    if own is not None:  # accumulated under no_sync()
+        plan.add_own("gradients", member.name, str(plan.world.rank), own)
+    return about
 
-    def _whole(self, key: Key, tensor: torch.Tensor, ranks: Ranks | None = None, on_rank_0: bool = False) -> None:
-        """Plans a tensor that all of these ranks have: each writes a part of it, or rank 0 writes it."""
-        ranks = ranks or self.world
-        parts = (1 if ranks.rank == 0 else 0) if on_rank_0 else ranks.size
-        first, last = cut(tensor.numel(), parts, ranks.rank) if parts else (0, 0)
-        self._add(key, _described(key, tensor), first, last, reader_of(flat_of(tensor)[first:last]))
 
-    def _all(self, key: Key, tensor: torch.Tensor) -> None:
-        """Plans a tensor of this rank alone."""
-        self._add(key, _described(key, tensor), 0, tensor.numel(), reader_of(flat_of(tensor)))
-
-    def _add(self, key: Key, tensor: Tensor, start: int, stop: int, read: Read) -> None:
-        if not key.is_of_one_rank:
-            self.tensors[key] = tensor
-        if start < stop or key.is_of_one_rank:  # without elements too: only the piece tells that there is such a tensor
-            self.pieces.append(Piece(key, tensor, start, stop, read))
-
-    def _keep(self, tensor: torch.Tensor) -> str:
-        name = str(sum(key.section == "extra" for key in self.tensors))
-        self._whole(Key("extra", name, "value"), tensor.detach().clone(), on_rank_0=True)
-        return name
+def _plan_slice(plan: SavePlan, member: ModelParam, shard: Shard, kind: str, widens: bool) -> None:
+    """Plans a param in its dtype; a master or state in its format, with the scales of its blocks, or in fp32."""
+    assert member.domain is not None
+    key, where = Key("params", member.name, kind), shard.slice_of(member.index)
+    first, last = _own_cut(where.local.stop - where.local.start, member.domain.mesh)
+    format = None if kind == "param" or widens else shard.format_of(kind)
+    dtype = member.param.dtype if kind == "param" else torch.float32
+    tensor = Tensor(tuple(member.param.shape), shard.strides(member.index), dtype, ())
+    read = shard_reader(shard, kind, where.local.start + first)
+    if format not in (None, FP32):
+        tensor = replace(tensor, dtype=format.dtype, encoding=format.name)
+        read = stream_reader(shard, kind, where.local.start + first)
+    plan.add(key, tensor, where.start + first, where.start + last, read)
+    if isinstance(format, BlockFormat):
+        blocks = Tensor((-(-member.param.numel() // BLOCK),), (1,), torch.float32, ())
+        start, begin = where.start // BLOCK, first // BLOCK
+        end = (
+            -(-last // BLOCK) if first < last else begin
+        )  # a replica that writes nothing has its cut inside of a block
+        read = stream_reader(shard, scales_name(kind), where.local.start + begin * BLOCK, BLOCK)
+        plan.add(key.scales, blocks, start + begin, start + end, read)
 
 
 def _with_all_turns(group: Mapping[str, Any], params: Mapping[str, Any]) -> dict[str, Any]:

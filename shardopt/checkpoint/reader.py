@@ -15,9 +15,9 @@ from ..kernels import codecs
 from ..kernels.formats import FORMATS, SPLIT, SPLIT24, BlockFormat
 from ..kernels.tables import BLOCK
 from . import files
-from .manifest import MAX_BYTES, Manifest
+from .manifest import MAX_BYTES, from_bytes
 from .publish import MANIFEST, published
-from .records import CHUNK_BYTES, Key, Range, Tensor
+from .records import CHUNK_BYTES, Key, Manifest, Range, Tensor
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Checkpoint:
         self.path = path
         data = files.read_file(path / MANIFEST, MAX_BYTES)
         self.digest = hashlib.sha256(data).hexdigest()
-        self.manifest = Manifest.from_bytes(data, str(path / MANIFEST))
+        self.manifest = from_bytes(data, str(path / MANIFEST))
         self._open: dict[str, int] = {}
         self._buffer = torch.empty(CHUNK_BYTES, dtype=torch.uint8)
         self._bytes = memoryview(cast(Any, self._buffer.numpy()))
@@ -176,10 +176,9 @@ class Checkpoint:
         return f"Load another checkpoint ({', '.join(others) or 'there is none beside this one'})."
 
 
-def needed_chunks(manifest: Manifest, key: Key, start: int = 0, stop: int | None = None) -> Iterator[Chunk]:
+def needed_chunks(manifest: Manifest, key: Key, start: int, stop: int) -> Iterator[Chunk]:
     """Yields all chunks that the values of these elements are made of."""
     tensor = manifest.tensors[key]
-    stop = tensor.numel if stop is None else stop
     yield from chunks_of(key, tensor, start, stop)
     format = FORMATS.get(tensor.encoding)
     if isinstance(format, BlockFormat):

@@ -1,8 +1,9 @@
-"""The records of a manifest, one for each tensor and file: frozen, checked, turned into JSON and back."""
+"""The manifest, and its records: one for each tensor and file, frozen, turned into JSON and back."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -29,6 +30,7 @@ DTYPES = {
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
 }
+SECTIONS = ("params", "gradients", "buffers", "extra", "rng")
 _SCALES = ".scales"
 NAME_OF_DTYPE = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -36,7 +38,7 @@ NAME_OF_DTYPE = {dtype: name for name, dtype in DTYPES.items()}
 class Key(NamedTuple):
     """One tensor of a checkpoint: ("params", "layer.weight", "exp_avg"), ("buffers", "norm.mean", "value"), ..."""
 
-    section: str  # "params", "gradients", "buffers", "extra" or "rng"
+    section: str  # one of SECTIONS
     name: str
     kind: str
 
@@ -156,6 +158,44 @@ class File:
 Tensors = dict[Key, Tensor]
 
 
+@dataclass(frozen=True)
+class Manifest:
+    """Everything of a checkpoint but the elements.
+
+    Attributes:
+        info: JSON: token, sequence, step, world, versions, and the encoded ``extra``.
+        params: by name: aliases (names that are tied to it), optimizer (its index, or None), step, carried, has_state.
+        optimizers: rule, whether it counts steps, groups (params by name, encoded values).
+    """
+
+    info: Mapping[str, Any]
+    params: Mapping[str, Any]
+    optimizers: Sequence[Any]
+    files: Mapping[str, File]
+    tensors: Mapping[Key, Tensor]
+
+    def of(self, section: str) -> Iterator[tuple[Key, Tensor]]:
+        return ((key, tensor) for key, tensor in self.tensors.items() if key.section == section)
+
+    @cached_property
+    def kinds(self) -> dict[str, dict[str, Tensor]]:
+        """By param: kind ("param", "master" or a state) -> its tensor; without the scales of blocks."""
+        found: dict[str, dict[str, Tensor]] = {}
+        for key, tensor in self.of("params"):
+            if not key.is_of_scales:
+                found.setdefault(key.name, {})[key.kind] = tensor
+        return found
+
+    def carried(self, name: str) -> dict[str, float]:
+        """Returns the scalars that a rule hands on from step to step with a param, to the bit."""
+        return {scalar: float.fromhex(value) for scalar, value in self.params[name]["carried"].items()}
+
+    @cached_property
+    def names(self) -> dict[str, set[str]]:
+        """By section: the names of its tensors."""
+        return {section: {key.name for key, _ in self.of(section)} for section in SECTIONS}
+
+
 def tensors_to_json(tensors: Mapping[Key, Tensor]) -> dict[str, Any]:
     nested: dict[str, Any] = {}
     for key, tensor in tensors.items():
@@ -172,10 +212,14 @@ def tensors_from_json(nested: Mapping[str, Any]) -> Tensors:
     }
 
 
+def is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 1 << 62
+
+
 def count(value: Any) -> int:
-    if type(value) is not int or not 0 <= value < 1 << 62:
+    if not is_count(value):
         raise ValueError(f"{value!r} is no count")
-    return value
+    return int(value)
 
 
 def check_apart(tensors: Mapping[Key, Tensor]) -> None:

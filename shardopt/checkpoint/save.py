@@ -3,7 +3,6 @@
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from ..optim.optimizer import ShardedOptimizer
 from . import files, publish
 from .background import Background, Saving
 from .call import check_module, engines_of, read_request
-from .meeting import FileSignals, Meeting, Result
+from .meeting import Meeting, Result
 from .model import Model, meeting_of, unwrapped
 from .plan_save import plan_save
 from .publish import Site
@@ -74,20 +73,17 @@ def save_checkpoint(
         lambda: read_request(directory, extra, step, keep, asynchronous, allow_nonfinite, full_precision), _PLANNING
     )
     meeting.check_apart(request.root)
-    plan = meeting.together(
-        lambda: plan_save(Model(module, engines), request.extra, request.step, request.full_precision), _PLANNING
-    )
-    plan = replace(plan, must_be_finite=not request.allow_nonfinite)
-    plan = plan.joined(meeting.everyones(plan.of_this_rank(), _PLANNING))
+    plan = meeting.together(lambda: plan_save(Model(module, engines), request), _PLANNING)
+    plan.join(meeting.everyones(plan.of_this_rank(), _PLANNING))
     options = {name: getattr(request, name) for name in ("keep", "asynchronous", "full_precision", "allow_nonfinite")}
     meeting.compare({**plan.skeleton(), **options}, _PLANNING)
     site, lock = _begin(request.root, plan.step, meeting)
-    signals = FileSignals(site, meeting.world)
+    writer = RankWriter(site, lock, plan, request.keep)
     if request.asynchronous:
         phase = "copying what is to be saved"
-        pieces = _or_abandon(meeting, lambda: background.staging.copy(plan.pieces), site, lock, phase)
-        return background.start(RankWriter(site, lock, replace(plan, pieces=tuple(pieces)), signals, request.keep))
-    _or_abandon(meeting, RankWriter(site, lock, plan, signals, request.keep).run, site, None, "saving a checkpoint")
+        plan.pieces = _or_abandon(meeting, lambda: background.copy(plan.pieces), site, lock, phase)
+        return background.start(writer)
+    _or_abandon(meeting, writer.run, site, None, "saving a checkpoint")
     return Saving(site.published)
 
 

@@ -1,8 +1,15 @@
-"""Follows a plan of a save: each rank writes its ranges, rank 0 publishes what all have written."""
+"""Follows a plan of a save: each rank writes its ranges, rank 0 publishes what all have written.
+
+A checkpoint that is written in the background cannot use the process group, in which training goes on. So every rank
+leaves a small file when it is done or has failed, and whoever waits looks for those; no file growing for as long as one
+wait may take means that a rank is gone.
+"""
 
 import hashlib
+import json
+import time
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -13,14 +20,15 @@ import torch
 from ..errors import CheckpointError
 from ..version import __version__
 from . import files, publish
-from .manifest import Manifest
-from .meeting import FileSignals
+from .elements import contiguous_strides
+from .manifest import checked, to_bytes
 from .plan_save import Piece, SavePlan
 from .publish import Site
 from .reader import chunks_of_range
 from .records import (
     File,
     Key,
+    Manifest,
     Range,
     Tensor,
     Tensors,
@@ -29,6 +37,9 @@ from .records import (
 )
 from .tensor_file import Writer, header
 
+_MOST_OF_A_PART = 1 << 30
+_SHORTEST, _LONGEST = 0.001, 0.25  # seconds between two looks
+
 
 class RankWriter:
     """Writes one rank's file of one checkpoint; on rank 0 publishes the checkpoint. Meets other ranks by files only.
@@ -36,9 +47,11 @@ class RankWriter:
     See [Note: What a crash leaves] for the order of what it does.
     """
 
-    def __init__(self, site: Site, lock: int | None, plan: SavePlan, signals: FileSignals, keep: int | None):
-        self.site, self._lock, self._plan, self._signals, self._keep = site, lock, plan, signals, keep
-        self._path = site.saving / f"rank-{signals.rank:05d}.safetensors"
+    def __init__(self, site: Site, lock: int | None, plan: SavePlan, keep: int | None):
+        self.site, self._lock, self._plan, self._keep = site, lock, plan, keep
+        # Read now: while a thread writes, the script may destroy its process group.
+        self._rank, self._size, self._seconds = plan.world.rank, plan.world.size, plan.world.seconds
+        self._path = site.saving / f"rank-{self._rank:05d}.safetensors"
 
     def run(self) -> None:
         """
@@ -49,18 +62,18 @@ class RankWriter:
             part = self._write()
             if self._keep is not None:
                 self._read_back(part)
-            self._signals.done(part)
-            if self._signals.rank == 0:
-                publish.publish(self.site, self._manifest(self._signals.parts()).to_bytes())
+            self._tell("json", json.dumps(part).encode())  # the file is durable, and this is what is in it
+            if self._rank == 0:
+                publish.publish(self.site, to_bytes(checked(self._manifest(self._parts()))))
                 if self._keep is not None:
                     publish.rotate(self.site.root, self._keep, self.site.published)
             else:
-                self._signals.published()
+                self._wait(lambda _: files.is_directory(self.site.published), "publishing the checkpoint")
         except BaseException as error:
             with suppress(OSError):
                 files.remove(self._path)  # a full disk has room again, for the file of the next line too
             with suppress(Exception):  # the first error is raised
-                self._signals.failed(error)
+                self._tell("failed", f"{type(error).__name__}: {error}".encode())
             if isinstance(error, Exception):
                 raise as_checkpoint_error(error, self._path, self.site.published)  # noqa: B904 (it has its cause)
             raise
@@ -70,9 +83,10 @@ class RankWriter:
 
     def _write(self) -> dict[str, Any]:
         """Streams this rank's file. Returns what is in it, for the manifest."""
-        pieces = self._plan.pieces
+        # The widest dtypes first, so that all are aligned in the file.
+        pieces = sorted(self._plan.pieces, key=lambda piece: -piece.tensor.dtype.itemsize)
         described = [(piece.label, piece.tensor.dtype, _shape_in_file(piece)) for piece in pieces]
-        identity = {"format": "shardopt checkpoint", "token": self.site.token, "rank": str(self._signals.rank)}
+        identity = {"format": "shardopt checkpoint", "token": self.site.token, "rank": str(self._rank)}
         writer = Writer(self._path, header(described, identity))
         tensors: Tensors = {}
         try:
@@ -122,7 +136,7 @@ class RankWriter:
             "token": self.site.token,
             "sequence": self.site.sequence,
             "step": self.site.step,
-            "world": self._signals.size,
+            "world": self._size,
             "shardopt": __version__,
             "torch": str(torch.__version__),
             **self._plan.own,
@@ -130,6 +144,62 @@ class RankWriter:
         written = {part["name"]: File(*part["file"]) for part in parts}
         shared = self._plan.shared
         return Manifest(info, shared["params"], shared["optimizers"], written, tensors)
+
+    # -- how ranks learn of each other ------------------------------------------------------------------------------
+
+    def _tell(self, suffix: str, data: bytes) -> None:
+        path = self.site.saving / f"rank-{self._rank:05d}.{suffix}"
+        new = path.with_name(f"{path.name}-new")
+        files.write_file(new, data)
+        files.rename(new, path)  # who finds it finds all of it
+        try:
+            files.sync_directory(self.site.saving)
+        except FileNotFoundError:
+            # Rank 0 has found the file meanwhile, and has synced and published the directory under its other name.
+            if not files.is_directory(self.site.published):
+                raise
+
+    def _parts(self) -> list[dict[str, Any]]:
+        """Rank 0: waits for what every rank wrote and returns them."""
+        wanted = [f"rank-{rank:05d}.json" for rank in range(self._size)]
+        self._wait(lambda names: all(name in names for name in wanted), "writing its file")
+        return [json.loads(files.read_file(self.site.saving / name, _MOST_OF_A_PART)) for name in wanted]
+
+    def _wait(self, is_there: Callable[[dict[str, int]], bool], what: str) -> None:
+        last, since, pause = None, time.monotonic(), _SHORTEST
+        while True:
+            # In this order: the directory is renamed in between, perhaps.
+            try:
+                there = files.sizes(self.site.saving)
+            except FileNotFoundError:
+                there = {}  # published, or gone
+            if is_there(there):
+                return
+            self._raise_failure(there)
+            if there != last:
+                last, since = there, time.monotonic()
+            if time.monotonic() - since > self._seconds:
+                raise CheckpointError(
+                    f"look for a rank that died or sees another file system: it has not ended {what}, and nothing has "
+                    f"grown in {self.site.saving} for {self._seconds:.0f} s. This checkpoint was given up; the "
+                    "last one is whole."
+                )
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST)
+
+    def _raise_failure(self, there: dict[str, int]) -> None:
+        for name in there:
+            if name.endswith(".failed"):
+                text = files.read_file(self.site.saving / name, _MOST_OF_A_PART).decode(errors="replace")
+                raise CheckpointError(
+                    f"rank {int(name[5:10])} failed while saving; there is no new checkpoint, the last one is whole: "
+                    f"{text}"
+                )
+        if not there and not files.is_directory(self.site.published):
+            raise CheckpointError(
+                f"{self.site.saving} is gone and nothing was published: rank 0 gave up, or others removed it. The "
+                "last checkpoint is whole."
+            )
 
 
 def _checked(piece: Piece) -> Iterator[torch.Tensor]:
@@ -152,8 +222,7 @@ def _checked(piece: Piece) -> Iterator[torch.Tensor]:
 def _shape_in_file(piece: Piece) -> tuple[int, ...]:
     """Returns the tensor's shape if all of it is here and contiguous, as other readers expect; else a 1D shape."""
     tensor = piece.tensor
-    contiguous = torch.empty(tensor.shape, device="meta").stride()
-    whole = piece.numel == tensor.numel and tuple(tensor.strides) == tuple(contiguous)
+    whole = piece.numel == tensor.numel and tuple(tensor.strides) == contiguous_strides(tensor.shape)
     return tensor.shape if whole else (piece.numel,)
 
 

@@ -10,7 +10,7 @@ import inspect
 import math
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import Any, NamedTuple, TypeVar, Unpack, cast
+from typing import Any, TypeVar, Unpack, cast
 
 import torch
 from torch import Tensor
@@ -91,17 +91,13 @@ def like(made: type[torch.optim.Optimizer] | Defaults, rule: Rule) -> Callable[[
     return decorate
 
 
-class Recipe(NamedTuple):
-    """What a class updates with."""
+def recipe(kind: type[ShardedOptimizer]) -> tuple[Rule, dict[str, Any]]:
+    """The rule of a class of this module, and the defaults of its param groups.
 
-    rule: Rule
-    defaults: dict[str, Any]  # of param groups
-
-
-def recipe(kind: type[ShardedOptimizer]) -> Recipe:
-    """Of a class of this module, without an optimizer: to construct one torch imports its compiler, for seconds."""
+    Without an optimizer: to construct one torch imports its compiler, for seconds.
+    """
     rule, default_group = _RECIPES[kind.__init__]
-    return Recipe(rule, default_group())
+    return rule, default_group()
 
 
 def _checked(parameter: inspect.Parameter, value: Any) -> Any:

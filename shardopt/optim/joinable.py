@@ -111,7 +111,7 @@ class JoinableOptimizer(Joinable):
         (number,), *_ = self.engine.ranks().exchange([next(_NUMBERS)], self.join_device, "entering join()")
         if self._shadow is not None:
             self._shadow.leave()
-        self._shadow = Shadow(self, by_all, number)
+        self._shadow = Shadow(self.engine, by_all, number)
         self.engine.joining = self._shadow.tell
         return self._shadow
 

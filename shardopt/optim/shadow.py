@@ -16,7 +16,7 @@ import traceback
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -85,33 +85,22 @@ class Told:
                 raise DisagreementError(f"rank {rank} cannot go on beside ranks that have run out: {problem}")
 
 
-class Joined(Protocol):
-    """What a shadow reads and writes of the optimizer that it is of."""
-
-    engine: Engine
-    _join_config: _JoinConfig  # torch's own name for it
-
-    @property
-    def join_device(self) -> torch.device:
-        """Of the messages of ``Join``."""
-
-
 class Shadow(JoinHook):
     """Of one optimizer, for one context."""
 
-    def __init__(self, optimizer: Joined, by_all: bool, number: int):
+    def __init__(self, engine: Engine, by_all: bool, number: int):
         """
         Args:
             by_all: the mean is over all ranks; else over those that had a batch.
             number: of the joinables of a ``Join`` each has another one, on all ranks the same.
         """
-        self._optimizer, self._by_all, self._number = weakref.ref(optimizer), by_all, number
+        self._engine, self._by_all, self._number = weakref.ref(engine), by_all, number
         self.shadows = False  # at this moment, what another rank announced
-        self._ranks: Ranks = optimizer.engine.compose().main.mesh.world
+        self._ranks: Ranks = engine.compose().main.mesh.world
         self._backward: Backward | None = None
         self._ddp: DistributedDataParallel | None = None
         self._ddp_hook: Any = None
-        handover, me = optimizer.engine.takeover, weakref.ref(self)
+        handover, me = engine.takeover, weakref.ref(self)
         if handover is None:
             return
         self._backward = backward = cast(Backward, handover.backward)
@@ -139,9 +128,9 @@ class Shadow(JoinHook):
 
     def leave(self) -> None:
         """The context is left."""
-        optimizer = self._optimizer()
-        if optimizer is not None and optimizer.engine.joining == self.tell:
-            optimizer.engine.joining, optimizer._join_config = None, _OFF
+        engine = self._engine()
+        if engine is not None and engine.joining == self.tell:
+            engine.joining, _joinable(engine)._join_config = None, _OFF
         if self._backward is not None:
             self._backward.before_round = None
         if self._ddp is not None:
@@ -161,61 +150,61 @@ class Shadow(JoinHook):
             DisagreementError: the ranks cannot do so together; on every rank.
             RuntimeError: a rank has run out, and the context was asked to end there.
         """
-        optimizer = self._optimizer()
-        if optimizer is None or self.shadows or not optimizer._join_config.enable:
+        engine = self._engine()
+        if engine is None or self.shadows or not _joinable(engine)._join_config.enable:
             return None
-        self._check_place(optimizer)
-        work = Join.notify_join_context(cast(Joinable, optimizer))
+        self._check_place(engine)
+        work = Join.notify_join_context(_joinable(engine))
         if work is not None:
             work.wait()
-        if not optimizer._join_config.is_first_joinable:
-            self._count(optimizer, _STEP)
+        if not _joinable(engine)._join_config.is_first_joinable:
+            self._count(engine, _STEP)
         row: dict[str, Any] = {}
         try:
             row = facts()
         except Exception as error:  # the others wait for this rank
             row = {"problem": f"{type(error).__name__}: {error}"}
-        told = self._exchange(optimizer, kind, row)
+        told = self._exchange(engine, kind, row)
         if kind == "step" and self._backward is None and not told.is_complete:
-            self._send_gradients(optimizer, told)
+            self._send_gradients(engine, told)
         return told
 
-    def _check_place(self, optimizer: Joined) -> None:
-        if self._backward is not None and not optimizer._join_config.is_first_joinable:
+    def _check_place(self, engine: Engine) -> None:
+        if self._backward is not None and not _joinable(engine)._join_config.is_first_joinable:
             raise ShardoptError(
                 "Join was given others ahead of this optimizer, which took the module over: a rank that has run out of "
                 "batches would follow them first. Use `with optimizer.join():` or Join([optimizer]), with one "
                 "optimizer for the module."
             )
 
-    def _count(self, optimizer: Joined, number: int) -> float:
-        total = torch.full((1,), float(number), device=optimizer.join_device)
+    def _count(self, engine: Engine, number: int) -> float:
+        total = torch.full((1,), float(number), device=engine.device)
         dist.all_reduce(total, group=self._ranks.group)
         return total.item()
 
-    def _exchange(self, optimizer: Joined, kind: str | None, facts: Mapping[str, Any]) -> Told:
+    def _exchange(self, engine: Engine, kind: str | None, facts: Mapping[str, Any]) -> Told:
         setup = {
             "divide_by_initial_world_size": self._by_all,
             "DistributedDataParallel": self._ddp is not None,
             "number of the optimizer": self._number,
-            "params": [len(group["params"]) for group in optimizer.engine.groups],
+            "params": [len(group["params"]) for group in engine.groups],
         }
         row = {"kind": kind, "setup": setup, **facts}
-        return Told(self._ranks.exchange_json(row, optimizer.join_device, _PHASE))
+        return Told(self._ranks.exchange_json(row, engine.device, _PHASE))
 
     def _divisor(self, told: Told) -> int:
         return told.size if self._by_all else len(told.active)
 
     def step_facts(self, call: Call) -> dict[str, Any]:
         """What a rank must know to take this step as well."""
-        optimizer = self._optimizer()
-        assert optimizer is not None
+        engine = self._engine()
+        assert engine is not None
         return {
             "closure": call.closure,
             "failed": None if call.problem is None else f"{type(call.problem).__name__}: {call.problem}",
             "scaling": [call.scale, call.overflow],
-            "numbers": [plain_numbers(group) for group in optimizer.engine.groups],
-            "gradients": [_dtype_of(param.grad) for param in optimizer.engine.params],
+            "numbers": [plain_numbers(group) for group in engine.groups],
+            "gradients": [_dtype_of(param.grad) for param in engine.params],
             **(edits_of(self._backward) if self._backward is not None else {}),
         }
 
@@ -227,13 +216,12 @@ class Shadow(JoinHook):
         Args:
             caller: the module whose frames are ``join()`` itself.
         """
-        optimizer = self._optimizer()
+        engine = self._engine()
         modules = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
         ours = __name__.partition(".")[0]
         is_known = any(name.partition(".")[0] == ours for name in modules if name != caller)
-        if is_known or optimizer is None or (self._backward is not None and self._backward.is_open):
+        if is_known or engine is None or (self._backward is not None and self._backward.is_open):
             return
-        engine = optimizer.engine
         call = Call(engine.defaults, problem=error)
         with suppress(Exception):  # the error itself, or that all of them have raised it
             self.tell("step", call)
@@ -243,10 +231,10 @@ class Shadow(JoinHook):
 
     def main_hook(self) -> None:
         """Does what the others announce."""
-        optimizer = self._optimizer()
-        assert optimizer is not None
-        self._check_place(optimizer)
-        if not optimizer._join_config.is_first_joinable and self._count(optimizer, 0) < _STEP:
+        engine = self._engine()
+        assert engine is not None
+        self._check_place(engine)
+        if not _joinable(engine)._join_config.is_first_joinable and self._count(engine, 0) < _STEP:
             raise ShardoptError(
                 "a rank still has batches and ran a forward without a step() after the one before: a rank that has run "
                 "out cannot tell which of the two follows. Call step() behind every backward in this context, or hand "
@@ -254,8 +242,8 @@ class Shadow(JoinHook):
             )
         self.shadows = True
         try:
-            told = self._exchange(optimizer, None, {})
-            _SHADOWS[told.kind](self, optimizer, told)
+            told = self._exchange(engine, None, {})
+            _SHADOWS[told.kind](self, engine, told)
         finally:
             self.shadows = False
 
@@ -266,37 +254,36 @@ class Shadow(JoinHook):
             self._ddp._sync_module_buffers(rank)
         self.leave()
 
-    def _bind(self, optimizer: Joined, told: Told) -> None:
-        optimizer.engine.bind()
+    def _bind(self, engine: Engine, told: Told) -> None:
+        engine.bind()
 
-    def _forward(self, optimizer: Joined, told: Told) -> None:
+    def _forward(self, engine: Engine, told: Told) -> None:
         ddp = self._ddp
         assert ddp is not None
         ddp._check_and_sync_module_buffers()
         ddp.require_forward_param_sync = ddp._check_global_requires_backward_grad_sync(is_joined_rank=True)
 
-    def _round(self, optimizer: Joined, told: Told) -> None:
+    def _round(self, engine: Engine, told: Told) -> None:
         assert self._backward is not None
         _follow_edits(self._backward, told.facts["edits"])
         self._backward.run_round_of_zeros(told.facts["held"], self._divisor(told))
 
-    def _step(self, optimizer: Joined, told: Told) -> None:
+    def _step(self, engine: Engine, told: Told) -> None:
         facts = told.facts
-        follow_numbers(optimizer.engine.groups, facts["numbers"])
+        follow_numbers(engine.groups, facts["numbers"])
         if self._backward is not None:
             _follow_edits(self._backward, facts["edits"])
-            for param, dtype in zip(optimizer.engine.params, facts["gradients"], strict=True):
+            for param, dtype in zip(engine.params, facts["gradients"], strict=True):
                 if dtype is None:
                     param.grad = None
         else:
-            self._send_gradients(optimizer, told)
+            self._send_gradients(engine, told)
         scale, overflow = facts["scaling"]
-        call = Call(optimizer.engine.defaults, facts["closure"], scale=scale, overflow=overflow)
-        optimizer.engine.take(call)
+        engine.take(Call(engine.defaults, facts["closure"], scale=scale, overflow=overflow))
 
-    def _send_gradients(self, optimizer: Joined, told: Told) -> None:
+    def _send_gradients(self, engine: Engine, told: Told) -> None:
         """Collective: from the first rank that has a batch to those that have none. They are alike on all that have."""
-        for param, dtype in zip(optimizer.engine.params, told.facts["gradients"], strict=True):
+        for param, dtype in zip(engine.params, told.facts["gradients"], strict=True):
             if dtype is None or dtype == _SPARSE:  # which a step refuses
                 grad = None
             elif self._ranks.rank == told.first:
@@ -307,6 +294,11 @@ class Shadow(JoinHook):
                 self._ranks.broadcast([grad], _PHASE, root=told.first)
             if self.shadows:
                 param.grad = grad
+
+
+def _joinable(engine: Engine) -> Joinable:
+    """The optimizer, as torch's ``Join`` sees it."""
+    return cast(Joinable, engine.owner)
 
 
 _SHADOWS = {"bind": Shadow._bind, "forward": Shadow._forward, "round": Shadow._round, "step": Shadow._step}

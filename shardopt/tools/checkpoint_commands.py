@@ -1,4 +1,4 @@
-"""``python -m shardopt inspect | verify | export | import``: checkpoints on the command line."""
+"""``python -m shardopt inspect | verify | export``: checkpoints on the command line."""
 
 import argparse
 import os
@@ -12,7 +12,7 @@ from ..checkpoint.inspect import data_bytes, describe, size, verify
 from ..checkpoint.publish import find, published
 from ..checkpoint.reader import Checkpoint
 from ..errors import ShardoptError
-from .import_command import add_import, run_import
+from .progress import progress
 from .values import index
 
 _DIRECTORY = "a directory that save_checkpoint() was given (its newest checkpoint is taken), or one checkpoint in it"
@@ -50,7 +50,6 @@ def add_commands(commands: Any) -> None:
     inspect.set_defaults(run=_inspect)
     check.set_defaults(run=_verify)
     export.set_defaults(run=_export)
-    add_import(commands).set_defaults(run=_import)
 
 
 EXIT_CODES = """exit codes:
@@ -87,31 +86,6 @@ def run(options: argparse.Namespace) -> int:
         return 3
 
 
-class Progress:
-    """Shows progress on a terminal in one line; nothing elsewhere, and nothing for what ends at once."""
-
-    def __init__(self, what: str, total: int):
-        self._what, self._total, self._done = what, max(total, 1), 0
-        self._start = self._last = time.monotonic()
-        self._is_shown = False
-
-    def advance(self, nbytes: int) -> None:
-        self._done += nbytes
-        now = time.monotonic()
-        if sys.stderr.isatty() and now - self._last > 0.3:
-            self._last, self._is_shown = now, True
-            rate = self._done / (now - self._start)
-            left = (self._total - self._done) / rate
-            done = f"{self._done / self._total:4.0%} of {size(self._total)}, {size(rate)}/s, {left:.0f} s left"
-            print(f"\r{self._what}: {done}   ", end="", file=sys.stderr, flush=True)
-
-    def end(self) -> float:
-        """Removes the line. Returns the seconds since the start."""
-        if self._is_shown:
-            print("\r\033[K", end="", file=sys.stderr, flush=True)
-        return time.monotonic() - self._start
-
-
 def _inspect(options: argparse.Namespace) -> int:
     for line in describe(options.directory):
         print(line)
@@ -125,31 +99,25 @@ def _verify(options: argparse.Namespace) -> int:
     failed = not paths
     for path in paths:
         total = sum(each.stat().st_size for each in path.glob("*.safetensors"))
-        progress = Progress(f"reading {path.name}", total)
-        problems = verify(path, progress.advance)
-        seconds = progress.end()
+        start = time.monotonic()
+        with progress(f"reading {path.name}", total) as advance:
+            problems = verify(path, advance)
         for problem in problems:
             print(f"DAMAGED  {problem}")
         if not problems:
-            print(f"whole    {path}: {size(total)} in {seconds:.1f} s")
+            print(f"whole    {path}: {size(total)} in {time.monotonic() - start:.1f} s")
         failed = failed or bool(problems)
     return int(failed)
 
 
 def _export(options: argparse.Namespace) -> int:
     with Checkpoint(find(options.directory)) as checkpoint:
-        progress = Progress(f"writing {options.output}", data_bytes(checkpoint.manifest))
-        if options.to == "torch":
-            export_states(checkpoint, options.output, options.optimizer, progress.advance)
-        else:
-            export_weights(checkpoint, options.output, progress.advance)
-        seconds = progress.end()
+        start = time.monotonic()
+        with progress(f"writing {options.output}", data_bytes(checkpoint.manifest)) as advance:
+            if options.to == "torch":
+                export_states(checkpoint, options.output, options.optimizer, advance)
+            else:
+                export_weights(checkpoint, options.output, advance)
+        seconds = time.monotonic() - start
         print(f"{options.output}: {size(options.output.stat().st_size)} from {checkpoint.path} in {seconds:.1f} s")
-    return 0
-
-
-def _import(options: argparse.Namespace) -> int:
-    path = run_import(options, Progress)
-    with Checkpoint(path) as checkpoint:
-        print(f"{path}: {size(data_bytes(checkpoint.manifest))} from {checkpoint.manifest.info['imported']}")
     return 0

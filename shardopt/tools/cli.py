@@ -16,8 +16,9 @@ import shardopt
 from ..config import Options
 from ..errors import UnsupportedVersionError
 from ..optim import classes
-from ..option import planned
+from ..option import choices_of, planned
 from .checkpoint_commands import EXIT_CODES, add_commands, run
+from .import_command import add_import
 from .values import chart_file, memory, params, positive, seed
 
 _OPTIMIZERS = {name.removeprefix("Sharded"): getattr(classes, name) for name in classes.__all__}
@@ -49,6 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     twins.add_argument("--seed", type=seed, default=0, help="default: %(default)s")
     twins.set_defaults(run=lambda options: _twins(options.optimizer, options.dtype, options.steps, options.seed))
     add_commands(commands)
+    add_import(commands)
     _add_plan(commands)
     doctor = commands.add_parser(
         "doctor",
@@ -76,14 +78,12 @@ def _add_plan(commands: Any) -> None:
     plan.add_argument("--host-memory", type=memory, help="for one rank, such as 200G (default: any)")
     plan.add_argument("--optimizer", default="AdamW", choices=sorted(_OPTIMIZERS), help="default: %(default)s")
     plan.add_argument("--dtype", choices=("fp32", "bf16"), help="of params (default: both)")
-    for each in planned(Options):
-        flag = f"--{each.name.replace('_', '-')}"
-        if each.choices:
-            text = f"{each.flag.help} (default: %(default)s)"
-            plan.add_argument(flag, choices=each.choices, default=each.default, help=text)
+    for field, told in planned(Options):
+        flag, choices, default = f"--{field.name.replace('_', '-')}", choices_of(field.type), field.default
+        if choices:
+            plan.add_argument(flag, choices=choices, default=default, help=f"{told.help} (default: %(default)s)")
         else:
-            value = each.flag.value
-            plan.add_argument(flag, action="store_const", const=value, default=each.default, help=each.flag.help)
+            plan.add_argument(flag, action="store_const", const=told.value, default=default, help=told.help)
     plan.add_argument("--offload", choices=("cpu", "disk"), help="where masters and states rest (default: the device)")
     plan.add_argument(
         "--offload-gradients",
@@ -113,13 +113,13 @@ def _plan(options: argparse.Namespace) -> int:
 
     if options.plot is not None and importlib.util.find_spec("matplotlib") is None:
         raise UnsupportedVersionError("--plot draws with Matplotlib, which is missing: pip install matplotlib.")
-    planner = Planner(transformer(options.params), classes.recipe(_OPTIMIZERS[options.optimizer]), options.ranks)
+    planner = Planner(transformer(options.params), *classes.recipe(_OPTIMIZERS[options.optimizer]), options.ranks)
     ways = [way for way in WAYS if options.dtype is None or way.dtype is _DTYPES[options.dtype]]
-    given: dict[str, Any] = {each.name: getattr(options, each.name) for each in planned(Options)}
+    given: dict[str, Any] = {field.name: getattr(options, field.name) for field, _ in planned(Options)}
     tier: Tier = "device" if options.offload is None else "host" if options.offload == "cpu" else "disk"
     asked = [possible(replace(way, **given, tier=tier, sums_rest=options.offload_gradients)) for way in ways]
     # Formats and tiers are searched; what else was asked for is kept.
-    kept = {each.name: given[each.name] for each in planned(Options) if not each.choices}
+    kept = {field.name: given[field.name] for field, _ in planned(Options) if not choices_of(field.type)}
     ways = [replace(way, **kept) for way in ways]
     is_searched = options.all or options.device_memory is not None
     every = list(map(planner.need, every_way(ways))) if is_searched else []
@@ -139,16 +139,16 @@ def _twins(optimizer: str, dtype: str, steps: int, seed: int) -> int:
     from .twins import compare, triton_device
 
     where = "compiled for this GPU" if triton_device().type == "cuda" else "in Triton's interpreter"
-    used = classes.recipe(_OPTIMIZERS[optimizer])
-    groups = [dict(used.defaults), {**used.defaults, "lr": 0.5 * float(used.defaults["lr"])}]
+    rule, defaults = classes.recipe(_OPTIMIZERS[optimizer])
+    groups = [defaults, {**defaults, "lr": 0.5 * float(defaults["lr"])}]
     start = time.perf_counter()
-    compared = compare(used.rule, groups, _DTYPES[dtype], steps, seed)
+    compared = compare(rule, groups, _DTYPES[dtype], steps, seed)
     print(
         f"{optimizer}, {dtype} params and gradients, {steps} steps: the Triton kernel {where} beside the native kernel"
     )
-    for each in compared:
-        print(f"  {each.tensor:<16} {each.elements:>6} elements   {each.different or 'no'} bits differ")
-    equal = not any(each.different for each in compared)
+    for name, (elements, different) in compared.items():
+        print(f"  {name:<16} {elements:>6} elements   {different or 'no'} bits differ")
+    equal = not any(different for _, different in compared.values())
     verdict = "all bits are equal" if equal else "BITS DIFFER: please report this with the output of this command"
     print(f"{verdict} ({time.perf_counter() - start:.1f} s)")
     return 0 if equal else 1

@@ -11,14 +11,16 @@ from ..checkpoint.foreign.from_torch import Hints, read_torch
 from ..checkpoint.foreign.import_foreign import plan_import, write_import
 from ..checkpoint.foreign.recognise import optimizer_names, recognise
 from ..checkpoint.foreign.source import Foreign
+from ..checkpoint.inspect import size
 from ..errors import CheckpointError
+from .progress import progress
 
 KINDS = ("torch", "dcp", "deepspeed")
 
 
-def add_import(commands: Any) -> argparse.ArgumentParser:
+def add_import(commands: Any) -> None:
     """Adds the command to the subparsers of the command line."""
-    command: argparse.ArgumentParser = commands.add_parser(
+    command = commands.add_parser(
         "import",
         help="turn a checkpoint of torch, FSDP2 or DeepSpeed into one of shardopt",
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -52,24 +54,18 @@ def add_import(commands: Any) -> argparse.ArgumentParser:
         command.add_argument(
             option, metavar="PATTERN", action="append", default=[], help=f"{told}: a name or 'layer.*'"
         )
-    return command
+    command.set_defaults(run=_import)
 
 
-def run_import(options: argparse.Namespace, progress: Any) -> Path:
-    """Imports. ``progress`` makes a progress line from a title and the number of bytes. Returns the checkpoint's path.
-
-    Raises:
-        CheckpointError: nothing was written.
-    """
+def _import(options: argparse.Namespace) -> int:
+    """Raises CheckpointError: nothing was written."""
     foreign = _read(options)
-    optimizer = recognise(foreign, options.optimizer)
-    line: list[Any] = []
-    plan = plan_import(foreign, optimizer, lambda nbytes: line[0].advance(nbytes))
-    line.append(progress(f"writing {options.output}", sum(piece.nbytes for piece in plan.pieces)))
-    try:
-        return write_import(plan, options.output)
-    finally:
-        line[0].end()
+    plan = plan_import(foreign, *recognise(foreign, options.optimizer))
+    total = sum(piece.nbytes for piece in plan.pieces)
+    with progress(f"writing {options.output}", total) as advance:
+        path = write_import(plan, options.output, advance)
+    print(f"{path}: {size(total)} from {foreign.origin}")
+    return 0
 
 
 def _read(options: argparse.Namespace) -> Foreign:

@@ -7,7 +7,7 @@ will be. Activations, and what the allocator and the communication library keep,
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any, Literal, NamedTuple, Protocol, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
@@ -22,7 +22,8 @@ from ..kernels.formats import BlockFormat, Format
 from ..offload import gradients as landing
 from ..offload.disk.file_io import PAGE, padded
 from ..offload.disk.pipeline import SLOTS
-from ..option import planned
+from ..optim.optimizer import ShardedOptimizer
+from ..option import choices_of, planned
 from ..partition.layout import BLOCK, BucketLayout
 from ..partition.placement import Placement, Placements
 from ..partition.reducer import BUCKETS_UNDER_WAY, BYTES_UNDER_WAY
@@ -32,7 +33,7 @@ _FP32 = 4
 KINDS = ("param", "gradient", "master", "state", "buffer", "window", "ddp")
 Tier = Literal["device", "host", "disk"]
 TIERS: tuple[Tier, ...] = get_args(Tier)
-PLANNED = tuple(planned(Options))  # options that a way has, by their names
+PLANNED = tuple(planned(Options))  # (field, flag) of the options that a way has by their names
 
 
 @dataclass(frozen=True)
@@ -62,8 +63,8 @@ class Way:
     @property
     def options(self) -> dict[str, Any]:
         """The fields of :class:`shardopt.config.Options` that differ from their defaults, but for stage and offload."""
-        found = {each.name: getattr(self, each.name) for each in PLANNED}
-        return {each.name: found[each.name] for each in PLANNED if found[each.name] != each.default}
+        found = {field: getattr(self, field.name) for field, _ in PLANNED}
+        return {field.name: value for field, value in found.items() if value != field.default}
 
     @property
     def is_exact(self) -> bool:
@@ -77,9 +78,9 @@ class Way:
         parts = [f"{name}, {str(self.dtype).removeprefix('torch.')}"]
         given = self.options
         parts += [
-            f"{each.flag.label} {given[each.name]}" if each.choices else each.flag.label
-            for each in PLANNED
-            if each.name in given
+            f"{flag.label} {given[field.name]}" if choices_of(field.type) else flag.label
+            for field, flag in PLANNED
+            if field.name in given
         ]
         parts += [f"on {self.tier}"] * (self.tier != "device")
         parts += ["gradients on host"] * self.sums_rest
@@ -141,24 +142,16 @@ def possible(way: Way) -> Way:
 
 def every_way(ways: Sequence[Way] = WAYS) -> list[Way]:
     """Returns these ways in every combination of master, formats of states and gradients, and tiers."""
-    searched = [each for each in PLANNED if each.choices]
-    names = [*(each.name for each in searched), "tier", "sums_rest"]
-    choices = product(*(each.choices for each in searched), TIERS, (False, True))
-    changes: list[dict[str, Any]] = [dict(zip(names, each, strict=True)) for each in choices]
+    searched: dict[str, Sequence[Any]] = {
+        **{field.name: choices for field, _ in PLANNED if (choices := choices_of(field.type))},
+        "tier": TIERS,
+        "sums_rest": (False, True),
+    }
+    changes: list[dict[str, Any]] = [dict(zip(searched, each, strict=True)) for each in product(*searched.values())]
     return list(dict.fromkeys(possible(replace(way, **each)) for way, each in product(ways, changes)))
 
 
-class Updates(Protocol):
-    """What a plan reads of an optimizer, or of a :class:`shardopt.optim.classes.Recipe`."""
-
-    @property
-    def rule(self) -> Rule: ...
-
-    @property
-    def defaults(self) -> dict[str, Any]: ...
-
-
-def plan(module: nn.Module, optimizer: Updates, ranks: int, way: Way, options: Options | None = None) -> Need:
+def plan(module: nn.Module, optimizer: ShardedOptimizer, ranks: int, way: Way, options: Options | None = None) -> Need:
     """Returns what one way needs on one rank.
 
     Args:
@@ -166,31 +159,22 @@ def plan(module: nn.Module, optimizer: Updates, ranks: int, way: Way, options: O
         optimizer: any instance of the class, for its rule and hyper-parameters; it is not touched.
         options: tuning and ``reduce_dtype`` are read from them.
     """
-    return Planner(module, optimizer, ranks, options).need(way)
+    return Planner(module, optimizer.rule, optimizer.defaults, ranks, options).need(way)
 
 
-class _Sizes(NamedTuple):
-    """Sizes in bytes that are common to ways which differ only in tiers."""
-
-    kept: StreamFormats  # of params that are large enough
-    states: tuple[str, ...]
-    param: int
-    gradient: int  # sums of them
-    master: int
-    state: int
-    rows: int
-    under_way: int
-    slots: int
-    staging: int
-    window: int
-    gathered: int  # elements that forward and backward gather
+# Buckets with one layout and one format, and how many of them there are: layers are alike, and so are their buckets.
+_Alike = Sequence[tuple[PlannedBucket, int]]
 
 
 class Planner:
     """Plans for one model, optimizer and number of ranks. Buckets that many ways have in common are laid out once."""
 
-    def __init__(self, module: nn.Module, optimizer: Updates, ranks: int, options: Options | None = None):
-        """Arguments as for :func:`plan`.
+    def __init__(
+        self, module: nn.Module, rule: Rule, defaults: dict[str, Any], ranks: int, options: Options | None = None
+    ):
+        """
+        Args:
+            rule, defaults: of the optimizer; the rest as for :func:`plan`.
 
         Raises:
             TypeError, ValueError: no module, a model without params, or no rank.
@@ -198,54 +182,71 @@ class Planner:
         if not isinstance(module, nn.Module):
             raise TypeError(f"module takes an nn.Module, found {type(module).__name__}.")
         self._ranks = whole(ranks, "ranks", least=1)
-        self._optimizer, self._options = optimizer, options or Options()
+        self._rule, self._defaults, self._options = rule, defaults, options or Options()
         self._shapes = [param.shape for param in module.parameters()]
         if not self._shapes:
             raise ValueError(f"{type(module).__name__} has no params: nothing would be sharded.")
         self._device, self._module = next(module.parameters()).device, module
-        self._numel = sum(param.numel() for param in module.parameters())
         self._candidates: dict[torch.dtype, list[Candidate]] = {}
-        self._laid: dict[Way, _Sizes] = {}
+        self._laid: dict[Way, tuple[_Alike, StreamFormats]] = {}
 
     def need(self, way: Way) -> Need:
         """Returns what this way needs on one rank."""
-        laid, numel, ranks, given = self._lay(way), self._numel, self._ranks, self._options
+        ranks, given = self._ranks, self._options
+        reduced, tuning = given.reduce_dtype or way.dtype, given.tuning
+        numel = sum(shape.numel() for shape in self._shapes)
+        alike, kept = self._lay(way)
+        copies = 1 if Placements.of_stage(way.stage).state is Placement.SHARD else ranks
         kinds: dict[str, dict[str, int]] = {kind: {} for kind in KINDS}
 
         def add(kind: str, tier: str, nbytes: int) -> None:
             kinds[kind][tier] = kinds[kind].get(tier, 0) + nbytes
 
-        add("param", "device", laid.param)
-        add("master", way.tier, laid.master)
-        add("state", way.tier, laid.state)
-        add("buffer", "device", laid.rows)
+        for bucket, count in alike:
+            shard = bucket.layout.shard_numel
+            add("param", "device", count * (shard if bucket.is_released else bucket.layout.numel) * way.dtype.itemsize)
+            add("master", way.tier, count * int(shard * _itemsize(bucket.kept.master)))
+            add(
+                "state",
+                way.tier,
+                count * sum(int(shard * _itemsize(bucket.kept.states[each])) for each in bucket.states),
+            )
+            add("buffer", "device", count * shard // BLOCK * 4)  # the row of each block
+            if way.has_module:
+                # Copies of one shard sum its gradients in equal parts.
+                sums = BucketLayout((shard,), copies).numel * bucket.kept.gradient.itemsize
+                add("gradient", _sums_tier(way), 0 if way.release_gradients else count * sums)
         if way.has_module:
-            add("gradient", _sums_tier(way), 0 if way.release_gradients else laid.gradient)
-            add("buffer", "device", laid.under_way + (laid.slots if way.sums_rest else 0))
+            slots = _slots(alike, reduced, ranks) if way.sums_rest else 0
+            add("buffer", "device", _under_way(alike, reduced, ranks) + slots)
         else:
             add("gradient", "device", numel * way.dtype.itemsize)
             add("ddp", "device", numel * way.dtype.itemsize * (ranks > 1))
         if way.tier == "disk":
-            add("buffer", "host", laid.staging)
-        add("window", "device", laid.window)
+            add("buffer", "host", _staging(alike, way, tuning))
+        released = [(bucket.layout, count) for bucket, count in alike if bucket.is_released]
+        whole_window = sum(layout.numel * count for layout, count in released) * way.dtype.itemsize
+        largest = max((layout.numel for layout, _ in released), default=0) * way.dtype.itemsize
+        add("window", "device", min(whole_window, tuning.live_bytes + largest))
+        gathered = sum(sum(layout.numels) * count for layout, count in released)
         moved = {
-            "wire": _on_the_wire(numel, laid.gathered, ranks, way, laid.kept, given),
+            "wire": _on_the_wire(numel, gathered, ranks, way, kept, given),
             # Masters and states come and go; sums go, and come where the GPU has the states.
             "bus": 2 * sum(kinds[kind].get("host", 0) for kind in ("master", "state"))
             + kinds["gradient"].get("host", 0) * (2 if way.tier == "host" else 1),
             "disk": 2 * sum(kinds[kind].get("disk", 0) for kind in ("master", "state")),
         }
-        return Need(way, kinds, _formula(way, laid.kept, laid.states), moved)
+        return Need(way, kinds, _formula(way, kept), moved)
 
-    def _lay(self, way: Way) -> _Sizes:
+    def _lay(self, way: Way) -> tuple[_Alike, StreamFormats]:
+        """Returns the buckets, and the formats of large params. Ways that differ in tiers share them."""
         common = replace(way, tier="device", sums_rest=False, release_gradients=False)
         if common not in self._laid:
             self._laid[common] = self._lay_out(common)
         return self._laid[common]
 
-    def _lay_out(self, way: Way) -> _Sizes:
-        given, ranks = self._options, self._ranks
-        tuning, reduced = given.tuning, given.reduce_dtype or way.dtype
+    def _lay_out(self, way: Way) -> tuple[_Alike, StreamFormats]:
+        given, tuning = self._options, self._options.tuning
         asked = Options(
             module=self._module if way.has_module else None,
             stage=way.stage,
@@ -253,55 +254,32 @@ class Planner:
             reduce_dtype=given.reduce_dtype if way.has_module else None,
             tuning=tuning,
         )
-        rule = self._optimizer.rule
+        rule = self._rule
         if way.ema is not None and rule.average is None:
             rule = rule.averaging(way.ema)
-        shards = ranks if Placements.of_stage(way.stage).state is Placement.SHARD else 1
+        shards = self._ranks if Placements.of_stage(way.stage).state is Placement.SHARD else 1
 
         def bucket_bytes(_: torch.device) -> int:
             return tuning.bucket_bytes_of(self._device, way.has_module)
 
-        counted: dict[Any, _Alike] = {}
         candidates = self._of_dtype(way.dtype)
         named = matching(self._module, tuning.keep) if way.stage == 3 else ()
         pairs = zip(candidates, self._module.parameters(), strict=True)
         kept_whole = {mine for (_, mine, _), theirs in pairs if theirs in named}
+        alike: dict[Any, tuple[PlannedBucket, int]] = {}
         for bucket in plan_buckets(candidates, rule, asked, shards, bucket_bytes, kept_whole):
-            # Layers are alike, and so are their buckets.
             key = bucket.layout, bucket.kept.key, bucket.is_released
-            found = counted.get(key)
-            counted[key] = _Alike(bucket, 1 if found is None else found.number + 1)
-        alike = list(counted.values())
-        sizes: dict[str, int] = dict.fromkeys(("param", "gradient", "master", "state", "rows"), 0)
-        for bucket, count in alike:
-            for kind, nbytes in _of_bucket(bucket, way, ranks // shards):
-                sizes[kind] += count * nbytes
-        released = [(bucket.layout, count) for bucket, count in alike if bucket.is_released]
-        whole_window = sum(layout.numel * count for layout, count in released) * way.dtype.itemsize
-        largest = max((layout.numel for layout, _ in released), default=0) * way.dtype.itemsize
-        return _Sizes(
-            kept=kept_for(rule, asked, way.dtype, tuning.compress_from),
-            states=rule.variant(self._optimizer.defaults).states,
-            **sizes,
-            under_way=_under_way(alike, reduced, ranks),
-            slots=_slots(alike, reduced, ranks),
-            staging=_staging(alike, way, tuning),
-            window=min(whole_window, tuning.live_bytes + largest),
-            gathered=sum(sum(layout.numels) * count for layout, count in released),
-        )
+            _, count = alike.get(key, (bucket, 0))
+            alike[key] = bucket, count + 1
+        kept = kept_for(rule, asked, way.dtype, tuning.compress_from)
+        states = rule.variant(self._defaults).states
+        return list(alike.values()), replace(kept, states={name: kept.states[name] for name in states})
 
     def _of_dtype(self, dtype: torch.dtype) -> list[Candidate]:
         if dtype not in self._candidates:
             params = [nn.Parameter(torch.empty(shape, dtype=dtype, device="meta")) for shape in self._shapes]
-            self._candidates[dtype] = [("", param, self._optimizer.defaults) for param in params]
+            self._candidates[dtype] = [("", param, self._defaults) for param in params]
         return self._candidates[dtype]
-
-
-class _Alike(NamedTuple):
-    """A number of buckets with one layout and one format."""
-
-    bucket: PlannedBucket
-    number: int
 
 
 def _itemsize(format: Format | None) -> float:
@@ -311,23 +289,13 @@ def _itemsize(format: Format | None) -> float:
     return format.itemsize + (_FP32 / BLOCK if isinstance(format, BlockFormat) else 0)
 
 
-def _of_bucket(bucket: PlannedBucket, way: Way, copies: int) -> Iterator[tuple[str, int]]:
-    """Yields (kind, bytes) between steps. ``copies`` of one shard sum its gradients in equal parts."""
-    shard, numel = bucket.layout.shard_numel, bucket.layout.numel
-    yield "param", (shard if bucket.is_released else numel) * way.dtype.itemsize
-    yield "gradient", BucketLayout((shard,), copies).numel * bucket.kept.gradient.itemsize
-    yield "master", int(shard * _itemsize(bucket.kept.master))
-    yield "state", sum(int(shard * _itemsize(bucket.kept.states[name])) for name in bucket.states)
-    yield "rows", shard // BLOCK * 4  # the row of each block
-
-
 def _sums_tier(way: Way) -> Tier:
     return "host" if way.sums_rest else "device"
 
 
-def _under_way(alike: Sequence[_Alike], dtype: torch.dtype, ranks: int) -> int:
+def _under_way(alike: _Alike, dtype: torch.dtype, ranks: int) -> int:
     """Returns the most bytes of buffers that gradients are reduced in: some are filled while others are sent."""
-    layouts = [(BucketLayout(each.bucket.layout.numels, ranks), each.number) for each in alike]
+    layouts = [(BucketLayout(bucket.layout.numels, ranks), count) for bucket, count in alike]
     # A lone gradient that needs no padding is its own buffer.
     sizes = [(each.numel * dtype.itemsize, count) for each, count in layouts if each.numels != (each.numel,)]
     largest = max((size for size, _ in sizes), default=0)
@@ -339,16 +307,16 @@ def _most_under_way(nbytes: int) -> int:
     return max(BUCKETS_UNDER_WAY, BYTES_UNDER_WAY // max(nbytes, 1)) + 1
 
 
-def _slots(alike: Sequence[_Alike], dtype: torch.dtype, ranks: int) -> int:
+def _slots(alike: _Alike, dtype: torch.dtype, ranks: int) -> int:
     """Returns the most bytes of slots in which offloaded sums are made; one more slot is being copied."""
-    buckets = [each.bucket for each in alike]
+    buckets = [bucket for bucket, _ in alike]
     least = min((BucketLayout(bucket.layout.numels, ranks).numel * dtype.itemsize for bucket in buckets), default=0)
     largest = max((bucket.layout.shard_numel * bucket.kept.gradient.itemsize for bucket in buckets), default=0)
-    number = sum(each.number for each in alike)
+    number = sum(count for _, count in alike)
     return max(landing.SLOTS, min(number, _most_under_way(least) + 1)) * largest
 
 
-def _staging(alike: Sequence[_Alike], way: Way, tuning: Tuning) -> int:
+def _staging(alike: _Alike, way: Way, tuning: Tuning) -> int:
     """Returns the bytes of memory that states on a disk take: slots, and params as before the step."""
     chunk_bytes = padded(max(tuning.chunk_bytes, PAGE))
     turns, slot, kept = 0, 0, 0
@@ -368,7 +336,7 @@ def _plane_bytes(format: Format, elements: int) -> list[int]:
     return [elements * format.itemsize, *scales]
 
 
-def _formula(way: Way, kept: StreamFormats, states: Sequence[str]) -> str:
+def _formula(way: Way, kept: StreamFormats) -> str:
     """Returns "2 + 4/N, host 12/N": bytes a param of the device, then of other tiers that keep something."""
     placed = Placements.of_stage(way.stage)
     gradient = (
@@ -380,7 +348,7 @@ def _formula(way: Way, kept: StreamFormats, states: Sequence[str]) -> str:
     sizes: list[tuple[str, float, Placement]] = [("device", way.dtype.itemsize, placed.param)]
     sizes += [(_sums_tier(way), *gradient)]
     sizes += [(way.tier, _itemsize(kept.master), placed.state)]
-    sizes += [(way.tier, _itemsize(kept.states[name]), placed.state) for name in states]
+    sizes += [(way.tier, _itemsize(format), placed.state) for format in kept.states.values()]
 
     def of(tier: str) -> str:
         whole = sum(size for where, size, placement in sizes if (where, placement) == (tier, Placement.REPLICATE))

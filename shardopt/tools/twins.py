@@ -5,7 +5,6 @@ On a machine with a GPU the Triton kernel is the compiled one; elsewhere Triton'
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,19 +20,13 @@ from ..rules import Rule
 NUMELS = (300, 1, BLOCK, 3 * BLOCK + 77)
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """One tensor after the steps."""
-
-    tensor: str
-    elements: int
-    different: int  # elements whose bits differ
-
-
 def compare(
     rule: Rule, groups: Sequence[dict[str, Any]], dtype: torch.dtype, steps: int = 3, seed: int = 0
-) -> list[Comparison]:
-    """Takes ``steps`` steps of ``rule`` natively and with Triton, on four params that take turns in ``groups``."""
+) -> dict[str, tuple[int, int]]:
+    """Takes ``steps`` steps of ``rule`` natively and with Triton, on four params that take turns in ``groups``.
+
+    Returns, for each tensor that the steps wrote, its elements, and how many of them have bits that differ.
+    """
     device = triton_device()
     variant = rule.variant(groups[0])
     spec = StepSpec(variant, format_of(dtype, "the param"), format_of(dtype, "the gradient"))
@@ -43,10 +36,10 @@ def compare(
         scalars = [rule.evaluate(variant, groups[index % len(groups)], step, {})[0] for index in range(len(NUMELS))]
         for run, backend in ((native, backend_of(torch.device("cpu"))), (triton, triton_on(device))):
             run.step(backend, scalars, step)
-    return [
-        Comparison(name, mine.numel(), int((_bits(mine) != _bits(theirs.cpu())).sum()))
+    return {
+        name: (mine.numel(), int((_bits(mine) != _bits(theirs.cpu())).sum()))
         for (name, mine), theirs in zip(native.tensors().items(), triton.tensors().values(), strict=True)
-    ]
+    }
 
 
 def triton_device() -> torch.device:

@@ -14,9 +14,10 @@ Both run freely: a difference in one step is in all that follow.
 
 import copy
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -146,16 +147,20 @@ def verify(
     del first
     wrapped = DistributedDataParallel(module) if dist.is_initialized() and dist.get_world_size() > 1 else module
     theirs = make(list(module.parameters()), **copy.deepcopy(arguments))
-    expected = []
-    for step in range(steps):
-        reached = _train(wrapped, theirs, kept[step % len(kept)], loss)
-        expected.append((_values(module), reached))
-    run = _Reference(start, expected, kept, loss, tolerance)
-    found = []
+
+    def trained(run: nn.Module, module: nn.Module, opt: torch.optim.Optimizer) -> Iterator[tuple[Values, float]]:
+        """Takes the steps; yields the module's params after each, and the loss before it."""
+        for step in range(steps):
+            reached = _train(run, opt, kept[step % len(kept)], loss)
+            with opt.unsharded() if isinstance(opt, ShardedOptimizer) else nullcontext():
+                values = _values(module)
+            yield values, reached
+
+    expected, found = list(trained(wrapped, module, theirs)), []
     for way, stage in itertools.product(ways, stages):
         mine = _built(build, module, start)
         opt = optimizer(mine, stage=stage, **way, **copy.deepcopy(arguments))
-        found.append(_compare(mine, opt, run, stage, way))
+        found.append(_compare(stage, way, trained(mine, mine, opt), expected, start, tolerance))
         opt.close()
     return Verdict(tuple(found), tolerance)
 
@@ -206,33 +211,26 @@ def _are_equal(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
     return torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
 
 
-class _Reference(NamedTuple):
-    """Torch's training, to compare with."""
-
-    start: Values
-    expected: Sequence[tuple[Values, float]]  # params and loss after each step
-    batches: Sequence[Any]
-    loss: Loss | None
-    tolerance: float
-
-
 def _compare(
-    module: nn.Module, optimizer: ShardedOptimizer, run: _Reference, stage: int, way: Mapping[str, Any]
+    stage: int,
+    way: Mapping[str, Any],
+    mine: Iterable[tuple[Values, float]],
+    expected: Sequence[tuple[Values, float]],
+    start: Values,
+    tolerance: float,
 ) -> Difference:
+    """Compares params and losses of each step, ``mine`` with those of torch, which began at ``start``."""
     first: tuple[int | None, str | None, float] = (None, None, 0.0)
     shares: dict[str, float] = {}
     above = 0.0
-    is_low = any(param.dtype is not torch.float32 for param in module.parameters())
-    for step, (theirs, their_loss) in enumerate(run.expected):
-        reached = _train(module, optimizer, run.batches[step % len(run.batches)], run.loss)
-        above = (reached - their_loss) / abs(their_loss) if their_loss else 0.0
-        with optimizer.unsharded():
-            mine = _values(module)
-        shares = {name: _share(mine[name], value, run.start[name]) for name, value in theirs.items()}
-        over = next((name for name, share in shares.items() if not share <= run.tolerance), None)
+    for step, ((values, loss), (theirs, their_loss)) in enumerate(zip(mine, expected, strict=True)):
+        above = (loss - their_loss) / abs(their_loss) if their_loss else 0.0
+        shares = {name: _share(values[name], value, start[name]) for name, value in theirs.items()}
+        over = next((name for name, share in shares.items() if not share <= tolerance), None)
         if first[0] is None and over is not None:
             first = step + 1, over, shares[over]
     described = ", ".join(f"{key}={value!r}" for key, value in way.items())
+    is_low = any(value.dtype is not torch.float32 for value in start.values())
     is_expected = is_low or way.get("state_format", "fp32") != "fp32"
     largest = max(shares.values(), default=0.0)
     return Difference(stage, largest, *first, described, above, is_expected)

@@ -57,12 +57,12 @@ def at_the_moment_of_the_call(root: Path, stage: int) -> None:
     found = shardopt.load_checkpoint(root, model, optimizer)
     assert torch.equal(found["noise"], torch.ones(3))
     assert facts(model, optimizer) == expected
-    room = _BACKGROUNDS[unwrapped(model)].staging._buffer
+    room = _BACKGROUNDS[unwrapped(model)]._buffer
     second = shardopt.save_checkpoint(root, model, optimizer, asynchronous=True, keep=2)
     third = shardopt.save_checkpoint(root, model, optimizer, asynchronous=True, keep=2)  # waits for the second
     assert second.done and second.wait().is_dir()
     third.wait()
-    assert _BACKGROUNDS[unwrapped(model)].staging._buffer is room
+    assert _BACKGROUNDS[unwrapped(model)]._buffer is room
     dist.barrier()
     assert len(os.listdir(root)) == 3
 

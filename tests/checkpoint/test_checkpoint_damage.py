@@ -17,7 +17,8 @@ import shardopt
 from shardopt import CheckpointError, ShardedAdamW, ShardedSGD, StateError
 from shardopt.checkpoint import rng
 from shardopt.checkpoint.inspect import verify
-from shardopt.checkpoint.manifest import Manifest
+from shardopt.checkpoint.manifest import from_bytes, to_bytes
+from shardopt.checkpoint.records import File, Manifest, tensors_from_json
 from shardopt.checkpoint.values import decode, encode
 from tests.support.checkpoints import Cell, build, facts, save, train
 from tests.support.ranks import Pool
@@ -120,23 +121,14 @@ def test_pointers_are_not_followed_out_of_the_directory(tmp_path: Path) -> None:
 def test_manifests_that_nobody_can_have_written(tmp_path: Path) -> None:
     """Their digest is right: only what they say is wrong."""
     path = save(tmp_path, *small())
-    good = Manifest.from_bytes((path / "manifest.json").read_bytes(), "")
+    good = from_bytes((path / "manifest.json").read_bytes(), "")
 
     def changed(change: Callable[[dict[str, Any]], Any]) -> bytes:
-        content = json.loads(good.to_bytes())["manifest"]
+        content = json.loads(to_bytes(good))["manifest"]
         change(content)
-        info, tensors = content["info"], content["tensors"]
-        fake = object.__new__(Manifest)  # unchecked
-        files = {name: shardopt.checkpoint.manifest.File(*each) for name, each in content["files"].items()}
-        for key, value in {
-            "info": info,
-            "params": content["params"],
-            "optimizers": content["optimizers"],
-            "files": files,
-            "tensors": shardopt.checkpoint.manifest.tensors_from_json(tensors),
-        }.items():
-            object.__setattr__(fake, key, value)
-        return fake.to_bytes()
+        files = {name: File(*each) for name, each in content["files"].items()}
+        tensors = tensors_from_json(content["tensors"])
+        return to_bytes(Manifest(content["info"], content["params"], content["optimizers"], files, tensors))
 
     def weight(content: dict[str, Any]) -> Any:
         return content["tensors"]["params"]["0.weight"]["param"]

@@ -210,7 +210,7 @@ def test_the_import_command_alone_reads_pickles() -> None:
     assert importers("unpickle") == READERS
     assert {each for name in ("from_dcp", "from_deepspeed") for each in importers(name)} == {"tools/import_command.py"}
     assert set(importers("from_torch")) == {READERS[0], "tools/import_command.py"}
-    assert importers("import_command") == ["tools/checkpoint_commands.py"]
+    assert importers("import_command") == ["tools/cli.py"]
     assert importers("checkpoint_commands") == ["tools/cli.py"]
     source = (PACKAGE / RESTRICTED).read_text()
     assert "weights_only=True" in source and "pickle.load" not in source and source.count("find_class") == 1

@@ -141,7 +141,7 @@ def test_a_field_is_told(options: type[Any]) -> None:
 
 def test_the_planner_takes_options_by_their_names() -> None:
     defaults = {each.name: each.default for each in dataclasses.fields(Way)}
-    assert len(PLANNED) > 3 and all(defaults[each.name] == each.default for each in PLANNED)
+    assert len(PLANNED) > 3 and all(defaults[field.name] == field.default for field, _ in PLANNED)
 
 
 def test_the_tables_of_the_pages_are_those_of_the_fields() -> None:

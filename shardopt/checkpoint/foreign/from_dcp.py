@@ -22,7 +22,7 @@ def read_dcp(folder: Path, hints: Hints) -> Foreign:
     """
     index = read_index(folder / INDEX)
     try:
-        nested = _nested(_Folder(folder, index), index)
+        nested = _nested(folder, index)
     except (AttributeError, TypeError, ValueError, IndexError, KeyError) as error:
         raise CheckpointError(
             "load the checkpoint with the torch that wrote it and save it again: "
@@ -31,83 +31,80 @@ def read_dcp(folder: Path, hints: Hints) -> Foreign:
     return from_nested(nested, f"torch.distributed.checkpoint: {folder.name}", hints)
 
 
-class _Folder:
-    """The folder's items by name, read on demand."""
+# Of each item: where it lies in the folder, by the offset of its box in the tensor; None of what is no tensor.
+_Places = dict[str, dict[tuple[int, ...] | None, Any]]
 
-    def __init__(self, folder: Path, index: Any):
-        self._folder = folder
-        self._places: dict[str, dict[tuple[int, ...] | None, Any]] = {}
-        for key, place in index.storage_data.items():
-            offset = getattr(key, "offset", None)
-            self._places.setdefault(key.fqn, {})[None if offset is None else tuple(offset)] = place
 
-    def item(self, name: str, offset: tuple[int, ...] | None) -> Any:
-        place = self._places[name].get(offset)
-        if place is None:
-            raise CheckpointError(f"{self._folder} is damaged: its index has no place for {name!r} at {offset}.")
-        if getattr(place, "transform_descriptors", None):
-            raise CheckpointError(f"save it without compression: {self._folder} has {name!r} compressed.")
-        path = self._folder / place.relative_path
-        if path.resolve().parent != self._folder.resolve() or not path.is_file():
-            raise CheckpointError(f"{path}, where {name!r} should be, is no file of this folder. Nothing was imported.")
-        return read_item(path, int(place.offset), int(place.length))
+def _item(folder: Path, places: _Places, name: str, offset: tuple[int, ...] | None) -> Any:
+    place = places[name].get(offset)
+    if place is None:
+        raise CheckpointError(f"{folder} is damaged: its index has no place for {name!r} at {offset}.")
+    if getattr(place, "transform_descriptors", None):
+        raise CheckpointError(f"save it without compression: {folder} has {name!r} compressed.")
+    path = folder / place.relative_path
+    if path.resolve().parent != folder.resolve() or not path.is_file():
+        raise CheckpointError(f"{path}, where {name!r} should be, is no file of this folder. Nothing was imported.")
+    return read_item(path, int(place.offset), int(place.length))
 
-    def values(self, name: str, described: Any) -> Values:
-        shape, dtype = tuple(described.size), described.properties.content[0]
-        boxes = [(tuple(each.offsets), tuple(each.sizes)) for each in described.chunks]
-        self._check(name, shape, boxes)
 
-        def load() -> torch.Tensor:
-            whole = torch.empty(shape, dtype=dtype)
-            for offsets, sizes in boxes:
-                box = self.item(name, offsets)
-                if not isinstance(box, torch.Tensor) or tuple(box.shape) != sizes or box.dtype is not dtype:
-                    raise CheckpointError(
-                        f"{self._folder}: {name!r} at {offsets} is not the tensor that the index says."
-                    )
-                whole[tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))] = box
-            return whole
+def _values(folder: Path, places: _Places, name: str, described: Any) -> Values:
+    shape, dtype = tuple(described.size), described.properties.content[0]
+    boxes = [(tuple(each.offsets), tuple(each.sizes)) for each in described.chunks]
+    _check_boxes(folder, name, shape, boxes)
 
-        return Values(shape, dtype, load)
+    def load() -> torch.Tensor:
+        whole = torch.empty(shape, dtype=dtype)
+        for offsets, sizes in boxes:
+            box = _item(folder, places, name, offsets)
+            if not isinstance(box, torch.Tensor) or tuple(box.shape) != sizes or box.dtype is not dtype:
+                raise CheckpointError(f"{folder}: {name!r} at {offsets} is not the tensor that the index says.")
+            whole[tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))] = box
+        return whole
 
-    def _check(self, name: str, shape: tuple[int, ...], boxes: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> None:
-        """Raises CheckpointError unless boxes fill the tensor: they lie in it, do not meet, and add up to its size."""
-        inside = all(
-            len(offsets) == len(sizes) == len(shape)
-            and all(
-                start >= 0 and size >= 0 and start + size <= all_of
-                for start, size, all_of in zip(*box, shape, strict=True)
-            )
-            for box in boxes
-            for offsets, sizes in (box,)
+    return Values(shape, dtype, load)
+
+
+def _check_boxes(
+    folder: Path, name: str, shape: tuple[int, ...], boxes: list[tuple[tuple[int, ...], tuple[int, ...]]]
+) -> None:
+    """Raises CheckpointError unless boxes fill the tensor: they lie in it, do not meet, and add up to its size."""
+    inside = all(
+        len(offsets) == len(sizes) == len(shape)
+        and all(
+            start >= 0 and size >= 0 and start + size <= all_of for start, size, all_of in zip(*box, shape, strict=True)
         )
-        filled = [box for box in boxes if math.prod(box[1])]
-        ordered = sorted(filled)
-        # Sorted by their first offset, only those whose first ranges meet can overlap.
-        for at, (offsets, sizes) in enumerate(ordered):
-            for others, their_sizes in ordered[at + 1 :]:
-                if shape and others[0] >= offsets[0] + sizes[0]:
-                    break
-                meets = all(
-                    a < b + n and b < a + m for a, m, b, n in zip(offsets, sizes, others, their_sizes, strict=True)
-                )
-                inside = inside and not meets
-        if not inside or sum(math.prod(sizes) for _, sizes in boxes) != math.prod(shape):
-            raise CheckpointError(
-                f"save the checkpoint again: the pieces of {name!r} in {self._folder} do not make up its shape "
-                f"{list(shape)}: {boxes[:4]}. Nothing was imported."
-            )
+        for box in boxes
+        for offsets, sizes in (box,)
+    )
+    filled = [box for box in boxes if math.prod(box[1])]
+    ordered = sorted(filled)
+    # Sorted by their first offset, only those whose first ranges meet can overlap.
+    for at, (offsets, sizes) in enumerate(ordered):
+        for others, their_sizes in ordered[at + 1 :]:
+            if shape and others[0] >= offsets[0] + sizes[0]:
+                break
+            meets = all(a < b + n and b < a + m for a, m, b, n in zip(offsets, sizes, others, their_sizes, strict=True))
+            inside = inside and not meets
+    if not inside or sum(math.prod(sizes) for _, sizes in boxes) != math.prod(shape):
+        raise CheckpointError(
+            f"save the checkpoint again: the pieces of {name!r} in {folder} do not make up its shape "
+            f"{list(shape)}: {boxes[:4]}. Nothing was imported."
+        )
 
 
-def _nested(folder: _Folder, index: Any) -> Any:
+def _nested(folder: Path, index: Any) -> Any:
     """Returns the dict that was saved, with Values in place of tensors."""
+    places: _Places = {}
+    for key, place in index.storage_data.items():
+        offset = getattr(key, "offset", None)
+        places.setdefault(key.fqn, {})[None if offset is None else tuple(offset)] = place
     root: dict[Any, Any] = {}
     for name, described in index.state_dict_metadata.items():
         path = (index.planner_data or {}).get(name, (name,))
         is_tensor = hasattr(described, "chunks")
         if not is_tensor and not _is_wanted(path):
             continue
-        value = folder.values(name, described) if is_tensor else _plain(folder.item(name, None))
+        value = _values(folder, places, name, described) if is_tensor else _plain(_item(folder, places, name, None))
         at = root
         for key in path[:-1]:
             at = at.setdefault(key, {})

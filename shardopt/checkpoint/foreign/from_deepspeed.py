@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from ...errors import CheckpointError
-from .source import Foreign, ForeignGroup, ForeignParam, Values
+from .source import Foreign, ForeignParam, Values
 from .unpickle import Inert, read_file
 
 _OPTIM = re.compile(r"(bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
@@ -138,7 +138,7 @@ class _Saved:
         names_of = self._names(places, saved_groups)
         for group, names in zip(saved_groups, names_of, strict=True):
             hyper = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-            groups.append(ForeignGroup(names, self._hyper(hyper)))
+            groups.append((names, self._hyper(hyper)))
             for name in names:
                 aliases = tuple(alias for alias, owner in shared.items() if owner == name)
                 params[name] = self._param(name, places[name], module[name], aliases, group)

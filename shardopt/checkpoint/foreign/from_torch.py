@@ -9,7 +9,7 @@ import torch
 
 from ...errors import CheckpointError
 from .name_by_order import name_by_order
-from .source import Foreign, ForeignGroup, ForeignParam, Values
+from .source import Foreign, ForeignParam, Values
 from .unpickle import read_file
 
 # Names of buffers in the state dicts of torch's own layers.
@@ -159,7 +159,7 @@ def _untied(weights: Mapping[str, Values]) -> tuple[dict[str, Values], dict[str,
 
 def _groups(
     states: Mapping[str, Any], weights: Mapping[str, Values], aliases: Mapping[str, tuple[str, ...]], hints: Hints
-) -> tuple[list[ForeignGroup], dict[str, Any]]:
+) -> tuple[list[tuple[tuple[str, ...], dict[str, Any]]], dict[str, Any]]:
     """Returns the groups by name; and for each name its key in the dict of states."""
     saved = states["param_groups"]
     keys = [list(group["params"]) for group in saved]
@@ -190,7 +190,7 @@ def _groups(
     for group, its_names, its_keys in zip(saved, names, keys, strict=True):
         found = tuple(canonical[name] for name in its_names)
         owned.update(zip(found, its_keys, strict=True))
-        groups.append(ForeignGroup(found, {k: v for k, v in group.items() if k not in ("params", "param_names")}))
+        groups.append((found, {k: v for k, v in group.items() if k not in ("params", "param_names")}))
     if len(owned) != sum(map(len, keys)):
         raise CheckpointError("give each param of the optimizer a name of its own: two have one. Nothing was written.")
     return groups, owned

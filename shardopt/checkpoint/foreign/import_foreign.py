@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,47 +10,39 @@ import torch
 
 from ...domain.param_state import ParamState
 from ...errors import CheckpointError, StateError
-from ...optim.classes import Recipe
 from ...partition.comm.group import Ranks
+from ...rules import Rule
 from .. import files, publish, values
-from ..meeting import FileSignals
+from ..elements import Read, contiguous_strides
 from ..plan_save import Piece, SavePlan
-from ..records import NAME_OF_DTYPE, Key, Tensor, Tensors
+from ..records import NAME_OF_DTYPE, Key, Tensor
 from ..write import RankWriter, as_checkpoint_error
-from .recognise import plain_hyper
-from .source import Foreign, ForeignParam, Values
-
-Advance = Callable[[int], None]
+from .source import Foreign, ForeignParam, Values, plain_hyper
 
 
-def plan_import(foreign: Foreign, recipe: Recipe, advance: Advance = lambda nbytes: None) -> SavePlan:
+def plan_import(foreign: Foreign, rule: Rule, defaults: Mapping[str, Any]) -> SavePlan:
     """Returns the plan of what will be written. Reads step counts, and no large tensor.
+
+    Args:
+        rule, defaults: of the optimizer that the states are of.
 
     Raises:
         CheckpointError: something does not fit the optimizer's rule, or the format.
     """
-    pieces: list[Piece] = []
-    tensors: Tensors = {}
+    plan = SavePlan(Ranks.alone())
     params: dict[str, Any] = {}
 
     def add(key: Key, found: Values) -> None:
         if found.dtype not in NAME_OF_DTYPE:
             raise CheckpointError(f"{key} is of {found.dtype}, which the file format cannot hold: nothing was written.")
-        strides = torch.empty(found.shape, device="meta").stride()
-        tensors[key] = described = Tensor(found.shape, tuple(strides), found.dtype, ())
+        described = Tensor(found.shape, contiguous_strides(found.shape), found.dtype, ())
+        plan.add(key, described, 0, found.numel, found.read)
 
-        def read(start: int, stop: int) -> torch.Tensor:
-            advance((stop - start) * found.dtype.itemsize)
-            return found.read(start, stop)
-
-        if found.numel:
-            pieces.append(Piece(key, described, 0, found.numel, read))
-
-    groups = [{**recipe.defaults, **plain_hyper(group.hyper)} for group in foreign.groups]
-    group_of = {name: groups[index] for index, group in enumerate(foreign.groups) for name in group.names}
+    groups = [{**defaults, **plain_hyper(hyper)} for _, hyper in foreign.groups]
+    group_of = {name: group for (names, _), group in zip(foreign.groups, groups, strict=True) for name in names}
     for name, param in foreign.params.items():
         add(Key("params", name, "param"), param.values)
-        state = _checked(name, param, recipe, group_of.get(name))
+        state = _checked(name, param, rule, group_of.get(name))
         for kind in state.tensors:
             add(Key("params", name, kind), param.state[kind].as_dtype(torch.float32))
         params[name] = {
@@ -62,28 +55,27 @@ def plan_import(foreign: Foreign, recipe: Recipe, advance: Advance = lambda nbyt
     for name, buffer in foreign.buffers.items():
         add(Key("buffers", name, "value"), buffer)
     described_groups = [
-        {"params": list(group.names), "values": values.encode(hyper, _no_tensor, "a param group")}
-        for group, hyper in zip(foreign.groups, groups, strict=True)
+        {"params": list(names), "values": values.encode(group, _no_tensor, "a param group")}
+        for (names, _), group in zip(foreign.groups, groups, strict=True)
     ]
-    rule = recipe.rule
-    shared = {
+    plan.shared = {
         "step": max((each["step"] for each in params.values()), default=0),
         "params": params,
         "optimizers": [{"rule": rule.name, "counts_steps": rule.counts_steps, "groups": described_groups}],
     }
-    own = {"extra": {}, "module_extra": {}, "imported": foreign.origin}
-    return SavePlan(tuple(sorted(pieces, key=lambda piece: -piece.tensor.dtype.itemsize)), tensors, shared, own)
+    plan.own = {"extra": {}, "module_extra": {}, "imported": foreign.origin}
+    return plan
 
 
 def _no_tensor(tensor: torch.Tensor) -> str:
     raise CheckpointError(f"a param group holds a tensor of shape {tuple(tensor.shape)}: nothing was written.")
 
 
-def _checked(name: str, param: ForeignParam, recipe: Recipe, group: Mapping[str, Any] | None) -> ParamState:
+def _checked(name: str, param: ForeignParam, rule: Rule, group: Mapping[str, Any] | None) -> ParamState:
     """Returns the state as the optimizer's own ``load_state_dict`` would take it, its tensors without values."""
     if group is None or not param.state:
         return ParamState()
-    scalars = ("step", *recipe.rule.carried)
+    scalars = ("step", *rule.carried)
     given = {
         key: value.item() if isinstance(value, Values) and key in scalars else value
         for key, value in param.state.items()
@@ -97,24 +89,28 @@ def _checked(name: str, param: ForeignParam, recipe: Recipe, group: Mapping[str,
         raise CheckpointError(f"the file is damaged: the step count of {name!r} is {step!r}. Nothing was written.")
     like = torch.empty(param.values.shape, device="meta")
     try:
-        return ParamState.from_torch(empty, recipe.rule, group, like, repr(name))
+        return ParamState.from_torch(empty, rule, group, like, repr(name))
     except StateError as error:
         raise CheckpointError(f"{error} (Found while importing; nothing was written.)") from error
 
 
-def write_import(plan: SavePlan, root: Path) -> Path:
+def write_import(plan: SavePlan, root: Path, advance: Callable[[int], None]) -> Path:
     """Writes and publishes the checkpoint beside those that ``root`` holds. Returns its path.
+
+    Args:
+        advance: told how many bytes were read.
 
     Raises:
         CheckpointError: the source cannot be read after all, or the disk not written; nothing was published.
     """
+    plan.pieces = [replace(piece, read=_told(piece, advance)) for piece in plan.pieces]
     was_there = files.is_directory(root)
     try:
         site, lock = publish.begin(root, plan.step)
     except OSError as error:
         raise as_checkpoint_error(error, root) from error
     try:
-        RankWriter(site, lock, plan, FileSignals(site, Ranks.alone()), None).run()
+        RankWriter(site, lock, plan, None).run()
     except BaseException:
         with suppress(OSError, CheckpointError):
             publish.abandon(site)
@@ -122,3 +118,11 @@ def write_import(plan: SavePlan, root: Path) -> Path:
                 files.remove_directory(root)
         raise
     return site.published
+
+
+def _told(piece: Piece, advance: Callable[[int], None]) -> Read:
+    def read(start: int, stop: int) -> torch.Tensor:
+        advance((stop - start) * piece.tensor.dtype.itemsize)
+        return piece.read(start, stop)
+
+    return read

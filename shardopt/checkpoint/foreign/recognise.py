@@ -1,14 +1,13 @@
 """Finds the optimizer that a foreign state belongs to, by its hyper-parameters and the names of its states."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ...errors import CheckpointError
 from ...optim import classes as optim
-from .source import Foreign, Values
+from ...rules import Rule
+from .source import HOW, Foreign, plain_hyper
 
-# These say how a step is computed, not its result; they are not carried over.
-HOW = ("foreach", "fused", "capturable", "differentiable")
 _OPTIONAL = {"maximize", "decoupled_weight_decay"}  # not in the dicts of every version
 
 
@@ -16,14 +15,14 @@ def optimizer_names() -> list[str]:
     return sorted(name.removeprefix("Sharded") for name in optim.__all__)
 
 
-def recognise(foreign: Foreign, name: str | None) -> optim.Recipe:
+def recognise(foreign: Foreign, name: str | None) -> tuple[Rule, dict[str, Any]]:
     """Returns the rule and the defaults of the one class that fits. ``name``: the class that the user gave, or None.
 
     Raises:
         CheckpointError: no class fits, or several do.
     """
     every = {each: optim.recipe(getattr(optim, f"Sharded{each}")) for each in optimizer_names()}
-    fitting = [each for each, made in every.items() if _states_fit(foreign, made)]
+    fitting = [each for each, (rule, defaults) in every.items() if _states_fit(foreign, rule, defaults)]
     if name is not None:
         if name not in fitting:
             raise CheckpointError(
@@ -31,17 +30,17 @@ def recognise(foreign: Foreign, name: str | None) -> optim.Recipe:
                 f"{', '.join(fitting) or 'none'}. Nothing was written."
             )
         return every[name]
-    words = set().union(*(_words(made.defaults) for made in every.values()))
+    words = set().union(*(_words(defaults) for _, defaults in every.values()))
     fitting = [
         each
         for each in fitting
-        if all(_words(every[each].defaults) == _words(group.hyper) & words for group in foreign.groups)
-        and all(_decoupled(group.hyper, every[each].defaults) for group in foreign.groups)
+        if all(_words(every[each][1]) == _words(hyper) & words for _, hyper in foreign.groups)
+        and all(_decoupled(hyper, every[each][1]) for _, hyper in foreign.groups)
     ]
     if len(fitting) != 1:
         raise CheckpointError(
             f"give --optimizer, one of {', '.join(optimizer_names())}: the states {sorted(_kinds(foreign))} with the "
-            f"hyper-parameters {sorted(set().union(*(group.hyper for group in foreign.groups)))} are those of "
+            f"hyper-parameters {sorted(set().union(*(hyper for _, hyper in foreign.groups)))} are those of "
             f"{' or of '.join(fitting) if fitting else 'no optimizer that is known for certain'}. Nothing was written."
         )
     return every[fitting[0]]
@@ -60,29 +59,16 @@ def _kinds(foreign: Foreign) -> set[str]:
     return {key for param in foreign.params.values() for key in param.state}
 
 
-def _states_fit(foreign: Foreign, recipe: optim.Recipe) -> bool:
-    for group in foreign.groups:
-        flags = {**recipe.defaults, **plain_hyper(group.hyper)}
+def _states_fit(foreign: Foreign, rule: Rule, defaults: Mapping[str, Any]) -> bool:
+    for names, hyper in foreign.groups:
+        flags = {**defaults, **plain_hyper(hyper)}
         try:
-            needed = set(recipe.rule.variant(flags).states)
+            needed = set(rule.variant(flags).states)
         except (KeyError, TypeError):
             return False
-        for name in group.names:
+        for name in names:
             state = foreign.params[name].state
             found = {key for key, value in state.items() if value is not None}
-            if found and found - {"step", "master"} != needed | set(recipe.rule.carried):
+            if found and found - {"step", "master"} != needed | set(rule.carried):
                 return False
     return True
-
-
-def plain_hyper(hyper: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the hyper-parameters that an import keeps, as numbers."""
-    return {key: _plain(value) for key, value in hyper.items() if key not in HOW}
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Values):
-        return value.item()
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return type(value)(_plain(each) for each in value)  # type: ignore[call-arg]
-    return value

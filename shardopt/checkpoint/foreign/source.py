@@ -7,6 +7,9 @@ from typing import Any
 
 import torch
 
+# These hyper-parameters say how a step is computed, not its result; they are not carried over.
+HOW = ("foreach", "fused", "capturable", "differentiable")
+
 
 class Values:
     """A tensor in a file. Its elements are read in row-major order, and held from the first of them to the last."""
@@ -59,23 +62,28 @@ class ForeignParam:
 
 
 @dataclass(frozen=True)
-class ForeignGroup:
-    """Names of a group's params in their order, and its hyper-parameters."""
-
-    names: tuple[str, ...]
-    hyper: Mapping[str, Any]
-
-
-@dataclass(frozen=True)
 class Foreign:
     """
     Attributes:
         origin: what it was read from, in words.
         params: those of the groups, and frozen ones.
-        groups: of the one optimizer.
+        groups: of the one optimizer: names of a group's params in their order, and its hyper-parameters.
     """
 
     origin: str
     params: Mapping[str, ForeignParam]
     buffers: Mapping[str, Values]
-    groups: Sequence[ForeignGroup]
+    groups: Sequence[tuple[tuple[str, ...], Mapping[str, Any]]]
+
+
+def plain_hyper(hyper: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the hyper-parameters that an import keeps, as numbers."""
+    return {key: _plain(value) for key, value in hyper.items() if key not in HOW}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Values):
+        return value.item()
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return type(value)(_plain(each) for each in value)  # type: ignore[call-arg]
+    return value

@@ -29,7 +29,7 @@ from ...optim.optimizer import ShardedOptimizer
 from .ignored import check_rest
 from .keys import Keys
 from .loss_scaler import LossScale, LossScaler
-from .optimizer import optimizer_of
+from .optimizer import has_betas, optimizer_of
 from .scheduler import ScheduleLR, schedule_of
 from .sections import (
     RENAMED,
@@ -125,8 +125,8 @@ def from_deepspeed_config(
     stage = stage_of(keys)
     first = next(module.parameters(), torch.zeros(()))
     tuning = tuning_of(keys, module, dtype or first.dtype)
-    wanted = optimizer_of(keys, module, params, optimizer)
-    schedule = schedule_of(keys, wanted.has_betas)
+    construct, params, states = optimizer_of(keys, module, params, optimizer)
+    schedule = schedule_of(keys, has_betas(construct))
     options = {
         "stage": stage,
         "max_grad_norm": clip_of(keys),
@@ -139,9 +139,9 @@ def from_deepspeed_config(
     keys.finish()
     if keys.warnings:
         warnings.warn(f"keys of {keys.source} that change no result here: {'; '.join(keys.warnings)}.", stacklevel=2)
-    made = wanted.construct(wanted.params, **wanted.arguments, **options, module=module, process_group=process_group)
-    if wanted.states is not None:
-        made.load_state_dict(wanted.states)
+    made = construct(params, **options, module=module, process_group=process_group)
+    if states is not None:
+        made.load_state_dict(states)
     scaler = LossScaler(scale or LossScale(), first.device.type, enabled=scale is not None)
     scheduler = None if schedule is None else ScheduleLR(made, schedule)
     if dtype is not None:  # last, as nothing can fail after it; params are bound at the first forward

@@ -4,7 +4,7 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,17 +18,12 @@ from .keys import Keys, Kind, anything, flag, number, pair, text
 Construct = Callable[..., ShardedOptimizer]
 
 
-class Wanted(NamedTuple):
-    """``construct(params, **arguments, <shardopt's keywords>)``; ``states``: a state dict to load then."""
+# What makes the optimizer of (params, <shardopt's keywords>), those params, and a state dict to load then.
+Wanted = tuple[Construct, Any, dict[str, Any] | None]
 
-    construct: Construct
-    params: Any
-    arguments: dict[str, Any]
-    states: dict[str, Any] | None = None
 
-    @property
-    def has_betas(self) -> bool:
-        return "betas" in self.construct([torch.zeros(1)], **self.arguments).defaults
+def has_betas(construct: Construct) -> bool:
+    return "betas" in construct([torch.zeros(1)]).defaults
 
 
 def optimizer_of(keys: Keys, module: nn.Module, params: Any, given: Any) -> Wanted:
@@ -46,12 +41,12 @@ def optimizer_of(keys: Keys, module: nn.Module, params: Any, given: Any) -> Want
     if keys.has("optimizer"):
         return _of_section(keys, whole)
     if _have_rates(whole):
-        return Wanted(optim.ShardedAdamW, whole, {})
+        return optim.ShardedAdamW, whole, None
     keys.errors.append(
         "no optimizer section: give the script's own as from_deepspeed_config(..., optimizer=torch.optim.AdamW("
         "model.parameters(), lr=...)), or its class, or param groups with an 'lr' each, for AdamW"
     )
-    return Wanted(optim.ShardedAdamW, whole, {})
+    return optim.ShardedAdamW, whole, None
 
 
 def _have_rates(params: Any) -> bool:
@@ -70,7 +65,7 @@ def _of_script(module: nn.Module, params: Any, given: Any) -> Wanted:
         )
     inner = given.func if isinstance(given, functools.partial) else given
     if isinstance(inner, type) and issubclass(inner, ShardedOptimizer):
-        return Wanted(given, list(module.parameters()) if params is None else params, {})
+        return given, list(module.parameters()) if params is None else params, None
     if not isinstance(given, torch.optim.Optimizer):
         if not callable(given):
             raise ShardoptError(
@@ -88,7 +83,7 @@ def _of_script(module: nn.Module, params: Any, given: Any) -> Wanted:
 
 def _like(given: torch.optim.Optimizer) -> Wanted:
     """Returns the sharded class of that name, with the same groups and states."""
-    construct, fixed = _class_like(given)
+    construct = _class_like(given)
     known = inspect.signature(construct).parameters
     defaults = {key: value for key, value in given.defaults.items() if key in known}
     replaced, groups = ("param_names", *_REPLACED.get(type(given).__name__, ())), []
@@ -97,18 +92,19 @@ def _like(given: torch.optim.Optimizer) -> Wanted:
         if "param_names" in group:
             own["params"] = list(zip(group["param_names"], group["params"], strict=True))
         groups.append(own)
-    return Wanted(construct, groups, {**defaults, **fixed}, given.state_dict() if given.state else None)
+    return functools.partial(construct, **defaults), groups, given.state_dict() if given.state else None
 
 
-def _class_like(given: torch.optim.Optimizer) -> tuple[Construct, dict[str, Any]]:
+def _class_like(given: torch.optim.Optimizer) -> type[ShardedOptimizer]:
     name = type(given).__name__
     if type(given) is getattr(torch.optim, name, None) and f"Sharded{name}" in optim.__all__:
-        return getattr(optim, f"Sharded{name}"), {}
+        found: type[ShardedOptimizer] = getattr(optim, f"Sharded{name}")
+        return found
     # DeepSpeed's and Apex's own kernels of the same rules.
     if name in ("FusedAdam", "DeepSpeedCPUAdam") and type(given).__module__.split(".")[0] in ("deepspeed", "apex"):
         decoupled = bool(getattr(given, "adam_w_mode", True))
         if all(group.get("bias_correction", True) for group in given.param_groups):
-            return (optim.ShardedAdamW if decoupled else optim.ShardedAdam), {}
+            return optim.ShardedAdamW if decoupled else optim.ShardedAdam
     names = ", ".join(each.removeprefix("Sharded") for each in optim.__all__)
     raise ShardoptError(
         f"give as optimizer= one of torch.optim ({names}), or a subclass of shardopt.ShardedOptimizer with a rule: the "
@@ -158,7 +154,7 @@ def _of_section(keys: Keys, params: Any) -> Wanted:
     if not name:
         keys.refuse("optimizer.type", kind, f"there are {', '.join(sorted(_NAMES.values()))}")
         keys.drop("optimizer.params")
-        return Wanted(optim.ShardedAdamW, params, {})
+        return optim.ShardedAdamW, params, None
     if name == "Adam" and is_decoupled:  # there "Adam" decouples its decay too, unless it is told not to
         name = "AdamW"
     construct: Construct = getattr(optim, f"Sharded{name}")
@@ -174,12 +170,13 @@ def _of_section(keys: Keys, params: Any) -> Wanted:
         if name not in ("Adam", "AdamW"):
             keys.refuse("optimizer.params.bias_correction", False, f"{kind} has no such argument")
         construct = functools.partial(UncorrectedAdam, decoupled=name == "AdamW")
+    construct = functools.partial(construct, **arguments)
     try:
-        construct([torch.zeros(1)], **arguments)
+        construct([torch.zeros(1)])
     except (TypeError, ValueError) as error:
         keys.errors.append(f"optimizer.params: {str(error).removesuffix('.')}")
-        return Wanted(optim.ShardedAdamW, params, {})
-    return Wanted(construct, params, arguments)
+        return optim.ShardedAdamW, params, None
+    return construct, params, None
 
 
 _INSTEAD = {"max_grad_norm": " (gradient_clipping is the key for it)"}
