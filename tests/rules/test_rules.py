@@ -173,7 +173,7 @@ def test_table_holds_what_torch_tests() -> None:
     inputs = {info.name: info.optim_inputs_func("cpu") for info in optim_db}
     for case in CASES:
         ours = [str(sorted(keywords.items())) for keywords in case.keywords]
-        theirs = inputs[case.name] if case.torch_class else []
+        theirs = inputs[case.name] if case.is_torchs else []
         assert {str(sorted(each.kwargs.items())) for each in theirs} <= set(ours)
         assert len(set(ours)) == len(ours)
 

@@ -7,12 +7,13 @@ import itertools
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from shardopt.config import StateFormat
 from shardopt.optim import classes as optim
 from shardopt.optim.optimizer import ShardedOptimizer
 from shardopt.rules.adadelta import adadelta
@@ -66,7 +67,7 @@ class Case:
     """One optimizer."""
 
     ours: type[ShardedOptimizer]
-    torch_class: type[torch.optim.Optimizer] | None  # None: torch has no such optimizer
+    reference: type[torch.optim.Optimizer]  # torch's, or one above in plain torch where torch has none
     rule: Rule
     states: tuple[str, ...]  # the tensors in a param's state with every flag on, in torch's order
     keywords: tuple[Keywords, ...]  # what torch's own tests run on the CPU, then ours; the last one turns most on
@@ -76,8 +77,8 @@ class Case:
         return self.ours.__name__.removeprefix("Sharded")
 
     @property
-    def reference(self) -> type[torch.optim.Optimizer]:
-        return self.torch_class or Lion
+    def is_torchs(self) -> bool:
+        return self.reference.__module__.startswith("torch.")
 
     def __repr__(self) -> str:  # the name of the test
         return self.name
@@ -236,7 +237,7 @@ CASES = (
     ),
     Case(
         optim.ShardedLion,
-        None,
+        Lion,
         lion,
         ("exp_avg",),
         ({}, {"lr": 1e-3}, {"weight_decay": 0.1}, {"betas": (0.0, 0.9)}, {"weight_decay": 0.1, "maximize": True}),
@@ -244,9 +245,10 @@ CASES = (
 )
 
 
-MASTERS, STATE_FORMATS = ("split", "none", "split24", "fp32"), ("int8", "bf16", "fp32")
+MASTERS, STATE_FORMATS = ("split", "none", "split24", "fp32"), tuple(reversed(get_args(StateFormat)))
+KEPT = tuple(itertools.product(MASTERS, STATE_FORMATS))
 # What each case is kept in where not all is tried: for all tests the same, as each other format is a kernel to compile.
-KEPT_IN = dict(zip(CASES, itertools.product(MASTERS, STATE_FORMATS), strict=True))
+KEPT_IN = dict(zip(CASES, itertools.cycle(KEPT), strict=False))
 
 # -- params ------------------------------------------------------------------------------------------------------------
 
