@@ -136,9 +136,8 @@ def shows(cheat: type[Oracle], case: Case, keywords: Keywords) -> bool:
         return bool(SECOND_MOMENTS & set(case.states))
     if cheat is DecayDropped:
         return bool(keywords.get("weight_decay", case.name == "AdamW"))
-    if cheat is StepOffByOne:  # where the update asks for the step number
-        needs = {"SGD": "dampening", "Adagrad": "initial_accumulator_value"}.get(case.name)
-        return case.name not in ("RMSprop", "Adadelta", "Lion") and (needs is None or needs in keywords)
+    if cheat is StepOffByOne:
+        return case.shows_step(keywords)
     return True
 
 

@@ -71,6 +71,7 @@ class Case:
     rule: Rule
     states: tuple[str, ...]  # the tensors in a param's state with every flag on, in torch's order
     keywords: tuple[Keywords, ...]  # what torch's own tests run on the CPU, then ours; the last one turns most on
+    step_shows: bool | str = True  # whether an update asks for the number of its step; a keyword: where that is given
 
     @property
     def name(self) -> str:
@@ -79,6 +80,9 @@ class Case:
     @property
     def is_torchs(self) -> bool:
         return self.reference.__module__.startswith("torch.")
+
+    def shows_step(self, keywords: Keywords) -> bool:
+        return self.step_shows if isinstance(self.step_shows, bool) else self.step_shows in keywords
 
     def __repr__(self) -> str:  # the name of the test
         return self.name
@@ -128,6 +132,7 @@ CASES = (
             {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1, "maximize": True},
             {"momentum": 0.9, "dampening": 0.5, "weight_decay": 0.1, "maximize": True},
         ),
+        step_shows="dampening",
     ),
     Case(
         optim.ShardedAdagrad,
@@ -144,6 +149,7 @@ CASES = (
             {"lr": 0.1, "lr_decay": 0.5, "weight_decay": 0.1},
             {"lr": 0.1, "lr_decay": 0.5, "initial_accumulator_value": 0.1, "weight_decay": 0.1, "maximize": True},
         ),
+        step_shows="initial_accumulator_value",
     ),
     Case(
         optim.ShardedRMSprop,
@@ -161,6 +167,7 @@ CASES = (
             {"weight_decay": 0.1, "centered": True, "momentum": 0.1},
             {"weight_decay": 0.1, "centered": True, "momentum": 0.1, "maximize": True},
         ),
+        step_shows=False,
     ),
     Case(
         optim.ShardedNAdam,
@@ -211,6 +218,7 @@ CASES = (
             {"rho": 0.95, "weight_decay": 0.9},
             {"weight_decay": 0.1, "maximize": True},
         ),
+        step_shows=False,
     ),
     Case(
         optim.ShardedASGD,
@@ -241,6 +249,7 @@ CASES = (
         lion,
         ("exp_avg",),
         ({}, {"lr": 1e-3}, {"weight_decay": 0.1}, {"betas": (0.0, 0.9)}, {"weight_decay": 0.1, "maximize": True}),
+        step_shows=False,
     ),
 )
 
