@@ -268,6 +268,11 @@ def _changes_nothing(step: DomainStep) -> bool:
 
 
 def _is_skipped(domain: Domain, consensus: Consensus, launches: Sequence[Launch], scaling: Scaling) -> bool:
+    """True, after a warning, if an Inf or NaN keeps all ranks from the step. ``run_step`` has the other reasons.
+
+    Raises:
+        ShardoptError: the policy is "raise".
+    """
     if not consensus.nonfinite or domain.options.tuning.nonfinite == "propagate":
         return False
     skip(domain.options.tuning.nonfinite, consensus.nonfinite, _where_nonfinite(launches, 1.0 / scaling.scale))
