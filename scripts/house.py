@@ -41,7 +41,7 @@ FACE = "__init__"
 
 HEAD = """# The house
 
-Made by `python scripts/house.py --write` from the imports of the package; `tests/test_house.py` compares. Arrows point
+Made by `python scripts/house.py --write` from the imports of the package; `tests/house` compares. Arrows point
 down only: a folder imports from the floors below it, and no module is part of a circle. The numbers count imports
 between modules.
 """

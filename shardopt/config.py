@@ -115,7 +115,7 @@ class Tuning:
 
 
 Master = Literal["fp32", "split", "split24", "none"]
-StateFormat = Literal["fp32", "bf16", "int8"]
+StateFormat = Literal["fp32", "bf16", "int8"]  # from exact to coarse
 GradientFormat = Literal["fp32", "bf16"]
 
 

@@ -2,10 +2,11 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import get_args
 
 import torch
 
-from ..config import Options
+from ..config import Options, StateFormat
 from ..errors import BindingError
 from ..kernels.formats import (
     BF16,
@@ -20,8 +21,13 @@ from ..kernels.formats import (
 from ..rules import Rule
 from ..rules.rule import EMA
 
-# From exact to coarse.
-_PRECISIONS = ("fp32", "bf16", "int8")
+_PRECISIONS = get_args(StateFormat)  # from exact to coarse
+# The formats of most states, and of those that are never negative: second moments, which are dithered.
+_STATES: Mapping[str, tuple[Format, Format]] = {
+    "fp32": (FP32, FP32),
+    "bf16": (BF16, BF16_DITHERED),
+    "int8": (SIGNED8, UNSIGNED8),
+}
 _GRADIENTS = {"fp32": FP32, "bf16": BF16}
 _MASTERS = {"fp32": FP32, "split": SPLIT, "split24": SPLIT24, "none": None}
 
@@ -54,14 +60,13 @@ def kept_for(rule: Rule, options: Options, dtype: torch.dtype, numel: int) -> St
 
     Raises:
         BindingError: params of this dtype cannot have the master that the options name.
-        ValueError: the rule does not keep a state that the options name, or tolerates only finer formats.
     """
     states = {name: _state(rule, options, name, numel) for name in rule.states}
     return StreamFormats(_master(options.master, dtype), states, _gradient(options.gradient_format, dtype))
 
 
 def check_formats(rule: Rule, options: Options) -> None:
-    """Raises ValueError as :func:`kept_for` would."""
+    """Raises ValueError if the rule does not keep a state that the options name, or tolerates only finer formats."""
     asked = options.state_format
     named = {} if isinstance(asked, str) else asked
     for name, precision in named.items():
@@ -108,8 +113,7 @@ def _state(rule: Rule, options: Options, name: str, numel: int) -> Format:
         precision = min(options.state_format, rule.tolerates(name), key=_PRECISIONS.index)
     else:
         precision = options.state_format.get(name, "fp32")
-    if precision == "int8":
-        return UNSIGNED8 if name in rule.nonnegative else SIGNED8
-    if precision == "bf16":
-        return BF16_DITHERED if name in rule.nonnegative or name == EMA else BF16
-    return FP32
+    # An average of the weights, too, changes by a thousandth in a step; check_formats() allows it nothing coarser.
+    if precision == "bf16" and name == EMA:
+        return BF16_DITHERED
+    return _STATES[precision][name in rule.nonnegative]

@@ -1,4 +1,9 @@
-"""Params that others than an update wrote, and the masters and averages that follow them."""
+"""Params that something other than an update wrote, and the masters and averages that follow them.
+
+Weights and states may be loaded in either order. :class:`shardopt.domain.param.MasterState` tells what each event makes
+of a master; a loaded one that does not round to its param waits in ``Shard.unmatched_masters``, and the next step mends
+it here.
+"""
 
 from collections import defaultdict
 from collections.abc import Iterable

@@ -6,7 +6,6 @@ from contextlib import suppress
 from ..config import Offload
 from ..errors import OffloadError, ShardoptError
 from ..offload.disk.pipeline import SLOTS
-from ..offload.host import HostStorage
 from ..offload.store import ResidentStorage, ShardStorage, Store
 from ..partition.memory import return_free_pages
 from .agreement import StepDigest, agree
@@ -88,12 +87,11 @@ def _copy(domain: Domain, store: Store, storages: list[ShardStorage]) -> None:
 def _copy_streams(shard: Shard, new: ShardStorage) -> None:
     old = shard.home
     bounds = [(0, shard.numel)]
-    if isinstance(old, ResidentStorage) and isinstance(new, ResidentStorage):
-        if not (isinstance(old, HostStorage) or isinstance(new, HostStorage)):
-            new.streams.update(old.streams)  # both are on the host: the tensors stay where they are
-            new.planes.update(old.planes)
-            return
-    elif not (isinstance(old, ResidentStorage) or isinstance(new, ResidentStorage)):
+    if type(old) is ResidentStorage and type(new) is ResidentStorage:
+        new.streams.update(old.streams)  # both where the params are: the tensors stay
+        new.planes.update(old.planes)
+        return
+    if not (isinstance(old, ResidentStorage) or isinstance(new, ResidentStorage)):
         bounds = _few_at_a_time(new.chunks())  # from disk to disk: a few chunks at a time pass through memory
     new.ensure(old.planes)
     for name in old.names:

@@ -1,4 +1,9 @@
-"""Chooses the store of an optimizer's states: the only place that knows all of them."""
+"""Chooses the store of an optimizer's states: the only place that knows all of them.
+
+A new tier is a store in ``offload/``, the word by which users name it (:class:`shardopt.config.Offload`), and a branch
+in :func:`tier_of` and :func:`make_store`. ``opt.memory()``, checkpoints and ``opt.offload()`` ask the store. The
+planner (``tools/plan.py``) has a list of its own: the tiers that it has numbers for.
+"""
 
 from pathlib import Path
 

@@ -21,6 +21,10 @@ over :math:`y(q_{max})`, rounded to 16 bits, so that a decoded block encodes to 
 scale is no power of two: an average in which nothing new arrives decays by its scale, and its codes stay. A state that
 must not be negative has no sign bit, and a value above zero never becomes zero there: a second moment is a divisor.
 
+A new format of this kind is its numbers here, its name in ``config.StateFormat`` and its row in ``domain/formats.py``:
+kernels, codecs and checkpoints take all else from here. One of another kind also has words of its own in
+``native_formats.py``, ``triton_formats.py`` and ``codecs.py``.
+
 **Rounding** is to nearest, with two exceptions. A param without a master gets *stochastic rounding*: up with the
 probability of the part that is cut off, by a hash of (seed, step, param, element). An average over a thousand steps is
 *dithered*: a step changes it by less than half the gap between two numbers of 8 or 16 bits, so that rounded to nearest

@@ -207,7 +207,9 @@ def _add_param(text: _Text, spec: StepSpec) -> None:
 
 
 def _add_block_state(text: _Text, name: str, format: BlockFormat, stream: int, new_stream: int) -> None:
-    word, numbers = format.name, f"{format.shift}, {format.offset_bits}, {format.offset!r}"
+    # Formats that have a sign differ by these numbers alone, and so do those without one.
+    word = "signed8" if format.has_sign else "unsigned8"
+    numbers = f"{format.shift}, {format.offset_bits}, {format.offset!r}"
     text.once.append(f"{name}_new = scratch_i32({BLOCK})")
     text.block += [f"{name}_scale = load_f32({name}_scales_at, block, TABLE)", f"{name}_largest = i32(0)"]
     text.load.append(f"state_{name} = decode_{word}(load_u8({name}_at, i, {stream}), {name}_scale, {numbers})")

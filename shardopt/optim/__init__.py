@@ -4,36 +4,9 @@ The optimizers, with torch's names, arguments and methods. Each method is a line
 how a step is taken, where a state lies or how a tensor travels.
 """
 
-from .classes import (
-    ShardedAdadelta,
-    ShardedAdagrad,
-    ShardedAdam,
-    ShardedAdamax,
-    ShardedAdamW,
-    ShardedASGD,
-    ShardedLion,
-    ShardedNAdam,
-    ShardedRAdam,
-    ShardedRMSprop,
-    ShardedRprop,
-    ShardedSGD,
-    recipe,
-)
+from . import classes
+from .classes import *  # noqa: F403  the optimizers
+from .classes import recipe
 from .optimizer import ShardedOptimizer
 
-__all__ = [
-    "ShardedASGD",
-    "ShardedAdadelta",
-    "ShardedAdagrad",
-    "ShardedAdam",
-    "ShardedAdamW",
-    "ShardedAdamax",
-    "ShardedLion",
-    "ShardedNAdam",
-    "ShardedOptimizer",
-    "ShardedRAdam",
-    "ShardedRMSprop",
-    "ShardedRprop",
-    "ShardedSGD",
-    "recipe",
-]
+__all__ = [*classes.__all__, "ShardedOptimizer", "recipe"]

@@ -24,9 +24,10 @@ import ast
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, get_args
 
 from ..arguments import flag, mapping, texts
+from ..config import StateFormat
 from ..errors import RuleError, ShardoptError
 from .language import RuleReader, parse_rule
 
@@ -41,6 +42,7 @@ _RESERVED = ("step", "master", EMA, "param", "grad")
 # A native kernel tells 32 streams apart: gradient, param, master, tables, and two for each state (its old and its new
 # values). With one more state for the average of the weights that leaves room for 12.
 MAX_STATES = 12
+_STATE_FORMATS = get_args(StateFormat)  # from exact to coarse
 
 
 @dataclass(frozen=True)
@@ -91,8 +93,8 @@ class Rule:
         return replace(self, states=(*self.states, EMA), tolerated=tolerated, average=decay)
 
     def tolerates(self, state: str) -> str:
-        """Returns the coarsest of "fp32", "bf16" and "int8" that the state may be stored in."""
-        return self.tolerated.get(state, "int8")
+        """Returns the coarsest :data:`shardopt.config.StateFormat` that the state may be stored in."""
+        return self.tolerated.get(state, _STATE_FORMATS[-1])
 
     def initial_values(self, group: Mapping[str, Any]) -> dict[str, float]:
         """Returns the values that fill a param's states before its first step; empty if it has no states until then."""
@@ -240,10 +242,11 @@ def _check_declared(
     states: tuple[str, ...], nonnegative: tuple[str, ...], tolerates: Mapping[str, str], initial: Mapping[str, str]
 ) -> None:
     unknown = [name for name in (*nonnegative, *tolerates, *initial) if name not in states]
-    if unknown or not set(tolerates.values()) <= {"fp32", "bf16", "int8"}:
+    if unknown or not set(tolerates.values()) <= set(_STATE_FORMATS):
+        *finer, coarsest = map(repr, _STATE_FORMATS)
         raise RuleError(
-            "name only states of the rule and the formats 'fp32', 'bf16' and 'int8' in nonnegative, tolerates and "
-            f"initial: {unknown or 'a format'} would have no effect. Found nonnegative={nonnegative}, "
+            f"name only states of the rule and the formats {', '.join(finer)} and {coarsest} in nonnegative, "
+            f"tolerates and initial: {unknown or 'a format'} would have no effect. Found nonnegative={nonnegative}, "
             f"tolerates={dict(tolerates)} and initial={dict(initial)}; the states are {states}."
         )
 

@@ -259,6 +259,11 @@ def _changes_nothing(plan: StepPlan) -> bool:
 
 
 def _is_skipped(plans: Sequence[StepPlan], consensus: Consensus, scale: float) -> bool:
+    """True, after a warning, if an Inf or NaN keeps all ranks from the step. ``run_step`` has the other reasons.
+
+    Raises:
+        ShardoptError: the policy is "raise".
+    """
     policy = plans[0].domain.options.tuning.nonfinite
     if not consensus.nonfinite or policy == "propagate":
         return False

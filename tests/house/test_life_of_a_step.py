@@ -1,8 +1,10 @@
 """Promise: docs/life-of-a-step.md tells the events of a step in their order: each function that it names exists and is
 called after the one of the row before it, on the real way of a step on two ranks."""
 
+import ast
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -83,6 +85,26 @@ def test_events_come_as_the_page_tells(ranks: Pool, heading: str, tmp_path: Path
         assert event in calls, f"{event} is not called"
         assert event in calls[at:], f"{event} is called before the row above it, and not after"
         at = calls.index(event, at) + 1
+
+
+def names_in(path: Path) -> set[str]:
+    """The classes and functions of a file, qualified."""
+
+    def within(node: ast.AST, prefix: str) -> Iterator[str]:
+        for each in ast.iter_child_nodes(node):
+            if isinstance(each, ast.ClassDef | ast.FunctionDef):
+                yield f"{prefix}{each.name}"
+                yield from within(each, f"{prefix}{each.name}.")
+
+    return set(within(ast.parse(path.read_text()), ""))
+
+
+def test_all_that_is_named_is_there() -> None:
+    text = PAGE.read_text()
+    for path, name in re.findall(r"`([a-z0-9_/]+\.py)` `([A-Za-z0-9_.]+)`", text):
+        assert name in names_in(ROOT / "shardopt" / path), f"{path} has no {name}"
+    for path in re.findall(r"`([a-z0-9_/]+\.py)`", text):
+        assert (ROOT / "shardopt" / path).exists() or (ROOT / path).exists(), path
 
 
 def test_each_way_is_told() -> None:

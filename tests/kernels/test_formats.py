@@ -22,6 +22,7 @@ from shardopt.kernels.formats import (
     BF16,
     BF16_DITHERED,
     BF16_RANDOM,
+    FORMATS,
     FP32,
     ROOT2,
     SIGNED8,
@@ -50,7 +51,8 @@ from tests.support.number_formats import (
 from tests.support.shards import BACKENDS, assert_same_bits, bits, lone
 
 KERNELS = pytest.mark.parametrize(("backend", "device"), BACKENDS, ids=("native", "triton"))
-BLOCK_FORMATS = pytest.mark.parametrize("format", [SIGNED8, UNSIGNED8], ids=lambda each: each.name)
+BLOCKS = [each for each in FORMATS.values() if isinstance(each, BlockFormat)]
+BLOCK_FORMATS = pytest.mark.parametrize("format", BLOCKS, ids=lambda each: each.name)
 MASTERS = pytest.mark.parametrize("format", [SPLIT, SPLIT24], ids=lambda each: each.name)
 # Below a bf16: nothing, the least, around the middle of what 8 bits keep, around the tie, all.
 LOW_HALVES = (0x0000, 0x0001, 0x007F, 0x0080, 0x0081, 0x7F7F, 0x7F80, 0x7FFF, 0x8000, 0x8001, 0xFF7F, 0xFF80, 0xFFFF)

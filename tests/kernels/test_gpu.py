@@ -12,13 +12,14 @@ from torch.nn import Parameter
 
 import shardopt
 from shardopt.tools.twins import compare
+from tests.support.cases import CASES
 from tests.support.ranks import Pool
 from tests.support.through_host import through_host
 from tests.support.training import raw
 
 pytestmark = pytest.mark.gpu
 
-NAMES = ["AdamW", "Adam", "SGD", "Adagrad", "RMSprop", "NAdam", "RAdam", "Adamax", "Adadelta", "ASGD", "Rprop", "Lion"]
+NAMES = [case.name for case in CASES]
 # Every flag that changes the arithmetic.
 FLAGS: dict[str, dict[str, Any]] = {
     "AdamW": {"amsgrad": True, "maximize": True},

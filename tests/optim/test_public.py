@@ -12,6 +12,7 @@ import shardopt
 from shardopt import Offload, Tuning
 from shardopt.config import Options
 from tests.optim.test_every_argument import OFFLOAD, OPTIONS, TUNING
+from tests.support.cases import CASES
 from tests.support.paths import ROOT
 from tests.support.scripts import run_module, run_script
 
@@ -52,15 +53,13 @@ EXPORTED = [
     "save_checkpoint",
     "verify",
 ]
-TORCH_CLASSES = [
-    name.removeprefix("Sharded")
-    for name in EXPORTED
-    if name.startswith("Sharded") and name not in ("ShardedOptimizer", "ShardedLion")
-]
+TORCH_CLASSES = [case.name for case in CASES if case.is_torchs]
 
 
 def test_names_are_added_on_purpose() -> None:
     assert sorted(shardopt.__all__) == sorted(EXPORTED)
+    optimizers = {name for name in EXPORTED if name.startswith("Sharded")} - {"ShardedOptimizer"}
+    assert optimizers == {case.ours.__name__ for case in CASES}  # none without its row in the tests' table
     assert all(hasattr(shardopt, name) for name in EXPORTED)
     assert [name for name in dir(shardopt) if not name.startswith("_")] == sorted(EXPORTED)  # and no module
 

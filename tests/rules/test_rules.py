@@ -136,9 +136,8 @@ def shows(cheat: type[Oracle], case: Case, keywords: Keywords) -> bool:
         return bool(SECOND_MOMENTS & set(case.states))
     if cheat is DecayDropped:
         return bool(keywords.get("weight_decay", case.name == "AdamW"))
-    if cheat is StepOffByOne:  # where the update asks for the step number
-        needs = {"SGD": "dampening", "Adagrad": "initial_accumulator_value"}.get(case.name)
-        return case.name not in ("RMSprop", "Adadelta", "Lion") and (needs is None or needs in keywords)
+    if cheat is StepOffByOne:
+        return case.shows_step(keywords)
     return True
 
 
@@ -173,7 +172,7 @@ def test_table_holds_what_torch_tests() -> None:
     inputs = {info.name: info.optim_inputs_func("cpu") for info in optim_db}
     for case in CASES:
         ours = [str(sorted(keywords.items())) for keywords in case.keywords]
-        theirs = inputs[case.name] if case.torch_class else []
+        theirs = inputs[case.name] if case.is_torchs else []
         assert {str(sorted(each.kwargs.items())) for each in theirs} <= set(ours)
         assert len(set(ours)) == len(ours)
 

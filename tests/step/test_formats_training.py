@@ -39,7 +39,7 @@ from shardopt.errors import DisagreementError
 from shardopt.kernels import codecs
 from shardopt.kernels.formats import BF16, FP32, SIGNED8, UNSIGNED8, BlockFormat
 from tests.offload.test_offload_faults import Faulty, system
-from tests.support.cases import CASES, KEPT_IN, MASTERS, STATE_FORMATS, Case
+from tests.support.cases import CASES, KEPT, KEPT_IN, MASTERS, STATE_FORMATS, Case
 from tests.support.comparing import raw, values_of
 from tests.support.ranks import Pool
 from tests.support.training import raises
@@ -95,6 +95,7 @@ ALONE = Setting(module=False)
 # Every rule, and every format of a master with every format of states.
 RECIPES = [
     *(Recipe(index, *formats) for index, formats in enumerate(KEPT_IN.values())),
+    *(Recipe(0, *formats) for formats in KEPT[len(CASES) :]),
     Recipe(0, "fp32", "int8", torch.float32, ema=0.9),
     Recipe(0, "none", {"exp_avg": "int8", "exp_avg_sq": "bf16"}, seed=7, compress_from=500, ema=0.9),
     Recipe(2, "none", "bf16", keywords={"lr": 0.01}),  # without a state
@@ -757,8 +758,7 @@ def test_what_cannot_be_kept_is_refused() -> None:
         ShardedAdamW(params, state_format={"momentum_buffer": "bf16"})
     for case in CASES:
         for name, least in case.rule.tolerated.items():
-            coarser = ("fp32", "bf16", "int8")[("fp32", "bf16", "int8").index(least) + 1 :]
-            for each in coarser:
+            for each in STATE_FORMATS[: STATE_FORMATS.index(least)]:  # the coarser ones
                 with raises(ValueError, name, each, f"use {least!r}"):
                     case.ours([Parameter(torch.ones(3))], state_format={name: each})
                 case.ours([Parameter(torch.ones(3))], state_format=each)  # for all states: as far as they tolerate it

@@ -518,13 +518,13 @@ def test_every_check_fails_under_every_cheat(case: Case, ranks: Pool) -> None:
 # -- torch's own table of wrong inputs ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case.torch_class is not None], ids=repr)
+@pytest.mark.parametrize("case", [case for case in CASES if case.is_torchs], ids=repr)
 def test_error_inputs(case: Case) -> None:
     """Every wrong input of torch's tests raises what the torch class raises."""
     # A second of imports, which ranks do without.
     from torch.testing._internal.common_optimizers import OptimizerErrorEnum, optim_db
 
-    info = next(info for info in optim_db if info.optim_cls is case.torch_class)
+    info = next(info for info in optim_db if info.optim_cls is case.reference)
     wrong = info.optim_error_inputs_func("cpu", torch.float32)
     for each in wrong:
         given = each.optimizer_error_input

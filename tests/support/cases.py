@@ -7,12 +7,13 @@ import itertools
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from shardopt.config import StateFormat
 from shardopt.optim import classes as optim
 from shardopt.optim.optimizer import ShardedOptimizer
 from shardopt.rules.adadelta import adadelta
@@ -66,18 +67,22 @@ class Case:
     """One optimizer."""
 
     ours: type[ShardedOptimizer]
-    torch_class: type[torch.optim.Optimizer] | None  # None: torch has no such optimizer
+    reference: type[torch.optim.Optimizer]  # torch's, or one above in plain torch where torch has none
     rule: Rule
     states: tuple[str, ...]  # the tensors in a param's state with every flag on, in torch's order
     keywords: tuple[Keywords, ...]  # what torch's own tests run on the CPU, then ours; the last one turns most on
+    step_shows: bool | str = True  # whether an update asks for the number of its step; a keyword: where that is given
 
     @property
     def name(self) -> str:
         return self.ours.__name__.removeprefix("Sharded")
 
     @property
-    def reference(self) -> type[torch.optim.Optimizer]:
-        return self.torch_class or Lion
+    def is_torchs(self) -> bool:
+        return self.reference.__module__.startswith("torch.")
+
+    def shows_step(self, keywords: Keywords) -> bool:
+        return self.step_shows if isinstance(self.step_shows, bool) else self.step_shows in keywords
 
     def __repr__(self) -> str:  # the name of the test
         return self.name
@@ -127,6 +132,7 @@ CASES = (
             {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1, "maximize": True},
             {"momentum": 0.9, "dampening": 0.5, "weight_decay": 0.1, "maximize": True},
         ),
+        step_shows="dampening",
     ),
     Case(
         optim.ShardedAdagrad,
@@ -143,6 +149,7 @@ CASES = (
             {"lr": 0.1, "lr_decay": 0.5, "weight_decay": 0.1},
             {"lr": 0.1, "lr_decay": 0.5, "initial_accumulator_value": 0.1, "weight_decay": 0.1, "maximize": True},
         ),
+        step_shows="initial_accumulator_value",
     ),
     Case(
         optim.ShardedRMSprop,
@@ -160,6 +167,7 @@ CASES = (
             {"weight_decay": 0.1, "centered": True, "momentum": 0.1},
             {"weight_decay": 0.1, "centered": True, "momentum": 0.1, "maximize": True},
         ),
+        step_shows=False,
     ),
     Case(
         optim.ShardedNAdam,
@@ -210,6 +218,7 @@ CASES = (
             {"rho": 0.95, "weight_decay": 0.9},
             {"weight_decay": 0.1, "maximize": True},
         ),
+        step_shows=False,
     ),
     Case(
         optim.ShardedASGD,
@@ -236,17 +245,19 @@ CASES = (
     ),
     Case(
         optim.ShardedLion,
-        None,
+        Lion,
         lion,
         ("exp_avg",),
         ({}, {"lr": 1e-3}, {"weight_decay": 0.1}, {"betas": (0.0, 0.9)}, {"weight_decay": 0.1, "maximize": True}),
+        step_shows=False,
     ),
 )
 
 
-MASTERS, STATE_FORMATS = ("split", "none", "split24", "fp32"), ("int8", "bf16", "fp32")
+MASTERS, STATE_FORMATS = ("split", "none", "split24", "fp32"), tuple(reversed(get_args(StateFormat)))
+KEPT = tuple(itertools.product(MASTERS, STATE_FORMATS))
 # What each case is kept in where not all is tried: for all tests the same, as each other format is a kernel to compile.
-KEPT_IN = dict(zip(CASES, itertools.product(MASTERS, STATE_FORMATS), strict=True))
+KEPT_IN = dict(zip(CASES, itertools.cycle(KEPT), strict=False))
 
 # -- params ------------------------------------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from shardopt import ShardedOptimizer
 from shardopt.kernels import native_backend
 from shardopt.kernels.tables import Factors
+from shardopt.optim.classes import recipe
 from shardopt.partition.comm import reduce_scatter as scatter
 from shardopt.partition.comm import reduce_scatter_p2p as message_scatter
 from shardopt.partition.comm import reduce_scatter_peer as neighbour_scatter
@@ -194,9 +195,8 @@ def shows(cheat: str, case: Case, keywords: Keywords) -> bool:
         return bool(SECOND_MOMENTS & set(case.states))
     if cheat == "decay dropped":
         return bool(keywords.get("weight_decay", case.name == "AdamW"))
-    if cheat == "step off by one":  # where the update asks for the step number
-        needs = {"SGD": "dampening", "Adagrad": "initial_accumulator_value"}.get(case.name)
-        return case.name not in ("RMSprop", "Adadelta", "Lion") and (needs is None or needs in keywords)
-    if cheat == "learning rate off by 1e-4" and case.name == "Lion":
-        return keywords.get("lr", 0) >= 1e-3  # with less, the difference is below the rounding of the param
+    if cheat == "step off by one":
+        return case.shows_step(keywords)
+    if cheat == "learning rate off by 1e-4":  # of a small one the difference is below the rounding of the param
+        return max(recipe(case.ours).defaults["lr"], keywords.get("lr", 0)) >= 1e-3
     return True
