@@ -124,7 +124,8 @@ class ParamRecord:
         where = self.shard.slice_of(self.index)
         for name, value in self.initial.items():
             if value:
-                values = torch.full((where.local.stop - where.local.start,), value)
+                # One number of no stride: the shard encodes it a piece at a time.
+                values = torch.tensor(value).expand(where.local.stop - where.local.start)
                 self.shard.write(name, self.index, where.start, values)
 
     def take_counters(self, state: ParamState) -> None:

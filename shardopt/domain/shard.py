@@ -1,6 +1,6 @@
 """A shard: this rank's slice of a bucket, with the masters and states that belong to it."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
@@ -91,7 +91,8 @@ class Shard:
                 self.home.ensure({"param": Plane(bucket.dtype)})
                 if is_there:
                     self.home.write("param", 0, bucket.shard(rank))
-            self.restart_masters()
+            if self.has_whole_masters:  # the low bits of others are zeros, as their storage is
+                self.restart_masters()
         except BaseException:
             self.home.release()
             raise
@@ -213,14 +214,14 @@ class Shard:
         """Sets the average of the bucket's param ``index`` to the param."""
         self.ensure_states((EMA,))
         where = self.slice_of(index).local
-        self.write_chunk(EMA, where.start, self.params(where.start, where.stop).float())
+        self.write_chunk(EMA, where.start, self.params(where.start, where.stop))
 
     def zero(self, index: int) -> None:
         """Zeroes the states of the bucket's param ``index``; its master stays."""
         where = self.slice_of(index).local
         for name, plane in self._planes(self.states).items():
             items = plane.items(where.stop - where.start)
-            self.home.write(name, where.start, torch.zeros(items, dtype=plane.dtype))
+            self.home.write(name, where.start, torch.zeros((), dtype=plane.dtype).expand(items))
 
     def as_param(self, flat: torch.Tensor, index: int) -> torch.Tensor:
         """Returns a view of a buffer as long as the bucket, with the shape of the bucket's param ``index``."""
@@ -253,7 +254,7 @@ class Shard:
                     self._refresh(name, start, stop, inside, is_rounded)
                 else:
                     for each in inside:
-                        self.write_chunk(name, each.start, self.params(each.start, each.stop).float())
+                        self.write_chunk(name, each.start, self.params(each.start, each.stop))
 
     @property
     def has_whole_masters(self) -> bool:
@@ -264,16 +265,17 @@ class Shard:
         masters = self.home.read(name, start, stop)
         for each in slices:
             master = masters[each.start - start : each.stop - start]
-            param = self.params(each.start, each.stop).to(masters.device)
-            is_followed = is_rounded(master, param)
-            if not is_followed.all():
-                self.home.write(name, each.start, torch.where(is_followed, master, param.float()))
+            param = self.params(each.start, each.stop)
+            if all(follows.all() for follows, _, _ in _compared(master, param, is_rounded)):
+                continue
+            followed = _compared(master, param, is_rounded)
+            self.home.write_pieces(name, each.start, (torch.where(*found) for found in followed))
 
     def restart_masters(self) -> None:
         """Sets all masters to their params."""
         for name in self.masters:
             for start, stop in self.home.chunks():
-                self.write_chunk(name, start, self.params(start, stop).float())
+                self.write_chunk(name, start, self.params(start, stop))
 
     def params(self, start: int, stop: int) -> torch.Tensor:
         """Returns elements [start, stop) of the params, 1D: a view if they lie in memory."""
@@ -305,9 +307,10 @@ class Shard:
         return codecs.decode(items, scales, format)
 
     def write_chunk(self, name: str, start: int, values: torch.Tensor) -> None:
-        """Writes 1D ``values``: whole blocks of a param, but for its last block.
+        """Writes 1D ``values`` of any dtype: whole blocks of a param, but for its last block.
 
-        Of a master in halves the low bits beside the param as it is now are kept.
+        Of a master in halves the low bits beside the param as it is now are kept. Values are encoded a piece at a time,
+        so that no temporary is as long as the shard.
         """
         if name == "param":
             if self.param is None:
@@ -316,19 +319,43 @@ class Shard:
                 self.param[start : start + values.numel()].copy_(values)
             return
         format = self.format_of(name)
-        if name == "master" and format is not FP32:
-            param = self.params(start, start + values.numel())
-            self.home.write(name, start, codecs.rest_of(values.to(param.device), param, format))
-            return
-        items, scales = codecs.encode(values, format)
-        if scales is not None:
-            assert start % BLOCK == 0
-            self.home.write(scales_name(name), start, scales)
-        self.home.write(name, start, items)
+        if format is FP32:
+            self.home.write(name, start, values)
+        elif name == "master":
+            params = codecs.pieces(self.params(start, start + values.numel()))
+            both = zip(codecs.pieces(values), params, strict=True)
+            rests = (codecs.rest_of(own.to(param.device).float(), param, format) for own, param in both)
+            self.home.write_pieces(name, start, rests)
+        else:
+            self._write_encoded(name, start, values, format)
+
+    def _write_encoded(self, name: str, start: int, values: torch.Tensor, format: Format) -> None:
+        scales: list[torch.Tensor] = []  # of all pieces: a sixty-fourth of the values
+
+        def items() -> Iterator[torch.Tensor]:
+            for piece in codecs.pieces(values):
+                encoded, scale = codecs.encode(piece, format)
+                if scale is not None:
+                    scales.append(scale)
+                yield encoded
+
+        assert not isinstance(format, BlockFormat) or start % BLOCK == 0
+        self.home.write_pieces(name, start, items())
+        if scales:
+            self.home.write(scales_name(name), start, torch.cat(scales))
 
     def whole(self, name: str) -> torch.Tensor:
         """Returns state ``name`` (or "master") of the whole shard, 1D: a view if it lies in memory in fp32."""
         return self.read_chunk(name, 0, self.numel)
+
+
+def _compared(
+    masters: torch.Tensor, params: torch.Tensor, is_rounded: IsRounded
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Yields whether masters follow their params, masters, and params as fp32, a piece at a time."""
+    for master, param in zip(codecs.pieces(masters), codecs.pieces(params), strict=True):
+        here = param.to(master.device)
+        yield is_rounded(master, here), master, here.float()
 
 
 class RestingSlice:

@@ -3,6 +3,8 @@
 The bits are the same as the kernels', from a handful of torch operations on whole tensors, on any device.
 """
 
+from collections.abc import Iterator
+
 import torch
 
 from .formats import (
@@ -16,9 +18,17 @@ from .formats import (
 )
 from .tables import BLOCK
 
+# Elements: whole blocks. It is small beside a model, and large beside the cost of an operation.
+_PIECE = 1024 * BLOCK
+
+
+def pieces(values: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yields 1D values as views to be encoded one after the other: temporaries take many times a view's memory."""
+    yield from values.split(_PIECE)
+
 
 def encode(values: torch.Tensor, format: Format) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Quantizes 1D fp32 values; the first value of a block format begins a block.
+    """Quantizes 1D values; the first value of a block format begins a block.
 
     Everything is rounded to nearest, also where a kernel uses stochastic rounding.
 
@@ -40,8 +50,8 @@ def decode(items: torch.Tensor, scales: torch.Tensor | None, format: Format) -> 
 
 
 def _encode_blocks(values: torch.Tensor, format: BlockFormat) -> tuple[torch.Tensor, torch.Tensor]:
-    numel = values.numel()
-    padded = torch.nn.functional.pad(values.float(), (0, -numel % BLOCK))
+    numel, values = values.numel(), values.float()
+    padded = torch.nn.functional.pad(values, (0, -numel % BLOCK))
     magnitudes = magnitude_bits(padded, format).view(-1, BLOCK)
     scales = scales_of(magnitudes.amax(1) if magnitudes.numel() else magnitudes[:, 0], format)
     inverses = 1.0 / scales.clamp(min=SMALLEST_SCALE)  # a tensor divides a tensor: IEEE division on every device

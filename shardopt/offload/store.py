@@ -16,7 +16,7 @@ A ``ShardStorage`` is what a store keeps of one shard: named streams ("master", 
 dtype: one item an element of the shard, or one for every so many elements, such as the scale of a block.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -91,6 +91,13 @@ class ShardStorage(Protocol):
 
         Raises:
             OffloadError: the stream cannot be written.
+        """
+
+    def write_pieces(self, name: str, start: int, pieces: Iterable[torch.Tensor]) -> None:
+        """Like ``write``, of values that are made a piece at a time. In memory no two pieces are held at once.
+
+        Raises:
+            OffloadError: as ``write``.
         """
 
     def renew(self, zeroed: Collection[str]) -> None:
@@ -219,6 +226,11 @@ class ResidentStorage:
     def write(self, name: str, start: int, values: torch.Tensor) -> None:
         first = start // self.planes[name].grain
         self.streams[name][first : first + values.numel()].copy_(values)
+
+    def write_pieces(self, name: str, start: int, pieces: Iterable[torch.Tensor]) -> None:
+        for piece in pieces:
+            self.write(name, start, piece)
+            start += piece.numel() * self.planes[name].grain
 
     def renew(self, zeroed: Collection[str]) -> None:
         for name, stream in self.streams.items():

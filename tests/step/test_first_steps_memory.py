@@ -17,18 +17,15 @@ from tests.support.ranks import Pool
 
 WIDTH, LAYERS, STEPS = 2048, 4, 4
 NUMEL = WIDTH * WIDTH * LAYERS
-COPIES = pytest.mark.xfail(strict=True, reason="issue 17: a binding encodes a whole bucket with copies")
-# At the bound: of two runs of one commit one passed. Issue 17 removes both marks.
-AT_THE_BOUND = pytest.mark.xfail(strict=False, reason="issue 17: a binding encodes a whole bucket with copies")
 FORMATS = [
-    pytest.param({"master": "fp32"}, marks=AT_THE_BOUND),
+    pytest.param({"master": "fp32"}),
     pytest.param({"master": "split"}),
-    pytest.param({"master": "split", "state_format": "int8"}, marks=[COPIES, pytest.mark.slow]),
-    pytest.param({"master": "split24", "state_format": "int8"}, marks=COPIES),
-    pytest.param({"master": "split24", "state_format": "bf16"}, marks=[COPIES, pytest.mark.slow]),
-    pytest.param({"master": "split24", "state_format": "int8", "ema": 0.9}, marks=[COPIES, pytest.mark.slow]),
+    pytest.param({"master": "split", "state_format": "int8"}, marks=pytest.mark.slow),
+    pytest.param({"master": "split24", "state_format": "int8"}),
+    pytest.param({"master": "split24", "state_format": "bf16"}, marks=pytest.mark.slow),
+    pytest.param({"master": "split24", "state_format": "int8", "ema": 0.9}, marks=pytest.mark.slow),
     pytest.param({"master": "none", "state_format": "int8"}, marks=pytest.mark.slow),
-    pytest.param({"master": "split", "state_format": "int8", "release_gradients": True}, marks=COPIES),
+    pytest.param({"master": "split", "state_format": "int8", "release_gradients": True}),
 ]
 
 

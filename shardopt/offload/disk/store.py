@@ -7,7 +7,7 @@ disk. Params are updated in place; a copy of their old values is kept until then
 import ctypes
 import threading
 import weakref
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -120,6 +120,9 @@ class DiskStorage:
                 before = () if items == slice(0, segment.num_items) else (self._segments.loader(segment),)
                 jobs.append(ChunkJob([segment.nbytes], before, [self._segments.writer(segment)]))
             self._store.pipeline.sweep(jobs, [partial(_copy_in, *span) for span in spans])
+
+    def write_pieces(self, name: str, start: int, pieces: Iterable[torch.Tensor]) -> None:
+        self.write(name, start, torch.cat(list(pieces)))
 
     def _spans(self, name: str, start: int, values: torch.Tensor) -> list[_Span]:
         """Returns the parts of segments that hold the items from element ``start`` on."""
