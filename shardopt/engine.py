@@ -36,6 +36,7 @@ from .errors import DisagreementError, ShardoptError, StateError
 from .module.backward import Backward
 from .module.closure import RaiseNow
 from .module.materialize import (
+    Values,
     check_materializable,
     check_unused,
     device_to_train_on,
@@ -246,7 +247,11 @@ class Engine:
         self._at_the_end(ModuleTakeover.dropped, takeover)
 
     @torch.no_grad()
-    def bind(self, state_dict: Mapping[str, torch.Tensor] | None = None) -> None:
+    def bind(
+        self,
+        state_dict: Mapping[str, torch.Tensor] | None = None,
+        init_fn: Callable[[torch.nn.Module], object] | None = None,
+    ) -> None:
         """Collective: see :meth:`ShardedOptimizer.bind`."""
         self.check_open()
         if self.takeover is None:
@@ -256,19 +261,17 @@ class Engine:
             )
         domain = self.compose().main
         candidates = domain.unbound(self.groups)
-        takeover = self.takeover
+        takeover, values = self.takeover, Values(state_dict, init_fn)
         if not candidates and not takeover.fresh and (domain.entries or not frozen_of(domain, takeover.module)):
-            check_unused(state_dict)
+            check_unused(values)
             return
         with self.takeover.closure.meeting():
-            self._bind_together(self.takeover, candidates, state_dict)
+            self._bind_together(self.takeover, candidates, values)
 
-    def _bind_together(
-        self, takeover: ModuleTakeover, candidates: list[Candidate], state_dict: Mapping[str, torch.Tensor] | None
-    ) -> None:
+    def _bind_together(self, takeover: ModuleTakeover, candidates: list[Candidate], values: Values) -> None:
         domain = self.compose().main
         self._announce("bind")
-        numbers = self._check_together(takeover, candidates, state_dict)
+        numbers = self._check_together(takeover, candidates, values)
         if meta_params(takeover.module):
             takeover.give_devices(domain.mesh.world)
             candidates = domain.unbound(self.groups)
@@ -278,7 +281,7 @@ class Engine:
         if candidates or frozen:
             self._bind_params(domain, self.groups, numbers, candidates, frozen=frozen)
         if takeover.fresh:
-            takeover.give_values(state_dict)
+            takeover.give_values(values)
         takeover.expect_backward()
 
     def _bind_params(
@@ -299,7 +302,7 @@ class Engine:
             takeover.attach(bound)
 
     def _check_together(
-        self, takeover: ModuleTakeover, candidates: Sequence[Candidate], state_dict: Mapping[str, torch.Tensor] | None
+        self, takeover: ModuleTakeover, candidates: Sequence[Candidate], values: Values
     ) -> list[dict[str, Any]]:
         """Collective: what can be wrong on one rank alone is raised on all, before any of them waits for values."""
         problem: Exception | None = None
@@ -314,12 +317,12 @@ class Engine:
             numbers = [plain_numbers(group) for group in self.groups]
             check_numbers(numbers, self.defaults)
             if takeover.fresh or meta_params(takeover.module):
-                check_materializable(takeover.module, state_dict, takeover.fresh)
+                check_materializable(takeover.module, values, takeover.fresh)
             else:
-                check_unused(state_dict)
+                check_unused(values)
         except Exception as error:
             problem = error
-        view = {"module": takeover.describe(), "state_dict is given": state_dict is not None}
+        view = {"module": takeover.describe(), **values.describe()}
         device = next((param.device for _, param, _ in candidates if not param.is_meta), torch.device("cpu"))
         agree(StepDigest(view, lambda: view, problem), domain.mesh.world, device)
         return numbers

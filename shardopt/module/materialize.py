@@ -2,13 +2,15 @@
 
 A model too large for one rank is built under ``with torch.device("meta")``. At binding its params become views of
 buckets that have no memory yet. Then all ranks initialize every module that owns some of the params in turn, by the
-module's own ``reset_parameters()`` with rank 0's random numbers, or from a state dict. At stage 3 each rank keeps its
-slice and frees the bucket's memory before the next bucket is needed.
+module's own ``reset_parameters()`` or by the user's ``init_fn`` with rank 0's random numbers, or from a state dict. At
+stage 3 each rank keeps its slice and frees the bucket's memory before the next bucket is needed. What an initializer
+leaves out is found: tensors hold NaN before it.
 """
 
 import copyreg
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -22,22 +24,50 @@ from ..partition.comm.group import Ranks
 _STATE_DICT = "bind(state_dict=)"
 
 
+@dataclass(frozen=True, eq=False)
+class Values:
+    """Where the values of what is on the meta device come from.
+
+    Attributes:
+        state_dict: whole tensors by name, of all params and of buffers that are saved; others may be in it.
+        init_fn: takes a module and fills its own params and buffers in place; None: ``reset_parameters()``.
+    """
+
+    state_dict: Mapping[str, torch.Tensor] | None = None
+    init_fn: Callable[[nn.Module], object] | None = None
+
+    def describe(self) -> dict[str, bool]:
+        """What must be the same on all ranks."""
+        return {"state_dict is given": self.state_dict is not None, "init_fn is given": self.init_fn is not None}
+
+    def can_initialize(self, module: nn.Module) -> bool:
+        return self.init_fn is not None or hasattr(module, "reset_parameters")
+
+    def initialize(self, module: nn.Module) -> None:
+        if self.init_fn is not None:
+            self.init_fn(module)
+        else:
+            module.reset_parameters()  # type: ignore[operator]
+
+
 def meta_params(module: nn.Module) -> list[nn.Parameter]:
     """Returns the params on the meta device."""
     return [param for param in module.parameters() if param.is_meta]
 
 
-def check_materializable(
-    module: nn.Module, state_dict: Mapping[str, torch.Tensor] | None, fresh: Collection[torch.Tensor]
-) -> None:
+def check_materializable(module: nn.Module, values: Values, fresh: Collection[torch.Tensor]) -> None:
     """Raises BindingError if some module cannot be given values. Changes nothing.
 
     Args:
         fresh: tensors that were on the meta device and still have no values: an earlier attempt failed.
 
     Raises:
-        TypeError: ``state_dict`` is no mapping of names, or holds something other than tensors with values.
+        TypeError: the state dict is no mapping of names, or holds something other than tensors with values; the
+            initializer is no function.
     """
+    if values.init_fn is not None and not callable(values.init_fn):
+        raise TypeError(f"bind(init_fn=) takes a function of a module, found {type(values.init_fn).__name__}.")
+    state_dict = values.state_dict
     if state_dict is not None:
         _check_names(module, by_name(state_dict, _STATE_DICT))
     for name, each in module.named_modules():
@@ -45,30 +75,60 @@ def check_materializable(
         on_meta = [key for key, tensor in tensors.items() if tensor.is_meta or tensor in fresh]
         if not on_meta:
             continue
+        unnamed = on_meta
         if state_dict is not None:
-            lacking = [key for key in on_meta if key not in state_dict]
-            for key in on_meta:
-                if key in state_dict:
-                    _check_value(key, state_dict[key], tensors[key])
-            wrong = [key for key in on_meta if key in state_dict and state_dict[key].shape != tensors[key].shape]
-            if lacking or wrong:
-                raise BindingError(
-                    "give a state dict that was saved from the same model: params would start from random memory. The "
-                    f"state dict does not fit the module on the meta device: missing {lacking}, of other shapes "
-                    f"{wrong}."
-                )
-        elif not hasattr(each, "reset_parameters"):
+            unsaved = {f"{name}.{key}" if name else key for key in each._non_persistent_buffers_set}
+            unnamed = [key for key in on_meta if key not in state_dict and key in unsaved]
+            _check_values(each, {key: tensors[key] for key in on_meta}, state_dict, unsaved, values)
+        if unnamed and not values.can_initialize(each):
             raise BindingError(
-                "define reset_parameters(), or call optimizer.bind(state_dict=...) with the values before the first "
-                f"forward: {on_meta} are on the meta device and {type(each).__name__} has no reset_parameters(), so "
-                "their values are unknown."
+                "define reset_parameters(), or give the values in optimizer.bind(state_dict=...) or "
+                f"bind(init_fn=...) before the first forward: {unnamed} are on the meta device and "
+                f"{type(each).__name__} has no reset_parameters(), so their values are unknown."
             )
 
 
-def check_unused(state_dict: object) -> None:
-    """Raises BindingError if there is a state dict, but nothing on the meta device: its values would be dropped."""
-    if state_dict is not None:
-        by_name(state_dict, _STATE_DICT)
+def _check_values(
+    module: nn.Module,
+    on_meta: Mapping[str, torch.Tensor],
+    state_dict: Mapping[str, torch.Tensor],
+    unsaved: Collection[str],
+    values: Values,
+) -> None:
+    """Raises an error unless the state dict has what ``on_meta`` needs.
+
+    Args:
+        unsaved: names of buffers that a state dict of the module lacks.
+    """
+    lacking = [key for key in on_meta if key not in state_dict]
+    if values.can_initialize(module):
+        lacking = [key for key in lacking if key not in unsaved]
+    given = [key for key in on_meta if key in state_dict]
+    for key in given:
+        _check_value(key, state_dict[key], on_meta[key])
+    wrong = [key for key in given if state_dict[key].shape != on_meta[key].shape]
+    if lacking or wrong:
+        only_unsaved = bool(lacking) and not wrong and all(key in unsaved for key in lacking)
+        what = (
+            "add bind(init_fn=...), which fills buffers that are not saved"
+            if only_unsaved
+            else ("give a state dict that was saved from the same model")
+        )
+        raise BindingError(
+            f"{what}: params would start from random memory. The state dict does not fit the module on the meta "
+            f"device: missing {lacking}, of other shapes {wrong}."
+        )
+
+
+def check_unused(values: Values) -> None:
+    """Raises BindingError if there are values, but nothing on the meta device: they would be dropped."""
+    if values.init_fn is not None:
+        raise BindingError(
+            "call module.apply(...) with the function, before bind(): init_fn= gives values to params and buffers on "
+            "the meta device, and none is on it, so that the function would never be called."
+        )
+    if values.state_dict is not None:
+        by_name(values.state_dict, _STATE_DICT)
         raise BindingError(
             "call module.load_state_dict(...), before or after bind(): state_dict= gives values to params and buffers "
             "on the meta device, and none is on it, so that these values would be dropped."
@@ -146,9 +206,7 @@ def device_to_train_on(world: Ranks) -> torch.device:
 
 
 @torch.no_grad()
-def give_values(
-    module: nn.Module, fresh: list[torch.Tensor], domain: Domain, state_dict: Mapping[str, torch.Tensor] | None
-) -> None:
+def give_values(module: nn.Module, fresh: list[torch.Tensor], domain: Domain, values: Values) -> None:
     """Collective: initializes the modules that own ``fresh`` tensors, one by one, on all ranks or none.
 
     A module follows the modules that it holds, as in constructors. After an error all tensors are still fresh.
@@ -169,7 +227,7 @@ def give_values(
                 domain.gatherer.need_all(buckets)
             try:
                 if problem is None:
-                    _initialize(each, prefix, own, waiting, state_dict)
+                    _initialize(each, prefix, own, waiting, values)
             except Exception as error:  # raised below: the other ranks go on gathering, and need this rank
                 problem = error
             for bucket in buckets:
@@ -194,23 +252,60 @@ def _inside_out(module: nn.Module, prefix: str, seen: set[nn.Module]) -> Iterato
 
 
 def _initialize(
-    module: nn.Module,
-    prefix: str,
-    own: list[torch.Tensor],
-    waiting: set[torch.Tensor],
-    state_dict: Mapping[str, torch.Tensor] | None,
+    module: nn.Module, prefix: str, own: list[torch.Tensor], waiting: set[torch.Tensor], values: Values
 ) -> None:
-    if state_dict is None:
+    named = {
+        **dict(module.named_parameters(prefix, recurse=False)),
+        **dict(module.named_buffers(prefix, recurse=False)),
+    }
+    state_dict = {} if values.state_dict is None else values.state_dict
+    # Without a state dict it is called for each, that random numbers are drawn as when the model is built.
+    if values.state_dict is None or any(tensor in waiting and n not in state_dict for n, tensor in named.items()):
         # Tensors that have values keep them: they are tied to another module's, or were never on the meta device.
         kept = [(tensor, tensor.clone()) for tensor in own if tensor not in waiting]
-        module.reset_parameters()  # type: ignore[operator]
+        for tensor in own:
+            if tensor in waiting:
+                _poison(tensor)
+        values.initialize(module)
         for tensor, value in kept:
             tensor.copy_(value)
-        return
-    named = [*module.named_parameters(prefix, recurse=False), *module.named_buffers(prefix, recurse=False)]
-    for name, tensor in named:
-        if tensor in waiting:
+        # An initializer may assign a buffer anew, but a param lies in its bucket.
+        now = {**named, **dict(module.named_buffers(prefix, recurse=False))}
+        left = [n for n, tensor in named.items() if tensor in waiting and n not in state_dict and _is_poisoned(now[n])]
+        if left:
+            how = "reset_parameters()" if values.init_fn is None else "init_fn"
+            raise BindingError(
+                f"fill {left} of {type(module).__name__} in place in {how}, or give them in bind(state_dict=...): they "
+                f"were on the meta device, and {how} left them without values, so that training would start from NaN."
+            )
+    for name, tensor in named.items():
+        if tensor in waiting and name in state_dict:
             tensor.copy_(state_dict[name])
+
+
+def _poison(tensor: torch.Tensor) -> None:
+    """Marks a tensor as one without values."""
+    if _can_hold_nan(tensor):
+        tensor.fill_(torch.nan)
+    elif _is_integer(tensor):
+        tensor.fill_(torch.iinfo(tensor.dtype).min)
+
+
+def _is_poisoned(tensor: torch.Tensor) -> bool:
+    """True if a tensor has no values, or not all. A bool shows neither."""
+    if not tensor.numel():
+        return False
+    if _can_hold_nan(tensor):
+        return bool(tensor.isnan().any())
+    return _is_integer(tensor) and bool((tensor == torch.iinfo(tensor.dtype).min).all())
+
+
+def _can_hold_nan(tensor: torch.Tensor) -> bool:
+    return tensor.is_complex() or (tensor.is_floating_point() and tensor.element_size() > 1)
+
+
+def _is_integer(tensor: torch.Tensor) -> bool:
+    return not (tensor.is_complex() or tensor.is_floating_point() or tensor.dtype is torch.bool)
 
 
 @contextmanager

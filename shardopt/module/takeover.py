@@ -30,7 +30,7 @@ from .ddp import (
 )
 from .forward import Forward, tensors_within
 from .hooks import ModuleHook, call_while_alive
-from .materialize import give_devices, give_values
+from .materialize import Values, give_devices, give_values
 from .tree import ModuleTree
 
 
@@ -167,10 +167,10 @@ class ModuleTakeover:
         """Moves params and buffers from the meta device to the training device; they are fresh from now on."""
         self._fresh |= frozenset(give_devices(self.module, ranks))
 
-    def give_values(self, state_dict: Mapping[str, torch.Tensor] | None) -> None:
+    def give_values(self, values: Values) -> None:
         """Collective: gives fresh tensors their values, on all ranks or none. See :func:`materialize.give_values`."""
         assert self._domain is not None
-        give_values(self.module, list(self._fresh), self._domain, state_dict)
+        give_values(self.module, list(self._fresh), self._domain, values)
         self._fresh = frozenset()
 
     def describe(self) -> dict[str, Any]:

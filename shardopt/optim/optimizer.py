@@ -85,7 +85,11 @@ class ShardedOptimizer(torch.optim.Optimizer, JoinableOptimizer):
         """Number of ``step()`` calls that changed params, without those that Inf, NaN or a scaler skipped."""
         return self.engine.updates
 
-    def bind(self, state_dict: Mapping[str, torch.Tensor] | None = None) -> None:
+    def bind(
+        self,
+        state_dict: Mapping[str, torch.Tensor] | None = None,
+        init_fn: Callable[[torch.nn.Module], object] | None = None,
+    ) -> None:
         """Takes the module over now instead of at its first forward. Collective.
 
         Call it if the module's own forward never runs (``model.encode(x)``), or to fill a module on the meta device:
@@ -93,15 +97,17 @@ class ShardedOptimizer(torch.optim.Optimizer, JoinableOptimizer):
 
         Args:
             state_dict: whole tensors by name for params and buffers on the meta device (a memory-mapped file will do).
-                None calls each module's ``reset_parameters()``.
+                Buffers that are not saved may be missing, and are initialized as without it. None initializes all.
+            init_fn: fills the params and buffers of the module that it is given, not those of its submodules, in place
+                (``model._init_weights`` of Hugging Face). None calls each module's ``reset_parameters()``.
 
         Raises:
             BindingError: no bucket can hold a param, or values are missing, unknown or superfluous.
             TypeError: ``state_dict`` is no mapping of names to dense tensors.
-            Exception: a ``reset_parameters()`` raised; other ranks raise DisagreementError. Forwards are refused
+            Exception: an initializer raised; other ranks raise DisagreementError. Forwards are refused
                 until this call succeeds on every rank.
         """
-        self.engine.bind(state_dict)
+        self.engine.bind(state_dict, init_fn)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Context for gradient accumulation at stages 0 and 1: backwards inside do not reduce.

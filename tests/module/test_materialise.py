@@ -206,6 +206,110 @@ def not_materialised() -> None:
         )
 
 
+class Rotary(nn.Module):
+    """A buffer that is not saved, and no reset_parameters(), as in the Llamas of Hugging Face."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("inv_freq", 10.0 ** -torch.arange(W // 2), persistent=False)
+        self.register_buffer("ids", torch.arange(W), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        angles = torch.outer(self.ids.float()[: x.shape[1]], self.inv_freq)
+        return x * torch.cat((angles.cos(), angles.sin()), dim=-1)
+
+
+class Norm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = Parameter(torch.ones(W))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * self.weight
+
+
+class Llama(nn.Module):
+    """A model whose modules know nothing of how they are initialised; its own method does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.rotary, self.norm, self.up = nn.Embedding(11, W), Rotary(), Norm(), nn.Linear(W, 4 * W, False)
+        self.down, self.head = nn.Linear(4 * W, W, False), nn.Linear(W, 11, False)
+        self.head.weight = self.embed.weight
+        self.apply(self.init_weights)
+
+    def init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear | nn.Embedding):
+            nn.init.normal_(module.weight, std=0.02)
+        elif isinstance(module, Norm):
+            nn.init.ones_(module.weight)
+        elif isinstance(module, Rotary):
+            module.inv_freq.copy_(10.0 ** -torch.arange(W // 2))
+            module.ids = torch.arange(W)  # anew, as many do: a buffer lies in no bucket
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.rotary(self.embed((x[..., 0].abs() * 3).long().clamp(max=10)))
+        return self.head(x + self.down(self.up(self.norm(x)).relu()))
+
+
+def by_a_function() -> None:
+    """The values that ``module.apply(function)`` gives on rank 0; or a state dict's, with the function's buffers."""
+    torch.manual_seed(70)
+    usual, buffers = Llama(), dict(Llama().named_buffers())
+    usual.head = nn.Linear(W, 11, False)  # numbers are drawn for a tied weight, too, but it keeps the first ones
+    saved = {name: value + 1 for name, value in usual.state_dict().items()}
+    assert not saved.keys() & buffers.keys()
+    for stage in (1, 3):
+        for state_dict in (None, saved):
+            with torch.device("meta"):
+                model = Llama()
+            opt = ShardedSGD(model, **RATES, stage=stage, tuning=small())
+            torch.manual_seed(71 + dist.get_rank())
+            with poisoned():
+                opt.bind(state_dict, model.init_weights)
+            torch.manual_seed(71)
+            usual.apply(usual.init_weights)
+            with opt.unsharded():
+                assert model.head.weight is model.embed.weight
+                for name, value in list(model.named_parameters()):
+                    assert raw(value) == raw((state_dict or usual.state_dict())[name]), name
+            for name, value in model.named_buffers():
+                assert raw(value) == raw(buffers[name]), name
+            train_step(model, opt, 0)
+
+
+def not_by_a_function() -> None:
+    """What nobody fills is an error on all ranks, and no model of zeros or of other memory."""
+    with torch.device("meta"):
+        model = Llama()
+    opt = ShardedSGD(model, **RATES, stage=3, tuning=small())
+    saved = {name: torch.ones(param.shape) for name, param in model.state_dict().items()}
+    with raises(BindingError, "rotary.inv_freq", "reset_parameters()", "bind(init_fn=...)"):
+        opt.bind()
+    with raises(BindingError, "bind(init_fn=...)", "rotary.inv_freq"):
+        opt.bind(saved)
+    with raises(BindingError, "missing", "norm.weight"):
+        opt.bind({name: value for name, value in saved.items() if name != "norm.weight"}, model.init_weights)
+    with raises(TypeError, "init_fn", "str"):
+        opt.bind(init_fn="normal")  # type: ignore[arg-type]
+    with raises(DisagreementError, "init_fn is given"):
+        opt.bind(init_fn=model.init_weights if dist.get_rank() else None)
+    assert all(param.is_meta for param in model.parameters())
+
+    def forgets(kind: type[nn.Module]) -> Callable[[nn.Module], None]:
+        return lambda module: None if isinstance(module, kind) else model.init_weights(module)
+
+    for kind, name in ((Norm, "norm.weight"), (Rotary, "rotary.inv_freq"), (nn.Linear, "up.weight")):
+        with raises(BindingError, "in place", name, "init_fn"):
+            opt.bind(init_fn=forgets(kind))
+    with raises(DisagreementError if dist.get_rank() else BindingError, "norm.weight"):
+        opt.bind(init_fn=model.init_weights if dist.get_rank() else forgets(Norm))
+    opt.bind(init_fn=model.init_weights)
+    train_step(model, opt, 0)
+    with raises(BindingError, "module.apply"):  # what is bound has its values
+        opt.bind(init_fn=model.init_weights)
+
+
 class Failing(nn.Linear):
     """Cannot be initialised while ``fails`` says so."""
 
@@ -251,5 +355,5 @@ def test_meta_device(ranks: Pool) -> None:
         (3, torch.float32, False, 3),
     ):
         ranks.run(materialised, stage, dtype, neighbours, world=world)
-    for function in (half_on_meta, not_materialised, failing_at_first):
+    for function in (half_on_meta, not_materialised, failing_at_first, by_a_function, not_by_a_function):
         ranks.run(function, world=2)
