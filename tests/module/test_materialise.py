@@ -292,8 +292,11 @@ def not_by_a_function() -> None:
         opt.bind({name: value for name, value in saved.items() if name != "norm.weight"}, model.init_weights)
     with raises(TypeError, "init_fn", "str"):
         opt.bind(init_fn="normal")  # type: ignore[arg-type]
+    with torch.device("meta"):
+        layer = nn.Linear(W, W)
+    other = ShardedSGD(layer, **RATES, stage=1)
     with raises(DisagreementError, "init_fn is given"):
-        opt.bind(init_fn=model.init_weights if dist.get_rank() else None)
+        other.bind(init_fn=model.init_weights if dist.get_rank() else None)
     assert all(param.is_meta for param in model.parameters())
 
     def forgets(kind: type[nn.Module]) -> Callable[[nn.Module], None]:
