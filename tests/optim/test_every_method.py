@@ -19,7 +19,7 @@ from tests.support.training import raises
 
 METHODS = {
     "add_param_group": {"param_group": NOTHING},
-    "bind": {"state_dict": NONE},  # what else there is to give waits for params on the meta device
+    "bind": {"state_dict": NONE, "init_fn": NONE},  # what else there is to give waits for params on the meta device
     "close": {},
     "consolidate_state_dict": {"to": {"0"}},  # of one rank
     "join": {name: FLAG for name in ("divide_by_initial_world_size", "enable", "throw_on_early_termination")},
