@@ -198,5 +198,5 @@ def shows(cheat: str, case: Case, keywords: Keywords) -> bool:
     if cheat == "step off by one":
         return case.shows_step(keywords)
     if cheat == "learning rate off by 1e-4":  # of a small one the difference is below the rounding of the param
-        return max(recipe(case.ours).defaults["lr"], keywords.get("lr", 0)) >= 1e-3
+        return max(recipe(case.ours)[1]["lr"], keywords.get("lr", 0)) >= 1e-3
     return True
