@@ -21,7 +21,7 @@ def drawn(dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 def as_kept(values: torch.Tensor, format: Format) -> torch.Tensor:
-    return codecs.decode(codecs.encode(values, format), format)
+    return codecs.decode(*codecs.encode(values, format), format)
 
 
 def test_values_are_cut_into_more_than_one_piece() -> None:

@@ -183,7 +183,7 @@ def every_binding(folder: str) -> None:
     for way in BINDINGS:
         expected, _ = one_rank_cannot_bind(way, folder, None)
         found, count = one_rank_cannot_bind(way, folder, 1)
-        assert found == expected and (count > 5 or dist.get_rank() != 1), (way, count)
+        assert found == expected and (count >= 5 or dist.get_rank() != 1), (way, count)
 
 
 def test_each_allocation_of_the_binding_of_one_rank_fails_once(tmp_path: Path, ranks: Pool) -> None:
