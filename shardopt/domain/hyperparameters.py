@@ -55,7 +55,7 @@ def check_group(rule: Rule, group: dict[str, Any], check: Callable[[Mapping[str,
     try:
         rule.evaluate(rule.variant(numbers), numbers, 1, {})
     except RuleError:
-        pass  # the user may add a key of an own rule later
+        pass  # the user may add a key for a rule of their own later
     except ShardoptError as error:
         if not isinstance(error.__cause__, TypeError):  # a TypeError: the number is None for now
             raise ValueError(str(error)) from error.__cause__

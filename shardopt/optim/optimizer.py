@@ -213,7 +213,7 @@ class ShardedOptimizer(torch.optim.Optimizer, JoinableOptimizer):
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Gathers every state in host memory of rank ``to``. Collective.
 
-        ``state_dict()`` is plain tensors there until the next step. TypeError or ValueError: ``to`` is no rank.
+        ``state_dict()`` is plain tensors there until the next step. TypeError or ValueError: ``to`` is not a rank.
         """
         self.engine.consolidate(to)
 

@@ -183,7 +183,9 @@ def every_binding(folder: str) -> None:
     for way in BINDINGS:
         expected, _ = one_rank_cannot_bind(way, folder, None)
         found, count = one_rank_cannot_bind(way, folder, 1)
-        assert found == expected and (count >= 5 or dist.get_rank() != 1), (way, count)
+        # Halves that begin as zeros are not written, which saves the bf16 masters one allocation.
+        least = 5 if way == "stage 2 of bf16" else 6
+        assert found == expected and (count >= least or dist.get_rank() != 1), (way, count)
 
 
 def test_each_allocation_of_the_binding_of_one_rank_fails_once(tmp_path: Path, ranks: Pool) -> None:

@@ -31,7 +31,7 @@ def read_dcp(folder: Path, hints: Hints) -> Foreign:
     return from_nested(nested, f"torch.distributed.checkpoint: {folder.name}", hints)
 
 
-# Of each item: where it lies in the folder, by the offset of its box in the tensor; None of what is no tensor.
+# Maps each item to its places in the folder, by the offset of its box in the tensor; None if it is not a tensor.
 _Places = dict[str, dict[tuple[int, ...] | None, Any]]
 
 
