@@ -26,6 +26,7 @@ from ..partition.reducer import Reducer
 from ..rules import Rule
 from .agreement import StepDigest, agree
 from .epoch import Epoch, Moment
+from .listed import ListedParams
 from .param import Candidate, Group, ParamRecord, named_params
 from .param_names import name_of
 from .remote_states import Fetch, RemoteStates
@@ -69,6 +70,7 @@ class Domain:
     ``broken``, ``is_half_loaded``                :meth:`break_off`, :meth:`make_good`
     ``counted_elsewhere``, ``slice_numbers``      :meth:`note_slice`
     ``remote``                                    :meth:`retire`, :meth:`release`
+    what :meth:`listed` returns                   :meth:`adopt`, :meth:`release`, :meth:`note_slice`, other param groups
     ============================================  ==========================================
     """
 
@@ -87,6 +89,7 @@ class Domain:
         self._is_half_loaded = False
         self._counted_elsewhere: set[torch.nn.Parameter] = set()
         self._slice_numbers: dict[torch.nn.Parameter, int] = {}
+        self._listed: ListedParams | None = None
 
     # -- what is bound ---------------------------------------------------------------------------------------------
 
@@ -139,7 +142,7 @@ class Domain:
     def unbound(self, groups: Sequence[Group]) -> list[Candidate]:
         """Returns the params that a step needs and that are not bound: those that train, or have a gradient."""
         entries = self._entries
-        if all(param in entries or not _is_needed(param) for group in groups for param in group["params"]):
+        if not any(map(_is_needed, self.listed(groups).others)):
             return []  # nearly every step ends here, before names are made
         return [
             (name, param, group)
@@ -147,9 +150,15 @@ class Domain:
             if param not in entries and _is_needed(param)
         ]
 
+    def listed(self, groups: Sequence[Group]) -> ListedParams:
+        """Returns the params of these groups with their records. They are looked up anew if the groups list others."""
+        if self._listed is None or not self._listed.are_in(groups):
+            self._listed = ListedParams(groups, self._entries, self._slice_numbers)
+        return self._listed
+
     def adopt(self, links: Links, shards: Sequence[Shard], entries: Sequence[ParamRecord]) -> None:
         """Adds what all ranks have made to the table. Allocates nothing, so it cannot fail on one rank alone."""
-        self._links = links
+        self._links, self._listed = links, None
         self._shards.extend(shards)
         self._entries.update((entry.param, entry) for entry in entries)
 
@@ -201,8 +210,8 @@ class Domain:
         """Records which slice of a DTensor a local param is (None: of none), and if the norm counts it on this rank."""
         if not is_counted_here:
             self._counted_elsewhere.add(local)
-        if number is not None:
-            self._slice_numbers[local] = number
+        if number is not None and self._slice_numbers.get(local) != number:
+            self._slice_numbers[local], self._listed = number, None
 
     # -- the store of states ---------------------------------------------------------------------------------------
 
@@ -268,7 +277,7 @@ class Domain:
             links.landing.close()
         if links is not None:  # its transports stay: a state dict taken before may still be read
             self._links = replace(links, reducer=None, landing=None, sharded=None, remote=None)
-        self._store, self._shards, self._entries = None, [], {}
+        self._store, self._shards, self._entries, self._listed = None, [], {}, None
 
     @contextmanager
     def all_or_nothing(self) -> Iterator[None]:

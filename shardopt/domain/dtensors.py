@@ -30,7 +30,7 @@ def is_dtensor(value: Any) -> bool:
 def any_dtensor(values: Iterable[Any]) -> bool:
     """True if one of ``values`` is a DTensor. Every step asks this of all params, so it looks the module up once."""
     module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and any(isinstance(value, module.DTensor) for value in values)
+    return module is not None and any(issubclass(kind, module.DTensor) for kind in set(map(type, values)))
 
 
 @dataclass(eq=False)

@@ -19,6 +19,8 @@ class ShardTables:
 
     def __init__(self, pieces: Sequence[Piece], numel: int, device: torch.device):
         self._pieces, self._device = pieces, device
+        self._firsts = [piece.start - piece.shard_start for piece in pieces]
+        self._ends = np.array([piece.shard_end for piece in pieces], np.int64)
         # The last row is that of blocks without a param. It ends at 0, so that kernels skip these blocks.
         rows = np.full(numel // BLOCK, len(pieces), dtype=np.int32)
         for row, piece in enumerate(pieces):
@@ -38,10 +40,11 @@ class ShardTables:
             at_rest: True if they are in host memory, False if they are with the params.
         """
         rows = np.zeros((self.num_rows, 2), dtype=np.int64)
-        for row, (grad, start) in grads.items():
-            piece = self._pieces[row]
-            rows[row, 0] = grad.data_ptr() + (piece.start - start - piece.shard_start) * grad.element_size()
-            rows[row, 1] = piece.shard_end
+        if grads:
+            itemsize, firsts = next(iter(grads.values()))[0].element_size(), self._firsts
+            addresses = [grad.data_ptr() + (firsts[row] - start) * itemsize for row, (grad, start) in grads.items()]
+            given = list(grads)
+            rows[given, 0], rows[given, 1] = addresses, self._ends[given]
         aligned = not np.any(rows[:, 0] % 16)
         if at_rest:
             return Gradients(self.host_row_of_block, torch.from_numpy(rows), aligned)

@@ -122,6 +122,7 @@ LARGEST_FP32 = (2 - 2.0**-23) * 2.0**127
 NAN_BITS = 0x7FC00000  # of every NaN that is stored: the bits of a NaN that arithmetic makes depend on the machine
 
 _BY_DTYPE = {format.dtype: format for format in (FP32, BF16, FP16)}
+GRADIENT_DTYPES = frozenset(_BY_DTYPE)  # and of params
 
 
 def format_of(dtype: torch.dtype, what: str) -> Format:

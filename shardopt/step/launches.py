@@ -24,8 +24,7 @@ from ..tensors.gradient_slice import GradientSlice
 _NO_GRADIENT = torch.empty(0)
 
 
-@dataclass(frozen=True)
-class ParamUpdate:
+class ParamUpdate(NamedTuple):
     """One param in a step: where it stands in the param groups, and the gradient that updates it.
 
     Attributes:
@@ -131,19 +130,26 @@ def launches_of(
         variants: of each param group.
         updates: index of the param in its bucket -> its update.
     """
-    rows: dict[tuple[Variant, torch.dtype, int, bool], dict[int, ParamUpdate]] = defaultdict(dict)
+    rows: dict[tuple[int, torch.dtype, int, bool], dict[int, ParamUpdate]] = defaultdict(dict)
+    first_with = [variants.index(each) for each in variants]  # hashed by their number: there are many params
     for row, piece in enumerate(shard.pieces):
         each = updates.get(piece.param)
         if each is not None:
-            rows[variants[each.group], each.grad.dtype, each.divisor, each.is_on_host][row] = each
-    for (variant, dtype, divisor, is_on_host), members in rows.items():
+            rows[first_with[each.group], each.grad.dtype, each.divisor, each.is_on_host][row] = each
+    for (kind, dtype, divisor, is_on_host), members in rows.items():
+        variant = variants[kind]
         spec = shard.spec(variant, format_of(dtype, "a gradient"))
         gradients = shard.tables.gradients({row: (each.grad, each.start) for row, each in members.items()}, is_on_host)
         device = shard.home.device
         backend_of(device).prepare(spec, device, gradients.aligned)
         table = np.zeros((shard.tables.num_rows, len(variant.scalars)), dtype=np.float32)
+        # Few are evaluated, by scalars_of(): the rows of each are filled together.
+        alike: dict[int, tuple[tuple[float, ...], list[int]]] = {}
         for row, each in members.items():
-            table[row] = scalars[each.entry][0]
+            values = scalars[each.entry][0]
+            alike.setdefault(id(values), (values, []))[1].append(row)
+        for values, of_rows in alike.values():
+            table[of_rows] = values
         noise = _noise(seed, shard, members) if spec.needs_noise else None
         yield Launch(shard, spec, gradients, torch.from_numpy(table).to(device), members, divisor, noise, is_on_host)
 

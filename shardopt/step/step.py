@@ -27,7 +27,7 @@ from ..domain.domain import Domain
 from ..domain.domains import agree_on_whole
 from ..domain.hyperparameters import check_numbers, plain_numbers
 from ..domain.masters import follow_written_params
-from ..domain.param import Candidate, Group
+from ..domain.param import Candidate, Group, ParamRecord
 from ..errors import ShardoptError
 from ..kernels.reductions import sum_of_squares
 from ..kernels.tables import Factors
@@ -180,13 +180,17 @@ def _survey_and_agree_in(domain: Domain, groups: Sequence[Group], call: Call, bi
 def digest_of(plan: StepPlan, call: Call, problem: Exception | None = None) -> StepDigest:
     """Returns this rank's view of a step, which must be equal on all ranks."""
     domain, numbers = plan.domain, list(plan.numbers)
+
     # True for a gradient without a slice: where the module was handed over, this rank assigned zeros for its slice.
-    present = {each.entry: each.gradient_slice is None for each in plan.updates}
+    def presence() -> dict[ParamRecord, bool]:
+        return {each.entry: each.gradient_slice is None for each in plan.updates}
+
     shows_slices = domain.reducer is not None and not domain.options.release_gradients
     words = {None: "absent", False: "present", True: "zeros, assigned by hand" if shows_slices else "present"}
     entries, stats = list(domain.entries.values()), plan.stats
 
     def describe() -> dict[str, Any]:
+        present = presence()
         return {
             "params not yet bound": [],
             "calls of step()": domain.rounds,
@@ -200,8 +204,11 @@ def digest_of(plan: StepPlan, call: Call, problem: Exception | None = None) -> S
             "loss scale (the GradScaler's update() must see the same overflow on all ranks)": call.scale,
         }
 
-    facts = [(entry.step, present.get(entry), entry.param.requires_grad, *entry.carried.values()) for entry in entries]
-    key = [domain.rounds, call.closure, numbers, facts, call.scale, stats.norm]
+    key: list[Any] | None = None
+    if domain.mesh.world.size > 1:  # else there is no rank to differ from
+        present = presence()
+        facts = [(each.step, present.get(each), each.param.requires_grad, *each.carried.values()) for each in entries]
+        key = [domain.rounds, call.closure, numbers, facts, call.scale, stats.norm]
     written = len(plan.written)
     return StepDigest(key, describe, problem, call.overflow, stats.nonfinite, stats.witness, written, stats.limbs)
 
@@ -320,8 +327,10 @@ def commit(plan: StepPlan) -> None:
     for each in plan.updates:
         each.entry.count_step(plan.scalars[each.entry][1])
     torch.autograd.graph.increment_version([each.entry.param for each in plan.updates])
-    for entry in (*plan.written, *(each.entry for each in plan.updates)):
+    for entry in plan.written:
         entry.follow_param()
+    for each in plan.updates:
+        each.entry.follow_param()
     plan.domain.end_step()
 
 

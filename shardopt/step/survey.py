@@ -5,20 +5,19 @@ table that does not fit the device) fails here. The ranks have not agreed yet, s
 them.
 """
 
-import itertools
 import math
 import struct
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 
 from ..domain.domain import Domain
+from ..domain.listed import ListedParams
 from ..domain.param import Group, ParamRecord
 from ..domain.shard import Shard
-from ..errors import BindingError, ShardoptError
-from ..kernels.formats import format_of
+from ..errors import ShardoptError
+from ..kernels.formats import GRADIENT_DTYPES, format_of
 from ..kernels.launch import backend_of
 from ..kernels.reductions import LIMBS
 from ..kernels.tables import BLOCK, Factors
@@ -50,15 +49,12 @@ def survey(
     Raises:
         ShardoptError: this rank cannot take the step.
     """
-    updates = [
-        _with_gradient(domain, each, each.entry.param.grad)
-        for each in placed_params(domain, groups)
-        if each.entry.param.grad is not None
-    ]
+    listed = domain.listed(groups)
+    updates = list(_with_gradients(domain, listed))
     scalars = scalars_of(domain, numbers, updates)
     launches = plan_launches(domain, numbers, updates, scalars)
     stats = _stats_of(domain, launches, updates, scale, overflow)
-    states, written = states_of_shards(domain, groups, numbers), written_params(domain)
+    states, written = states_of_shards(domain, listed, numbers), written_params(domain)
     return StepPlan(domain, numbers, updates, launches, scalars, states, written, stats)
 
 
@@ -67,29 +63,36 @@ def written_params(domain: Domain) -> list[ParamRecord]:
     return [entry for entry in domain.entries.values() if entry.param._version != entry.version]
 
 
-def placed_params(domain: Domain, groups: Sequence[Group]) -> Iterator[ParamUpdate]:
+def placed_params(listed: ListedParams) -> Iterator[ParamUpdate]:
     """Yields every bound param of the groups, without its gradient.
 
     Raises:
         BindingError: a param is not where binding put it, or is listed twice.
     """
-    seen: set[ParamRecord] = set()
-    counted = itertools.count()
-    for group_number, group in enumerate(groups):
-        for param in group["params"]:
-            number = next(counted)
-            entry = domain.entries.get(param)
-            if entry is None:
-                continue  # frozen
-            if entry in seen:
-                raise BindingError(
-                    f"remove one of the two places of {entry.name}: it is listed twice in the param groups, and would "
-                    "be updated twice."
-                )
-            seen.add(entry)
-            entry.check()
-            # Tensor-parallel ranks hold different elements under one number; ranks that hold copies must stay alike.
-            yield ParamUpdate(entry, group_number, number + (domain.slice_numbers.get(param, 0) << 32))
+    listed.check()
+    return map(ParamUpdate, listed.entries, listed.groups, listed.numbers)
+
+
+def _with_gradients(domain: Domain, listed: ListedParams) -> Iterator[ParamUpdate]:
+    """Yields every param that has a gradient, and the gradient."""
+    updates = placed_params(listed)
+    for update, param, size, strides, device, _ in zip(updates, listed.params, *listed.looks, strict=True):
+        grad = param.grad
+        if grad is None:
+            continue
+        # What nearly all gradients are of which nobody makes a part; all others are looked at with care.
+        if (
+            update.entry.gradient_slice is None
+            and type(grad) is torch.Tensor
+            and grad.layout is torch.strided
+            and grad.dtype in GRADIENT_DTYPES
+            and grad.size() == size
+            and grad.stride() == strides
+            and grad.device == device
+        ):
+            yield ParamUpdate(update.entry, update.group, update.number, grad)
+        else:
+            yield _with_gradient(domain, update, grad)
 
 
 def _with_gradient(domain: Domain, update: ParamUpdate, grad: torch.Tensor) -> ParamUpdate:
@@ -97,9 +100,7 @@ def _with_gradient(domain: Domain, update: ParamUpdate, grad: torch.Tensor) -> P
     if isinstance(grad, GradientPart) and grad.gradient_slice is entry.gradient_slice:
         own = grad.whole_slice()
         is_on_host = entry.shard.reduced.is_on_host
-        return replace(
-            update, grad=own.total, start=own.start, gradient_slice=own, divisor=own.divisor, is_on_host=is_on_host
-        )
+        return ParamUpdate(entry, update.group, update.number, own.total, own.start, own, own.divisor, is_on_host)
     # Zeros are their own mean, if all ranks have them: one that has other values raises this on all of them. So torch's
     # get_state_dict() and set_state_dict() make states: they assign zeros and take a step.
     if entry.gradient_slice is not None and domain.mesh.world.size > 1 and not _is_zero(grad):
@@ -109,7 +110,7 @@ def _with_gradient(domain: Domain, update: ParamUpdate, grad: torch.Tensor) -> P
             "rank's own, not the mean over ranks, so each rank would update its slice with another batch's. It was "
             "accumulated under no_sync(), came from a submodule, or was assigned by hand."
         )
-    return replace(update, grad=_usable(entry, grad))
+    return update._replace(grad=_usable(entry, grad))
 
 
 def _is_zero(grad: torch.Tensor) -> bool:
@@ -132,18 +133,16 @@ def _usable(entry: ParamRecord, grad: torch.Tensor) -> torch.Tensor:
 
 
 def states_of_shards(
-    domain: Domain, groups: Sequence[Group], numbers: Sequence[dict[str, Any]]
+    domain: Domain, listed: ListedParams, numbers: Sequence[dict[str, Any]]
 ) -> dict[Shard, dict[str, None]]:
     """Returns the names of the states that each shard needs.
 
     They follow from the groups alone, not from what this rank holds: the shards of all ranks then hold the same states.
     """
     states: dict[Shard, dict[str, None]] = {shard: {} for shard in domain.shards}
-    for group, plain in zip(groups, numbers, strict=True):
-        names = dict.fromkeys(domain.rule.variant(plain).states)
-        for param in group["params"]:
-            if param in domain.entries:
-                states[domain.entries[param].shard].update(names)
+    names = [dict.fromkeys(domain.rule.variant(plain).states) for plain in numbers]
+    for group, shard in listed.shards:
+        states[shard].update(names[group])
     return states
 
 

@@ -184,7 +184,8 @@ class UpdateInBackward(Backward):
             )
         numbers = [plain_numbers(group) for group in groups]
         check_numbers(numbers, defaults)
-        updates = {each.entry: each for each in placed_params(domain, groups)}
+        listed = domain.listed(groups)
+        updates = {each.entry: each for each in placed_params(listed)}
         for each in {each.group: each for each in updates.values()}.values():  # before the first bucket is updated
             group, entry = numbers[each.group], each.entry
             domain.rule.evaluate(domain.rule.variant(group), group, entry.step + 1, entry.carried)
@@ -195,7 +196,7 @@ class UpdateInBackward(Backward):
         if domain.mesh.world.size > 1:
             bits = {f"weights (sum of bits) of {entry.name}": checksum(entry.param) for entry in written}
         variants = [domain.rule.variant(group) for group in numbers]
-        states = states_of_shards(domain, groups, numbers)
+        states = states_of_shards(domain, listed, numbers)
         sums = np.zeros((len(self._entries), COLUMNS), dtype=np.int64)
         return _Round(numbers, variants, updates, states, written, bits, sums)
 
@@ -245,7 +246,7 @@ class UpdateInBackward(Backward):
             update = current.updates.get(domain.entries[shard.bucket.params[piece.param]])
             if piece.param in present and update is not None:
                 grad = total[piece.shard_start : piece.shard_end]
-                updates[piece.param] = replace(update, grad=grad, start=piece.start, divisor=divisor)
+                updates[piece.param] = update._replace(grad=grad, start=piece.start, divisor=divisor)
         scalars = scalars_of(domain, current.numbers, list(updates.values()))
         return list(launches_of(shard, current.variants, updates, scalars, domain.options.tuning.seed))
 

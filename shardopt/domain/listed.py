@@ -1,0 +1,87 @@
+"""The params of the param groups with their records, looked up once for as long as the groups list the same params."""
+
+from collections.abc import Mapping, Sequence
+from operator import attrgetter
+from typing import Any
+
+import torch
+
+from ..errors import BindingError
+from ..partition.bucket import Bucket
+from .hyperparameters import Group
+from .param import ParamRecord
+from .shard import Shard
+
+_LOOKS = (torch.Tensor.size, torch.Tensor.stride, attrgetter("device"), attrgetter("dtype"))
+
+
+class ListedParams:
+    """What a step knows of the params before it has seen their gradients. It holds until a param is bound or released.
+
+    Attributes:
+        params: the bound params in the order of the groups.
+        entries: their records.
+        groups: the index of each one's group.
+        numbers: the index of each one, counted through all groups. The upper 32 bits number the slice of a DTensor.
+        others: the params that are not bound.
+        shards: (index of a group, shard that holds some of its params), each pair once.
+        looks: sizes, strides, devices and dtypes of all bound params, when they were checked.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[Group],
+        entries: Mapping[torch.nn.Parameter, ParamRecord],
+        slice_numbers: Mapping[torch.nn.Parameter, int],
+    ):
+        listed = [(param, index) for index, group in enumerate(groups) for param in group["params"]]
+        self._ids = [list(map(id, group["params"])) for group in groups]  # of params that are kept alive here
+        # Tensor-parallel ranks hold different elements under one number; ranks that hold copies must stay alike.
+        bound = [
+            (param, entries[param], group, number + (slice_numbers.get(param, 0) << 32))
+            for number, (param, group) in enumerate(listed)
+            if param in entries
+        ]
+        self.params = [param for param, *_ in bound]
+        self.entries = [entry for _, entry, *_ in bound]
+        self.groups = [group for _, _, group, _ in bound]
+        self.numbers = [number for *_, number in bound]
+        self.others = [param for param, _ in listed if param not in entries]
+        pairs = ((group, entry.shard) for group, entry in zip(self.groups, self.entries, strict=True))
+        self.shards: tuple[tuple[int, Shard], ...] = tuple(dict.fromkeys(pairs))
+        self._buckets = list(dict.fromkeys(entry.shard.bucket for entry in self.entries))
+        self._starts: list[int] = []  # address of each bucket
+        self._addresses: list[int] = []  # of each param, if the buckets are there
+        self.looks: list[list[Any]] = [[]] * len(_LOOKS)
+
+    def are_in(self, groups: Sequence[Group]) -> bool:
+        """True if the groups list these params in this order."""
+        return [list(map(id, group["params"])) for group in groups] == self._ids
+
+    def check(self) -> None:
+        """Raises BindingError if a param is not where binding put it, or is listed twice.
+
+        Params are compared as a whole with what they were when each was checked, and one by one where that differs.
+        """
+        looks = [list(map(look, self.params)) for look in _LOOKS]
+        starts = [bucket.flat.data_ptr() for bucket in self._buckets]
+        if starts != self._starts:  # a bucket that was freed may be allocated again at another address
+            start_of = dict(zip(self._buckets, starts, strict=True))
+            self._starts, self._addresses = starts, [_address(entry, start_of) for entry in self.entries]
+        if looks == self.looks and list(map(torch.Tensor.data_ptr, self.params)) == self._addresses:
+            return
+        seen: set[ParamRecord] = set()
+        for entry in self.entries:
+            if entry in seen:
+                raise BindingError(
+                    f"remove one of the two places of {entry.name}: it is listed twice in the param groups, and would "
+                    "be updated twice."
+                )
+            seen.add(entry)
+            entry.check()
+        self.looks = looks
+
+
+def _address(entry: ParamRecord, start_of: Mapping[Bucket, int]) -> int:
+    bucket = entry.shard.bucket
+    return start_of[bucket] + bucket.layout.offsets[entry.index] * bucket.dtype.itemsize if entry.param.numel() else 0
