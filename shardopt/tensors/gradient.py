@@ -15,12 +15,13 @@ On a rank that holds the whole gradient, every operation that only reads works, 
 
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ..errors import StateError
 from .gradient_slice import GradientSlice, Norms, divide_
@@ -177,16 +178,33 @@ class GradientPart(Part):
 # -- in place ----------------------------------------------------------------------------------------------------------
 
 
-def _number(function: Any, operand: Any) -> Any:
+# One-element tensor -> its version when it was read, its number, and for which slices that was taken.
+_READ: MutableMapping[Tensor, tuple[int, Any, set[int]]] = WeakIdKeyDictionary()
+
+
+def _number(function: Any, operand: Any, gradient_slice: GradientSlice) -> Any:
+    """Returns a factor or divisor as a plain number.
+
+    ``clip_grad_norm_`` multiplies every gradient by one tensor, and on a GPU each read of it waits for the device. So
+    it is read once, and again where it may have changed: a collective writes to it without a new version.
+    """
     if not isinstance(operand, Tensor):
         return operand
     if operand.numel() != 1:
         raise _unwritable(function)
-    return operand.item()
+    if type(operand) is not Tensor or operand.is_inference():  # the latter counts no versions
+        return operand.item()
+    version, number, slices = _READ.get(operand, (None, None, set()))
+    if version != operand._version or id(gradient_slice) in slices:
+        number, slices = operand.item(), set()
+        _READ[operand] = operand._version, number, slices
+    slices.add(id(gradient_slice))
+    return number
 
 
 def _multiply(function: Any, part: GradientPart, other: Any) -> GradientPart:
-    gradient_slice, factor = part.whole_slice(), _number(function, other)
+    gradient_slice = part.whole_slice()
+    factor = _number(function, other, gradient_slice)
     gradient_slice.divide()
     gradient_slice.total.mul_(factor)
     gradient_slice.edits.append(["mul_", factor])
@@ -196,7 +214,8 @@ def _multiply(function: Any, part: GradientPart, other: Any) -> GradientPart:
 
 
 def _divide(function: Any, part: GradientPart, other: Any) -> GradientPart:
-    gradient_slice, divisor = part.whole_slice(), _number(function, other)
+    gradient_slice = part.whole_slice()
+    divisor = _number(function, other, gradient_slice)
     gradient_slice.divide()
     divide_(gradient_slice.total, divisor)
     gradient_slice.edits.append(["div_", divisor])

@@ -175,6 +175,37 @@ def test_clipping_by_norm(size: int, norm_type: float) -> None:
         assert all(torch.equal(*pair) for pair in zip(before, grads(world.whole), strict=True)) == (max_norm == 1e4)
 
 
+def test_clipping_reads_its_factor_once() -> None:
+    """On a GPU the host waits for the device at each read."""
+    for foreach in FOREACH:
+        rank = World(2).ranks[0]
+        with torch.autograd.profiler.profile() as profile:
+            clip_grad_norm_(rank, 0.7, foreach=foreach)
+        assert [event.name for event in profile.function_events].count("aten::item") == 1, foreach
+
+
+def test_a_factor_that_changes_is_read_again() -> None:
+    world = World(2)
+    factor, other = torch.tensor(0.5), torch.tensor(0.25)
+    for each in (world.whole, *world.ranks):
+        for by in (factor, other, factor):
+            for grad in grads(each):
+                grad.mul_(by)
+        factor.mul_(0.5)
+        for grad in grads(each):
+            grad.mul_(factor)
+        factor.data.fill_(0.75)  # which leaves the version as it is, as a collective does
+        for grad in grads(each):
+            grad.mul_(factor)
+        factor.fill_(0.5)
+    with torch.inference_mode():
+        factor = torch.tensor(0.5)
+    for each in (world.whole, *world.ranks):
+        for grad in grads(each):
+            grad.mul_(factor)
+    world.check()
+
+
 @pytest.mark.parametrize("size", [1, 3])
 def test_clipping_by_value(size: int) -> None:
     for foreach in FOREACH:
