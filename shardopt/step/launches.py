@@ -139,7 +139,12 @@ def launches_of(
     for (kind, dtype, divisor, is_on_host), members in rows.items():
         variant = variants[kind]
         spec = shard.spec(variant, format_of(dtype, "a gradient"))
-        gradients = shard.tables.gradients({row: (each.grad, each.start) for row, each in members.items()}, is_on_host)
+        is_whole = not is_on_host and len(members) == len(shard.pieces)
+        if is_whole and all(each.gradient_slice is not None for each in members.values()):
+            gradients = shard.sums  # of the reducer, which lie where they lay at every step
+        else:
+            grads = {row: (each.grad, each.start) for row, each in members.items()}
+            gradients = shard.tables.gradients(grads, is_on_host)
         device = shard.home.device
         backend_of(device).prepare(spec, device, gradients.aligned)
         table = np.zeros((shard.tables.num_rows, len(variant.scalars)), dtype=np.float32)
