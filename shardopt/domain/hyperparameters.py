@@ -19,9 +19,12 @@ def plain_numbers(group: Group) -> dict[str, Any]:
 
 
 _NOT_PLAIN = object()
+_PLAIN = (float, bool, int, str, type(None))
 
 
 def _plain(value: Any) -> Any:
+    if type(value) in _PLAIN:
+        return value
     if isinstance(value, torch.Tensor):
         return value.item() if value.numel() == 1 else _NOT_PLAIN
     if isinstance(value, np.generic):  # else ranks compare a numpy bool by its text, and a numpy float computes in fp32
@@ -29,7 +32,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, tuple | list):
         items = [_plain(item) for item in value]
         return _NOT_PLAIN if any(item is _NOT_PLAIN for item in items) else items
-    return value if isinstance(value, bool | int | float | str | None) else _NOT_PLAIN
+    return value if isinstance(value, _PLAIN) else _NOT_PLAIN
 
 
 def check_numbers(numbers: Sequence[Mapping[str, Any]], defaults: Mapping[str, Any]) -> None:

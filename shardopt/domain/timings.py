@@ -3,7 +3,7 @@
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import torch
 
@@ -22,29 +22,38 @@ PHASES = {
 
 
 class Clock:
-    """Adds up the time of each phase, step by step. Time in an inner phase does not count for the outer one."""
+    """Adds up the time of each phase, step by step. Time in an inner phase does not count for the outer one.
+
+    It is the context of its phases itself: a generator for each would cost more than what short phases do.
+    """
 
     def __init__(self) -> None:
         self._now: dict[str, float] = {}
+        self._running: list[tuple[str, float, Any]] = []  # of each running phase: name, start, label in the profiler
         self._inside: list[float] = []  # for each running phase: the time of the phases inside of it
         self._steps: deque[dict[str, float]] = deque(maxlen=STEPS)
 
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """A context that is timed as this phase."""
-        # A label costs more than the timing.
-        is_profiled = torch.autograd.profiler._is_profiler_enabled
-        label = torch.profiler.record_function(f"shardopt: {name}") if is_profiled else nullcontext()
+    def phase(self, name: str) -> "Clock":
+        """Begins a phase, which the end of the ``with`` that this call stands in ends."""
+        label = None
+        if torch.autograd.profiler._is_profiler_enabled:  # a label costs more than the timing
+            label = torch.profiler.record_function(f"shardopt: {name}")
+            label.__enter__()
         self._inside.append(0.0)
-        start = time.perf_counter()
-        try:
-            with label:
-                yield
-        finally:
-            elapsed = time.perf_counter() - start
-            self._now[name] = self._now.get(name, 0.0) + elapsed - self._inside.pop()
-            if self._inside:
-                self._inside[-1] += elapsed
+        self._running.append((name, time.perf_counter(), label))
+        return self
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *error: object) -> None:
+        name, start, label = self._running.pop()
+        elapsed = time.perf_counter() - start
+        if label is not None:
+            label.__exit__(*error)
+        self._now[name] = self._now.get(name, 0.0) + elapsed - self._inside.pop()
+        if self._inside:
+            self._inside[-1] += elapsed
 
     def end_step(self) -> None:
         self._steps.append(dict(self._now))

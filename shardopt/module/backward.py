@@ -161,14 +161,14 @@ class Backward:
     @property
     def state(self) -> Round:
         """The state of the round. The reducer knows if one is open; ``abandon()`` stores why one is lost."""
-        if self._domain.reducer is not None and self._domain.reducer.is_open:
+        if self.is_open:
             return Round.OPEN
         return Round.CLOSED if self._lost is None else Round.LOST
 
     @property
     def is_open(self) -> bool:
         """True if a round is open."""
-        return self.state is Round.OPEN
+        return self._domain.reducer is not None and self._domain.reducer.is_open
 
     def check_whole(self) -> None:
         """Raises ShardoptError if gradients were reduced in part only."""

@@ -116,9 +116,9 @@ class Ranks:
             return [list(row)]
         with self.naming(phase):
             mine = torch.tensor([len(row), *row], dtype=torch.int64, device=self._device_of_messages(device))
-            rows = [torch.empty_like(mine) for _ in range(self.size)]
-            self._finish(phase, dist.all_gather, rows, mine)
-            found = [other.tolist() for other in rows]
+            rows = mine.new_empty((self.size, len(mine)))  # one tensor: on a GPU each tolist() waits for the device
+            self._finish(phase, dist.all_gather, list(rows), mine)
+            found = rows.tolist()
         lengths = [length for length, *_ in found]
         if any(length != len(row) for length in lengths):
             raise DisagreementError(
