@@ -110,6 +110,25 @@ def texts(value: object, what: str, example: str) -> tuple[str, ...]:
     return found
 
 
+def parts_of_model(value: object, what: str) -> tuple[Any, ...]:
+    """Several module classes, modules and patterns of module names.
+
+    Raises:
+        TypeError: anything else.
+    """
+    is_several = isinstance(value, Iterable) and not isinstance(value, str | bytes | Mapping | torch.nn.Module)
+    found = tuple(value) if is_several and isinstance(value, Iterable) else None
+    if found is None or not all(
+        isinstance(each, str | torch.nn.Module) or (isinstance(each, type) and issubclass(each, torch.nn.Module))
+        for each in found
+    ):
+        raise TypeError(
+            f"{what} takes several module classes, modules or patterns of names, as "
+            f'{what.rpartition(".")[2]}=(Block, "encoder.*"), found {_shown(value)}.'
+        )
+    return found
+
+
 def mapping(value: object, what: str, example: str) -> dict[Any, Any]:
     """A dict of what is given; empty for None.
 

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from .arguments import flag, number, path, texts, whole, word
+from .arguments import flag, number, parts_of_model, path, texts, whole, word
 from .option import Flag, check_fields, option
 
 __all__ = ["Offload", "OptionKeywords", "Options", "Tuning"]
@@ -25,6 +26,23 @@ _YEARS = 10 * 365 * 86400.0  # what "no limit" comes to: deadlines are kept in n
 def _seconds(value: object, what: str) -> float:
     own = " (seconds), or None for the process group's own"
     return min(number(value, what, above=0, or_none=own), _YEARS)
+
+
+def _flag_or_texts(value: Any, what: str) -> bool | tuple[str, ...]:
+    if isinstance(value, str | Sequence | AbstractSet):
+        return texts(value, what, '("layers.*",)')
+    return flag(value, what, " or patterns of names")
+
+
+def _number_or_lists(value: Any, what: str) -> int | dict[str, tuple[str, ...]]:
+    if not isinstance(value, Mapping):
+        return whole(value, what, least=0, or_none=", a dict of names of units, or None")
+    return {name: texts(value[name], f"{what}[{name!r}]", '("layers.1",)') for name in texts(value.keys(), what, "")}
+
+
+def _class_name(module: Any) -> str:
+    kind = module if isinstance(module, type) else type(module)
+    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 @dataclass(frozen=True)
@@ -42,9 +60,20 @@ class Tuning:
             their size: ``("lm_head", "*.norm")``. Names are those of ``model.named_parameters()``, ``*`` stands for any
             text. For params that another module's forward reads. Masters, states and gradients are sharded all the
             same.
-        live_bytes: stage 3: most bytes of gathered params that stay on a rank while no module needs them.
+        live_bytes: stage 3: budget of gathered bytes, for what is gathered ahead and what is kept from forward to
+            backward. The unit in use may exceed it, and no unit travels twice in one forward or one backward because of
+            it; 0: nothing is gathered ahead or kept. None: the unit in use and two ahead, or the unit in use alone
+            where ranks read each other's memory (``prefetch`` and ``reshard_after_forward`` say more).
+        units: stage 3: what a unit is, in place of what is found: module classes, modules, patterns of module names.
+            Each module named is a unit with all its params; the outermost counts. What remains has a unit for each
+            module with params of its own.
+        reshard_after_forward: stage 3: False: units stay gathered from the forward to the backward, which needs their
+            memory and saves their second gather. Or patterns of names of units: the others stay.
+        prefetch: stage 3, where params travel: how many units are gathered ahead of the one in use; or a dict from the
+            name of a unit to the names of those whose gather starts with its use, in forward and backward. None: as
+            many as the budget allows.
         timeout: seconds that one wait for the other ranks may take, at most ten years (``math.inf`` is that); None: the
-            process group's own timeout.
+            process group's own timeout, but five minutes for a gather of stage 3 by messages.
         neighbours: let CPU ranks of one machine read each other's params out of memory, where the system allows it,
             instead of sending them through sockets.
         chunk_bytes: of one state that is read from a disk, updated and written at a time; 4 chunks of all states are
@@ -72,12 +101,30 @@ class Tuning:
         "stage 3: patterns of names of params and modules that stay whole ([how](stages.md#kept-whole-by-name))",
         partial(texts, example='("lm_head", "*.norm")'),
     )
-    live_bytes: int = option(
-        8 * MIB, "stage 3: most bytes of gathered params that stay while no module needs them", partial(whole, least=0)
+    live_bytes: int | None = option(
+        None,
+        "stage 3: budget of gathered bytes; None: the unit in use, and two ahead where params travel",
+        partial(whole, least=0, or_none=", or None for the unit in use and two ahead"),
+    )
+    units: Sequence[type[nn.Module] | nn.Module | str] = option(
+        (),
+        "stage 3: what a unit is: module classes, modules, patterns of module names; none: found from the model",
+        parts_of_model,
+        compared=lambda given: [each if isinstance(each, str) else _class_name(each) for each in given],
+    )
+    reshard_after_forward: bool | Sequence[str] = option(
+        True,
+        "stage 3: False: units stay gathered until the backward; or patterns of names: the other units stay",
+        _flag_or_texts,
+    )
+    prefetch: int | Mapping[str, Sequence[str]] | None = option(
+        None,
+        "stage 3, where params travel: units gathered ahead, or a dict from a unit to those that follow it",
+        _number_or_lists,
     )
     timeout: float | None = option(
         None,
-        "seconds of one wait for other ranks; None: the process group's timeout",
+        "seconds of one wait for other ranks; None: the process group's timeout (5 minutes for a gather of stage 3)",
         _seconds,
         local="it is how long this rank waits",
     )

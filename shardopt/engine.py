@@ -46,6 +46,8 @@ from .module.takeover import ModuleTakeover
 from .partition.comm.group import Ranks
 from .partition.mesh import Mesh, everyone_of
 from .partition.placement import Placement, Placements
+from .partition.schedule import Schedule
+from .partition.unit_view import UnitView
 from .rules import Rule
 from .states.consolidate import consolidate, rank_to_gather_on
 from .states.table import StateTable, StateView
@@ -556,6 +558,16 @@ class Engine:
                 self._away = to
 
     # -- reports and the end ---------------------------------------------------------------------------------------
+
+    def units(self) -> dict[str, UnitView]:
+        """See :meth:`ShardedOptimizer.units`."""
+        gatherers = [domain.sharded.gatherer for domain in self.domains if domain.sharded is not None]
+        return {name: UnitView(gatherer, unit) for gatherer in gatherers for name, unit in gatherer.units.items()}
+
+    def schedule(self) -> Schedule:
+        """See :meth:`ShardedOptimizer.schedule`."""
+        sharded = None if self.domain is None else self.domain.sharded
+        return Schedule() if sharded is None else sharded.gatherer.schedule
 
     def timings(self) -> Timings:
         """See :meth:`ShardedOptimizer.timings`."""

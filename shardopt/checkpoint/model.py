@@ -162,7 +162,7 @@ class Model:
                     "show the average of the weights, which the checkpoint would hold in place of the weights."
                 )
             sharded = None if domain is None else domain.sharded
-            if sharded is not None and any(each.users for each in sharded.buckets):
+            if sharded is not None and any(each.users for each in sharded.units):
                 raise CheckpointError(
                     "call this outside of `with optimizer.unsharded():` and of the module's forward: params are "
                     "gathered, and writes to them are not in the shards yet."

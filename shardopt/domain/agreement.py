@@ -40,6 +40,7 @@ class StepDigest:
     nonfinite: int = 0  # such elements in the gradients of this rank's shards
     witness: int = 0  # bits of a float64 that must be alike on all ranks
     written: int = 0  # params that were written since the last step, but not by it
+    proposes_order: bool = False  # this rank used units that the schedule does not have; ranks may differ in it
     limbs: tuple[int, ...] = field(default=(0,) * LIMBS)  # sum of squares of the gradients, see kernels/reductions.py
     consequence: str = "so no rank took the step and nothing changed"  # of a difference
 
@@ -53,6 +54,7 @@ class StepDigest:
             self.nonfinite,
             self.witness,
             self.written,
+            int(self.proposes_order),
             *self.limbs,
         ]
 
@@ -65,6 +67,7 @@ class Consensus:
     nonfinite: int
     limbs: tuple[int, ...]
     written: bool  # on any rank
+    proposes_order: bool  # on any rank
 
 
 def agree(view: StepDigest, ranks: Ranks, device: torch.device, one_copy: Sequence[int] = ()) -> Consensus:
@@ -89,7 +92,8 @@ def agree(view: StepDigest, ranks: Ranks, device: torch.device, one_copy: Sequen
         overflow=any(row[3] for row in rows),
         nonfinite=sum(row[4] for row in rows),
         written=any(row[6] for row in rows),
-        limbs=tuple(map(sum, zip(*(row[7:] for row in counted), strict=True))),
+        proposes_order=any(row[7] for row in rows),
+        limbs=tuple(map(sum, zip(*(row[8:] for row in counted), strict=True))),
     )
 
 

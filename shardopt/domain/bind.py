@@ -13,7 +13,7 @@ bound param never changes its place. The order of events:
 An error before 5 is raised on all ranks, and all of them undo what they made.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import groupby
@@ -23,7 +23,7 @@ import torch
 
 from ..errors import BindingError, CommunicationError
 from ..option import compared
-from ..partition.layout import BucketLayout, split_into_buckets
+from ..partition.layout import BucketLayout
 from ..partition.memory import return_free_pages
 from ..partition.placement import Placement, Placements
 from ..tensors.part import Part
@@ -39,6 +39,9 @@ from .param_names import matching
 from .param_state import ParamState, check_part
 from .shard import Shard
 from .tiers import check_offload, make_landing
+from .units import UnitPlan, check_names, units_of
+
+UnitTable = Mapping[torch.nn.Parameter, tuple[int, UnitPlan]]
 
 
 @dataclass(frozen=True)
@@ -83,11 +86,13 @@ def bind(
     problem: Exception | None = None
     plan: list[PlannedBucket] = []
     sums: list[int] = []
+    units: UnitTable = {}
     device, world = candidates[0][1].device if candidates else frozen[0].device, domain.mesh.world
     try:
         if candidates:
             _check(domain, groups, candidates)
-        plan = plan_of(domain, candidates, waiting)
+        units = unit_table(domain)
+        plan = plan_of(domain, candidates, waiting, units)
         if world.size > 1:
             sums = [0 if param in fresh or is_sharded(param) else checksum(param) for _, param, _ in candidates]
     except Exception as error:
@@ -108,7 +113,7 @@ def bind(
                     undo.callback(landing.close)
             for planned in plan:
                 made.append(allocate(domain, planned, waiting, fresh, landing, undo))
-            for members, layout in _frozen_layouts(domain, frozen):
+            for members, layout in _frozen_layouts(domain, frozen, units):
                 made.append(allocate_frozen(domain, members, layout, fresh, undo))
         except Exception as error:
             problem = error
@@ -125,7 +130,7 @@ def bind(
         agree(StepDigest("connected", dict, problem), world, device)
         undo.pop_all()
     assert links is not None
-    bound = _adopt(domain, links, made, windows)
+    bound = _adopt(domain, links, made, windows, units)
     return_free_pages()  # the pages of params before they moved, and of temporaries
     return bound
 
@@ -147,8 +152,8 @@ def _check(domain: Domain, groups: Sequence[Group], candidates: Sequence[Candida
         warn_of_master(options, groups)
 
 
-def _adopt(domain: Domain, links: Links, made: Sequence[Made], windows: Windows) -> Bound:
-    """What all ranks have made becomes part of the domain. Allocates nothing."""
+def _adopt(domain: Domain, links: Links, made: Sequence[Made], windows: Windows, units: UnitTable) -> Bound:
+    """What all ranks have made becomes part of the domain."""
     trained = [each for each in made if each.entries]
     for each in trained:
         if each.own is None:
@@ -161,14 +166,26 @@ def _adopt(domain: Domain, links: Links, made: Sequence[Made], windows: Windows)
     for each in made:
         if each.own is not None:
             assert links.sharded is not None
-            links.sharded.shard_params(each.shard, each.own, windows.params[each], is_frozen=not each.entries)
+            unit = units[each.shard.bucket.params[0]]
+            links.sharded.shard_params(each.shard, each.own, windows.params[each], unit, is_frozen=not each.entries)
     return bound
 
 
 # -- the plan ----------------------------------------------------------------------------------------------------------
 
 
-def plan_of(domain: Domain, candidates: Sequence[Candidate], waiting: Waiting) -> list[PlannedBucket]:
+def unit_table(domain: Domain) -> UnitTable:
+    """Returns each param of the module with its unit and that one's number; empty below stage 3."""
+    module = domain.options.module
+    if module is None or Placements.of_stage(domain.options.stage).param is Placement.REPLICATE:
+        return {}
+    tuning = domain.options.tuning
+    units = units_of(module, tuning.units)
+    check_names(units, tuning)
+    return {param: (number, unit) for number, unit in enumerate(units) for param in unit.params}
+
+
+def plan_of(domain: Domain, candidates: Sequence[Candidate], waiting: Waiting, units: UnitTable) -> list[PlannedBucket]:
     """Returns layouts for these params, in backward order. Checks the states that were loaded for them.
 
     Raises:
@@ -179,7 +196,9 @@ def plan_of(domain: Domain, candidates: Sequence[Candidate], waiting: Waiting) -
     def bucket_bytes(device: torch.device) -> int:
         return _bucket_bytes(domain, device)
 
-    plan = plan_buckets(candidates, domain.rule, domain.options, ranks.size, bucket_bytes, _kept_whole(domain))
+    numbers = {param: number for param, (number, _) in units.items()} if units else None
+    kept = _kept_whole(domain)
+    plan = plan_buckets(candidates, domain.rule, domain.options, ranks.size, bucket_bytes, kept, numbers)
     for planned in plan:
         _check_loaded(planned, ranks.rank, waiting)
     return plan
@@ -217,16 +236,14 @@ def frozen_of(
 
 
 def _frozen_layouts(
-    domain: Domain, params: Sequence[torch.nn.Parameter]
+    domain: Domain, params: Sequence[torch.nn.Parameter], units: UnitTable
 ) -> list[tuple[list[torch.nn.Parameter], BucketLayout]]:
-    layouts = []
-    for _, same_dtype in groupby(sorted(params, key=lambda param: str(param.dtype)), key=lambda param: param.dtype):
-        kind = list(same_dtype)
-        sizes = [param.numel() * param.element_size() for param in kind]
-        for indices in split_into_buckets(sizes, _bucket_bytes(domain, kind[0].device)):
-            members = [kind[index] for index in indices]
-            layouts.append((members, BucketLayout(tuple(param.numel() for param in members), domain.mesh.shard.size)))
-    return layouts
+    def key(param: torch.nn.Parameter) -> tuple[int, str]:
+        return units[param][0], str(param.dtype)
+
+    kinds = [list(kind) for _, kind in groupby(sorted(params, key=key), key=key)]
+    ranks = domain.mesh.shard.size
+    return [(kind, BucketLayout(tuple(param.numel() for param in kind), ranks)) for kind in kinds]
 
 
 def _bucket_bytes(domain: Domain, device: torch.device) -> int:

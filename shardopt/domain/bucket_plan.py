@@ -1,6 +1,6 @@
 """Plans which params share a bucket, in which order: with integers only, before anything is allocated."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -37,12 +37,15 @@ def plan_buckets(
     num_shards: int,
     bucket_bytes: Callable[[torch.device], int],
     kept_whole: Collection[torch.Tensor] = (),
+    unit_of: Mapping[torch.nn.Parameter, int] | None = None,
 ) -> list[PlannedBucket]:
     """Returns layouts for these params, in backward order.
 
     Args:
         bucket_bytes: the size of a bucket on a device.
         kept_whole: the params that ``Tuning.keep`` names.
+        unit_of: the number of the unit that each param is gathered with, in the order of the model's modules. A bucket
+            of sharded params holds params of one unit, whatever their bytes.
     """
     shards_params = Placements.of_stage(options.stage).param is Placement.SHARD
     formats: dict[tuple[torch.dtype, bool], StreamFormats] = {}  # once a kind: there may be thousands of params
@@ -53,19 +56,21 @@ def plan_buckets(
             formats[kind] = kept_for(rule, options, param.dtype, param.numel())
         return formats[kind]
 
-    def key(candidate: Candidate) -> tuple[bool, str, tuple[str, ...], tuple[str, ...]]:
+    def key(candidate: Candidate) -> tuple[bool, int, str, tuple[str, ...], tuple[str, ...]]:
         _, param, group = candidate
         # A bucket of whole params holds those of many layers: backward fills it last, so it comes last.
         is_whole = not shards_params or param.numel() < options.tuning.keep_below or param in kept_whole
-        return is_whole, str(param.dtype), kept_of(param).key, rule.variant(group).states
+        unit = 0 if is_whole or unit_of is None else -unit_of[param]
+        return is_whole, unit, str(param.dtype), kept_of(param).key, rule.variant(group).states
 
     # Backward runs from the last param to the first; sorting is stable, so each kind keeps that order.
     backward = sorted(reversed(candidates), key=key)
     plan = []
-    for (is_whole, _, _, states), same_kind in groupby(backward, key=key):
+    for (is_whole, _, _, _, states), same_kind in groupby(backward, key=key):
         kind = list(same_kind)
         sizes = [param.numel() * param.element_size() for _, param, _ in kind]
-        for indices in split_into_buckets(sizes, bucket_bytes(kind[0][1].device)):
+        most = bucket_bytes(kind[0][1].device) if is_whole or unit_of is None else sum(sizes)
+        for indices in split_into_buckets(sizes, most):
             members = tuple(kind[index] for index in indices)
             layout = BucketLayout(tuple(param.numel() for _, param, _ in members), num_shards)
             plan.append(PlannedBucket(members, layout, states, kept_of(members[0][1]), not is_whole))

@@ -16,6 +16,7 @@ from .allocate import Made
 from .domain import Domain, Links
 from .remote_states import RemoteStates
 from .sharded_params import ShardedParams
+from .units import gathering_budget
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ def connect(domain: Domain, device: torch.device, landing: HostLanding | None, u
     if Placements.of_stage(options.stage).param is Placement.SHARD:
         # Offloaded params lie in no memory that other ranks could read.
         transport = Transport(mesh.shard, device) if domain.offloads_params(device) else shards
-        gatherer = Gatherer(transport, tuning.live_bytes)
+        gatherer = Gatherer(transport, gathering_budget(tuning, transport.overlaps))
         sharded = ShardedParams(gatherer, domain.gather, domain.fetcher, domain.name_of)
     remote = RemoteStates.meet(domain) if mesh.shard.size > 1 else None
     if remote is not None:

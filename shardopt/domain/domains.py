@@ -282,7 +282,7 @@ def agree_on_whole(view: StepDigest, whole: Sequence[Ranks], device: torch.devic
         Exception: this rank's own problem.
         DisagreementError: another rank's.
     """
-    agreed = Consensus(view.overflow, view.nonfinite, view.limbs, bool(view.written))
+    agreed = Consensus(view.overflow, view.nonfinite, view.limbs, bool(view.written), proposes_order=False)
     problem = view.problem
     for ranks in whole:
         joined = StepDigest(view.key, view.describe, problem, agreed.overflow, agreed.nonfinite, limbs=agreed.limbs)

@@ -44,7 +44,12 @@ def name_of(module: nn.Module | None, param: torch.Tensor) -> str | None:
 def _names(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     inner = module.module if isinstance(module, DistributedDataParallel) else module
     for name, param in inner.named_parameters(remove_duplicate=False):
-        yield ".".join(each for each in name.split(".") if each not in _WRAPPERS), param
+        yield without_wrappers(name), param
+
+
+def without_wrappers(name: str) -> str:
+    """Returns a name of ``model.named_parameters()`` or ``named_modules()`` without the parts that wrappers add."""
+    return ".".join(each for each in name.split(".") if each not in _WRAPPERS)
 
 
 def _with_modules(name: str) -> Iterator[str]:

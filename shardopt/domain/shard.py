@@ -12,7 +12,7 @@ from ..kernels.tables import BLOCK, Gradients
 from ..offload.store import Chunk, Plane, ShardStorage, Store
 from ..partition.bucket import Bucket
 from ..partition.comm.all_gather import Window
-from ..partition.gatherer import GatheredBucket, Gatherer, MemorySlice
+from ..partition.gatherer import GatheredBucket, Gatherer, MemorySlice, Unit
 from ..partition.gatherer import Slice as GatheredSlice
 from ..partition.layout import Piece
 from ..partition.memory import zeros
@@ -162,10 +162,10 @@ class Shard:
         # Copied before the last agreement of the ranks: after it other ranks may read the slice.
         return MemorySlice(self.param if is_apart else self._zeros().copy_(self.param))
 
-    def part_with_params(self, gatherer: Gatherer, own: GatheredSlice, window: Window) -> GatheredBucket:
+    def part_with_params(self, gatherer: Gatherer, own: GatheredSlice, window: Window, unit: Unit) -> GatheredBucket:
         """Keeps this rank's slice of the params in ``own``; the gatherer frees the rest. Allocates nothing."""
         self.param = own.memory
-        self.gathered = gatherer.add(self.bucket, own, window)
+        self.gathered = gatherer.add(self.bucket, own, window, unit)
         return self.gathered
 
     def spec(self, variant: Variant, grad: Format) -> StepSpec:

@@ -11,11 +11,12 @@ import torch
 
 from ..errors import OffloadError
 from ..partition.comm.all_gather import Window
-from ..partition.gatherer import GatheredBucket, Gatherer, Slice
+from ..partition.gatherer import GatheredBucket, Gatherer, Slice, Unit
 from ..tensors.part import ParamPart, Part
 from ..tensors.strides import flattened
 from ..tensors.unsharded_guard import Read, Write, mark_sharded, mark_whole
 from .shard import Shard
+from .units import UnitPlan
 
 Gather = Callable[[Shard, str], torch.Tensor]
 Namer = Callable[[torch.Tensor], str | None]
@@ -33,21 +34,34 @@ class ShardedParams:
         self.gatherer = gatherer
         self.where: dict[torch.nn.Parameter, GatheredBucket] = {}
         self.frozen: list[Shard] = []  # of params that do not train
-        self.shown = 0  # ``unsharded()`` contexts that are open
+        # Gathers a resharded param for a call that no module has announced; see :func:`mark_sharded`.
+        self.gather_for_call: Callable[[torch.nn.Parameter, bool], bool] = lambda *_: False
         self._gather, self._fetcher, self.name_of = gather, fetcher, name_of
 
     @property
-    def buckets(self) -> list[GatheredBucket]:
-        return list(dict.fromkeys(self.where.values()))
+    def shown(self) -> int:
+        """The number of ``unsharded()`` contexts that are open."""
+        return self.gatherer.shown
 
-    def shard_params(self, shard: Shard, own: Slice, window: Window, is_frozen: bool) -> None:
-        """Keeps this rank's slice of the shard's params in ``own``, and frees the rest. Allocates nothing."""
-        gathered = shard.part_with_params(self.gatherer, own, window)
+    @property
+    def units(self) -> list[Unit]:
+        return list(self.gatherer.units.values())
+
+    def shard_params(
+        self, shard: Shard, own: Slice, window: Window, unit: tuple[int, UnitPlan], is_frozen: bool
+    ) -> None:
+        """Keeps this rank's slice of the shard's params in ``own``, and frees the rest."""
+        number, plan = unit
+        gathered = shard.part_with_params(self.gatherer, own, window, Unit(plan.name, number, plan.is_spread, []))
         if is_frozen:
             self.frozen.append(shard)
         for index, param in enumerate(shard.bucket.params):
             self.where[param] = gathered
-            mark_sharded(param, *self._stand_in(shard, index, param), partial(self.name_of, param))
+            read, write = self._stand_in(shard, index, param)
+            mark_sharded(param, read, write, partial(self._gather_for, param), partial(self.name_of, param))
+
+    def _gather_for(self, param: torch.nn.Parameter, is_read: bool) -> bool:
+        return self.gather_for_call(param, is_read)
 
     def remove_params(self, params: Sequence[torch.nn.Parameter]) -> None:
         """Collective: gives frozen params that will train whole values of their own.
@@ -57,44 +71,43 @@ class ShardedParams:
         for param in params:
             gathered = self.where.get(param)
             if gathered is not None:
-                self.gatherer.need(gathered)
+                self.gatherer.need(gathered.unit)
                 try:
                     gathered.bucket.remove_param(param)
                     del self.where[param]
                     mark_whole(param)
                 finally:
-                    self.gatherer.done(gathered)
+                    self.gatherer.done(gathered.unit, reshard=True)
 
     @contextmanager
     def unsharded(self) -> Iterator[None]:
         """A context with whole params. All of them are written back: a write through ``.data`` leaves no trace."""
-        gatherer, buckets = self.gatherer, self.buckets
-        gatherer.need_all(buckets)
-        before = [each.bucket.holders for each in buckets]
-        self.shown += 1
+        gatherer, units = self.gatherer, self.units
+        gatherer.need_all(units)
+        before = [_holders(each) for each in units]
+        gatherer.shown += 1
         try:
             yield
         finally:
-            self.shown -= 1
+            gatherer.shown -= 1
             problem: Exception | None = None
-            for each, holders in zip(buckets, before, strict=True):
+            for each, holders in zip(units, before, strict=True):
                 try:
                     gatherer.write_back(each)
                 except OffloadError as error:
                     problem = error
-                if each.bucket.holders > holders:  # a state_dict(), say, which holds the whole params until it is saved
+                if _holders(each) > holders:  # a state_dict(), say, which holds the whole params until it is saved
                     gatherer.done_but_viewed(each)
                 else:
-                    gatherer.done(each, drop=True)
+                    gatherer.done(each, reshard=True)
             gatherer.wait_for_writes()
-            if any(each.slice.memory is None for each in buckets):
+            if any(each.slice.memory is None for unit in units for each in unit.buckets):
                 gatherer.confirm_writes(problem)
-            gatherer.begin_pass()  # the order of gathers inside may differ from rank to rank
 
     def give_back(self) -> None:
         """Collective: makes every param whole. Afterwards no other rank reads this rank's slices."""
         self.gatherer.drop_all()
-        for each in self.buckets:
+        for each in self.units:
             self.gatherer.need(each)
         for param in self.where:
             mark_whole(param)
@@ -120,3 +133,8 @@ class ShardedParams:
             torch.autograd.graph.increment_version([param])
 
         return read, write
+
+
+def _holders(unit: Unit) -> int:
+    """The number of tensors that use the memory of a unit."""
+    return sum(each.bucket.holders for each in unit.buckets)

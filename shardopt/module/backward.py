@@ -8,7 +8,7 @@ part. A gradient may arrive after its bucket was sent (reentrant activation chec
 more, and a second all-reduce tells the norms of the new sums.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from enum import Enum
 from typing import Any
 
@@ -75,7 +75,8 @@ class Backward:
 
     Attributes:
         is_syncing: True if the backward of the last forward is a round; that forward sets it.
-        on_end: is called when a round ends or is lost.
+        on_end: is called when a round ends (True) or is lost (False).
+        units: by the name of each unit of stage 3, its params.
         before_round: is called before each round while a ``join()`` is open, with the numbers of the params that hold a
             gradient. It returns the divisor of the round's sums, or None for the number of all ranks.
         closure: the closure of a step, if one runs.
@@ -94,8 +95,9 @@ class Backward:
         self._hooks: list[Any] = []
         self.is_syncing = False
         self._lost: str | None = None  # why the gradients are lost; None unless the round is LOST
-        self.on_end: Callable[[], None] = lambda: None
+        self.on_end: Callable[[bool], None] = lambda _: None
         self.before_round: Callable[[list[int]], int | None] | None = None
+        self.units: Mapping[str, Sequence[torch.nn.Parameter]] = {}
         self._divisor = domain.mesh.world.size  # of this round's sums
         self.closure = ClosureState()
         self._failed = False  # this rank's closure raised: it sends zeros for the rest of the round, and reports it
@@ -192,7 +194,7 @@ class Backward:
         assert self._domain.reducer is not None
         self._domain.reducer.abandon_round()
         self._lost = reason
-        self.on_end()
+        self.on_end(False)
         for entry in self._entries:
             if entry.gradient_slice is not None:  # its sum may hold a part of the lost round
                 entry.gradient_slice.part = None
@@ -302,6 +304,18 @@ class Backward:
             gradient_slice.restore_sum(self._divisor)
         reducer.start_round(held, absent)
         self._lost = None
+        self.pass_over()
+
+    def pass_over(self) -> None:
+        """Awaits no gradients from units that this backward skips: ranks may differ in the units that they use."""
+        sharded, reducer = self._domain.sharded, self._domain.reducer
+        skipped = () if sharded is None else sharded.gatherer.skipped
+        if not (skipped and self.is_open and reducer is not None):
+            return
+        where = {entry.param: (entry.shard.number, entry.index) for entry in self._entries}
+        for param in (param for name in skipped for param in self.units[name] if param in where):
+            reducer.pass_over(*where[param])
+        reducer.start_completed()
 
     def _receive(self, entry: ParamRecord, grad: torch.Tensor) -> None:
         """Takes a gradient that autograd adds to a part."""
@@ -335,7 +349,7 @@ class Backward:
             _shown(entry),
         )
         assert reducer is not None
-        if gathered is not None and not gathered.is_here and torch._C._current_graph_task_id() != -1:
+        if gathered is not None and not gathered.unit.is_here and torch._C._current_graph_task_id() != -1:
             raise ShardoptError(
                 "return from a module's forward every tensor that others use (an auxiliary loss kept as an attribute, "
                 f"say), or construct the optimizer with {keep_pattern(self._domain.name_of(entry.param))} and the "
@@ -363,12 +377,14 @@ class Backward:
             # Params may be resharded by now; without this, reading any of their attributes would run the guard's
             # checks.
             with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+                if self._domain.sharded is not None:  # first: another rank may need a unit for what is reduced next
+                    self._domain.gatherer.join_rest()
                 self._finish_round()
         except BaseException as error:
             if self.is_open:
                 self.abandon(f"{type(error).__name__}: {error}")
             raise
-        self.on_end()
+        self.on_end(True)
 
     def _finish_round(self) -> None:
         reducer = self._domain.reducer

@@ -1,50 +1,68 @@
-"""Stage 3: params are unsharded (all-gathered) before the module that owns them runs, in forward and backward.
+"""Stage 3: units are unsharded (all-gathered) before a module that needs them runs, in forward and backward.
 
-Every module that owns sharded params directly has hooks. In the forward, its buckets are needed from the beginning of
-its call to the end. In the backward, its buckets are needed from the arrival of the gradient of an output until the
-gradients of all inputs are complete::
+Every module of a unit has hooks: a block; outside of blocks, each module that owns params. In the forward, its units
+are needed from the beginning of its call to the end. In the backward, its units are needed from the arrival of the
+gradient of an output until the gradients of all inputs are complete::
 
     node of an input  <-  nodes of the call  <-  node of an output          backward runs to the left
 
 Of the nodes that are ready, autograd runs the one that was made last. All nodes of a call were made after the nodes of
 its inputs. So once the last input's node is about to run, no node of the call will run any more. A call without
-differentiable inputs (of an embedding) has no such node: its buckets stay until backward ends, which is soon.
+differentiable inputs (of an embedding) has no such node: its units stay until backward ends, which is soon.
 
 The call may write to its inputs in place, so their nodes are those from before the call. An output that is a view has
 two nodes with hooks: a later write in place to the view takes the view's own node out of the graph, but not the node of
 its base.
+
+A param may be read outside of a call of its own unit: by the forward of a module around it, as in ``F.linear(h,
+self.embed.weight)``, or by another method. The guard sees that a resharded param is read, and asks
+:meth:`Forward.read`. A call that runs then needs the unit as well, from there to its end and in its backward: whatever
+it made of the param, views included, finds the values. Without a call that runs, the unit stays until the backward ends
+or the next step.
 """
 
+import sys
 import weakref
 from collections import Counter
 from collections.abc import Iterable
+from functools import partial
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import nn
 
 from ..domain.domain import Domain
+from ..domain.units import units_of
 from ..errors import ReleasedError
-from ..partition.gatherer import GatheredBucket, Gatherer
+from ..partition.gatherer import Direction, Gatherer, Unit
 from ..tensors.strides import with_own_storage
 from ..tensors.unsharded_guard import keep_pattern
 from .hooks import ModuleHook
 
-# These modules read the params of their children without calling them.
-_READS_CHILDREN = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
+_MODULE_FILE = nn.Module.__call__.__code__.co_filename
+# The key in a node's metadata under which the calls are that end at the node.
+_ENDS = "shardopt: calls that end here"
 
 
 class Forward:
-    """The hooks on all modules that own sharded params."""
+    """The hooks on all modules that need units.
+
+    Attributes:
+        backwards: number of backwards that have ended.
+        params: by name of each unit, all params of its modules, those included that are kept whole.
+    """
 
     def __init__(self, domain: Domain, root: nn.Module):
         self._domain = domain
         self._root = root
         self._hooks: list[Any] = []
-        self._buckets: dict[nn.Module, tuple[GatheredBucket, ...]] = {}
+        self._units: dict[nn.Module, tuple[Unit, ...]] = {}
+        self._owners: dict[nn.Module, tuple[Unit, ...]] = {}  # the units of the params that a module owns itself
         self._running: list[_Call] = []  # calls in forward, from the outermost
-        self._using: Counter[GatheredBucket] = Counter()  # number of calls in backward that need a bucket
-        self.backwards = 0  # number of backwards that have ended
+        self._using: Counter[Unit] = Counter()  # number of calls in backward that need a unit
+        self.backwards = 0
+        self.params: dict[str, tuple[nn.Parameter, ...]] = {}
         self.is_closed = False
 
     @property
@@ -52,31 +70,39 @@ class Forward:
         return self._domain.gatherer
 
     def attach(self) -> None:
-        """Puts hooks on modules whose params were bound since the last call."""
+        """Puts hooks on modules of units to which params were bound since the last call."""
+        assert self._domain.sharded is not None
         self._remove()
-        owned = {module: self._owned(module) for module in self._root.modules()}
-        self._buckets = {module: buckets for module, buckets in owned.items() if buckets}
-        for module in self._buckets:
+        bound, where = self._gatherer.units, self._domain.sharded.where
+        needed: dict[nn.Module, list[Unit]] = {}
+        for plan in units_of(self._root, self._domain.options.tuning.units):
+            self.params[plan.name] = plan.params
+            for module in plan.modules if plan.name in bound else ():
+                needed.setdefault(module, []).append(bound[plan.name])
+        self._units = {module: tuple(units) for module, units in needed.items()}
+        owned = {
+            module: tuple(
+                dict.fromkeys(where[param].unit for param in module.parameters(recurse=False) if param in where)
+            )
+            for module in self._root.modules()
+        }
+        self._owners = {module: units for module, units in owned.items() if units}
+        self._domain.sharded.gather_for_call = _while_alive(self)
+        for module in dict.fromkeys((self._root, *self._units)):
             if module is not self._root:  # ModuleTakeover calls pre_forward() for the root, after it has bound params
                 hook = module.register_forward_pre_hook(ModuleHook(self.pre_forward), prepend=True, with_kwargs=True)
                 self._hooks.append(hook)
             # always_call: after an exception too, the module's params are needed no more.
             post = ModuleHook(self._post_forward)
             self._hooks.append(module.register_forward_hook(post, with_kwargs=True, always_call=True))
+        for module in self._owners:
             self._hooks.append(module.register_state_dict_post_hook(ModuleHook(self._part_storages)))
-
-    def _owned(self, module: nn.Module) -> tuple[GatheredBucket, ...]:
-        assert self._domain.sharded is not None
-        where = self._domain.sharded.where
-        params = module.parameters(recurse=isinstance(module, _READS_CHILDREN))
-        return tuple(dict.fromkeys(where[param] for param in params if param in where))
 
     def _part_storages(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
         """Gives gathered params in a state dict storages of their own, as whole params have; see ``Bucket``."""
-        buckets = self._buckets.get(module, ())
         for name in module._parameters:
             shown = state_dict.get(prefix + name)
-            if type(shown) is torch.Tensor and any(each.bucket.lends_memory_to(shown) for each in buckets):
+            if type(shown) is torch.Tensor and _lends_memory_to(self._owners.get(module, ()), shown):
                 state_dict[prefix + name] = with_own_storage(shown)
 
     def _remove(self) -> None:
@@ -87,7 +113,7 @@ class Forward:
     @property
     def holds_params(self) -> bool:
         """True if params of the module are sharded."""
-        return bool(self._buckets) and not self.is_closed
+        return bool(self._units) and not self.is_closed
 
     def close(self) -> None:
         """Removes all hooks; a backward through an older graph raises from now on."""
@@ -97,42 +123,53 @@ class Forward:
     # -- forward ---------------------------------------------------------------------------------------------------
 
     def pre_forward(self, module: nn.Module, arguments: Any, keywords: dict[str, Any]) -> None:
-        """Gathers the module's params: a call of the module begins."""
-        if module is self._root and self._buckets and not self._running:
-            self._gatherer.begin_pass()
-        buckets = self._buckets.get(module)
-        if buckets is None:  # a deep copy of a module has the module's hooks
+        """Gathers the module's units: a call of the module begins."""
+        units = self._units.get(module, ())
+        if module is self._root:
+            if self._units and not self._running and not _in_backward():
+                evaluates = not torch.is_grad_enabled()
+                self._gatherer.begin_pass(Direction.EVALUATION if evaluates else Direction.FORWARD)
+        elif not units:  # a deep copy of a module has the module's hooks
             return
+        if _in_backward():  # activation checkpointing
+            self._begin_backward()
         inputs = tensors_within((arguments, keywords) if keywords else arguments, 0) if torch.is_grad_enabled() else ()
         starts = {tensor.grad_fn for tensor in inputs if tensor.grad_fn is not None}
         call = _Call(self, module, starts)
         self._running.append(call)
-        self._gatherer.need_all(buckets)
-        call.buckets = buckets
-        call.versions = [version for bucket in buckets for version in bucket.bucket.versions()]
+        for unit in units:
+            self._need(call, unit)
+
+    def _need(self, call: "_Call", unit: Unit) -> None:
+        self._gatherer.use(unit)
+        call.units = (*call.units, unit)
+        call.versions += [version for each in unit.buckets for version in each.bucket.versions()]
 
     def _post_forward(self, module: nn.Module, arguments: Any, keywords: dict[str, Any], output: Any) -> Any:
         if not self._running or self._running[-1].module is not module:
             return None
         call = self._running.pop()
         tensors = tensors_within(output)
-        if any(bucket.bucket.lends_memory_to(each) for bucket in call.buckets for each in tensors):
+        if any(_lends_memory_to(call.units, each) for each in tensors):
             # An output is a param or a view of one: without a copy it would be read after its memory is freed.
             output = torch.utils._pytree.tree_map_only(torch.Tensor, torch.clone, output)
             tensors = tensors_within(output)
-        if torch.is_grad_enabled():
+        if call.units and torch.is_grad_enabled():
             call.watch(tensors)
         written = next((param for param, version in call.versions if param._version != version), None)
         call.versions = []
         try:
             if written is not None:
-                self._keep_written(module, written, call.buckets)
+                self._keep_written(module, written, call.units)
         finally:
-            for bucket in call.buckets:
-                self._gatherer.done(bucket)
+            for unit in call.units:
+                self._gatherer.done(unit)
+            if module is self._root and not self._running and not _in_backward():
+                # After an error there is no output.
+                self._gatherer.end_pass(completed=output is not None)
         return output
 
-    def _keep_written(self, module: nn.Module, param: nn.Parameter, buckets: Iterable[GatheredBucket]) -> None:
+    def _keep_written(self, module: nn.Module, param: nn.Parameter, units: Iterable[Unit]) -> None:
         """Writes back a param that its own module wrote to in its forward: the gathered copy will be dropped.
 
         Raises:
@@ -149,33 +186,90 @@ class Forward:
                 "wrote would be lost with the gathered copy. Every rank must then write the same. Or write it after "
                 "step(), in `with optimizer.unsharded():`."
             )
-        for bucket in buckets:
-            self._gatherer.write_back(bucket)
+        for unit in units:
+            self._gatherer.write_back(unit)
+
+    # -- reads outside of calls ------------------------------------------------------------------------------------
+
+    def read(self, param: nn.Parameter, is_read: bool) -> bool:
+        """Gathers a resharded param for a call in the model's code, else returns False; see :func:`mark_sharded`."""
+        assert self._domain.sharded is not None
+        unit = self._domain.sharded.where[param].unit
+        if self._running:
+            self._need(self._running[-1], unit)
+        elif _in_backward():  # a backward of the user's own, or a hook
+            self._begin_backward()
+            self._gatherer.use(unit)
+            self._using[unit] += 1
+        elif is_read and self._is_in_a_method():
+            self._gatherer.use(unit)
+            self._gatherer.keep_shown(unit)
+        else:
+            return False
+        return True
+
+    def _is_in_a_method(self) -> bool:
+        """True if a method of the model, or of a module in it, is running: of the user's, ``state_dict()`` is none."""
+        modules = set(self._root.modules())
+        frame: FrameType | None = sys._getframe()
+        while frame is not None:
+            names = frame.f_code.co_varnames
+            if names and names[0] == "self" and frame.f_code.co_filename != _MODULE_FILE:
+                owner = frame.f_locals.get("self")
+                if isinstance(owner, nn.Module) and owner in modules:
+                    return True
+            frame = frame.f_back
+        return False
 
     # -- backward --------------------------------------------------------------------------------------------------
 
-    def pre_backward(self, buckets: Iterable[GatheredBucket]) -> None:
-        """Gathers the params of a call whose backward begins."""
-        for bucket in buckets:
-            self._gatherer.need(bucket)
+    def _begin_backward(self) -> None:
+        if self._gatherer.direction is None:
+            self._gatherer.begin_pass(Direction.BACKWARD)
+
+    def pre_backward(self, units: Iterable[Unit]) -> None:
+        """Gathers the units of a call whose backward begins."""
+        self._begin_backward()
+        for unit in units:
+            self._gatherer.use(unit)
             # With create_graph=True the graph of the backward itself saves params: they stay gathered until the step.
             if not torch.is_grad_enabled():
-                self._using[bucket] += 1
+                self._using[unit] += 1
 
-    def post_backward(self, buckets: Iterable[GatheredBucket]) -> None:
-        """Reshards the params of a call whose backward is complete."""
-        for bucket in buckets:
-            if self._using[bucket]:  # end_backward() may have come before
-                self._using[bucket] -= 1
-                self._gatherer.done(bucket, drop=True)
+    def post_backward(self, units: Iterable[Unit]) -> None:
+        """Ends the use of the units of a call whose backward is complete."""
+        for unit in units:
+            if self._using[unit]:  # end_backward() may have come before
+                self._using[unit] -= 1
+                self._gatherer.done(unit)
 
-    def end_backward(self) -> None:
-        """Reshards all params: backward has ended, or was abandoned."""
-        for bucket, calls in self._using.items():
+    def end_backward(self, completed: bool) -> None:
+        """Reshards all units: backward has ended, or was abandoned."""
+        self._gatherer.end_pass(completed)
+        for unit, calls in self._using.items():
             for _ in range(calls):
-                self._gatherer.done(bucket, drop=True)
+                self._gatherer.done(unit, reshard=True)
+        self._gatherer.hide_all()
         self._using.clear()
         self.backwards += 1
+
+
+def _in_backward() -> bool:
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def _while_alive(forward: Forward) -> Any:
+    reference = weakref.ref(forward)
+
+    def read(param: nn.Parameter, is_read: bool) -> bool:
+        found = reference()
+        return found is not None and not found.is_closed and found.read(param, is_read)
+
+    return read
+
+
+def _lends_memory_to(units: Iterable[Unit], tensor: torch.Tensor) -> bool:
+    return any(each.bucket.lends_memory_to(tensor) for unit in units for each in unit.buckets)
 
 
 class _Call:
@@ -183,25 +277,31 @@ class _Call:
 
     def __init__(self, forward: Forward, module: nn.Module, starts: set[Any]):
         self._forward, self.module = weakref.ref(forward), module
-        self.buckets: tuple[GatheredBucket, ...] = ()  # once they are gathered
+        self.units: tuple[Unit, ...] = ()  # once they are gathered
         self.versions: list[tuple[nn.Parameter, int]] = []  # versions of the params when the forward began
         self._starts = starts  # nodes of the inputs
         self._inputs = len(starts)
-        self._left, self._backward = 0, -1  # number of incomplete inputs, and the number of the backward they are of
+        self._left: set[int] = set()  # incomplete inputs
+        self._is_open, self._backward = False, -1  # True from the first output to the last input, in this backward
+        # Calls that begin where this one ends, each with the numbers of this call's output and of its own input.
+        self._followers: list[tuple[int, weakref.ref[_Call], int]] = []
 
     def watch(self, outputs: Iterable[torch.Tensor]) -> None:
         """Puts hooks on the nodes of the call's inputs and outputs, at the end of the call."""
-        nodes = [
+        nodes: list[Any] = [
             node for each in outputs for node in (each.grad_fn, None if each._base is None else each._base.grad_fn)
         ]
-        ends = {node for node in nodes if node is not None and node not in self._starts}
-        for node in ends:
-            node.register_prehook(self.output_arrived)
-        for node in self._starts if ends else ():
-            node.register_prehook(self.input_done)
+        ends = dict.fromkeys(node for node in nodes if node is not None and node not in self._starts)
+        for number, node in enumerate(ends):
+            node.register_prehook(partial(self.output_arrived, number))
+            node.metadata.setdefault(_ENDS, []).append((self, number))
+        for number, node in enumerate(self._starts if ends else ()):
+            node.register_prehook(partial(self.input_done, number))
+            for call, output in node.metadata.get(_ENDS, ()):
+                call._followers.append((output, weakref.ref(self), number))
         self._starts = set()  # the graph's hooks hold this call: the nodes would keep themselves alive in a cycle
 
-    def output_arrived(self, _: Any) -> None:
+    def output_arrived(self, number: int, _: Any) -> None:
         """Is called when the gradient of an output has arrived; for several outputs, one after the other."""
         forward = self._forward()
         if forward is None or forward.is_closed:
@@ -211,17 +311,23 @@ class _Call:
                 "gathers them was closed or dropped meanwhile. Gradients would be computed with memory that holds "
                 "something else."
             )
-        if not (self._left and self._backward == forward.backwards):
-            self._left, self._backward = self._inputs or -1, forward.backwards
-            forward.pre_backward(self.buckets)
+        for output, reference, start in self._followers:
+            follower = reference()
+            # Its own hook is called after this one: its unit would still be gathered while this one's is.
+            if output == number and follower is not None:
+                follower.input_done(start, None)
+        if not (self._is_open and self._backward == forward.backwards):
+            self._left, self._is_open, self._backward = set(range(self._inputs)), True, forward.backwards
+            forward.pre_backward(self.units)
 
-    def input_done(self, _: Any) -> None:
-        """Is called when the gradient of an input is complete."""
+    def input_done(self, number: int, _: Any) -> None:
+        """Is called when the gradient of an input is complete, once or twice."""
         forward = self._forward()
-        if forward is not None and self._left and self._backward == forward.backwards:
-            self._left -= 1
+        if forward is not None and self._is_open and self._backward == forward.backwards and self._left:
+            self._left.discard(number)
             if not self._left:
-                forward.post_backward(self.buckets)
+                self._is_open = False
+                forward.post_backward(self.units)
 
 
 def tensors_within(values: Any, depth: int = 3) -> Iterable[torch.Tensor]:

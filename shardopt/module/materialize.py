@@ -222,17 +222,17 @@ def give_values(module: nn.Module, fresh: list[torch.Tensor], domain: Domain, va
             own = [*each.parameters(recurse=False), *each.buffers(recurse=False)]
             if without.isdisjoint(own):
                 continue
-            buckets = list(dict.fromkeys(where[param] for param in each.parameters(recurse=False) if param in where))
-            if buckets:
-                domain.gatherer.need_all(buckets)
+            units = list(dict.fromkeys(where[param].unit for param in each.parameters(recurse=False) if param in where))
+            if units:
+                domain.gatherer.need_all(units)
             try:
                 if problem is None:
                     _initialize(each, prefix, own, waiting, values)
             except Exception as error:  # raised below: the other ranks go on gathering, and need this rank
                 problem = error
-            for bucket in buckets:
-                domain.gatherer.write_back(bucket)
-                domain.gatherer.done(bucket, drop=True)
+            for unit in units:
+                domain.gatherer.write_back(unit)
+                domain.gatherer.done(unit, reshard=True)
             waiting -= set(own)
         if where:
             domain.gatherer.wait_for_writes()

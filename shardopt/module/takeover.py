@@ -146,15 +146,16 @@ class ModuleTakeover:
         backward.closure = self.closure
         if Placements.of_stage(domain.options.stage).param is Placement.SHARD:
             self.forward = Forward(domain, self.module)
-            self.backward.on_end = self.forward.end_backward
+            backward.on_end, backward.units = self.forward.end_backward, self.forward.params
 
     def attach(self, bound: Bound) -> None:
         """Puts hooks on params that were just bound."""
         assert self.backward is not None
         self._tree = ModuleTree(self.module)
         self.backward.attach(bound.entries, bound.shards)
-        if self.forward is not None:
+        if self.forward is not None and self._domain is not None:
             self.forward.attach()
+            self._domain.gatherer.on_skip = call_while_alive(Backward.pass_over, self.backward)
 
     # -- values of params and buffers on the meta device -----------------------------------------------------------
 

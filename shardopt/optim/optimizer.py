@@ -21,6 +21,8 @@ from .param_groups import check_added, check_given, copied, matched, read_argume
 if TYPE_CHECKING:
     from ..domain.timings import Timings
     from ..engine import Engine
+    from ..partition.schedule import Schedule
+    from ..partition.unit_view import UnitView
     from ..states.table import StateView
 
 Optimizer = TypeVar("Optimizer", bound="ShardedOptimizer")
@@ -285,6 +287,21 @@ class ShardedOptimizer(torch.optim.Optimizer, JoinableOptimizer):
         rank's states, until that rank closes too or asks nothing for a few seconds.
         """
         self.engine.close()
+
+    @property
+    def units(self) -> dict[str, "UnitView"]:
+        """The units of stage 3 by name: ``opt.units["layers.0"].unshard()``. Empty below stage 3, and before binding.
+
+        A unit is what is gathered together: one of a run of like blocks, or what ``Tuning(units=...)`` says.
+        """
+        return self.engine.units()
+
+    def schedule(self) -> "Schedule":
+        """Returns which units are gathered during each use of a unit; ``print(opt.schedule())`` shows a table.
+
+        The first step shows the order of uses. A step that uses units in another order makes another schedule.
+        """
+        return self.engine.schedule()
 
     def timings(self) -> "Timings":
         """Returns the seconds of each phase of a step, medians of the last 100. The profiler shows the phases too."""

@@ -1,26 +1,42 @@
-"""Unshards params while they are needed: stage 3.
+"""Unshards units while they are needed: stage 3.
 
-Between uses a rank holds its own slice of each bucket and no memory for the rest. A bucket is gathered when the first
-module that owns one of its params runs, forward or backward, and stays while such a module runs. After that the bucket
-may be resharded, which frees its memory, at the latest when another bucket needs the room::
+Between uses a rank holds its own slice of each bucket and no memory for the rest. A unit is gathered for a use, and
+stays until another unit is used; then it is resharded, which frees its memory, unless the :class:`Schedule` keeps it.
+The first step shows the order of uses, from which the schedule is made; it begins with the order of the modules.
 
-    live    .  A  AB  BC  CD    D  DC  CB  BA  .
-    need       A  B   C   D     D  C   B   A            (D is still live when backward comes back to it)
-               forward ----->   backward ----->
-
-Where shards travel while this rank computes, the bucket that came next in the last pass is prefetched.
+A connection by which ranks read each other's memory needs nobody else for a gather. Over any other one a gather needs
+all ranks. There the schedule issues the gathers, in its order: a rank that did not use a unit joins its gather once it
+uses a later one, or the pass ends. A use that the schedule does not have is gathered on demand, and the order is
+compared among ranks by the step, which adopts it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from enum import Enum
 from typing import Protocol
 
 import torch
 
-from ..errors import CommunicationError
+from ..errors import CommunicationError, DisagreementError
 from .bucket import Bucket
 from .comm.all_gather import AllGather, Window
 from .comm.transport import Transport, barrier
+from .schedule import (
+    Budget,
+    Schedule,
+    Use,
+    assumed_orders,
+    contradiction,
+    is_part_of,
+    merge_orders,
+    plan_schedule,
+)
+
+# How long a gather waits for a rank that does not join it, where the user set no deadline: half an hour, the process
+# group's own timeout, is long to wait for a rank that took another way.
+PATIENCE = timedelta(minutes=5)
 
 
 class Slice(Protocol):
@@ -48,45 +64,136 @@ class MemorySlice:
         self._memory.copy_(values)
 
 
+class UnitState(Enum):
+    """State of a unit on this rank.
+
+    ==========  =======  ==========
+    from        event    to
+    ==========  =======  ==========
+    SHARDED     ask      UNSHARDING
+    UNSHARDING  ask      UNSHARDING
+    UNSHARDED   ask      UNSHARDED
+    UNSHARDING  wait     UNSHARDED
+    UNSHARDED   wait     UNSHARDED
+    UNSHARDING  reshard  SHARDED
+    UNSHARDED   reshard  SHARDED
+    SHARDED     reshard  SHARDED
+    ==========  =======  ==========
+    """
+
+    SHARDED = "sharded"
+    """Buckets have no memory. This rank's slices lie elsewhere."""
+
+    UNSHARDING = "unsharding"
+    """Buckets have memory, which other ranks or the backend may write to until the gather was waited for."""
+
+    UNSHARDED = "unsharded"
+    """Buckets hold whole values. Params may be read while the unit has users; else the guard sees a read."""
+
+
 @dataclass(eq=False)
 class GatheredBucket:
-    """A bucket, this rank's slice of it, and who needs it."""
+    """A bucket of a unit, and this rank's slice of it."""
 
     bucket: Bucket
     slice: Slice
     window: Window  # on the bucket's buffer; the ranks' own slices lie elsewhere
-    rank: int
-    users: int = 0  # modules that run now and need it
-    gathering: AllGather | None = None  # the all-gather that was started and not waited for
-    is_here: bool = False
+    unit: "Unit"
+
+
+@dataclass(eq=False)
+class Unit:
+    """What is gathered together: the buckets of one unit, one for each dtype and format.
+
+    Attributes:
+        name, number: of the unit in the model, see :mod:`shardopt.domain.units`.
+        is_spread: True if modules use it early and late in a pass. Without a schedule it stays between them.
+        users: calls that run now and need it.
+        stays_shown: True if its params may be read without a call, until a backward or the next step.
+        is_pinned: True if it stays gathered that long.
+        gathering: the all-gather that was started and not waited for.
+    """
+
+    name: str
+    number: int
+    is_spread: bool
+    buckets: list[GatheredBucket] = field(default_factory=list)
+    state: UnitState = UnitState.SHARDED
+    users: int = 0
+    stays_shown: bool = False
+    is_pinned: bool = False
+    gathering: AllGather | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return sum(each.bucket.nbytes for each in self.buckets)
+
+    @property
+    def is_needed(self) -> bool:
+        """True if its params may be read: it must not be resharded."""
+        return bool(self.users) or self.stays_shown
+
+    @property
+    def may_go(self) -> bool:
+        """True if it may be resharded."""
+        return not (self.is_needed or self.is_pinned)
+
+    @property
+    def is_here(self) -> bool:
+        """True if its buckets hold whole values."""
+        return self.state is UnitState.UNSHARDED
+
+
+class Direction(Enum):
+    """What a pass is. Each kind has an order of its own."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    EVALUATION = "evaluation"
+    """A forward that no backward follows: ranks may differ in how many they run, so none joins another's gathers."""
+
+
+Order = tuple[str, Sequence[str]]  # the direction of a pass, and its uses
 
 
 @dataclass
-class Trace:
-    """The order in which buckets were needed in this pass and in the last one before a step; the same on all ranks."""
+class Pass:
+    """A forward or a backward that runs."""
 
-    last: list[GatheredBucket] = field(default_factory=list)
-    now: list[GatheredBucket] = field(default_factory=list)
+    direction: Direction
+    uses: tuple[Use, ...] = ()  # of the schedule
+    at: int = 0  # the first of ``uses`` that has not begun
+    is_traced: bool = True  # its order counts: what ranks do in ``unsharded()`` or to evaluate may differ
+    order: list[str] = field(default_factory=list)  # of the units that were used
+    joined: list[str] = field(default_factory=list)  # units that were gathered for the other ranks, and not used
+    skipped: list[str] = field(default_factory=list)  # units whose uses this rank omitted
+    departed: bool = False  # a use came at another place than in the schedule
 
-    def next(self) -> GatheredBucket | None:
-        """Returns the bucket that came next in the last pass, if this pass took the same way so far."""
-        at = len(self.now)
-        return self.last[at] if at < len(self.last) and (at == 0 or self.last[at - 1] is self.now[-1]) else None
+    def find(self, unit: Unit) -> int | None:
+        """Returns the position of this unit's next use; None if the schedule has none."""
+        return next((at for at in range(self.at, len(self.uses)) if self.uses[at].unit == unit.name), None)
 
 
 class Gatherer:
-    """Gathers buckets and reshards them."""
+    """Gathers units and reshards them."""
 
-    def __init__(self, transport: Transport, live_bytes: int):
+    def __init__(self, transport: Transport, budget: Budget):
         """
         Args:
             transport: if any slice is offloaded, a transport by which no rank reads another's memory.
-            live_bytes: of gathered buckets that may stay allocated while no module needs them.
         """
-        self._transport, self._live_bytes = transport, live_bytes
-        self._gathered: dict[GatheredBucket, None] = {}  # gathered buckets, the least recently used first
-        self._gathered_bytes = 0  # their bytes
-        self._trace = Trace()
+        self._transport, self.budget = transport, budget
+        self.units: dict[str, Unit] = {}
+        self.schedule = Schedule()
+        self.on_skip: Callable[[], None] = lambda: None  # is called when ``skipped`` has grown
+        self.shown = 0  # contexts that are open in which all units are gathered
+        self._is_guess = True  # the schedule was made before any step
+        self._gathered: dict[Unit, None] = {}  # the least recently used first
+        self._pass: Pass | None = None
+        self._passes: list[Order] = []  # of this step
+        self._departures: list[Order] = []  # those that contradict the schedule
+        self._has_new = False  # this step used a unit that the schedule does not have
+        self._refused = False  # the step refused the departures
         self._was_written = False  # True if slices were written since the last barrier
 
     def window(self, bucket: Bucket, own: Slice) -> Window:
@@ -95,44 +202,49 @@ class Gatherer:
             return self._transport.open(bucket.flat, bucket.layout.shard_numel)
         return self._transport.open_detached(bucket.flat, own.memory)
 
-    def add(self, bucket: Bucket, own: Slice, window: Window) -> GatheredBucket:
-        """Takes over a whole bucket and frees its memory; ``own`` holds this rank's slice."""
+    def add(self, bucket: Bucket, own: Slice, window: Window, unit: Unit) -> GatheredBucket:
+        """Adds a bucket to a unit, and frees the bucket's memory; ``own`` holds this rank's slice."""
         bucket.drop()
-        return GatheredBucket(bucket, own, window, self._transport.ranks.rank)
+        unit = self.units.setdefault(unit.name, unit)
+        self._reshard(unit)  # its other buckets may still be gathered
+        unit.buckets.append(GatheredBucket(bucket, own, window, unit))
+        self.schedule, self._is_guess = Schedule(), True
+        return unit.buckets[-1]
 
     @property
     def waits_for_others(self) -> bool:
-        """True if a rank that needs a bucket waits until the others need it."""
+        """True if a rank that gathers a unit waits until the others gather it."""
         return self._transport.overlaps
 
     @property
     def buffers(self) -> list[torch.Tensor]:
-        return [each.bucket.flat for each in self._gathered]
+        return [each.bucket.flat for unit in self._gathered for each in unit.buckets]
 
     # -- use -------------------------------------------------------------------------------------------------------
 
-    def need(self, each: GatheredBucket) -> None:
-        """Gathers the bucket. Its params may be read until ``done`` was called as often as ``need``.
+    def use(self, unit: Unit) -> None:
+        """Gathers a unit that a forward or a backward needs now, and what the schedule has beside it.
 
-        After an error in ``need``, ``done`` must not be called.
+        Its params may be read until ``done`` was called as often. After an error in ``use``, ``done`` must not be.
         """
-        self.wait_for_writes()
-        if each.is_here:
-            self._gathered[each] = self._gathered.pop(each)  # now the most recently used
-        else:
-            self._make_room(each)
-            self._wait(each)
-        if self._transport.overlaps:
-            self._prefetch_next(each)
-        if not each.users:
-            each.bucket.show()
-        each.users += 1  # last: after an error the bucket has no user
+        self._follow(unit)
+        self.need(unit)
 
-    def need_all(self, several: Sequence[GatheredBucket]) -> None:
+    def need(self, unit: Unit) -> None:
+        """Gathers a unit, in no order that ranks compare; else like ``use``."""
+        self.wait_for_writes()
+        self._ask(unit)
+        self._wait(unit)
+        if not unit.is_needed:
+            for each in unit.buckets:
+                each.bucket.show()
+        unit.users += 1  # last: after an error the unit has no user
+
+    def need_all(self, units: Iterable[Unit]) -> None:
         """Calls ``need`` for all of them; after an error for none."""
         needed = []
         try:
-            for each in several:
+            for each in units:
                 self.need(each)
                 needed.append(each)
         except BaseException:
@@ -140,96 +252,328 @@ class Gatherer:
                 self.done(each)
             raise
 
-    def done_but_viewed(self, each: GatheredBucket) -> None:
-        """Like ``done``, but leaves the buffer to tensors that still view it; the next gather allocates a new one."""
-        if each.users == 1:
-            each.bucket.move_params_out()
-            each.window = replace(each.window, flat=each.bucket.flat)
-        self.done(each, drop=True)
-
-    def done(self, each: GatheredBucket, drop: bool = False) -> None:
-        """Ends a use of the bucket.
+    def done(self, unit: Unit, reshard: bool = False) -> None:
+        """Ends a use of the unit. Without other users it is gathered until another unit is used.
 
         Args:
-            drop: reshards the bucket now if it has no other user: no use is expected soon.
+            reshard: reshards it now if it has no other user.
         """
-        each.users -= 1
-        assert each.users >= 0
-        if not each.users:
-            if drop or self._gathered_bytes > self._live_bytes:
-                self._drop(each)
-            else:
-                # The bucket may be freed at any time: nobody may read its params, and above all nobody may write them.
+        unit.users -= 1
+        assert unit.users >= 0
+        if unit.is_needed:
+            return
+        if not reshard:
+            self._follow(unit)  # a use that ends after those of other units is another use: the schedule holds the unit
+        if reshard:
+            self._reshard(unit)
+        else:
+            # The unit may be resharded at any time: nobody may read its params, and above all nobody may write them.
+            for each in unit.buckets:
                 each.bucket.hide()
 
-    def begin_pass(self) -> None:
-        """Begins a forward: buckets are expected in the order of the last pass before a step."""
-        self._trace.now.clear()
+    def keep_shown(self, unit: Unit) -> None:
+        """Ends a use, but lets params be read until ``hide_all`` or the next step."""
+        unit.stays_shown = True
+        unit.users -= 1
 
-    def _make_room(self, each: GatheredBucket) -> None:
-        if each.gathering is not None:
+    def hide_all(self) -> None:
+        """Reshards what ``keep_shown`` has kept."""
+        for unit in list(self._gathered):
+            if unit.stays_shown or unit.is_pinned:
+                self.reshard(unit)
+
+    def unshard(self, unit: Unit) -> None:
+        """Starts to gather a unit, which stays until ``reshard``, the end of a backward or the next step."""
+        self.wait_for_writes()
+        self._ask(unit)
+        unit.is_pinned = True
+
+    def reshard(self, unit: Unit) -> None:
+        """Reshards a unit that no call uses; one that is used is resharded as if it had not been unsharded before."""
+        unit.stays_shown = unit.is_pinned = False
+        if not unit.users:
+            self._reshard(unit)
+
+    def done_but_viewed(self, unit: Unit) -> None:
+        """Like ``done``, but leaves buffers to tensors that still view them; the next gather allocates new ones."""
+        if unit.users == 1:
+            for each in unit.buckets:
+                each.bucket.move_params_out()
+                each.window = replace(each.window, flat=each.bucket.flat)
+        self.done(unit, reshard=True)
+
+    def _ask(self, unit: Unit) -> None:
+        """Starts to gather a unit."""
+        self._gathered[unit] = self._gathered.pop(unit, None)  # now the most recently used
+        if unit.state is not UnitState.SHARDED:
             return
-        for other in list(self._gathered):
-            if self._gathered_bytes + each.bucket.nbytes <= self._live_bytes:
-                break
-            if not other.users:
-                self._drop(other)
-        each.gathering = self._start(each)
-
-    def _start(self, each: GatheredBucket) -> AllGather:
-        each.bucket.allocate()
+        gathering = self._transport.all_gather(f"gathering {unit.name or 'the params of the model itself'}", PATIENCE)
         try:
-            each.slice.read(each.bucket.shard(each.rank))
+            for each in unit.buckets:
+                each.bucket.allocate()
+                each.slice.read(each.bucket.shard(self._transport.ranks.rank))
         except BaseException:  # the slice is read from a disk
-            each.bucket.drop()
+            for each in unit.buckets:
+                each.bucket.drop()
+            self._gathered.pop(unit)
             raise
-        gather = self._transport.all_gather("gathering params")
-        gather.start(each.window)
-        self._transport.traffic.params += each.window.nbytes_received
-        self._gathered[each] = None
-        self._gathered_bytes += each.bucket.nbytes
-        return gather
+        # Before it starts: after an error in the middle, memory is freed only once what was started has arrived.
+        unit.gathering, unit.state = gathering, UnitState.UNSHARDING
+        for each in unit.buckets:
+            gathering.start(each.window)
+            self._transport.traffic.params += each.window.nbytes_received
 
-    def _wait(self, each: GatheredBucket) -> None:
-        assert each.gathering is not None
-        each.gathering.finish()
-        each.gathering, each.is_here = None, True
-        self._gathered[each] = self._gathered.pop(each)
-
-    def _prefetch_next(self, each: GatheredBucket) -> None:
-        self._trace.now.append(each)
-        following = self._trace.next()
-        if following is None or following in self._gathered:
+    def _wait(self, unit: Unit) -> None:
+        if unit.state is not UnitState.UNSHARDING:
             return
-        if self._gathered_bytes + following.bucket.nbytes <= self._live_bytes:
-            following.gathering = self._start(following)
+        assert unit.gathering is not None
+        try:
+            unit.gathering.finish()
+        except BaseException as error:
+            # Its memory is not freed: what other ranks have sent may still arrive there.
+            unit.gathering, unit.state = None, UnitState.SHARDED
+            self._gathered.pop(unit)
+            if isinstance(error, CommunicationError) and self.waits_for_others:
+                raise CommunicationError(
+                    "run as many forwards and backwards on every rank, and what ranks do on their own (generate(), an "
+                    f"evaluation of other lengths) in `with optimizer.unsharded():`. {error}"
+                ) from error
+            raise
+        unit.gathering, unit.state = None, UnitState.UNSHARDED
 
-    def _drop(self, each: GatheredBucket) -> None:
-        if each.gathering is not None:  # other ranks, or the backend, may write to the memory until then
-            each.gathering.finish()
-            each.gathering = None
-        self._gathered.pop(each)
-        self._gathered_bytes -= each.bucket.nbytes
-        each.is_here = False
-        each.bucket.drop()
+    def _reshard(self, unit: Unit) -> None:
+        self._wait(unit)  # other ranks, or the backend, may write to the memory until then
+        if unit.state is UnitState.SHARDED:
+            return
+        unit.state = UnitState.SHARDED
+        self._gathered.pop(unit)
+        for each in unit.buckets:
+            each.bucket.drop()
+
+    def _reshard_all_but(self, names: Iterable[str]) -> None:
+        """Reshards the units that nobody uses, but for those of these names."""
+        stays = frozenset(names)
+        for unit in list(self._gathered):
+            if unit.may_go and unit.name not in stays:
+                self._reshard(unit)
+
+    def _reshard_over_budget(self, more: Unit | None, spared: Callable[[Unit], bool]) -> None:
+        """Reshards units that nobody uses, the least recently used first, until ``more`` fits into the budget."""
+        for unit in list(self._gathered):
+            here = [*self._gathered, *(() if more is None or more in self._gathered else (more,))]
+            if self.budget.allows(len(here), sum(each.nbytes for each in here)):
+                return
+            if unit.may_go and unit is not more and not spared(unit):
+                self._reshard(unit)
+
+    # -- passes ----------------------------------------------------------------------------------------------------
+
+    def begin_pass(self, direction: Direction) -> None:
+        """Begins a forward or a backward. It has an order of uses from here on, until :meth:`end_pass`."""
+        # A backward under no_sync() does not say when it ends; a forward that still runs has failed.
+        self.end_pass(completed=self.direction is Direction.BACKWARD)
+        if self._refused and direction is Direction.FORWARD:
+            self._refused, self._passes, self._departures = False, [], []
+        if self.shown or direction is Direction.EVALUATION:
+            self._pass = Pass(direction, is_traced=False)
+            return
+        if self.waits_for_others and not self.schedule.forward:
+            self._guess()
+        is_forward = direction is Direction.FORWARD
+        self._pass = Pass(direction, self.schedule.forward if is_forward else self.schedule.backward)
+
+    @property
+    def direction(self) -> Direction | None:
+        """What runs now; None between passes."""
+        return None if self._pass is None else self._pass.direction
+
+    def _follow(self, unit: Unit) -> None:
+        """Goes on to the next use: reshards, joins gathers and starts others as the schedule says."""
+        now = self._pass
+        if now is not None and now.order and now.order[-1] == unit.name:
+            return  # the same use goes on
+        at = None
+        if now is not None:
+            now.order.append(unit.name)
+            if unit.name in now.joined:
+                now.joined.remove(unit.name)
+            at = now.find(unit)
+            if at is None and any(use.unit == unit.name for use in now.uses):
+                now.departed = True
+            elif at is None and now.is_traced:
+                self._has_new = True
+        if now is None or at is None:
+            self._reshard_over_budget(unit, self._stays_for_now)
+            return
+        if self.waits_for_others:
+            self._forget_joined(now, now.uses[at], least=0)
+            self._join(now, at)
+        self._run(now, now.uses[at])
+        now.at = at + 1
+
+    def _join(self, now: Pass, until: int) -> None:
+        """Issues the gathers of uses that this rank omits: the units travel all the same, for the others."""
+        for use in now.uses[now.at : until]:
+            self._run(now, use)
+            if use.unit not in now.order:
+                now.joined.append(use.unit)
+                now.skipped.append(use.unit)
+                self._forget_joined(now, use, least=1)
+                self.on_skip()
+        now.at = max(now.at, until)
+
+    def join_rest(self) -> None:
+        """Issues the gathers of this backward that other ranks may still need: this rank uses no more units."""
+        if self.waits_for_others:
+            if self._pass is None:  # it used none at all
+                self.begin_pass(Direction.BACKWARD)
+            assert self._pass is not None
+            self._join(self._pass, len(self._pass.uses))
+
+    @property
+    def skipped(self) -> Sequence[str]:
+        """The names of the units whose uses in this backward this rank omitted."""
+        now = self._pass
+        return now.skipped if now is not None and now.direction is Direction.BACKWARD else ()
+
+    def _run(self, now: Pass, use: Use) -> None:
+        """Issues the gathers of a use, and reshards what it does not list."""
+        self._reshard_all_but((*use.here, *now.joined))
+        for name in (use.unit, *use.ahead):
+            self._ask(self.units[name])
+
+    def _is_kept(self, unit: Unit) -> bool:
+        return self.budget.keeps(unit.name)
+
+    def _stays_for_now(self, unit: Unit) -> bool:
+        """True if a unit stays in this pass above the budget although the schedule does not say so."""
+        if self.direction is Direction.FORWARD:
+            return unit.is_spread or self._is_kept(unit)
+        return self.direction is Direction.EVALUATION and unit.is_spread
+
+    def _forget_joined(self, now: Pass, use: Use, least: int) -> None:
+        """Lets joined units go for which the budget has no room, but for ``least`` of them.
+
+        They stay that long because this rank may use them next. No other rank would take part in another gather.
+        """
+        while len(now.joined) > least:
+            units = [self.units[name] for name in dict.fromkeys((*use.here, *now.joined))]
+            if self.budget.allows(len(units), sum(each.nbytes for each in units)):
+                break
+            now.joined.pop(0)
+
+    def end_pass(self, completed: bool = True) -> None:
+        """Ends a forward or a backward, if one runs.
+
+        Args:
+            completed: False after an error: this rank joins no more gathers.
+        """
+        now, self._pass = self._pass, None
+        if now is None:
+            return
+        if not completed:
+            with suppress(CommunicationError):  # the error that ended the pass says more
+                self._reshard_all_but(())
+            return
+        if self.waits_for_others:
+            self._join(now, len(now.uses))
+        if now.direction is Direction.FORWARD and now.uses:
+            self._reshard_all_but(self.schedule.kept)
+        elif now.direction is not Direction.BACKWARD and not self.waits_for_others:
+            self._reshard_over_budget(None, lambda unit: now.direction is Direction.FORWARD and self._is_kept(unit))
+        else:  # ranks go on from the same state, whatever each of them did
+            self._reshard_all_but(())
+        if now.is_traced:
+            self._passes.append((now.direction.value, tuple(now.order)))
+            if now.departed and not self._is_guess:
+                self._departures.append(self._passes[-1])
+
+    # -- the order of uses, and the schedule -----------------------------------------------------------------------
+
+    @property
+    def departures(self) -> Sequence[Order]:
+        """The orders of this step that contradict the schedule, and must be the same on all ranks.
+
+        None where ranks read each other's memory: there a gather needs nobody else.
+        """
+        return self._departures if self.waits_for_others else ()
+
+    def refuse_orders(self) -> None:
+        """Says that the ranks' orders differ: no step is taken until the next forward."""
+        self._refused = True
+
+    @property
+    def passes(self) -> Sequence[Order]:
+        """The orders of uses in this step."""
+        return self._passes
+
+    @property
+    def proposes(self) -> bool:
+        """True if the schedule lacks what this step used: ranks then make another one together."""
+        return self._is_guess or self._has_new or bool(self._departures)
+
+    def adopt(self, everyones: Sequence[Sequence[Order]]) -> None:
+        """Makes the schedule from the orders of all ranks in this step.
+
+        A unit that only some ranks used, or none in this step, stays in the order: a rank may use it in the next one.
+
+        Raises:
+            DisagreementError: two ranks used units in another order; on every rank.
+        """
+
+        def once(order: Sequence[str]) -> Sequence[str]:  # a rank may skip any use of a unit that several modules use
+            return [name for name in order if not self.units[name].is_spread]
+
+        for rank, passes in enumerate(everyones):
+            for (direction, first), (other, order) in zip(everyones[0], passes, strict=False):
+                pair = contradiction(once(first), once(order)) if direction == other else None
+                if pair is not None:
+                    self.refuse_orders()
+                    raise DisagreementError(
+                        "call the modules in one order on every rank, then zero_grad() and go on: ranks used units in "
+                        f"another order, so no rank took the step and nothing changed. The {direction} of rank 0 used "
+                        f"{pair[0]} before {pair[1]}, that of rank {rank} after it."
+                    )
+        orders = [_last(passes) for passes in everyones]
+        if not (self._is_guess or self._departures):
+            orders.append(self.schedule.orders)
+        guesses = self._order_of_modules()
+        forward, backward = (
+            _common(each, guess) for each, guess in zip(zip(*orders, strict=True), guesses, strict=True)
+        )
+        if forward and backward:
+            self.schedule, self._is_guess = self._planned(forward, backward, self.budget), False
+        self._has_new = False
+
+    def _order_of_modules(self) -> tuple[list[str], list[str]]:
+        units = sorted(self.units.values(), key=lambda unit: unit.number)
+        return assumed_orders((unit.name, unit.is_spread) for unit in units)
+
+    def _guess(self) -> None:
+        """Makes a schedule from the order of modules. Nothing is gathered ahead, for the order may be another."""
+        self.schedule = self._planned(*self._order_of_modules(), replace(self.budget, looks_ahead=False))
+
+    def _planned(self, forward: Sequence[str], backward: Sequence[str], budget: Budget) -> Schedule:
+        nbytes = {unit.name: unit.nbytes for unit in self.units.values()}
+        return plan_schedule(forward, backward, nbytes, budget)
 
     def drop_all(self) -> None:
-        """Reshards all buckets: their slices are about to change, or the pass was given up."""
-        for each in list(self._gathered):
-            each.users = 0
-            self._drop(each)
-        if self._transport.overlaps:
-            self._trace = Trace(last=self._trace.now or self._trace.last)
+        """Reshards all units: their slices are about to change, or the pass was given up."""
+        self._pass, self._passes, self._departures = None, [], []
+        for unit in list(self._gathered):
+            unit.users, unit.stays_shown, unit.is_pinned = 0, False, False
+            self._reshard(unit)
 
     @property
     def is_alone(self) -> bool:
         """True if no other rank reads this rank's slices, so that it may write them at any time."""
         return self._transport.ranks.size == 1
 
-    def write_back(self, each: GatheredBucket) -> None:
-        """Collective: writes this rank's slice of a bucket whose whole params were written on every rank."""
+    def write_back(self, unit: Unit) -> None:
+        """Collective: writes this rank's slices of a unit whose whole params were written on every rank."""
         self._before_write()
-        each.slice.write(each.bucket.shard(each.rank))
+        for each in unit.buckets:
+            each.slice.write(each.bucket.shard(self._transport.ranks.rank))
 
     def write_slice(self, write: Callable[[], None]) -> None:
         """Collective: calls ``write``, which writes slices outside of a step; every rank must write the same param."""
@@ -267,3 +611,18 @@ class Gatherer:
     def barrier(self) -> None:
         """Collective: waits until no rank gathers any more."""
         self._transport.barrier("giving params back")
+
+
+def _last(passes: Sequence[Order]) -> tuple[Sequence[str], Sequence[str]]:
+    """Returns the order of uses of the last forward, and of the last backward."""
+    last = dict(passes)
+    return last.get(Direction.FORWARD.value, ()), last.get(Direction.BACKWARD.value, ())
+
+
+def _common(orders: Sequence[Sequence[str]], of_modules: Sequence[str]) -> Sequence[str]:
+    """Returns one order for ranks that used these. Where they skip units, it is that of the modules, if all keep it."""
+    if all(each == orders[0] for each in orders):
+        return orders[0]
+    if all(is_part_of(each, of_modules) for each in orders):
+        return of_modules
+    return merge_orders([*orders, of_modules])

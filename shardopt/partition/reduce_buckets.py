@@ -16,11 +16,13 @@ import torch
 from ..tensors.strides import in_storage_order
 from .comm.all_gather import Window
 from .comm.reduce_scatter import Reduction
-from .comm.transport import Transport
 from .layout import BucketLayout
 from .memory import zeros
 from .mesh import Mesh
 from .streams import last_used
+
+Open = Callable[[torch.Tensor, int], Window]
+"""See :meth:`Transport.open`."""
 
 
 class Sink(Protocol):
@@ -39,7 +41,7 @@ class Sink(Protocol):
         """The tensors that stay allocated between rounds."""
         return ()
 
-    def window(self, replicas: Transport) -> Window | None:
+    def window(self, open_among_replicas: Open) -> Window | None:
         """Collective: opens a window on this sum for the ranks that replicate it. None: no rank reads it."""
         return None
 
@@ -101,8 +103,8 @@ class DeviceSum(Sink):
     def zero(self, part: slice) -> None:
         self.total[part].zero_()
 
-    def window(self, replicas: Transport) -> Window | None:
-        return replicas.open(self._padded, self.part_numel)
+    def window(self, open_among_replicas: Open) -> Window | None:
+        return open_among_replicas(self._padded, self.part_numel)
 
     def reduction(self, buffer: torch.Tensor, add: bool) -> Reduction:
         if self._partial is not None:

@@ -59,6 +59,7 @@ class _Filling:
     awaited: AbstractSet[int]  # params whose gradients the bucket waits for
     buffer: ReductionBuffer | None = None
     arrived: set[int] = field(default_factory=set)
+    passed_over: set[int] = field(default_factory=set)  # awaited in every round, in vain in this one
     started: bool = False
     late: dict[int, tuple[torch.Tensor, tuple[int, ...]]] = field(default_factory=dict)  # gradient, strides
 
@@ -101,7 +102,7 @@ class Reducer:
 
     def window(self, bucket: GradientBucket) -> Window | None:
         """Collective: opens a window on the sum of a bucket that ``add`` takes next. None: no other rank reads it."""
-        return bucket.sink.window(self._replicas)
+        return bucket.sink.window(self._replicas.open)
 
     def add(self, bucket: GradientBucket, window: Window | None) -> int:
         """Adds a bucket, between rounds. Returns its number."""
@@ -187,7 +188,19 @@ class Reducer:
             # It may wait for buckets before it while gradients arrive that never arrived before.
             if number not in self._completed:
                 self._completed.append(number)
-            self._start_completed()
+            self.start_completed()
+
+    def pass_over(self, number: int, index: int) -> None:
+        """Awaits no gradient of param ``index`` in this round: this rank's backward is past its module.
+
+        Else ranks could wait for each other: one for the sum of a bucket, one for the gather of a later unit.
+        """
+        filling = self._filling[number]
+        if index in filling.awaited and index not in filling.arrived:
+            filling.passed_over.add(index)
+            filling.awaited = filling.awaited - {index}
+            if filling.arrived >= filling.awaited and number not in self._completed:
+                self._completed.append(number)
 
     def _take_buffer(self, bucket: GradientBucket) -> ReductionBuffer:
         pool = self._pool.setdefault(bucket.dtype, [])
@@ -240,7 +253,8 @@ class Reducer:
             else:
                 last_used(buffer.memory)
 
-    def _start_completed(self) -> None:
+    def start_completed(self) -> None:
+        """Starts the reductions of the buckets that await nothing, in their order."""
         while self._started < len(self._order):
             number = self._order[self._started]
             if not self._filling[number].arrived >= self._filling[number].awaited:
@@ -290,7 +304,7 @@ class Reducer:
                 continue
             if not self._is_ordered:
                 seen.clear()
-            seen |= filling.arrived | filling.late.keys()
+            seen |= filling.arrived | filling.late.keys() | filling.passed_over
 
     def has_arrived(self, number: int, index: int) -> bool:
         """True if this rank had a gradient of the param in this round."""

@@ -28,7 +28,7 @@ from ..domain.domains import agree_on_whole
 from ..domain.hyperparameters import check_numbers, plain_numbers
 from ..domain.masters import follow_written_params
 from ..domain.param import Candidate, Group, ParamRecord
-from ..errors import ShardoptError
+from ..errors import DisagreementError, ShardoptError
 from ..kernels.reductions import sum_of_squares
 from ..kernels.tables import Factors
 from ..partition.comm.group import Ranks
@@ -170,9 +170,16 @@ def _survey_and_agree_in(domain: Domain, groups: Sequence[Group], call: Call, bi
             problem = error
     digest = digest_of(plan, call, problem)
     with domain.clock.phase("agree"):
-        consensus = agree(digest, domain.mesh.world, domain.device, domain.mesh.one_copy)
+        try:
+            consensus = agree(digest, domain.mesh.world, domain.device, domain.mesh.one_copy)
+        except DisagreementError:
+            if domain.sharded is not None:
+                domain.gatherer.refuse_orders()
+            raise
         if consensus.written and domain.mesh.world.size > 1:
             _compare_written(plan)
+        if consensus.proposes_order:
+            _adopt_order(domain)
     domain.count_round()
     return plan, consensus
 
@@ -201,16 +208,28 @@ def digest_of(plan: StepPlan, call: Call, problem: Exception | None = None) -> S
             "steps taken": {entry.name: entry.step for entry in entries},
             "carried scalars": {entry.name: entry.carried for entry in entries},
             "norm of the gradients known from backward": stats.norm,
+            "orders of units that contradict the schedule": departures,
             "loss scale (the GradScaler's update() must see the same overflow on all ranks)": call.scale,
         }
 
+    sharded = domain.sharded
+    departures = [] if sharded is None else sharded.gatherer.departures
+    proposes = sharded is not None and sharded.gatherer.proposes
     key: list[Any] | None = None
     if domain.mesh.world.size > 1:  # else there is no rank to differ from
         present = presence()
         facts = [(each.step, present.get(each), each.param.requires_grad, *each.carried.values()) for each in entries]
-        key = [domain.rounds, call.closure, numbers, facts, call.scale, stats.norm]
+        key = [domain.rounds, call.closure, numbers, facts, call.scale, stats.norm, departures]
     written = len(plan.written)
-    return StepDigest(key, describe, problem, call.overflow, stats.nonfinite, stats.witness, written, stats.limbs)
+    return StepDigest(
+        key, describe, problem, call.overflow, stats.nonfinite, stats.witness, written, proposes, stats.limbs
+    )
+
+
+def _adopt_order(domain: Domain) -> None:
+    """Collective: makes a schedule for stage 3 from the orders in which ranks used the units in this step."""
+    everyones = domain.mesh.world.exchange_json(domain.gatherer.passes, domain.device, "comparing orders of units")
+    domain.gatherer.adopt(everyones)
 
 
 def _compare_written(plan: StepPlan) -> None:

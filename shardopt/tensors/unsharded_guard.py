@@ -10,30 +10,34 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..errors import ReleasedError
 
 Read = Callable[[], torch.Tensor]
 Write = Callable[[torch.Tensor], None]
+Gather = Callable[[bool], bool]
 Name = Callable[[], str | None]
 
 
-# All sharded params, with (read, write, name) of mark_sharded(). This is a table of the process because an attribute of
-# the param would travel: torch.save() and copies of a module take a param's attributes with them, and these functions
-# hold the optimizer's shards.
+# All sharded params, with (read, write, gather, name) of mark_sharded(). This is a table of the process because an
+# attribute of the param would travel: torch.save() and copies of a module take a param's attributes with them, and
+# these functions hold the optimizer's shards.
 _SHARDED: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
-def mark_sharded(param: torch.nn.Parameter, read: Read, write: Write, name: Name) -> None:
+def mark_sharded(param: torch.nn.Parameter, read: Read, write: Write, gather: Gather, name: Name) -> None:
     """Says that ``param`` is sharded.
 
     Args:
         read: answers ``detach()`` of the released param: returns this rank's slice as a part.
         write: answers ``copy_(whole)``: writes this rank's slice of a whole tensor. Collective.
+        gather: gathers the param for an operation in the model's own code, else returns False. Its argument is False
+            for one that only the forward of a module may gather for: a write, or ``detach()``, which a part answers.
         name: returns the param's name in the module.
     """
-    _SHARDED[param] = read, write, name
+    _SHARDED[param] = read, write, gather, name
 
 
 def is_sharded(param: torch.Tensor) -> bool:
@@ -79,6 +83,9 @@ _ALLOWED = {
 } - {None}
 
 
+_DETACHES = {_Tensor.detach, torch.detach, _Tensor.data.__get__}  # type: ignore[attr-defined]
+
+
 @cache
 def released_class(own: type) -> type:
     """Returns the class of a released param of class ``own``: a subclass of it and of :class:`ReleasedParameter`."""
@@ -106,15 +113,17 @@ class ReleasedParameter(torch.nn.Parameter):
         first = args[0] if args else None
         if isinstance(first, ReleasedParameter) and _changes_nothing(function, first, args[1:], kwargs or {}):
             return first  # module.to() returns the tensor itself, as torch does
-        if isinstance(first, ReleasedParameter) and first in _SHARDED:
-            read, write, _ = _SHARDED[first]
-            if function in (_Tensor.detach, torch.detach, _Tensor.data.__get__):  # type: ignore[attr-defined]
-                return read()
-            if function is _Tensor.copy_ and not isinstance(args[1], ReleasedParameter):
-                write(args[1])
-                return first
-        found = next((each for each in (*args, *(kwargs or {}).values()) if isinstance(each, ReleasedParameter)), first)
-        raise _refusal(getattr(function, "__name__", str(function)), found)
+        is_known = isinstance(first, ReleasedParameter) and first in _SHARDED
+        if is_known and function is _Tensor.copy_ and not isinstance(args[1], ReleasedParameter):
+            _SHARDED[first][1](args[1])
+            return first
+        released = [each for each in tree_leaves((args, kwargs)) if isinstance(each, ReleasedParameter)]
+        is_read = function not in _DETACHES and not _writes(function, kwargs or {})
+        if released and all(each in _SHARDED and _SHARDED[each][2](is_read) for each in released):
+            return function(*args, **(kwargs or {}))  # they are plain params now
+        if is_known and function in _DETACHES:
+            return _SHARDED[first][0]()
+        raise _refusal(getattr(function, "__name__", str(function)), next(iter(released), first))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if id(self) in memo:
@@ -135,6 +144,13 @@ _CASTS = {
     _Tensor.bfloat16: torch.bfloat16,
 }
 _MOVES = (_Tensor.cpu, _Tensor.cuda, _Tensor.to, *_CASTS)
+
+
+def _writes(function: Any, keywords: Mapping[str, Any]) -> bool:
+    """True if the call may write to a param: ``mul_``, ``__setitem__``, ``__iadd__``, or a call with ``out=``."""
+    name = getattr(function, "__name__", "")
+    in_place = name.endswith("_") and not name.endswith("__")
+    return in_place or name in ("__set__", "__setitem__") or name.startswith("__i") or "out" in keywords
 
 
 def _changes_nothing(function: Any, param: torch.Tensor, args: Sequence[Any], keywords: Mapping[str, Any]) -> bool:

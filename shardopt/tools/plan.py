@@ -4,7 +4,8 @@ The layouts are those that the optimizer makes, so padding, small params that st
 will be. Activations, and what the allocator and the communication library keep, are not.
 """
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, Literal, get_args
@@ -18,6 +19,7 @@ from ..domain.bucket_plan import PlannedBucket, plan_buckets
 from ..domain.formats import StreamFormats, kept_for
 from ..domain.param import Candidate
 from ..domain.param_names import matching
+from ..domain.units import gathering_budget, units_of
 from ..kernels.formats import BlockFormat, Format
 from ..offload import gradients as landing
 from ..offload.disk.file_io import PAGE, padded
@@ -27,6 +29,7 @@ from ..option import choices_of, planned
 from ..partition.layout import BLOCK, BucketLayout
 from ..partition.placement import Placement, Placements
 from ..partition.reducer import BUCKETS_UNDER_WAY, BYTES_UNDER_WAY
+from ..partition.schedule import assumed_orders, plan_schedule
 from ..rules import Rule
 
 _FP32 = 4
@@ -186,16 +189,18 @@ class Planner:
         self._shapes = [param.shape for param in module.parameters()]
         if not self._shapes:
             raise ValueError(f"{type(module).__name__} has no params: nothing would be sharded.")
+        self._units = units_of(module, self._options.tuning.units)
+        self._unit_of = {param: number for number, unit in enumerate(self._units) for param in unit.params}
         self._device, self._module = next(module.parameters()).device, module
         self._candidates: dict[torch.dtype, list[Candidate]] = {}
-        self._laid: dict[Way, tuple[_Alike, StreamFormats]] = {}
+        self._laid: dict[Way, tuple[_Alike, StreamFormats, int, int]] = {}
 
     def need(self, way: Way) -> Need:
         """Returns what this way needs on one rank."""
         ranks, given = self._ranks, self._options
         reduced, tuning = given.reduce_dtype or way.dtype, given.tuning
         numel = sum(shape.numel() for shape in self._shapes)
-        alike, kept = self._lay(way)
+        alike, kept, window, gathered = self._lay(way)
         copies = 1 if Placements.of_stage(way.stage).state is Placement.SHARD else ranks
         kinds: dict[str, dict[str, int]] = {kind: {} for kind in KINDS}
 
@@ -224,11 +229,7 @@ class Planner:
             add("ddp", "device", numel * way.dtype.itemsize * (ranks > 1))
         if way.tier == "disk":
             add("buffer", "host", _staging(alike, way, tuning))
-        released = [(bucket.layout, count) for bucket, count in alike if bucket.is_released]
-        whole_window = sum(layout.numel * count for layout, count in released) * way.dtype.itemsize
-        largest = max((layout.numel for layout, _ in released), default=0) * way.dtype.itemsize
-        add("window", "device", min(whole_window, tuning.live_bytes + largest))
-        gathered = sum(sum(layout.numels) * count for layout, count in released)
+        add("window", "device", window)
         moved = {
             "wire": _on_the_wire(numel, gathered, ranks, way, kept, given),
             # Masters and states come and go; sums go, and come where the GPU has the states.
@@ -238,14 +239,17 @@ class Planner:
         }
         return Need(way, kinds, _formula(way, kept), moved)
 
-    def _lay(self, way: Way) -> tuple[_Alike, StreamFormats]:
-        """Returns the buckets, and the formats of large params. Ways that differ in tiers share them."""
+    def _lay(self, way: Way) -> tuple[_Alike, StreamFormats, int, int]:
+        """Returns the buckets, the formats of large params, and what :meth:`_gathered` returns.
+
+        Ways that differ in tiers share them.
+        """
         common = replace(way, tier="device", sums_rest=False, release_gradients=False)
         if common not in self._laid:
             self._laid[common] = self._lay_out(common)
         return self._laid[common]
 
-    def _lay_out(self, way: Way) -> tuple[_Alike, StreamFormats]:
+    def _lay_out(self, way: Way) -> tuple[_Alike, StreamFormats, int, int]:
         given, tuning = self._options, self._options.tuning
         asked = Options(
             module=self._module if way.has_module else None,
@@ -264,16 +268,41 @@ class Planner:
 
         candidates = self._of_dtype(way.dtype)
         named = matching(self._module, tuning.keep) if way.stage == 3 else ()
-        pairs = zip(candidates, self._module.parameters(), strict=True)
-        kept_whole = {mine for (_, mine, _), theirs in pairs if theirs in named}
+        pairs = [(mine, theirs) for (_, mine, _), theirs in zip(candidates, self._module.parameters(), strict=True)]
+        kept_whole = {mine for mine, theirs in pairs if theirs in named}
+        unit_of = {mine: self._unit_of[theirs] for mine, theirs in pairs} if way.stage == 3 else None
+        units: Counter[int] = Counter()  # bytes of each, padding included
+        numels: Counter[int] = Counter()
         alike: dict[Any, tuple[PlannedBucket, int]] = {}
-        for bucket in plan_buckets(candidates, rule, asked, shards, bucket_bytes, kept_whole):
+        for bucket in plan_buckets(candidates, rule, asked, shards, bucket_bytes, kept_whole, unit_of):
+            if unit_of is not None and bucket.is_released:
+                units[unit_of[bucket.members[0][1]]] += bucket.layout.numel * way.dtype.itemsize
+                numels[unit_of[bucket.members[0][1]]] += sum(bucket.layout.numels)
             key = bucket.layout, bucket.kept.key, bucket.is_released
             _, count = alike.get(key, (bucket, 0))
             alike[key] = bucket, count + 1
         kept = kept_for(rule, asked, way.dtype, tuning.compress_from)
         states = rule.variant(self._defaults).states
-        return list(alike.values()), replace(kept, states={name: kept.states[name] for name in states})
+        kept = replace(kept, states={name: kept.states[name] for name in states})
+        return list(alike.values()), kept, *self._gathered(units, numels)
+
+    def _gathered(self, units: Mapping[int, int], numels: Mapping[int, int]) -> tuple[int, int]:
+        """Returns the most bytes that are gathered at once, and the elements that are gathered for the backward again.
+
+        The modules run in their order. Ranks on CPUs read each other's memory, as those of one machine do, unless
+        ``Tuning(neighbours=False)`` says that params travel.
+
+        Args:
+            units, numels: by the number of each unit, its bytes, and its elements without padding.
+        """
+        tuning = self._options.tuning
+        names = {self._units[number].name: number for number in sorted(units)}
+        orders = assumed_orders((name, self._units[number].is_spread) for name, number in names.items())
+        nbytes = {name: units[number] for name, number in names.items()}
+        travels = not (tuning.neighbours and self._device.type == "cpu")
+        schedule = plan_schedule(*orders, nbytes, gathering_budget(tuning, travels))
+        again = sum(numels.values()) - sum(numels[names[name]] for name in schedule.kept)
+        return schedule.most_bytes(nbytes), again
 
     def _of_dtype(self, dtype: torch.dtype) -> list[Candidate]:
         if dtype not in self._candidates:
@@ -362,7 +391,7 @@ def _formula(way: Way, kept: StreamFormats) -> str:
 def _on_the_wire(numel: int, gathered: int, ranks: int, way: Way, kept: StreamFormats, options: Options) -> int:
     """Returns the bytes that one rank receives in a step; an all-reduce is 2 (ranks - 1) / ranks of the params.
 
-    At stage 3 that of modules that fill their buckets: one that several share is gathered again for each of them.
+    At stage 3 every unit is gathered for the forward and for the backward; a unit that is kept between them only once.
     """
     travels = (options.reduce_dtype or way.dtype).itemsize
     # At stage 3 forward and backward gather, in place of the one gathering after the update.
@@ -398,9 +427,12 @@ def transformer(numel: int) -> nn.Module:
     numel = whole(numel, "numel (params of a model whose layers are laid out)", least=1, most=10**15)
     layers = max(1, round((numel / (12 * 128**2)) ** (1 / 3)))  # width 128 x depth, as is usual
     width = max(1, int((0.95 * numel / (12 * layers)) ** 0.5) // 16 * 16) if numel > 10_000 else 0
-    shapes = [shape for _ in range(layers) for shape in _layer(width)] if width else []
-    left = numel - sum(rows * columns for rows, columns in shapes)
-    return nn.ParameterList(nn.Parameter(torch.empty(shape, device="meta")) for shape in [(left, 1), *shapes])
+    blocks = [list(_layer(width)) for _ in range(layers)] if width else []
+    left = numel - sum(rows * columns for shapes in blocks for rows, columns in shapes)
+    return nn.ModuleList(
+        nn.ParameterList(nn.Parameter(torch.empty(shape, device="meta")) for shape in shapes)
+        for shapes in ([(left, 1)], *blocks)
+    )
 
 
 def _layer(width: int) -> Iterator[tuple[int, int]]:

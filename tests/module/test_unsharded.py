@@ -22,6 +22,7 @@ from shardopt import (
     StateError,
     Tuning,
 )
+from shardopt.domain.units import units_of
 from tests.support.comparing import momenta, raw, snapshot
 from tests.support.modules import (
     KEPT,
@@ -226,7 +227,7 @@ def evaluation(neighbours: bool) -> None:
                         for step in range(3):
                             assert raw(model(data(step, 1, 3, W))) == raw(twin(data(step, 1, 3, W)))
                     assert raw(model(data(5, 1, 3, W))) == raw(twin(data(5, 1, 3, W)))
-                    assert nothing_left(opt.engine.domain.sharded.buckets)
+                    assert nothing_left(opt.engine.domain.sharded.units)
             assert snapshot(model, opt) == snapshot(twin, other)
 
 
@@ -301,16 +302,16 @@ def frozen_memory() -> None:
     model, opt = made(3, adapted, keep_below=90, bucket_bytes=1 << 20)
     for step in range(2):
         train_step(model, opt, step)
-    trained = [param.numel() for param in model.parameters() if param.requires_grad]
-    base = [param.numel() for param in model.parameters() if not param.requires_grad]
-    kept = [numel for numel in base if numel < 90]
+    trained = [[param.numel() for param in unit.params if param.requires_grad] for unit in units_of(model)]
+    base = [[param.numel() for param in unit.params if not param.requires_grad] for unit in units_of(model)]
+    kept = [numel for unit in base for numel in unit if numel < 90]
     memory = {kind: tiers["device"] for kind, tiers in opt.memory().items()}
-    assert min(trained) > 90 and len(base) > 2 * len(trained) and opt.memory()
-    assert memory["state"] == memory["gradient"] == shard_bytes(trained) and not memory["master"]
-    sharded = [numel for numel in base if numel >= 90]
-    assert memory["param"] == shard_bytes(trained) + shard_bytes(sharded) + 4 * sum(kept)
+    assert min(map(min, filter(None, trained))) > 90 and sum(map(len, base)) > 2 * sum(map(len, trained))
+    assert memory["state"] == memory["gradient"] == sum(map(shard_bytes, trained)) and not memory["master"]
+    sharded = [[numel for numel in unit if numel >= 90] for unit in base]
+    assert memory["param"] == sum(map(shard_bytes, trained + sharded)) + 4 * sum(kept)
     assert all(opt.state[param] == {} for param in model.parameters() if not param.requires_grad)
-    assert nothing_left(opt.engine.domain.sharded.buckets)
+    assert nothing_left(opt.engine.domain.sharded.units)
 
 
 def frozen(neighbours: bool) -> None:

@@ -248,7 +248,7 @@ def reads_that_fail(root: str | None) -> tuple[int, list[bytes]]:
                 except OffloadError:
                     failures += 1
         assert optimizer.engine.domain is not None and optimizer.engine.domain.sharded is not None
-        assert not any(each.users for each in optimizer.engine.domain.sharded.buckets)
+        assert not any(each.users for each in optimizer.engine.domain.sharded.units)
     optimizer.step()
     found = shown()
     optimizer.close()

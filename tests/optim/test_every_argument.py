@@ -98,7 +98,10 @@ TUNING = {
     "bucket_bytes": NONE | ONE,
     "keep_below": COUNT,
     "keep": NOTHING,
-    "live_bytes": COUNT,
+    "live_bytes": NONE | COUNT,
+    "units": NOTHING,
+    "reshard_after_forward": FLAG,
+    "prefetch": NONE | COUNT | {"wrong container"},  # a dict from a unit to a list of units
     "timeout": NONE | POSITIVE | {"inf"},
     "neighbours": FLAG,
     "chunk_bytes": ONE,

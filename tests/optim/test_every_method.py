@@ -33,6 +33,7 @@ METHODS = {
     "state_dict": {},
     "step": {"closure": NONE},
     "timings": {},
+    "schedule": {},
     "unsharded": {"ema": FLAG},
     "zero_grad": {"set_to_none": EVERYTHING},  # as torch's: what counts is whether it is true
 }

@@ -43,7 +43,16 @@ OTHERS: dict[type[Any], dict[str, Any]] = {
         "offload": "cpu",
         "tuning": Tuning(seed=1),
     },
-    Tuning: {"bucket_bytes": 4096, "keep": ("*.bias",), "timeout": 600.0, "chunk_bytes": 8192, "nonfinite": "raise"},
+    Tuning: {
+        "bucket_bytes": 4096,
+        "keep": ("*.bias",),
+        "units": (nn.Linear,),
+        "reshard_after_forward": False,
+        "prefetch": {"a": ("b",)},
+        "timeout": 600.0,
+        "chunk_bytes": 8192,
+        "nonfinite": "raise",
+    },
     Offload: {"states": None, "gradients": "cpu", "params": "cpu", "step": "cpu", "pin_memory": False},
 }
 

@@ -89,8 +89,10 @@ def test_methods_are_added_on_purpose() -> None:
         "refresh_masters",
         "reload",
         "rule",
+        "schedule",
         "state",
         "timings",
+        "units",
         "unsharded",
         "updates",
     ]

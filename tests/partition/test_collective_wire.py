@@ -178,9 +178,6 @@ def test_one_order_is_no_error(ranks: Pool) -> None:
         assert told.error is None and not any(told.misread.values()) and not told.is_unchanged
 
 
-@pytest.mark.xfail(
-    strict=True, raises=pytest.fail.Exception, reason="issue 17: a collective carries no name, and none is compared"
-)
 def test_another_order_on_one_rank_is_an_error_on_all(ranks: Pool) -> None:
     for told in ranks.run(a_step_in_these_orders, ((1, 2, 3), (2, 1, 3)), world=WORLD):
         if told.error is None:

@@ -250,7 +250,7 @@ def exceptions(neighbours: bool) -> None:
         assert failed
         opt.zero_grad()
         dist.barrier()
-        assert stage == 1 or not any(each.users for each in opt.engine.domain.sharded.buckets)
+        assert stage == 1 or not any(each.users for each in opt.engine.domain.sharded.units)
         for step in range(2, 4):
             train_step(model, opt, step)
         return snapshot(model, opt)
@@ -269,7 +269,7 @@ def inside_an_exception() -> None:
     before = snapshot(model, opt)
     with raises(Boom), opt.unsharded():
         boom()
-    assert nothing_left(opt.engine.domain.sharded.buckets) and snapshot(model, opt) == before
+    assert nothing_left(opt.engine.domain.sharded.units) and snapshot(model, opt) == before
 
 
 class Hidden(nn.Module):
@@ -301,7 +301,7 @@ def hidden_outputs() -> None:
         with opt.unsharded():
             (model(data(2, 1, W)).sum() + model[1].hidden).backward()
         opt.step()
-        assert snapshot(model, opt) != before and nothing_left(opt.engine.domain.sharded.buckets)
+        assert snapshot(model, opt) != before and nothing_left(opt.engine.domain.sharded.units)
 
 
 def test_exceptions(ranks: Pool) -> None:

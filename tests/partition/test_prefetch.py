@@ -118,11 +118,6 @@ def at_default_settings() -> list[Gathers]:
     return gathers(llama.Llama(), llama.loss_of, Tuning(neighbours=False))
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=pytest.fail.Exception,
-    reason="issue 17: what stays gathered takes all of the budget, and leaves none for what comes next",
-)
 @pytest.mark.parametrize("room", [None, 3])
 def test_all_but_the_first_gather_are_ahead(room: int | None, ranks: Pool) -> None:
     train, arguments = (at_default_settings, ()) if room is None else (a_bucket_a_layer, (room,))

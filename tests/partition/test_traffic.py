@@ -73,9 +73,6 @@ def test_no_more_than_ddp(ranks: Pool) -> None:
             assert moved == pytest.approx((2, 2), rel=CLOSE), where
 
 
-@pytest.mark.xfail(
-    strict=True, raises=pytest.fail.Exception, reason="issue 17: a bucket is gathered again for each module in it"
-)
 def test_at_most_three_units_at_stage_3(ranks: Pool) -> None:
     for found in ranks.run(at_default_settings, (3,), world=3):
         for where, (received, sent) in found.items():

@@ -100,8 +100,16 @@ class Setting:
 
     @property
     def ranks_differ(self) -> bool:
-        """Whether ranks call modules in their own orders, and leave some out: where no message waits for a call."""
+        """Whether each rank leaves some modules out: where no message waits for a call."""
         return self.taken_over and (self.stage < 3 or self.neighbours)
+
+    def order(self, step: int, rank: int) -> list[int]:
+        """Numbers of the cells as this step calls them: each rank in its own order, where units have none to keep."""
+        seed = 100 * step + rank * self.ranks_differ
+        if self.stage == 3 and self.ranks_differ:  # ranks may leave units out, of one order
+            seed = 1
+        found: list[int] = torch.randperm(CELLS, generator=torch.Generator().manual_seed(seed)).tolist()
+        return found
 
     def options(self, recipe: Recipe) -> dict[str, Any]:
         tuning = Tuning(
@@ -284,7 +292,7 @@ def train(recipe: Recipe, setting: Setting, cheat: str | None = None, copies: De
             for micro, syncs in enumerate(recipe.syncs):
                 paused = model if setting.wrapped else optimizer
                 with nullcontext() if syncs else paused.no_sync():
-                    prepare(cells, step, micro, rank, world, setting.ranks_differ, bad if micro == 0 else None)
+                    prepare(cells, setting, step, micro, rank, world, bad if micro == 0 else None)
                     scaler.scale(model(torch.zeros(()))).backward()
                     note_what_was_seen(seen, cells, step, scaler.get_scale())
             if step % 3 == 2:  # evaluates; what is gathered for it must not stay over the step
@@ -309,16 +317,13 @@ def train(recipe: Recipe, setting: Setting, cheat: str | None = None, copies: De
     return Ended(values, states_of(optimizer, params), seen)
 
 
-def prepare(
-    cells: Cells, step: int, micro: int, rank: int, world: int, ranks_differ: bool, bad: Spoiled | None
-) -> None:
+def prepare(cells: Cells, setting: Setting, step: int, micro: int, rank: int, world: int, bad: Spoiled | None) -> None:
     """Says which cells the forward calls, in which order, with which coefficients."""
-    order = torch.randperm(CELLS, generator=torch.Generator().manual_seed(100 * step + ranks_differ * rank))
     cells.order = []
     every = list(cells.cells)
-    for which in order.tolist():
+    for which in setting.order(step, rank):
         cell = every[which]
-        may_lack = ranks_differ and (bad is None or bad.which != which)
+        may_lack = setting.ranks_differ and (bad is None or bad.which != which)
         found = coefficients(step, micro, which, cell.weight.shape, rank, world, may_lack)
         if found is not None:
             found = found.to(cell.weight.dtype, copy=True)

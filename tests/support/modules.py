@@ -15,7 +15,7 @@ from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 from shardopt import ShardedOptimizer, ShardedSGD, Tuning
-from shardopt.partition.gatherer import GatheredBucket, Gatherer
+from shardopt.partition.gatherer import GatheredBucket, Gatherer, Unit
 from shardopt.partition.memory import Memory
 
 W = 24  # a weight is two and a quarter blocks
@@ -346,31 +346,30 @@ def poisoned() -> Iterator[None]:
 
 
 @contextmanager
-def watched() -> Iterator[list[GatheredBucket]]:
-    """No more bytes than the cap, or than running modules need. Yields all buckets."""
-    buckets: list[GatheredBucket] = []
-    add, need, done = Gatherer.add, Gatherer.need, Gatherer.done
+def watched() -> Iterator[list[Unit]]:
+    """No more bytes than the budget, or than running modules and units between two uses need. Yields all units."""
+    units: list[Unit] = []
+    add, need = Gatherer.add, Gatherer.need
 
     def adds(gatherer: Gatherer, *arguments: Any) -> GatheredBucket:
-        buckets.append(add(gatherer, *arguments))
-        return buckets[-1]
+        found = add(gatherer, *arguments)
+        if found.unit not in units:
+            units.append(found.unit)
+        return found
 
-    def check(gatherer: Gatherer) -> None:
-        used = sum(each.bucket.nbytes for each in buckets if each.users)
-        found = sum(each.bucket.resident_bytes for each in buckets)
-        assert found <= max(used, gatherer._live_bytes), f"{found} bytes live, {used} used"
+    def needs(gatherer: Gatherer, unit: Unit) -> None:
+        need(gatherer, unit)
+        uses = (*gatherer.schedule.forward, *gatherer.schedule.backward)
+        held = {name for use in uses if use.unit == unit.name for name in use.held}
+        if gatherer._pass is not None:  # a unit that another rank needs, or that a guess of the order has too early
+            held.update(gatherer._pass.joined)
+        busy = sum(each.nbytes for each in units if each.users or each.is_spread or each.name in held)
+        found = sum(each.bucket.resident_bytes for unit in units for each in unit.buckets)
+        assert found <= max(busy, gatherer.budget.nbytes), f"{found} bytes live, {busy} used"
 
-    def needs(gatherer: Gatherer, each: GatheredBucket) -> None:
-        need(gatherer, each)
-        check(gatherer)
-
-    def does(gatherer: Gatherer, each: GatheredBucket, drop: bool = False) -> None:
-        done(gatherer, each, drop)
-        check(gatherer)
-
-    with patch.multiple(Gatherer, add=adds, need=needs, done=does):
-        yield buckets
+    with patch.multiple(Gatherer, add=adds, need=needs):
+        yield units
 
 
-def nothing_left(buckets: list[GatheredBucket]) -> bool:
-    return not any(each.bucket.resident_bytes or each.users for each in buckets)
+def nothing_left(units: list[Unit]) -> bool:
+    return not any(each.users or any(it.bucket.resident_bytes for it in each.buckets) for each in units)

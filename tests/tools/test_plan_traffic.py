@@ -7,7 +7,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from shardopt import ShardedAdamW
+from shardopt import ShardedAdamW, Tuning
+from shardopt.config import Options
 from shardopt.tools.plan import WAYS, Way, plan
 from tests.support.llama import Llama, loss_of
 from tests.support.ranks import Pool
@@ -22,7 +23,7 @@ MOVING = (
 )
 
 
-def planned_and_moved(ways: Sequence[Way], blocks: int) -> list[tuple[int, int]]:
+def planned_and_moved(ways: Sequence[Way], blocks: int, tuning: Tuning | None = None) -> list[tuple[int, int]]:
     """Bytes that a step moves to this rank, at default settings: by plan, and as the system counts them."""
     found = []
     for way in ways:
@@ -33,13 +34,19 @@ def planned_and_moved(ways: Sequence[Way], blocks: int) -> list[tuple[int, int]]
             stage=way.stage,
             release_gradients=way.release_gradients,
             gradient_format=way.gradient_format,
+            tuning=tuning or Tuning(),
         )
         for _ in range(2):  # the first one also shares weights
             with counting() as moved:
                 opt.zero_grad()
                 loss_of(trained).backward()
                 opt.step()
-        found.append((plan(model, opt, dist.get_world_size(), way).moved["wire"], moved.received))
+        found.append(
+            (
+                plan(model, opt, dist.get_world_size(), way, Options(tuning=tuning or Tuning())).moved["wire"],
+                moved.received,
+            )
+        )
         opt.close()
     return found
 
@@ -50,12 +57,12 @@ def test_plans_are_what_moves(ranks: Pool) -> None:
             assert moved == pytest.approx(planned, rel=CLOSE), f"{way}: {moved / planned:.3f} of what is planned"
 
 
-@pytest.mark.xfail(
-    strict=True, raises=pytest.fail.Exception, reason="issue 17: a bucket is gathered again for each module in it"
-)
+def planned_at_stage_3(neighbours: bool) -> tuple[int, int]:
+    found = planned_and_moved([Way(3, True, torch.float32)], 7, Tuning(neighbours=neighbours))
+    return found[0]
+
+
 def test_plans_are_what_moves_at_stage_3(ranks: Pool) -> None:
-    """At most: the plan does not know what stays gathered from forward to backward."""
-    for ((planned, moved),) in ranks.run(planned_and_moved, [Way(3, True, torch.float32)], 7, world=3):
-        assert moved > planned * 2 / 3
-        if moved > planned * (1 + CLOSE):
-            pytest.fail(f"{moved / planned:.3f} of what is planned")
+    for neighbours in (True, False):
+        for planned, moved in ranks.run(planned_at_stage_3, neighbours, world=3):
+            assert moved == pytest.approx(planned, rel=CLOSE), f"{moved / planned:.3f} of what is planned"

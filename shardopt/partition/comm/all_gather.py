@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -63,16 +64,16 @@ class AllGather:
             end()
 
 
-def by_messages(ranks: Ranks, phase: str) -> AllGather:
+def by_messages(ranks: Ranks, phase: str, limit: timedelta | None = None) -> AllGather:
     """Sends shards straight to every rank, while this rank computes.
 
-    Message tags name the window: ranks may start windows in different orders.
+    Message tags name the window: ranks may start windows in different orders. ``limit``: see :meth:`Ranks.wait`.
     """
 
     def begin(window: Window) -> Callable[[], None]:
         shards = [window.shard(rank) for rank in range(ranks.size)]
         own = [shards[ranks.rank]] * ranks.size
-        return partial(ranks.wait, ranks.exchange_slices(own, shards, _FIRST_TAG + window.number, phase))
+        return partial(ranks.wait, ranks.exchange_slices(own, shards, _FIRST_TAG + window.number, phase), limit)
 
     return AllGather(begin)
 

@@ -93,18 +93,24 @@ class Ranks:
         other = torch.device("cpu" if device.type != "cpu" else "cuda")
         return other
 
-    def wait(self, pending: Pending) -> None:
+    def wait(self, pending: Pending, limit: timedelta | None = None) -> None:
         """Waits until the collective is done.
+
+        Args:
+            limit: of this wait, where the user set no deadline and the process group's own is longer.
 
         Raises:
             CommunicationError: a peer died or is late.
         """
+        deadline = self._deadline
+        if deadline is None and limit is not None and limit.total_seconds() < self.seconds:
+            deadline = limit
         for work, peer in itertools.zip_longest(pending.works, pending.peers):
             with self.naming(pending.phase, peer):
-                if self._deadline is None:
+                if deadline is None:
                     work.wait()
                 else:
-                    work.wait(self._deadline)
+                    work.wait(deadline)
 
     def _finish(self, phase: str, collective: Callable[..., Any], *arguments: Any, **keywords: Any) -> None:
         with self.naming(phase):

@@ -16,6 +16,7 @@ update: every rank first waits until the other ranks' shards are written, and la
 """
 
 import weakref
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -114,13 +115,17 @@ class Transport:
         peers = tuple((card[0], each) for card, (each,) in zip(self._cards, addresses, strict=True))
         return Window(flat, shard_numel, self._opened, peers)
 
-    def all_gather(self, phase: str) -> AllGather:
-        """Returns an all-gather for shards that are final on every rank."""
+    def all_gather(self, phase: str, limit: timedelta | None = None) -> AllGather:
+        """Returns an all-gather for shards that are final on every rank.
+
+        Args:
+            limit: of each wait of the host, see :meth:`Ranks.wait`; the waits of NCCL have the group's timeout.
+        """
         if self._memory is not None:
             return by_reading(self.ranks, self._memory)
         if self.ranks.has_collectives(self._device):
             return by_collectives(self.ranks, phase)
-        return by_messages(self.ranks, phase)
+        return by_messages(self.ranks, phase, limit)
 
     def gather(self, phase: str) -> "Gather":
         """Returns a gather for shards that are being written."""

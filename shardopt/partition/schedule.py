@@ -1,0 +1,257 @@
+"""The schedule of stage 3: which units are gathered during each use of a unit. Frozen data.
+
+It is made from the order in which a step used the units, and from a budget. With five units of equal size and a budget
+of three, over a connection that carries params while a rank computes::
+
+    forward    A    B    C    D    E       backward   E    D    C    B    A
+    gathered   ABC  BCD  CDE  CDE  CDE                CDE  BCD  ABC  AB   A
+
+The gather of a unit starts with the first use that lists it. What no use lists any more is resharded before that use.
+``E``, ``D`` and ``C`` end the forward and begin the backward: they are kept. A unit that is used again in the same
+forward, or the same backward, is never resharded in between, even above the budget: within one pass no unit travels
+twice.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from itertools import combinations
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What may be gathered at once: limits what is gathered ahead and what is kept, never the unit in use.
+
+    Attributes:
+        nbytes: of all gathered units.
+        units: their number.
+        looks_ahead: True if units are gathered ahead: they travel while this rank computes.
+        resharded: True, or patterns of the units that forward may reshard. The others stay until backward, whatever
+            the limits say.
+        lists: the units that are gathered ahead of each unit, whatever the limits say; None: as many as these allow.
+    """
+
+    nbytes: float = math.inf
+    units: float = math.inf
+    looks_ahead: bool = True
+    resharded: bool | tuple[str, ...] = True
+    lists: Mapping[str, Sequence[str]] | None = None
+
+    def keeps(self, unit: str) -> bool:
+        """True if a unit stays from forward to backward because the user said so."""
+        if isinstance(self.resharded, bool):
+            return not self.resharded
+        return not any(fnmatchcase(unit, pattern) for pattern in self.resharded)
+
+    def allows(self, units: int, nbytes: int) -> bool:
+        """True if so many units of so many bytes may be gathered at once."""
+        return units <= self.units and nbytes <= self.nbytes
+
+
+def budget_of(
+    travels: bool,
+    live_bytes: int | None = None,
+    resharded: bool | Sequence[str] = True,
+    prefetch: int | Mapping[str, Sequence[str]] | None = None,
+) -> Budget:
+    """Returns the budget for what ``Tuning`` says.
+
+    Args:
+        travels: True if params travel between ranks; False if a gather reads the other ranks' memory.
+    """
+    units = math.inf if live_bytes is not None else 3 if travels else 1
+    if travels and isinstance(prefetch, int):
+        units = prefetch + 1
+    return Budget(
+        math.inf if live_bytes is None else live_bytes,
+        units,
+        travels,
+        resharded if isinstance(resharded, bool) else tuple(resharded),
+        prefetch if isinstance(prefetch, Mapping) else None,
+    )
+
+
+@dataclass(frozen=True)
+class Use:
+    """One use of a unit, or several without another unit's in between.
+
+    Attributes:
+        unit: its name.
+        held: other units that were used before it and stay.
+        ahead: units whose gather starts with it, since they are used next.
+        reshard: units that are resharded after it.
+    """
+
+    unit: str
+    held: tuple[str, ...] = ()
+    ahead: tuple[str, ...] = ()
+    reshard: tuple[str, ...] = ()
+
+    @property
+    def here(self) -> tuple[str, ...]:
+        """The units that are gathered, or on their way, during this use."""
+        return self.unit, *self.held, *self.ahead
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The uses of a forward and of the backward that follows, the same on all ranks.
+
+    ``print(schedule)`` shows a line for each use.
+
+    Attributes:
+        kept: units that stay gathered from the forward to the backward.
+    """
+
+    forward: tuple[Use, ...] = ()
+    backward: tuple[Use, ...] = ()
+    kept: tuple[str, ...] = ()
+
+    @property
+    def orders(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """The order of uses in the forward and in the backward."""
+        return tuple(use.unit for use in self.forward), tuple(use.unit for use in self.backward)
+
+    def __str__(self) -> str:
+        if not self.forward:
+            return "no step was taken yet: units are gathered as modules use them"
+        return "\n".join(_table(self))
+
+    def most_bytes(self, nbytes: Mapping[str, int]) -> int:
+        """Returns the most bytes that are gathered at once."""
+        return _most((*self.forward, *self.backward), nbytes)[1]
+
+
+def plan_schedule(
+    forward: Sequence[str], backward: Sequence[str], nbytes: Mapping[str, int], budget: Budget
+) -> Schedule:
+    """Returns the schedule for these orders of uses; ``nbytes`` has the bytes of each unit."""
+    said = [unit for unit in dict.fromkeys(backward) if unit in forward and budget.keeps(unit)]
+    kept = tuple(dict.fromkeys((*said, *_kept(forward, backward, nbytes, budget))))
+    return Schedule(
+        _uses(forward, (), kept, nbytes, budget),
+        _uses(backward, kept, (), nbytes, budget),
+        kept,
+    )
+
+
+def assumed_orders(units: Iterable[tuple[str, bool]]) -> tuple[list[str], list[str]]:
+    """Returns the order of uses in a forward and a backward before any was seen.
+
+    Args:
+        units: in the order of the model, True for those that modules use early and late.
+    """
+    named = list(units)
+    forward = [*(name for name, _ in named), *(name for name, is_spread in named if is_spread)]
+    return forward, forward[::-1]
+
+
+def is_part_of(order: Sequence[str], whole: Sequence[str]) -> bool:
+    """True if ``order`` is what remains of ``whole`` without some of its uses."""
+    following = iter(whole)
+    return all(unit in following for unit in order)
+
+
+def contradiction(one: Sequence[str], other: Sequence[str]) -> tuple[str, str] | None:
+    """Returns two units that these orders use in another order; None if each order may be a part of the same one."""
+    common = set(one) & set(other)
+    first, second = ([unit for unit in order if unit in common] for order in (one, other))
+    if is_part_of(first, second) or is_part_of(second, first):
+        return None
+    for pair in combinations(dict.fromkeys(first), 2):
+        ours, theirs = ([unit for unit in order if unit in pair] for order in (first, second))
+        if not (is_part_of(ours, theirs) or is_part_of(theirs, ours)):
+            return pair
+    return None
+
+
+def merge_orders(orders: Sequence[Sequence[str]]) -> list[str]:
+    """Returns the longest of these orders of uses, with what the others have beside it, each after its predecessor."""
+    longest = max(range(len(orders)), key=lambda number: len(orders[number]))
+    merged = list(orders[longest])
+    for order in orders:
+        for at, unit in enumerate(order):
+            if unit not in merged:
+                merged.insert(merged.index(order[at - 1]) + 1 if at else 0, unit)
+    return merged
+
+
+def _kept(
+    forward: Sequence[str], backward: Sequence[str], nbytes: Mapping[str, int], budget: Budget
+) -> tuple[str, ...]:
+    """Returns the units that backward uses first, as many as the budget allows until the forward ends."""
+    kept: list[str] = []
+    total = 0
+    for unit in dict.fromkeys(backward):
+        total += nbytes[unit]
+        if unit not in forward or not budget.allows(len(kept) + 1, total):
+            break
+        kept.append(unit)
+    silent = Budget(budget.nbytes, budget.units, looks_ahead=False)
+    least = _most(_uses(forward, (), (), nbytes, silent), nbytes)
+    while kept:  # rarely more than once: backward runs the other way round
+        units, most = _most(_uses(forward, (), kept, nbytes, silent), nbytes)
+        if budget.allows(units, most) or (units, most) == least:
+            break
+        kept.pop()
+    return tuple(kept)
+
+
+def _most(uses: Sequence[Use], nbytes: Mapping[str, int]) -> tuple[int, int]:
+    """Returns the most units, and the most bytes, that are gathered at once."""
+    return (
+        max((len(use.here) for use in uses), default=0),
+        max((sum(nbytes[each] for each in use.here) for use in uses), default=0),
+    )
+
+
+def _uses(
+    order: Sequence[str], before: Sequence[str], after: Sequence[str], nbytes: Mapping[str, int], budget: Budget
+) -> tuple[Use, ...]:
+    """Returns the uses of one pass.
+
+    Args:
+        before: units that are gathered when the pass begins.
+        after: units that stay gathered when it ends.
+    """
+    order = [unit for at, unit in enumerate(order) if not at or order[at - 1] != unit]
+    last = {unit: at for at, unit in enumerate(order)}
+    here, stays, following, uses = dict.fromkeys(before), frozenset(after), 0, list[Use]()
+    for at, unit in enumerate(order):
+        here = {each: None for each in here if last.get(each, -1) >= at or each in stays}
+        here[unit] = None
+        held, total = tuple(each for each in here if each != unit), sum(nbytes[each] for each in here)
+        ahead: list[str] = []
+        if budget.looks_ahead and budget.lists is not None:
+            listed = budget.lists.get(unit, ())
+            ahead = [each for each in dict.fromkeys(listed) if last.get(each, -1) > at and each not in here]
+            here |= dict.fromkeys(ahead)
+        while budget.looks_ahead and budget.lists is None and following < len(order):
+            candidate = order[following]
+            if candidate not in here:
+                total += nbytes[candidate]
+                if not budget.allows(len(here) + 1, total):
+                    break
+                here[candidate] = None
+                ahead.append(candidate)
+            following += 1
+        done = tuple(each for each in here if last.get(each, -1) <= at and each not in stays)
+        uses.append(Use(unit, held, tuple(ahead), done))
+    return tuple(uses)
+
+
+def _table(schedule: Schedule) -> Iterator[str]:
+    rows = [("use of", "held meanwhile", "gathered ahead", "resharded after it")]
+    for title, uses in (("forward", schedule.forward), ("backward", schedule.backward)):
+        rows.append((f"{title}:", "", "", ""))
+        for use in uses:
+            rows.append((f"  {_listed([use.unit])}", _listed(use.held), _listed(use.ahead), _listed(use.reshard)))
+    widths = [max(len(row[column]) for row in rows) for column in range(4)]
+    for row in rows:
+        yield "  ".join(f"{text:{width}}" for text, width in zip(row, widths, strict=True)).rstrip()
+    yield f"kept from forward to backward: {_listed(schedule.kept)}"
+
+
+def _listed(units: Sequence[str]) -> str:
+    return ", ".join(unit or "(model)" for unit in units) or "-"

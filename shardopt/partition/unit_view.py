@@ -1,0 +1,57 @@
+"""A unit as ``optimizer.units`` shows it."""
+
+from .gatherer import Gatherer, Unit
+
+
+class UnitView:
+    """One unit of stage 3, by whose name ``optimizer.units`` finds it.
+
+    A unit that was unsharded by hand stays until :meth:`reshard`, the end of a backward or the next step. Where params
+    travel between ranks, every rank calls the same methods in the same order.
+    """
+
+    def __init__(self, gatherer: Gatherer, unit: Unit):
+        self._gatherer, self._unit = gatherer, unit
+
+    @property
+    def name(self) -> str:
+        """The name of its module, as in ``model.named_modules()``."""
+        return self._unit.name
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes that it takes while it is gathered."""
+        return self._unit.nbytes
+
+    @property
+    def is_unsharded(self) -> bool:
+        """True if this rank holds whole values of its params."""
+        return self._unit.is_here
+
+    def unshard(self, async_op: bool = False) -> "UnitView | None":
+        """Gathers the unit; its params may be read then.
+
+        Args:
+            async_op: returns at once, with the object whose :meth:`wait` ends the gather. A forward that uses the unit
+                waits as well.
+
+        Raises:
+            CommunicationError: a rank died or is late.
+        """
+        self._gatherer.unshard(self._unit)
+        if async_op:
+            return self
+        self.wait()
+        return None
+
+    def wait(self) -> None:
+        """Waits for :meth:`unshard`."""
+        self._gatherer.need(self._unit)
+        self._gatherer.keep_shown(self._unit)
+
+    def reshard(self) -> None:
+        """Frees its memory. Does nothing while a forward or a backward uses it; these reshard it then."""
+        self._gatherer.reshard(self._unit)
+
+    def __repr__(self) -> str:
+        return f"<unit {self.name}: {self.nbytes} bytes, {self._unit.state.value}>"

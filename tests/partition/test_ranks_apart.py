@@ -1,0 +1,147 @@
+"""Ranks that use other units, or in another order, at stage 3, on every connection.
+
+A rank that skips a unit joins its gather later. Another order is an error on all ranks before a step, and the next
+right step gives the bits of stage 1."""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from shardopt import CommunicationError, ShardedSGD, ShardoptError
+from tests.partition.test_collective_wire import collectives
+from tests.support.comparing import snapshot
+from tests.support.modules import RATES, Block, W, data, poisoned, small
+from tests.support.ranks import Pool
+
+CONNECTIONS = ("memory", "messages", "collectives")
+
+
+class Drops(nn.Module):
+    """Blocks that run in an order that is given for each forward; some may be missing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.blocks, self.last = nn.Linear(W, W), nn.ModuleList(Block() for _ in range(4)), nn.Linear(W, W)
+
+    def forward(self, x: Tensor, order: Sequence[int]) -> Tensor:
+        x = self.first(x)
+        for number in order:
+            x = self.blocks[number](x)
+        return self.last(x)
+
+
+def connected(kind: str) -> AbstractContextManager[Any]:
+    return collectives() if kind == "collectives" else nullcontext()
+
+
+def made(stage: int, kind: str = "memory", **tuning: Any) -> tuple[Drops, ShardedSGD]:
+    torch.manual_seed(0)
+    model = Drops()
+    tuning = {"neighbours": kind == "memory", "live_bytes": None, "timeout": 10, **tuning}
+    # A group of its own: what ranks that went apart left in it meets nobody else.
+    return model, ShardedSGD(model, **RATES, stage=stage, process_group=dist.new_group(), tuning=small(**tuning))
+
+
+def trained(model: Drops, opt: ShardedSGD, orders: Sequence[Sequence[int]]) -> list[bytes]:
+    """One step for each order."""
+    for step, order in enumerate(orders):
+        opt.zero_grad()
+        model(data(step, 4, W), order).square().mean().backward()
+        opt.step()
+    return snapshot(model, opt)
+
+
+def dropping() -> list[tuple[int, ...]]:
+    """Every rank skips other blocks, in the first step too; rank 0 skips the same ones in the end."""
+    rank = dist.get_rank()
+    return [tuple(number for number in range(4) if (number + rank + step) % 3) for step in range(4)] + [(0, 1)]
+
+
+def drops_layers(kind: str) -> None:
+    expected = trained(*made(1), dropping())
+    with connected(kind), poisoned():
+        for live_bytes in (None, 0):
+            found = made(3, kind, live_bytes=live_bytes)
+            assert trained(*found, dropping()) == expected
+            assert str(found[1].engine.domain.gatherer.schedule).count("blocks.") > 4
+
+
+def test_a_rank_that_skips_a_unit_joins_its_gather(ranks: Pool) -> None:
+    for kind in CONNECTIONS:
+        ranks.run(drops_layers, kind, world=2)
+
+
+def goes_another_way(kind: str) -> None:
+    """Three steps in one order, one in which rank 1 goes another way, and three more."""
+    rank, usual = dist.get_rank(), [(0, 1, 2, 3)] * 3
+    same = made(1)
+    expected = [trained(*same, usual) for _ in range(2)]
+    with connected(kind):
+        model, opt = made(3, kind)
+        assert trained(model, opt, usual) == expected[0]
+        opt.zero_grad()
+        error: Exception | None = None
+        try:
+            model(data(9, 4, W), (0, 2, 1, 3) if rank else usual[0]).square().mean().backward()
+            opt.step()
+        except ShardoptError as raised:
+            error = raised
+        # Over messages a rank may wait for one that never sends; the group cannot be used again, as the error says.
+        is_late = kind == "messages" and isinstance(error, CommunicationError)
+        assert error is not None and ("order" in str(error) or is_late), error
+        if is_late:
+            return
+        opt.zero_grad()
+        assert snapshot(model, opt) == expected[0]
+        assert trained(model, opt, usual) == expected[1]
+
+
+def test_another_order_is_an_error_on_all_ranks(ranks: Pool) -> None:
+    for kind in ("memory", "messages"):  # test_collective_wire has the third
+        ranks.run(goes_another_way, kind, world=2)
+
+
+def all_go_another_way() -> None:
+    """A use that the schedule does not have is gathered on demand, and makes a new schedule."""
+    ways = [(0, 1, 2, 3)] * 2 + [(3, 1, 2, 0, 1)] * 3 + [(1, 0, 2)] * 2
+    expected = trained(*made(1), ways)
+    for kind in CONNECTIONS:
+        with connected(kind), poisoned():
+            model, opt = made(3, kind)
+            assert trained(model, opt, ways) == expected, kind
+            forward, backward = opt.engine.domain.gatherer.schedule.orders
+            assert forward[1:-1] == ("blocks.1", "blocks.0", "blocks.2") == backward[-2:0:-1], kind
+
+
+def test_all_ranks_may_change_the_order(ranks: Pool) -> None:
+    ranks.run(all_go_another_way, world=2)
+
+
+def one_rank_alone(timeout: float | None) -> None:
+    """Whoever waits is told for which unit, for whom, and what to do."""
+    model, opt = made(3, "messages", timeout=timeout)
+    trained(model, opt, [(0, 1)])
+    if dist.get_rank() == 0:
+        try:
+            with torch.no_grad():
+                model(data(0, 4, W), (0, 1))
+        except CommunicationError as error:
+            assert all(words in str(error) for words in ("gathering first", "rank 1", "optimizer.unsharded()")), error
+        else:
+            raise AssertionError("rank 0 went on alone")
+
+
+def by_the_default() -> None:
+    with patch("shardopt.partition.gatherer.PATIENCE", timedelta(seconds=2)):
+        one_rank_alone(None)
+
+
+def test_a_gather_that_a_rank_never_joins(ranks: Pool) -> None:
+    ranks.run(one_rank_alone, 2, world=2)
+    ranks.run(by_the_default, world=2)
