@@ -38,8 +38,8 @@ class Bucket:
         self._present = list(range(len(self.params)))  # indices of params that were not removed
         self.layout = layout
         first = params[0]
-        self._memory = Memory(layout.numel, first.dtype, first.device)
-        self.flat = self._memory.tensor  # 1D; padding stays zero
+        self.memory = Memory(layout.numel, first.dtype, first.device)
+        self.flat = self.memory.tensor  # 1D; padding stays zero
         self._shapes = tuple((param.size(), dense_strides(param)) for param in self.params)
         try:
             self._adopt_params(fresh, is_released)
@@ -62,25 +62,29 @@ class Bucket:
     @property
     def nbytes(self) -> int:
         """The bytes of the whole bucket, whether it is allocated or not."""
-        return self._memory.nbytes
+        return self.memory.nbytes
 
     @property
     def resident_bytes(self) -> int:
-        return self._memory.nbytes if self._memory.is_allocated else 0
+        return self.memory.nbytes if self.memory.is_allocated else 0
 
-    def drop(self) -> None:
-        """Frees the memory. Params, and what autograd saved of them, stay views of the same empty storage."""
+    def drop(self, keeps_pages: bool = False) -> None:
+        """Frees the memory. Params, and what autograd saved of them, stay views of the same empty storage.
+
+        Args:
+            keeps_pages: see :meth:`Memory.free`; ``memory`` is whose pages another bucket may take.
+        """
         self.hide()
-        self._memory.free()
+        self.memory.free(keeps_pages)
 
     def hide(self) -> None:
         """Makes reading a param an error."""
         for index in self._present:
             self.params[index].__class__ = self._classes[index][1]
 
-    def allocate(self) -> None:
-        """Allocates the memory again, perhaps at another address; it holds anything."""
-        self._memory.allocate()
+    def allocate(self, freed: Memory | None = None) -> None:
+        """Allocates the memory again, perhaps at another address; it holds anything. See :meth:`Memory.allocate`."""
+        self.memory.allocate(freed)
 
     def show(self) -> None:
         """Lets params be read again: their values are whole."""
@@ -108,8 +112,8 @@ class Bucket:
 
     def move_params_out(self) -> None:
         """Moves the params to new memory, without their values. Other views keep the old memory."""
-        self._memory = Memory(self.layout.numel, self.dtype, self.device)
-        self.flat = self._memory.tensor
+        self.memory = Memory(self.layout.numel, self.dtype, self.device)
+        self.flat = self.memory.tensor
         with torch.no_grad():
             for index in self._present:
                 self.params[index].data = self.view(self.flat, index, self.params[index])
@@ -145,9 +149,9 @@ class Bucket:
 
     def release(self) -> None:
         """Gives every param a storage of its own again; params of a freed bucket have no values and keep none."""
-        if not self._memory.is_allocated:
+        if not self.memory.is_allocated:
             self.show()
         with torch.no_grad():
             for index, param in enumerate(self.params):
-                if index in self._present and self.holds(index) and self._memory.is_allocated:
+                if index in self._present and self.holds(index) and self.memory.is_allocated:
                     param.data = param.detach().clone(memory_format=torch.preserve_format)

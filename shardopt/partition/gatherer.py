@@ -23,6 +23,7 @@ from ..errors import CommunicationError, DisagreementError
 from .bucket import Bucket
 from .comm.all_gather import AllGather, Window
 from .comm.transport import Transport, barrier
+from .memory import Memory
 from .schedule import (
     Budget,
     Schedule,
@@ -192,6 +193,7 @@ class Gatherer:
         self._pass: Pass | None = None
         self._passes: list[Order] = []  # of this step
         self._departures: list[Order] = []  # those that contradict the schedule
+        self._freed: list[Memory] = []  # by this use; the next gather takes their pages
         self._has_new = False  # this step used a unit that the schedule does not have
         self._refused = False  # the step refused the departures
         self._was_written = False  # True if slices were written since the last barrier
@@ -229,6 +231,7 @@ class Gatherer:
         """
         self._follow(unit)
         self.need(unit)
+        self._give_pages_back()
 
     def need(self, unit: Unit) -> None:
         """Gathers a unit, in no order that ranks compare; else like ``use``."""
@@ -264,6 +267,7 @@ class Gatherer:
             return
         if not reshard:
             self._follow(unit)  # a use that ends after those of other units is another use: the schedule holds the unit
+            self._give_pages_back()
         if reshard:
             self._reshard(unit)
         else:
@@ -310,7 +314,7 @@ class Gatherer:
         gathering = self._transport.all_gather(f"gathering {unit.name or 'the params of the model itself'}", PATIENCE)
         try:
             for each in unit.buckets:
-                each.bucket.allocate()
+                each.bucket.allocate(self._pages_for(each.bucket))
                 each.slice.read(each.bucket.shard(self._transport.ranks.rank))
         except BaseException:  # the slice is read from a disk
             for each in unit.buckets:
@@ -341,21 +345,33 @@ class Gatherer:
             raise
         unit.gathering, unit.state = None, UnitState.UNSHARDED
 
-    def _reshard(self, unit: Unit) -> None:
+    def _pages_for(self, bucket: Bucket) -> Memory | None:
+        """Takes what was freed for this use, if possible of the bucket's size: layers are alike."""
+        alike = next((at for at, each in enumerate(self._freed) if each.nbytes == bucket.nbytes), 0)
+        return self._freed.pop(alike) if self._freed else None
+
+    def _give_pages_back(self) -> None:
+        for each in self._freed:
+            each.give_pages_back()
+        self._freed.clear()
+
+    def _reshard(self, unit: Unit, keeps_pages: bool = False) -> None:
         self._wait(unit)  # other ranks, or the backend, may write to the memory until then
         if unit.state is UnitState.SHARDED:
             return
         unit.state = UnitState.SHARDED
         self._gathered.pop(unit)
         for each in unit.buckets:
-            each.bucket.drop()
+            each.bucket.drop(keeps_pages)
+            if keeps_pages:
+                self._freed.append(each.bucket.memory)
 
-    def _reshard_all_but(self, names: Iterable[str]) -> None:
+    def _reshard_all_but(self, names: Iterable[str], keeps_pages: bool = False) -> None:
         """Reshards the units that nobody uses, but for those of these names."""
         stays = frozenset(names)
         for unit in list(self._gathered):
             if unit.may_go and unit.name not in stays:
-                self._reshard(unit)
+                self._reshard(unit, keeps_pages)
 
     def _reshard_over_budget(self, more: Unit | None, spared: Callable[[Unit], bool]) -> None:
         """Reshards units that nobody uses, the least recently used first, until ``more`` fits into the budget."""
@@ -364,7 +380,7 @@ class Gatherer:
             if self.budget.allows(len(here), sum(each.nbytes for each in here)):
                 return
             if unit.may_go and unit is not more and not spared(unit):
-                self._reshard(unit)
+                self._reshard(unit, keeps_pages=more is not None)
 
     # -- passes ----------------------------------------------------------------------------------------------------
 
@@ -438,7 +454,7 @@ class Gatherer:
 
     def _run(self, now: Pass, use: Use) -> None:
         """Issues the gathers of a use, and reshards what it does not list."""
-        self._reshard_all_but((*use.here, *now.joined))
+        self._reshard_all_but((*use.here, *now.joined), keeps_pages=True)
         for name in (use.unit, *use.ahead):
             self._ask(self.units[name])
 

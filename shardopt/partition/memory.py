@@ -1,7 +1,7 @@
 """Memory for flat buffers: in huge pages on a CPU; it can be freed and allocated again in place.
 
 Stage 3 frees and allocates whole buckets all the time, so the first touch of new pages must be cheap: see
-``offload/huge_pages.py``.
+``huge_pages.py``. Cheaper still are the pages of the bucket that was freed just before: they move, and are not zeroed.
 """
 
 import ctypes
@@ -9,7 +9,7 @@ import mmap
 
 import torch
 
-from ..huge_pages import CAN_ADVISE, map_huge_pages
+from ..huge_pages import CAN_ADVISE, map_huge_pages, move_pages
 
 # From this size on, in bytes, memory has a mapping of its own. In the allocator's heap, long-lived memory would lie
 # between gradients that come and go, and the holes that gradients leave could not go back to the system.
@@ -44,16 +44,34 @@ class Memory:
         # The tensor keeps the mapping alive.
         self.tensor = torch.frombuffer(self._mapping, dtype=dtype, count=numel, offset=start)
 
-    def free(self) -> None:
-        """Frees the memory and loses the values. The owner must keep others from reading it: they would find zeros."""
+    def free(self, keeps_pages: bool = False) -> None:
+        """Frees the memory and loses the values. The owner must keep others from reading it: they would find zeros.
+
+        Args:
+            keeps_pages: the pages stay until ``give_pages_back``, or until another memory takes them.
+        """
         self.is_allocated = False
         if self._mapping is not None:
-            self._mapping.madvise(mmap.MADV_DONTNEED)
+            if not keeps_pages:
+                self.give_pages_back()
         elif self.tensor.untyped_storage().resizable():  # not resizable once a view was given to NumPy: it stays
             self.tensor.untyped_storage().resize_(0)
 
-    def allocate(self) -> None:
-        """Allocates the memory again; it holds anything."""
+    def give_pages_back(self) -> None:
+        """Gives the pages to the system, unless the memory is allocated."""
+        if self._mapping is not None and not self.is_allocated:
+            self._mapping.madvise(mmap.MADV_DONTNEED)
+
+    def allocate(self, freed: "Memory | None" = None) -> None:
+        """Allocates the memory again; it holds anything.
+
+        Args:
+            freed: memory whose pages were kept. They are taken over, so that the system need not zero others.
+        """
         self.is_allocated = True
+        if freed is not None and freed is not self and self._mapping is not None and freed._mapping is not None:
+            nbytes = min(self.nbytes, freed.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+            move_pages(freed.tensor.data_ptr(), self.tensor.data_ptr(), nbytes)
+            freed.give_pages_back()  # what did not fit
         if self._mapping is None and self.tensor.untyped_storage().resizable():
             self.tensor.untyped_storage().resize_(self.nbytes)

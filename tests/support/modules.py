@@ -333,11 +333,11 @@ def train_step(model: nn.Module, opt: ShardedOptimizer, step: int) -> None:
 def poisoned() -> Iterator[None]:
     """Memory that was given back stays, full of NaN."""
 
-    def free(memory: Memory) -> None:
+    def free(memory: Memory, keeps_pages: bool = False) -> None:
         memory.is_allocated = False
         memory.tensor.data.fill_(math.nan)
 
-    def allocate(memory: Memory) -> None:
+    def allocate(memory: Memory, freed: Memory | None = None) -> None:
         memory.is_allocated = True
         memory.tensor.data.fill_(math.nan)
 

@@ -1,0 +1,45 @@
+"""Memory of buckets that is freed and allocated again: the pages of what was freed serve what is gathered next."""
+
+import pytest
+import torch
+
+from shardopt.huge_pages import HUGE_PAGE
+from shardopt.partition.memory import Memory
+
+NBYTES = 2 * HUGE_PAGE + 3 * 4096 + 100
+
+
+def filled(nbytes: int, value: int) -> Memory:
+    memory = Memory(nbytes, torch.uint8, torch.device("cpu"))
+    memory.tensor.fill_(value)
+    return memory
+
+
+@pytest.mark.parametrize(("before", "after"), [(NBYTES, NBYTES), (NBYTES, HUGE_PAGE), (HUGE_PAGE, NBYTES)])
+def test_pages_move_to_what_is_allocated_next(before: int, after: int) -> None:
+    """They hold what they held, which shows that the system did not zero others; what does not fit is given back."""
+    one, other, bystander = filled(before, 7), filled(after, 9), filled(NBYTES, 5)
+    views = one.tensor[10:], other.tensor[10:]
+    other.free()
+    one.free(keeps_pages=True)
+    assert one.tensor[0] == 7 and not other.tensor.any()
+    other.allocate(one)
+    moved = min(before, after) // 4096 * 4096
+    assert (other.tensor[:moved] == 7).all() and not other.tensor[moved:].any()
+    assert not one.tensor.any()
+    one.allocate()
+    for memory, view, value in ((one, views[0], 1), (other, views[1], 2)):
+        memory.tensor.fill_(value)
+        assert (view == value).all()
+    assert (one.tensor == 1).all() and (other.tensor == 2).all() and (bystander.tensor == 5).all()
+
+
+def test_pages_that_nobody_takes_go_back() -> None:
+    one = filled(NBYTES, 7)
+    one.free(keeps_pages=True)
+    one.give_pages_back()
+    assert not one.tensor.any()
+    one.allocate(one)
+    one.tensor.fill_(3)
+    one.give_pages_back()  # not while it is allocated
+    assert (one.tensor == 3).all()
