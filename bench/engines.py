@@ -30,6 +30,7 @@ class Engine:
     zero_grad: Callable[[], Any]
     backward: Callable[[Tensor], Any] = _backward
     memory: Callable[[], dict[str, dict[str, int]]] | None = None  # shardopt's account of itself
+    moved: Callable[[], int] | None = None  # bytes that this rank received so far
 
 
 Make = Callable[[GPT, Settings], Engine]
@@ -89,7 +90,13 @@ def make_handed_over(stage: int, wrapped: bool, **keywords: Any) -> Make:
     def make(model: GPT, settings: Settings) -> Engine:
         module = _ddp(model) if wrapped else model
         optimizer = shardopt.ShardedAdamW(module, lr=LR, stage=stage, **keywords)
-        return Engine(module, optimizer.step, optimizer.zero_grad, memory=optimizer.memory)
+
+        def moved() -> int:
+            assert optimizer.engine.domain is not None
+            traffic = optimizer.engine.domain.transport.traffic
+            return traffic.params + traffic.gradients
+
+        return Engine(module, optimizer.step, optimizer.zero_grad, memory=optimizer.memory, moved=moved)
 
     return make
 
@@ -158,6 +165,12 @@ ENGINES = {
     "module-1": Offer("shardopt stage 1, DDP module handed over", make_handed_over(1, wrapped=True), stage=1),
     "module-2": Offer("shardopt stage 2, DDP module handed over", make_handed_over(2, wrapped=True), stage=2),
     "module-3": Offer("shardopt stage 3, plain module handed over", make_handed_over(3, wrapped=False), stage=3),
+    "module-3-messages": Offer(
+        "shardopt stage 3, by messages",
+        make_handed_over(3, wrapped=False, tuning=shardopt.Tuning(neighbours=False)),
+        stage=3,
+        is_extra=True,
+    ),
     "small": Offer(
         "shardopt stage 1, split24 masters, int8 states",
         make_handed_over(1, wrapped=False, **SMALL),

@@ -82,6 +82,7 @@ class Rank:
         for _ in range(2):
             self.take_turn()
         self.first_peak = self.memory.peak()
+        self.first_steps, self.moved_first = len(self.losses), self._moved()
         self.memory.restart_peak()
 
     def _engine(self, small: bool) -> Engine:
@@ -135,6 +136,9 @@ class Rank:
         self.engine.zero_grad()  # others take their turn now, and need the memory
         return {"step": step, "update": update / self.settings.burst}
 
+    def _moved(self) -> int:
+        return 0 if self.engine.moved is None else self.engine.moved()
+
     def _mean_over_ranks(self, loss: Tensor) -> float:
         total = loss.float().clone()
         dist.all_reduce(total)
@@ -146,6 +150,7 @@ class Rank:
             "first peak": self.first_peak,
             "peak": self.memory.peak(),
             "memory": self.engine.memory() if self.engine.memory else None,
+            "moved": (self._moved() - self.moved_first) / max(1, len(self.losses) - self.first_steps) or None,
         }
 
 

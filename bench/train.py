@@ -13,6 +13,7 @@ turn. So a ratio compares steps that were taken within seconds of each other, an
 * `peak`: the most bytes that a rank's process held while stepping, above what it held before the model was built (all
   libraries loaded, kernels compiled, one step of a small model taken), for each param of the model: weights,
   gradients, buckets, states, activations. `at first`: the same, from the building of the model through its first steps.
+* `units moved`: the bytes that a rank receives in a step, counted, in units of (N-1)/N of all params.
 * bf16: params and gradients in bf16. Engines marked `no masters` update bf16 weights with bf16 states, which loses
   small updates; those of shardopt and DeepSpeed keep fp32 masters and states.
 """
@@ -133,6 +134,13 @@ def states_against_formula(team: Team, settings: Settings, numel: int) -> dict[s
     return {**kinds, "masters and states": measured, "formula": formula, "padding": measured / formula - 1}
 
 
+def units_moved(team: Team, settings: Settings, numel: int) -> float | None:
+    """What a rank receives in a step, as it counts it, in units of all params but its own share."""
+    unit = numel * DTYPES[settings.dtype].itemsize * (settings.ranks - 1) / settings.ranks
+    moved = largest(team.reports, "moved", 1)
+    return moved / unit if moved and unit else None
+
+
 def padding_at(ranks: int, model: GPT) -> float:
     """Part by which the states of a stage-1 run on so many ranks exceed an equal share; integers alone tell."""
     numels = [param.numel() for param in reversed(list(model.parameters()))]
@@ -156,6 +164,7 @@ def summarise(team: Team, baseline: Team, settings: Settings, numel: int) -> dic
         "peak bytes a param": largest(team.reports, "peak", numel),
         "peak bytes a param at first": largest(team.reports, "first peak", numel),
         "states": states_against_formula(team, settings, numel),
+        "units a step": units_moved(team, settings, numel),
         "first loss": losses[0],
         "last loss": losses[-1],
         "largest loss difference to DDP": max(abs(a - b) / abs(b) for a, b in zip(losses, right, strict=True)),
@@ -182,6 +191,7 @@ def table_row(row: dict[str, Any]) -> list[str]:
         f"{row['optimizer s'].median * 1e3:.3g}",
         number(row["peak bytes a param"]),
         number(row["peak bytes a param at first"]),
+        "" if row["units a step"] is None else f"{row['units a step']:.2f}",
         f"{states['masters and states']:.3f} ({states['formula']:.3g})" if states else "",
         f"{row['last loss']:.4f}",
     ]
@@ -209,6 +219,7 @@ def main() -> None:
         "optimizer ms",
         "peak B/param",
         "at first",
+        "units moved",
         "states B/param (formula)",
         "loss",
     )
