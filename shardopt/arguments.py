@@ -1,7 +1,7 @@
 """Reads what users give: one place says what counts as a number, a flag, a word, a path, and what the error is.
 
 A number is an int or float, a NumPy scalar or a tensor of one element: config files, sweeps and schedulers hand over
-any of them. A bool is no number, NaN is never one, and text is never read as either. What comes back is Python's own
+any of them. A bool is not a number, NaN is never one, and text is never read as either. What comes back is Python's own
 type, so that ranks compare it and files hold it.
 """
 
@@ -133,7 +133,7 @@ def mapping(value: object, what: str, example: str) -> dict[Any, Any]:
     """A dict of what is given; empty for None.
 
     Raises:
-        TypeError: it is no mapping.
+        TypeError: it is not a mapping.
     """
     if value is not None and not isinstance(value, Mapping):
         raise TypeError(f"{what} takes a dict, as {example}, or None, found {_shown(value)}.")
@@ -144,7 +144,7 @@ def by_name(value: object, what: str) -> Mapping[str, Any]:
     """Values by name, as ``state_dict()`` has them; none is read here, so that a file may be behind them.
 
     Raises:
-        TypeError: it is no mapping, or a key is no text.
+        TypeError: it is not a mapping, or a key is not text.
     """
     if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
         raise TypeError(f"{what} takes tensors by name, as module.state_dict() has them, found {_shown(value)}.")

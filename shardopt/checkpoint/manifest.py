@@ -73,4 +73,4 @@ def from_bytes(data: bytes, where: str) -> Manifest:
 
 
 def _no_constant(text: str) -> None:
-    raise ValueError(f"{text} is no number that shardopt writes")
+    raise ValueError(f"{text} is not a number that shardopt writes")

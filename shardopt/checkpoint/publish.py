@@ -161,8 +161,8 @@ def find(directory: Path) -> Path:
         return directory
     if not files.is_directory(directory):
         raise CheckpointError(
-            f"{directory} is no directory: there is no checkpoint to load. Give the directory that save_checkpoint() "
-            "was given, on a file system that every rank sees."
+            "give the directory that save_checkpoint() was given, on a file system that every rank sees: "
+            f"{directory} is not a directory, so there is no checkpoint to load."
         )
     there = published(directory)
     if not files.is_file(directory / LATEST):

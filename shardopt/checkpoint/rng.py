@@ -23,7 +23,7 @@ def check(saved: Mapping[str, torch.Tensor], device: torch.device) -> None:
     """Sets new generators to what was saved, to prove that it can be done.
 
     Raises:
-        CheckpointError: they are no states of generators.
+        CheckpointError: they are not states of generators.
     """
     kind = ""
     try:

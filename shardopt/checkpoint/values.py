@@ -47,7 +47,7 @@ def _encode(value: Any, keep: Keep, where: str, level: int) -> Any:
         return {"$dict": items_by_key} if any(key.startswith("$") for key in value) else items_by_key
     raise CheckpointError(
         f"convert {where} first (float(x), x.tolist(), dataclasses.asdict(x)): it is a {type(value).__name__}"
-        f"{' with keys that are no strings' if isinstance(value, dict) else ''}; a checkpoint holds tensors, numbers, "
+        f"{' with keys that are not strings' if isinstance(value, dict) else ''}; a checkpoint holds tensors, numbers, "
         "strings, None, lists, tuples and dicts with string keys. Nothing was saved."
     )
 

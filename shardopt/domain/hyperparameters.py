@@ -36,7 +36,7 @@ def _plain(value: Any) -> Any:
 
 
 def check_numbers(numbers: Sequence[Mapping[str, Any]], defaults: Mapping[str, Any]) -> None:
-    """Raises TypeError if a hyper-parameter of a group is no number."""
+    """Raises TypeError if a hyper-parameter of a group is not a number."""
     for index, group in enumerate(numbers):
         missing = [key for key in defaults if key not in group]
         if missing:

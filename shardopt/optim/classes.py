@@ -104,7 +104,7 @@ def _checked(parameter: inspect.Parameter, value: Any) -> Any:
     """The value, in Python's own type where it is NumPy's; its range is for torch to judge.
 
     Raises:
-        TypeError: it is no number, flag or tuple of numbers, as the parameter's default is.
+        TypeError: it is not a number, flag or tuple of numbers, as the parameter's default is.
     """
     default, name = parameter.default, parameter.name
     if default is None or isinstance(default, bool):

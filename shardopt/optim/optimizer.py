@@ -141,7 +141,7 @@ class ShardedOptimizer(torch.optim.Optimizer, JoinableOptimizer):
         Raises:
             ValueError: a param is in another group, or a hyper-parameter is out of range.
             ShardoptError: the group asks for ``capturable``, ``differentiable`` or a process group beside a module.
-            TypeError: a param is complex, or a hyper-parameter is no number.
+            TypeError: a param is complex, or a hyper-parameter is not a number.
         """
         check_given(param_group, self.defaults, self.options, type(self).__name__)
         super().add_param_group(param_group)
@@ -189,7 +189,7 @@ class ShardedOptimizer(torch.optim.Optimizer, JoinableOptimizer):
         """Mapping from param to its state in torch's form; empty before the first step, except where torch's is not.
 
         Tensors are views of the shard on one rank, else parts. ``state[param] = {...}`` loads one param's state; every
-        rank must do it. Everything else is read-only. Keys that are no tensors are the user's own, as in torch.
+        rank must do it. Everything else is read-only. Keys that are not tensors are the user's own, as in torch.
         """
         return self.engine.view()
 

@@ -65,7 +65,7 @@ def check_given(group: Any, defaults: Mapping[str, Any], options: Options, name:
         name: of the optimizer's class.
 
     Raises:
-        TypeError: it is no param group.
+        TypeError: it is not a param group.
         ShardoptError: it asks for what a fused, host-steered update cannot do.
     """
     if not isinstance(group, dict) or "params" not in group:
@@ -92,7 +92,7 @@ def check_added(
         check_arguments: of a class with torch's arguments: checks and returns those that it knows.
 
     Raises:
-        TypeError: a param is complex, or a hyper-parameter is no number.
+        TypeError: a param is complex, or a hyper-parameter is not a number.
         ValueError: a hyper-parameter is out of its range, or makes a scalar of the update Inf or NaN.
     """
     check_group(rule, group, check_arguments)
@@ -130,7 +130,7 @@ def copied(state_dict: object) -> dict[str, Any]:
     """A shallow copy, for hooks to change.
 
     Raises:
-        TypeError: it is no state dict.
+        TypeError: it is not a state dict.
     """
     if not isinstance(state_dict, dict) or not {"state", "param_groups"} <= state_dict.keys():
         raise TypeError(

@@ -148,7 +148,7 @@ class Rule:
                 f"{error} to compute its update, and the function returned {sorted(values)}."
             ) from None
         except (ArithmeticError, TypeError, ValueError) as error:
-            raise self._refuse_scalars(group, step, f"are no numbers ({error})") from error
+            raise self._refuse_scalars(group, step, f"are not numbers ({error})") from error
         for name, value in zip((*variant.scalars, *carries), (*scalars, *carries.values()), strict=True):
             if not abs(value) < _ROUNDS_TO_INF:
                 raise self._refuse_scalars(group, step, f"hold {name}={value:g}, no finite fp32 number")

@@ -19,7 +19,7 @@ def consolidate(domain: Domain, to: object, groups: Sequence[Group]) -> dict[tor
     """Collective: returns every bound param's state as whole tensors in host memory on the rank ``to``, None elsewhere.
 
     Raises:
-        TypeError or ValueError: ``to`` is no rank; DisagreementError on the ranks that were given another one.
+        TypeError or ValueError: ``to`` is not a rank; DisagreementError on the ranks that were given another one.
     """
     world = domain.mesh.world
     names = [list(dict.fromkeys((*shard.states, *shard.masters))) for shard in domain.shards]
@@ -35,7 +35,7 @@ def rank_to_gather_on(to: object, size: int) -> int:
     """Returns ``to`` as the number of one of ``size`` ranks.
 
     Raises:
-        TypeError: it is no number.
+        TypeError: it is not a number.
         ValueError: no rank has it.
     """
     what = f"consolidate_state_dict(to=) is the rank to gather on, there are {size} ranks: to"

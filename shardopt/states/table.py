@@ -32,7 +32,7 @@ class StateTable:
         domains_of_model: None before the first step.
         waiting: states that were loaded, until their params are bound.
         consolidated: the states of all params, from ``consolidate_state_dict()`` to the next step.
-        own: what the user keeps beside them, by keys that are no tensors.
+        own: what the user keeps beside them, by keys that are not tensors.
         places: finds the group of a param.
     """
 
@@ -165,7 +165,7 @@ def _is_param(key: object) -> TypeGuard[torch.nn.Parameter]:
 class StateView(Mapping[Any, Any]):
     """A mapping from params to states. A param without a state shows an empty one, and iteration omits it.
 
-    Keys that are no tensors are the user's own: their values go with ``state_dict()``, as in torch.
+    Keys that are not tensors are the user's own: their values go with ``state_dict()``, as in torch.
     """
 
     def __init__(self, engine: Viewed):

@@ -32,7 +32,7 @@ def parse_count(text: str) -> int:
     """Returns a count: ``7B``, ``7e9`` and ``7000M`` are seven billion.
 
     Raises:
-        ValueError: it is no number, not finite, or negative.
+        ValueError: it is not a number, not finite, or negative.
     """
     plain = text.strip()
     factor = _COUNTS.get(plain[-1:].upper(), 1)

@@ -119,7 +119,7 @@ def verify(
 
     Raises:
         TypeError: an argument is of another type.
-        ValueError: no batch, stage, way or step; a tolerance that is no number from 0 on; a ``build`` whose models
+        ValueError: no batch, stage, way or step; a tolerance that is not a number from 0 on; a ``build`` whose models
             differ; no torch class of that name.
     """
     steps, tolerance = whole(steps, "steps", least=1), number(tolerance, "tolerance", least=0)
@@ -188,7 +188,7 @@ def _built(build: Callable[[], nn.Module], before: nn.Module | None = None, star
     """Returns a new module with the values that the first one had.
 
     Raises:
-        TypeError: it is no module.
+        TypeError: it is not a module.
         ValueError: it was made before, or has other values: the difference would be taken for one of training.
     """
     module = build()

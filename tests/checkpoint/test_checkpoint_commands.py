@@ -126,4 +126,4 @@ def test_verify_names_what_is_damaged(tmp_path: Path, capsys: pytest.CaptureFixt
     told = capsys.readouterr().out
     assert "rank-00000.safetensors" in told and "elements [" in told and second.name in told
     assert main(["verify", str(tmp_path / "nothing")]) == 1
-    assert "no directory" in capsys.readouterr().err
+    assert "not a directory" in capsys.readouterr().err

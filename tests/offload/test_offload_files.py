@@ -64,7 +64,7 @@ def test_a_directory_that_was_made_is_told(tmp_path: Path, caplog: pytest.LogCap
     caplog.clear()
     trained(tmp_path / "swpa").close()
     assert not caplog.messages
-    with pytest.raises(OffloadError, match="is no directory that can be used"):
+    with pytest.raises(OffloadError, match="is not a directory that can be used"):
         trained(tmp_path / "no" / "parent")
 
 

@@ -43,7 +43,7 @@ def _item(folder: Path, places: _Places, name: str, offset: tuple[int, ...] | No
         raise CheckpointError(f"save it without compression: {folder} has {name!r} compressed.")
     path = folder / place.relative_path
     if path.resolve().parent != folder.resolve() or not path.is_file():
-        raise CheckpointError(f"{path}, where {name!r} should be, is no file of this folder. Nothing was imported.")
+        raise CheckpointError(f"{path}, where {name!r} should be, is not a file of this folder. Nothing was imported.")
     return read_item(path, int(place.offset), int(place.length))
 
 
@@ -113,7 +113,7 @@ def _nested(folder: Path, index: Any) -> Any:
 
 
 def _is_wanted(path: tuple[Any, ...]) -> bool:
-    """True for groups of optimizers. Other items that are no tensors, as a data loader's state, may be of any class."""
+    """True for groups of optimizers. What else is not a tensor, as a data loader's state, may be of any class."""
     return any(str(key).partition(".")[0] in ("param_groups", "state") for key in path)
 
 

@@ -95,10 +95,10 @@ def read_file(path: Path) -> Any:
         CheckpointError: it is damaged, or names classes that are neither torch's own nor known.
     """
     if not path.is_file():
-        raise CheckpointError(f"give the files that were saved: {path} is no file. Nothing was imported.")
+        raise CheckpointError(f"give the files that were saved: {path} is not a file. Nothing was imported.")
     if not zipfile.is_zipfile(path):
         raise CheckpointError(
-            f"save it again, or give another file: {path} is no file that torch.save() wrote whole (or it is older "
+            f"save it again, or give another file: {path} is not a file that torch.save() wrote whole (or it is older "
             "than torch 1.6). Nothing was imported."
         )
     return _restricted(path, str(path), mmap=True)

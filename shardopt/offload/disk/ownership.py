@@ -41,7 +41,7 @@ class OwnedFile:
         """Makes folder and file under ``root``, and removes what dead runs left there.
 
         Raises:
-            OffloadError: ``root`` is no directory that only this user and root can change, or nothing can be made
+            OffloadError: ``root`` is not a directory that only this user and root can change, or nothing can be made
                 there.
         """
         held = _open_root(root)
@@ -101,7 +101,7 @@ def _open_root(root: Path) -> int:
     except OSError as error:
         raise OffloadError(
             "give offload= a directory that exists, on a disk with room for two copies of the states: "
-            f"offload={str(root)!r} is no directory that can be used: {error.strerror}."
+            f"offload={str(root)!r} is not a directory that can be used: {error.strerror}."
         ) from error
     status = os.fstat(held)
     is_safe = not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) or status.st_mode & stat.S_ISVTX
