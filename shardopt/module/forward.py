@@ -17,8 +17,8 @@ its base.
 A param may be read outside of a call of its own unit: by the forward of a module around it, as in ``F.linear(h,
 self.embed.weight)``, or by another method. The guard sees that a resharded param is read, and asks
 :meth:`Forward.read`. A call that runs then needs the unit as well, from there to its end and in its backward: whatever
-it made of the param, views included, finds the values. Without a call that runs, the unit stays until the backward ends
-or the next step.
+it made of the param, views included, finds the values. Without a call that runs, the unit stays until the next step: no
+hook tells in which backward the param is needed, and there may be several.
 """
 
 import sys
@@ -203,7 +203,9 @@ class Forward:
             self._using[unit] += 1
         elif is_read and self._is_in_a_method():
             self._gatherer.use(unit)
-            self._gatherer.keep_shown(unit)
+            # No hook tells when a backward comes to what was made of the param; there may be several. Without autograd
+            # too: the next read, which autograd saves, finds the param shown and is not noticed.
+            self._gatherer.keep_shown(unit, outlives_backward=True)
         else:
             return False
         return True

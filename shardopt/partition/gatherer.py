@@ -111,6 +111,7 @@ class Unit:
         is_spread: True if modules use it early and late in a pass. Without a schedule it stays between them.
         users: calls that run now and need it.
         stays_shown: True if its params may be read without a call, until a backward or the next step.
+        outlives_backward: True if a backward does not end that: nobody tells which graphs saved its params.
         is_pinned: True if it stays gathered that long.
         gathering: the all-gather that was started and not waited for.
     """
@@ -122,6 +123,7 @@ class Unit:
     state: UnitState = UnitState.SHARDED
     users: int = 0
     stays_shown: bool = False
+    outlives_backward: bool = False
     is_pinned: bool = False
     gathering: AllGather | None = None
 
@@ -275,15 +277,18 @@ class Gatherer:
             for each in unit.buckets:
                 each.bucket.hide()
 
-    def keep_shown(self, unit: Unit) -> None:
-        """Ends a use, but lets params be read until ``hide_all`` or the next step."""
+    def keep_shown(self, unit: Unit, outlives_backward: bool = False) -> None:
+        """Ends a use, but lets params be read until ``hide_all`` or the next step, or until the next step only."""
         unit.stays_shown = True
+        unit.outlives_backward |= outlives_backward
         unit.users -= 1
 
     def hide_all(self) -> None:
-        """Reshards what ``keep_shown`` has kept."""
+        """Reshards what ``keep_shown`` has kept, but for units that outlive a backward."""
         for unit in list(self._gathered):
-            if unit.stays_shown or unit.is_pinned:
+            if unit.outlives_backward:
+                unit.is_pinned = False
+            elif unit.stays_shown or unit.is_pinned:
                 self.reshard(unit)
 
     def unshard(self, unit: Unit) -> None:
@@ -294,7 +299,7 @@ class Gatherer:
 
     def reshard(self, unit: Unit) -> None:
         """Reshards a unit that no call uses; one that is used is resharded as if it had not been unsharded before."""
-        unit.stays_shown = unit.is_pinned = False
+        unit.stays_shown = unit.outlives_backward = unit.is_pinned = False
         if not unit.users:
             self._reshard(unit)
 
@@ -577,7 +582,7 @@ class Gatherer:
         """Reshards all units: their slices are about to change, or the pass was given up."""
         self._pass, self._passes, self._departures = None, [], []
         for unit in list(self._gathered):
-            unit.users, unit.stays_shown, unit.is_pinned = 0, False, False
+            unit.users, unit.stays_shown, unit.outlives_backward, unit.is_pinned = 0, False, False, False
             self._reshard(unit)
 
     @property

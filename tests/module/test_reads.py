@@ -217,6 +217,41 @@ def test_other_methods_train_as_at_stage_1(ranks: Pool) -> None:
     ranks.run(all_train, ["by_function"], "encode", world=2)
 
 
+def several_backwards(stage: int, **tuning: Any) -> list[bytes]:
+    """What a method read is needed by a second backward, of the same graph or another, after a first one ended."""
+    torch.manual_seed(0)
+    model = Model(by_function)
+    opt = ShardedSGD(model, **RATES, stage=stage, tuning=small(timeout=60, **tuning))
+    opt.bind()
+    seen = []
+    for step in range(3):
+        opt.zero_grad()
+        inputs = [data(10 * step + batch, 4, 3, W).requires_grad_() for batch in range(2)]
+        if step:  # a read without autograd comes first
+            with torch.no_grad():
+                model.encode(inputs[0])
+        losses = [model.encode(each).square().mean() for each in inputs]
+        losses[0].backward(retain_graph=True)
+        model(inputs[1]).square().mean().backward()
+        for loss in losses:
+            loss.backward()
+        opt.step()
+        assert stage == 1 or nothing_left(opt.engine.domain.sharded.units)
+        seen += [raw(each.grad) for each in inputs]
+    return [*seen, *snapshot(model, opt)]
+
+
+def methods_and_several_backwards() -> None:
+    expected = several_backwards(1)
+    for tuning in WAYS:
+        with poisoned():
+            assert several_backwards(3, **tuning) == expected
+
+
+def test_a_method_reads_for_several_backwards(ranks: Pool) -> None:
+    ranks.run(methods_and_several_backwards, world=2)
+
+
 def outside() -> None:
     """What a script reads on its own account is refused, with the call to make: other ranks may not be there."""
     model = Model(by_function)
