@@ -103,6 +103,8 @@ class Bucket:
 
     def lends_memory_to(self, tensor: torch.Tensor) -> bool:
         """True if the tensor is a param of this bucket, or a view of one."""
+        if torch._C._functorch.is_functorch_wrapped_tensor(tensor):  # inside of vmap() or grad(): it has no storage
+            return False
         return bool(tensor.untyped_storage()._cdata == self.flat.untyped_storage()._cdata)
 
     @property

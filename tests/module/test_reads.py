@@ -252,6 +252,10 @@ def test_a_method_reads_for_several_backwards(ranks: Pool) -> None:
     ranks.run(methods_and_several_backwards, world=2)
 
 
+def close(one: Tensor, other: Tensor | None) -> bool:
+    return other is not None and torch.allclose(one, other, atol=1e-5)
+
+
 def outside() -> None:
     """What a script reads on its own account is refused, with the call to make: other ranks may not be there."""
     model = Model(by_function)
@@ -260,8 +264,15 @@ def outside() -> None:
     for read in (lambda: model.lm_head.weight.sum(), lambda: F.linear(data(0, 2, W), model.first.weight)):
         with raises(ReleasedError, "unsharded()"):
             read()
+    x = data(0, 2, W)
     with opt.unsharded():
         assert model.lm_head.weight.sum().isfinite()
+        (found,) = torch.func.vjp(model, x)[1](torch.ones(2, 2 * W))
+        with torch.no_grad():
+            assert close(torch.vmap(model)(x), model(x))
+    x.requires_grad_()
+    model(x).sum().backward()
+    assert close(found, x.grad)
 
 
 def test_outside_of_the_model(ranks: Pool) -> None:
