@@ -205,7 +205,7 @@ class Forward:
             self._gatherer.use(unit)
             # No hook tells when a backward comes to what was made of the param; there may be several. Without autograd
             # too: the next read, which autograd saves, finds the param shown and is not noticed.
-            self._gatherer.keep_shown(unit, outlives_backward=True)
+            self._gatherer.keep_shown(unit)
         else:
             return False
         return True
@@ -251,7 +251,6 @@ class Forward:
         for unit, calls in self._using.items():
             for _ in range(calls):
                 self._gatherer.done(unit, reshard=True)
-        self._gatherer.hide_all()
         self._using.clear()
         self.backwards += 1
 

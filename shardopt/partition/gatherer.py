@@ -110,8 +110,7 @@ class Unit:
         name, number: of the unit in the model, see :mod:`shardopt.domain.units`.
         is_spread: True if modules use it early and late in a pass. Without a schedule it stays between them.
         users: calls that run now and need it.
-        stays_shown: True if its params may be read without a call, until a backward or the next step.
-        outlives_backward: True if a backward does not end that: nobody tells which graphs saved its params.
+        stays_shown: True if its params may be read without a call, until it is resharded by hand or the next step.
         is_pinned: True if it stays gathered that long.
         gathering: the all-gather that was started and not waited for.
     """
@@ -123,7 +122,6 @@ class Unit:
     state: UnitState = UnitState.SHARDED
     users: int = 0
     stays_shown: bool = False
-    outlives_backward: bool = False
     is_pinned: bool = False
     gathering: AllGather | None = None
 
@@ -277,29 +275,23 @@ class Gatherer:
             for each in unit.buckets:
                 each.bucket.hide()
 
-    def keep_shown(self, unit: Unit, outlives_backward: bool = False) -> None:
-        """Ends a use, but lets params be read until ``hide_all`` or the next step, or until the next step only."""
+    def keep_shown(self, unit: Unit) -> None:
+        """Ends a use, but lets params be read until ``reshard`` or the next step.
+
+        A backward does not end that: no hook tells which graphs saved the params, and there may be several.
+        """
         unit.stays_shown = True
-        unit.outlives_backward |= outlives_backward
         unit.users -= 1
 
-    def hide_all(self) -> None:
-        """Reshards what ``keep_shown`` has kept, but for units that outlive a backward."""
-        for unit in list(self._gathered):
-            if unit.outlives_backward:
-                unit.is_pinned = False
-            elif unit.stays_shown or unit.is_pinned:
-                self.reshard(unit)
-
     def unshard(self, unit: Unit) -> None:
-        """Starts to gather a unit, which stays until ``reshard``, the end of a backward or the next step."""
+        """Starts to gather a unit, which stays until ``reshard`` or the next step."""
         self.wait_for_writes()
         self._ask(unit)
         unit.is_pinned = True
 
     def reshard(self, unit: Unit) -> None:
         """Reshards a unit that no call uses; one that is used is resharded as if it had not been unsharded before."""
-        unit.stays_shown = unit.outlives_backward = unit.is_pinned = False
+        unit.stays_shown = unit.is_pinned = False
         if not unit.users:
             self._reshard(unit)
 
@@ -582,7 +574,7 @@ class Gatherer:
         """Reshards all units: their slices are about to change, or the pass was given up."""
         self._pass, self._passes, self._departures = None, [], []
         for unit in list(self._gathered):
-            unit.users, unit.stays_shown, unit.outlives_backward, unit.is_pinned = 0, False, False, False
+            unit.users, unit.stays_shown, unit.is_pinned = 0, False, False
             self._reshard(unit)
 
     @property
