@@ -240,7 +240,9 @@ class Backward:
                 pass
             finally:
                 self._failed = False
-        return (reducer.can_meet and not self._gathers_by_messages) or reducer.rounds > rounds
+        # In a join() they meet before each forward and backward.
+        meets = self.before_round is not None or not self._gathers_by_messages
+        return (reducer.can_meet and meets) or reducer.rounds > rounds
 
     @property
     def _gathers_by_messages(self) -> bool:
@@ -267,6 +269,13 @@ class Backward:
         reducer.watch(self.closure.number if self.closure.is_on else 0)
         torch.autograd.Variable._execution_engine.queue_callback(self._finish)
         self._begin_round()
+
+    def open_early(self) -> None:
+        """Opens a round ahead of the first gradient of a param, if the backward that runs will have one."""
+        # False inside of torch.autograd.grad(), which accumulates nothing; backward(inputs=...) may, later.
+        accumulates = torch.autograd.Variable._execution_engine.is_checkpoint_valid()
+        if self.is_syncing and not self.is_open and accumulates:
+            self.open()
 
     def run_round_of_zeros(self, held: Collection[int], divisor: int) -> None:
         """Runs a round to which this rank adds zeros: it has run out of batches.

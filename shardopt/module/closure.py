@@ -8,8 +8,8 @@ or in the middle of it. How the other ranks hear of that depends on the transpor
   exchange as at the beginning of a step; the rank that failed joins that exchange. In the middle of a round it adds
   zeros to the remaining buckets, and reports the failure at the end of the round.
 * With a backend's own collectives (NCCL) there is no way to tell: a meeting would make the host wait for the device in
-  every backward. Forwards at stage 3 that gather by messages have no way either. The failed rank then raises the error
-  at once, and the others notice when its process ends.
+  every backward. Outside of a ``join()``, forwards at stage 3 that gather by messages have no way either. The failed
+  rank then raises the error at once, and the others notice when its process ends.
 """
 
 from collections.abc import Iterator

@@ -24,7 +24,7 @@ hook tells in which backward the param is needed, and there may be several.
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -38,7 +38,7 @@ from ..errors import ReleasedError
 from ..partition.gatherer import Direction, Gatherer, Unit
 from ..tensors.strides import with_own_storage
 from ..tensors.unsharded_guard import keep_pattern
-from .hooks import ModuleHook
+from .hooks import ModuleHook, call_while_alive
 
 _MODULE_FILE = nn.Module.__call__.__code__.co_filename
 # The key in a node's metadata under which the calls are that end at the node.
@@ -51,6 +51,8 @@ class Forward:
     Attributes:
         backwards: number of backwards that have ended.
         params: by name of each unit, all params of its modules, those included that are kept whole.
+        before_gathers: is called while a ``join()`` is open, with what a forward or backward is before it begins, and
+            with a unit before it is gathered outside of the schedule.
     """
 
     def __init__(self, domain: Domain, root: nn.Module):
@@ -63,6 +65,7 @@ class Forward:
         self._using: Counter[Unit] = Counter()  # number of calls in backward that need a unit
         self.backwards = 0
         self.params: dict[str, tuple[nn.Parameter, ...]] = {}
+        self.before_gathers: Callable[[Direction | Unit], None] | None = None
         self.is_closed = False
 
     @property
@@ -88,6 +91,7 @@ class Forward:
         }
         self._owners = {module: units for module, units in owned.items() if units}
         self._domain.sharded.gather_for_call = _while_alive(self)
+        self._gatherer.on_demand = call_while_alive(Forward._announce, self)
         for module in dict.fromkeys((self._root, *self._units)):
             if module is not self._root:  # ModuleTakeover calls pre_forward() for the root, after it has bound params
                 hook = module.register_forward_pre_hook(ModuleHook(self.pre_forward), prepend=True, with_kwargs=True)
@@ -128,7 +132,7 @@ class Forward:
         if module is self._root:
             if self._units and not self._running and not _in_backward():
                 evaluates = not torch.is_grad_enabled()
-                self._gatherer.begin_pass(Direction.EVALUATION if evaluates else Direction.FORWARD)
+                self._begin_pass(Direction.EVALUATION if evaluates else Direction.FORWARD)
         elif not units:  # a deep copy of a module has the module's hooks
             return
         if _in_backward():  # activation checkpointing
@@ -139,6 +143,14 @@ class Forward:
         self._running.append(call)
         for unit in units:
             self._need(call, unit)
+
+    def _begin_pass(self, direction: Direction) -> None:
+        self._announce(direction)
+        self._gatherer.begin_pass(direction)
+
+    def _announce(self, gathers: Direction | Unit) -> None:
+        if self.before_gathers is not None:
+            self.before_gathers(gathers)
 
     def _need(self, call: "_Call", unit: Unit) -> None:
         self._gatherer.use(unit)
@@ -165,8 +177,8 @@ class Forward:
             for unit in call.units:
                 self._gatherer.done(unit)
             if module is self._root and not self._running and not _in_backward():
-                # After an error there is no output.
-                self._gatherer.end_pass(completed=output is not None)
+                # After an error there is no output. In a join() the other ranks go on until they hear of it.
+                self._gatherer.end_pass(completed=output is not None or self.before_gathers is not None)
         return output
 
     def _keep_written(self, module: nn.Module, param: nn.Parameter, units: Iterable[Unit]) -> None:
@@ -227,7 +239,7 @@ class Forward:
 
     def _begin_backward(self) -> None:
         if self._gatherer.direction is None:
-            self._gatherer.begin_pass(Direction.BACKWARD)
+            self._begin_pass(Direction.BACKWARD)
 
     def pre_backward(self, units: Iterable[Unit]) -> None:
         """Gathers the units of a call whose backward begins."""

@@ -231,7 +231,7 @@ class ModuleTakeover:
             return
         if module is not self.module:
             return
-        hook = call_while_alive(_open_round, backward)
+        hook = call_while_alive(lambda me, _: me.open_early(), backward)
         for tensor in tensors_within(output):
             if tensor.grad_fn is not None:
                 tensor.grad_fn.register_prehook(hook)
@@ -298,10 +298,3 @@ class ModuleTakeover:
         others = any(each is not self for each in self._sharers())
         if self.ddp is not None and not has_reducer(self.ddp) and not others:
             restore_reducer(self.ddp)
-
-
-def _open_round(backward: Backward, _: Any) -> None:
-    # False inside of torch.autograd.grad(), which accumulates nothing; backward(inputs=...) may, later.
-    accumulates = torch.autograd.Variable._execution_engine.is_checkpoint_valid()
-    if backward.is_syncing and not backward.is_open and accumulates:
-        backward.open()

@@ -46,13 +46,13 @@ class JoinableOptimizer(Joinable):
         enable: bool = True,
         throw_on_early_termination: bool = False,
     ) -> Iterator[None]:
-        """A context for unequal numbers of batches, where the module was handed over (stages 0, 1 and 2).
+        """A context for unequal numbers of batches, where the module was handed over.
 
         A rank that leaves its loop waits at the end of the context, takes part with zeros in what the others reduce,
         and takes every step with them: params and states are the same on all ranks throughout, and its param groups
         follow the others' hyper-parameters. What the body raises on one rank between two backwards, DisagreementError
-        says on the others. Without the module: ``with ddp.join():``, or torch's
-        ``Join([ddp, optimizer])``, with a step behind every backward.
+        says on the others. At stage 3 it joins the gathers of the others' forwards, too. Without the module: ``with
+        ddp.join():``, or torch's ``Join([ddp, optimizer])``, with a step behind every backward.
 
         Args:
             divide_by_initial_world_size: gradients are divided by the number of all ranks; False: by the number of
@@ -61,8 +61,9 @@ class JoinableOptimizer(Joinable):
             throw_on_early_termination: all ranks raise RuntimeError as soon as one of them has run out.
 
         Raises:
-            ShardoptError: at stage 3, with ``release_gradients=True``, or for a composed model; on every rank, at once.
-            DisagreementError: ranks give other arguments.
+            ShardoptError: with ``release_gradients=True``, or for a composed model; on every rank, at once.
+            DisagreementError: ranks give other arguments; or, at stage 3 where params travel, a forward gathers them in
+                another order than the schedule, or ``torch.autograd.grad()`` does, and a rank has run out.
             TypeError: one is neither True nor False.
         """
         given = {

@@ -9,6 +9,11 @@ rank is about to do together with all others it announces first, and a rank that
 A round is one reduction of gradients; binding, and a forward of a DDP module (which shares its buffers), are announced
 too. Where the module was not handed over, DDP reduces the gradients and shadows that by itself; what it sums on a rank
 that has run out goes nowhere, so one of the others sends its gradients ahead of the step.
+
+At stage 3 over shared memory the others read the slices of a rank that has run out, which need not hear of it. Where
+params travel, a forward is announced: such a rank joins all its gathers in the order of the schedule, as it joins those
+of a backward in the round. A gather of an evaluation, or outside of any forward, is announced by itself. A gather that
+the schedule lacks of a forward or backward is an error: until the pass ends, such a rank hears nothing.
 """
 
 import functools
@@ -29,6 +34,7 @@ from ..engine import Engine, live_engines
 from ..errors import DisagreementError, ShardoptError
 from ..module.backward import Backward
 from ..partition.comm.group import Ranks
+from ..partition.gatherer import Direction, Gatherer, Unit
 from ..step.step import Call
 
 _OFF = _JoinConfig.construct_disabled_join_config()
@@ -38,9 +44,15 @@ _STEP = 1 << 16
 _KINDS = {
     "bind": "the first forward",
     "forward": "a forward of DistributedDataParallel",
+    "gathers for forward": "a forward",
+    "gathers for evaluation": "a forward under no_grad()",
+    "gathers for backward": "a backward that reduces no gradients",
+    "gather": "a gather of params outside of a forward or backward",
     "round": "a backward",
     "step": "step()",
 }
+# Here ranks begin to follow the schedule of gathers, each from what it holds.
+_SCHEDULED = ("gathers for forward", "round")
 
 
 class Told:
@@ -83,6 +95,13 @@ class Told:
             problem = rows[rank].get("problem") or (not self.is_complete and rows[rank].get("written"))
             if problem:
                 raise DisagreementError(f"rank {rank} cannot go on beside ranks that have run out: {problem}")
+        for rank in range(self.size if self.kind in _SCHEDULED and not self.is_complete else 0):
+            if rows[rank]["gathered"] != self.facts["gathered"]:
+                raise DisagreementError(
+                    f"reshard units before {_KINDS[self.kind]} in which ranks have run out of batches: rank {rank} "
+                    f"holds {rows[rank]['gathered']}, rank {self.first} {self.facts['gathered']}, so they would not "
+                    "make the same gathers. Call the model itself, and opt.units[...].reshard() after unshard()."
+                )
 
 
 class Shadow(JoinHook):
@@ -97,6 +116,7 @@ class Shadow(JoinHook):
         self._engine, self._by_all, self._number = weakref.ref(engine), by_all, number
         self.shadows = False  # at this moment, what another rank announced
         self._ranks: Ranks = engine.compose().main.mesh.world
+        self._is_complete = True  # as all ranks said when something was announced last, none has run out
         self._backward: Backward | None = None
         self._ddp: DistributedDataParallel | None = None
         self._ddp_hook: Any = None
@@ -112,6 +132,12 @@ class Shadow(JoinHook):
                 told = None if hook is None else hook.announce("round", lambda: {"held": held, **edits_of(backward)})
             return None if hook is None or told is None else hook._divisor(told)
 
+        def before_gathers(gathers: Direction | Unit) -> None:
+            hook = me()
+            if hook is not None:
+                with closure.meeting():
+                    hook.announce_gathers(gathers)
+
         def before_forward(*_: Any) -> None:
             hook = me()
             if hook is not None and hook._ddp is not None:
@@ -121,6 +147,8 @@ class Shadow(JoinHook):
                 hook._ddp._join_config = _JoinConfig(is_on, throw_on_early_termination=False, is_first_joinable=False)
 
         backward.before_round = before_round
+        if handover.forward is not None:
+            handover.forward.before_gathers = before_gathers
         handover.retire_reducer()
         self._ddp = handover.ddp
         if self._ddp is not None:
@@ -131,6 +159,8 @@ class Shadow(JoinHook):
         engine = self._engine()
         if engine is not None and engine.joining == self.tell:
             engine.joining, _joinable(engine)._join_config = None, _OFF
+            if engine.takeover is not None and engine.takeover.forward is not None:
+                engine.takeover.forward.before_gathers = None
         if self._backward is not None:
             self._backward.before_round = None
         if self._ddp is not None:
@@ -169,6 +199,36 @@ class Shadow(JoinHook):
             self._send_gradients(engine, told)
         return told
 
+    def announce_gathers(self, gathers: Direction | Unit) -> None:
+        """Collective where params travel: announces a forward, or a unit that is gathered outside of the schedule."""
+        engine = self._engine()
+        assert engine is not None and engine.domain is not None and self._backward is not None
+        gatherer = engine.domain.gatherer
+        if not gatherer.waits_for_others or gatherer.shown or self.shadows:
+            return
+        if isinstance(gathers, Direction):
+            facts = {}
+            if gathers is Direction.BACKWARD:
+                self._backward.open_early()  # which announces a round
+                if self._backward.is_open:
+                    return
+                facts["written"] = "torch.autograd.grad() gathers params, which they could not join. Use backward()."
+            self.announce(f"gathers for {gathers.value}", lambda: facts)
+            return
+        if gatherer.direction in (Direction.FORWARD, Direction.BACKWARD):
+            if self._is_complete:
+                return
+            why = (
+                f"{gathers.name or 'the model itself'} is used in another order than the ranks expect. Take a first "
+                "step in which all ranks have a batch, and keep its order."
+            )
+            if self._backward.is_open:  # they wait for gathers, and hear nothing until these time out
+                raise ShardoptError(f"this rank cannot go on beside ranks that have run out: {why}")
+            gatherer.end_pass()  # they listen once they joined all gathers of the forward
+            self.announce("gather", lambda: {"problem": why})
+        elif gatherer.direction is None or not self._is_complete:
+            self.announce("gather", lambda: {"unit": gathers.name})
+
     def _check_place(self, engine: Engine) -> None:
         if self._backward is not None and not _joinable(engine)._join_config.is_first_joinable:
             raise ShardoptError(
@@ -189,8 +249,12 @@ class Shadow(JoinHook):
             "number of the optimizer": self._number,
             "params": [len(group["params"]) for group in engine.groups],
         }
-        row = {"kind": kind, "setup": setup, **facts}
-        return Told(self._ranks.exchange_json(row, engine.device, _PHASE))
+        gatherer = _gatherer(engine)
+        gathered = [] if gatherer is None or not gatherer.waits_for_others else gatherer.gathered
+        row = {"kind": kind, "setup": setup, "gathered": gathered, **facts}
+        told = Told(self._ranks.exchange_json(row, engine.device, _PHASE))
+        self._is_complete = told.is_complete
+        return told
 
     def _divisor(self, told: Told) -> int:
         return told.size if self._by_all else len(told.active)
@@ -199,7 +263,9 @@ class Shadow(JoinHook):
         """What a rank must know to take this step as well."""
         engine = self._engine()
         assert engine is not None
+        gatherer = _gatherer(engine)
         return {
+            "orders": [[], []] if gatherer is None else [gatherer.passes, gatherer.departures],
             "closure": call.closure,
             "failed": None if call.problem is None else f"{type(call.problem).__name__}: {call.problem}",
             "scaling": [call.scale, call.overflow],
@@ -263,6 +329,17 @@ class Shadow(JoinHook):
         ddp._check_and_sync_module_buffers()
         ddp.require_forward_param_sync = ddp._check_global_requires_backward_grad_sync(is_joined_rank=True)
 
+    def _pass(self, engine: Engine, told: Told) -> None:
+        gatherer = _gatherer(engine)
+        assert gatherer is not None
+        gatherer.begin_pass(Direction(told.kind.rpartition(" ")[2]))
+        gatherer.end_pass()
+
+    def _gather(self, engine: Engine, told: Told) -> None:
+        gatherer = _gatherer(engine)
+        assert gatherer is not None
+        gatherer.join(gatherer.units[told.facts["unit"]])
+
     def _round(self, engine: Engine, told: Told) -> None:
         assert self._backward is not None
         _follow_edits(self._backward, told.facts["edits"])
@@ -278,6 +355,9 @@ class Shadow(JoinHook):
                     param.grad = None
         else:
             self._send_gradients(engine, told)
+        gatherer = _gatherer(engine)
+        if gatherer is not None:
+            gatherer.follow(*facts["orders"])
         scale, overflow = facts["scaling"]
         engine.take(Call(engine.defaults, facts["closure"], scale=scale, overflow=overflow))
 
@@ -301,7 +381,21 @@ def _joinable(engine: Engine) -> Joinable:
     return cast(Joinable, engine.owner)
 
 
-_SHADOWS = {"bind": Shadow._bind, "forward": Shadow._forward, "round": Shadow._round, "step": Shadow._step}
+def _gatherer(engine: Engine) -> Gatherer | None:
+    """Of stage 3, once params are bound."""
+    sharded = None if engine.domain is None else engine.domain.sharded
+    return None if sharded is None else sharded.gatherer
+
+
+_SHADOWS = {
+    "bind": Shadow._bind,
+    "forward": Shadow._forward,
+    "gathers for forward": Shadow._pass,
+    "gathers for evaluation": Shadow._pass,
+    "gather": Shadow._gather,
+    "round": Shadow._round,
+    "step": Shadow._step,
+}
 _SPARSE = "sparse"
 
 
@@ -355,12 +449,7 @@ def follow_numbers(groups: Sequence[dict[str, Any]], numbers: Sequence[Mapping[s
 def check_can_join(engine: Engine) -> None:
     """Raises ShardoptError where a rank that has run out could not follow."""
     options, takeover, why = engine.options, engine.takeover, None
-    if options.stage == 3:
-        why = (
-            "at stage 3 every forward gathers params from all ranks, and a rank that has run out runs none. That comes "
-            "with a schedule of gathers. Use stage 2"
-        )
-    elif options.release_gradients:
+    if options.release_gradients:
         why = (
             "release_gradients=True takes the steps inside of backward, and a rank that has run out runs none. "
             "Construct the optimizer without it"

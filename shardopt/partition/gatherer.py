@@ -187,6 +187,8 @@ class Gatherer:
         self.units: dict[str, Unit] = {}
         self.schedule = Schedule()
         self.on_skip: Callable[[], None] = lambda: None  # is called when ``skipped`` has grown
+        # Is called before a unit is gathered for a use that the schedule does not have, or by hand.
+        self.on_demand: Callable[[Unit], None] = lambda _: None
         self.shown = 0  # contexts that are open in which all units are gathered
         self._is_guess = True  # the schedule was made before any step
         self._gathered: dict[Unit, None] = {}  # the least recently used first
@@ -222,6 +224,11 @@ class Gatherer:
     def buffers(self) -> list[torch.Tensor]:
         return [each.bucket.flat for unit in self._gathered for each in unit.buckets]
 
+    @property
+    def gathered(self) -> list[str]:
+        """The names of the units that are gathered, or on their way."""
+        return sorted(unit.name for unit in self._gathered)
+
     # -- use -------------------------------------------------------------------------------------------------------
 
     def use(self, unit: Unit) -> None:
@@ -230,6 +237,8 @@ class Gatherer:
         Its params may be read until ``done`` was called as often. After an error in ``use``, ``done`` must not be.
         """
         self._follow(unit)
+        if unit.state is UnitState.SHARDED:
+            self.on_demand(unit)
         self.need(unit)
         self._give_pages_back()
 
@@ -285,6 +294,8 @@ class Gatherer:
 
     def unshard(self, unit: Unit) -> None:
         """Starts to gather a unit, which stays until ``reshard`` or the next step."""
+        if unit.state is UnitState.SHARDED:
+            self.on_demand(unit)
         self.wait_for_writes()
         self._ask(unit)
         unit.is_pinned = True
@@ -294,6 +305,12 @@ class Gatherer:
         unit.stays_shown = unit.is_pinned = False
         if not unit.users:
             self._reshard(unit)
+
+    def join(self, unit: Unit) -> None:
+        """Takes part in a gather of other ranks, for which the schedule has no use."""
+        self._reshard(unit)
+        self._ask(unit)
+        self._reshard(unit)
 
     def done_but_viewed(self, unit: Unit) -> None:
         """Like ``done``, but leaves buffers to tensors that still view them; the next gather allocates new ones."""
@@ -459,7 +476,10 @@ class Gatherer:
         return self.budget.keeps(unit.name)
 
     def _stays_for_now(self, unit: Unit) -> bool:
-        """True if a unit stays in this pass above the budget although the schedule does not say so."""
+        """True if a unit stays above the budget during a use that the schedule does not have."""
+        now = self._pass
+        if self.waits_for_others and now is not None and now.at and unit.name in now.uses[now.at - 1].here:
+            return True  # it would travel twice, and not for a rank that only follows the schedule
         if self.direction is Direction.FORWARD:
             return unit.is_spread or self._is_kept(unit)
         return self.direction is Direction.EVALUATION and unit.is_spread
@@ -519,6 +539,11 @@ class Gatherer:
     def passes(self) -> Sequence[Order]:
         """The orders of uses in this step."""
         return self._passes
+
+    def follow(self, passes: Sequence[Order], departures: Sequence[Order]) -> None:
+        """Makes the orders of this step those of another rank: this rank only joined its gathers."""
+        self._passes = [(direction, tuple(order)) for direction, order in passes]
+        self._departures = [(direction, tuple(order)) for direction, order in departures]
 
     @property
     def proposes(self) -> bool:

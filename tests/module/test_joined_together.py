@@ -130,8 +130,8 @@ def test_orders_and_ends(ranks: Pool) -> None:
 def handed_over() -> None:
     """With the module: contexts in a row and one in another, an error on one rank, a disabled Join."""
     rank = dist.get_rank()
-    for stage, neighbours in ((1, True), (2, False)):
-        tuning = Tuning(bucket_bytes=1000, timeout=60, neighbours=neighbours)
+    for stage, neighbours in ((1, True), (2, False), (3, True), (3, False)):
+        tuning = Tuning(bucket_bytes=1000, keep_below=20, timeout=60, neighbours=neighbours)
         theirs, ours = DistributedDataParallel(Net()), Net()
         torchs, opt = torch.optim.SGD(theirs.parameters(), **SGD), ShardedSGD(ours, stage=stage, tuning=tuning, **SGD)
         with opt.join():
@@ -141,7 +141,8 @@ def handed_over() -> None:
                 steps(theirs, [torchs], epoch)
             with opt.join():
                 steps(ours, [opt], epoch)
-        alike(ours, theirs.module)
+        with opt.unsharded():
+            alike(ours, theirs.module)
         with raises(ShardoptError, "before entering it again"), opt.join(), opt.join():
             raise AssertionError("not to be reached")
         # What fails on one rank between two backwards, while another one has run out and a third one waits for both;
@@ -166,24 +167,28 @@ def handed_over() -> None:
             steps(ours, [opt], 2)
         with theirs.join():
             steps(theirs, [torchs], 2)
-        alike(ours, theirs.module)
+        with opt.unsharded():
+            alike(ours, theirs.module)
         with Join([opt], enable=False):
             opt.zero_grad()
             ours(batch(1)).backward()
             opt.step()
-        alike(ours)
+        with opt.unsharded():
+            alike(ours)
         opt.close()
-    with torch.device("meta"):
-        built = nn.Linear(8, 8)
-    opt = ShardedSGD(built, lr=0.5, stage=2)
-    with opt.join():
-        for _ in range(rank):
-            opt.zero_grad()
-            built(torch.ones(1, 8)).sum().backward()
-            opt.step()
-    assert opt.updates == 2
-    alike(built)
-    opt.close()
+    for stage in (2, 3):
+        with torch.device("meta"):
+            built = nn.Linear(8, 8)
+        opt = ShardedSGD(built, lr=0.5, stage=stage, tuning=Tuning(keep_below=20, neighbours=False, timeout=60))
+        with opt.join():
+            for _ in range(rank):
+                opt.zero_grad()
+                built(torch.ones(1, 8)).sum().backward()
+                opt.step()
+        assert opt.updates == 2
+        with opt.unsharded():
+            alike(built)
+        opt.close()
     shared = Net()
     one, other = (ShardedSGD([{"params": each}], module=shared, **SGD) for each in halves(shared))
     with raises(ShardoptError, "several optimizers took the module over"), one.join(), other.join():

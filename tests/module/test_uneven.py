@@ -24,6 +24,7 @@ from shardopt import (
     ShardoptError,
     Tuning,
 )
+from tests.support.comparing import snapshot
 from tests.support.ranks import Pool
 from tests.support.training import raises, raw
 
@@ -31,7 +32,10 @@ SGD = {"lr": 0.5, "momentum": 0.5}
 WORLD = 3
 BATCHES = (0, 2, 5)  # of each rank
 # Stage, whether ranks read each other's memory, whether the module is one of DDP's.
-SETTINGS = ((1, True, True), (2, False, True), (2, True, False), (0, False, False))
+SETTINGS = (
+    *((1, True, True), (2, False, True), (2, True, False), (0, False, False)),
+    *((3, True, True), (3, True, False), (3, False, False), (3, False, True)),
+)
 
 
 class Net(nn.Module):
@@ -97,8 +101,7 @@ def reference(by_all: bool, accumulate: int, edit: Any) -> tuple[nn.Module, dict
 
 
 def check(ours: nn.Module, opt: ShardedSGD, theirs: nn.Module, state: dict[str, Any], has_ddp: bool) -> None:
-    for (name, mine), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
-        assert raw(mine) == raw(other), (name, mine, other)
+    assert snapshot(ours, opt) == snapshot(theirs)
     if has_ddp:
         assert raw(ours.seen) == raw(theirs.seen), (ours.seen, theirs.seen)
     opt.consolidate_state_dict(to=0)
@@ -114,7 +117,7 @@ def trains_as_ddp_with_torch() -> None:
         for accumulate, edit in ((1, as_it_is), (2, clamped)):
             theirs, state = reference(by_all, accumulate, edit)
             for stage, neighbours, has_ddp in SETTINGS[accumulate - 1 :: 2]:
-                tuning = Tuning(neighbours=neighbours, bucket_bytes=1000, timeout=60)
+                tuning = Tuning(neighbours=neighbours, bucket_bytes=1000, keep_below=20, timeout=60)
                 model: nn.Module = DistributedDataParallel(Net()) if has_ddp else Net()
                 opt = ShardedSGD(model, stage=stage, tuning=tuning, **SGD)
                 pause = opt.no_sync if stage < 2 else nullcontext
@@ -155,25 +158,28 @@ def test_numbers_without_the_module(ranks: Pool) -> None:
 def what_is_refused() -> None:
     """At once and on every rank, whoever has batches; and what ranks do differently."""
     rank = dist.get_rank()
-    for options, words in (
-        ({"stage": 3}, ("stage 3", "schedule", "Use stage 2")),
-        ({"stage": 1, "release_gradients": True}, ("release_gradients=True",)),
-    ):
-        opt = ShardedSGD(Net(), **SGD, **options)
-        with raises(ShardoptError, *words), opt.join():
-            raise AssertionError("not to be reached")
-        with raises(ShardoptError, *words), Join([opt]):
-            raise AssertionError("not to be reached")
-        with opt.join(enable=False):
-            pass
-        opt.close()
+    opt = ShardedSGD(Net(), **SGD, stage=1, release_gradients=True)
+    with raises(ShardoptError, "release_gradients=True"), opt.join():
+        raise AssertionError("not to be reached")
+    with raises(ShardoptError, "release_gradients=True"), Join([opt]):
+        raise AssertionError("not to be reached")
+    with opt.join(enable=False):
+        pass
+    opt.close()
     alone = [dist.new_group([each]) for each in range(WORLD)][rank]
     opt = ShardedSGD([{"params": Net().parameters(), "process_group": alone}], **SGD)
     with raises(ShardoptError, "composed with tensor, pipeline or expert"), opt.join():
         raise AssertionError("not to be reached")
-    # DDP's own join() where the module was handed over.
-    model = DistributedDataParallel(Net())
-    opt = ShardedSGD(model, stage=2, **SGD)
+    for stage, neighbours in ((2, True), (3, True), (3, False)):
+        what_goes_wrong(stage, neighbours)
+
+
+def what_goes_wrong(stage: int, neighbours: bool) -> None:
+    """Where the module was handed over."""
+    rank, model = dist.get_rank(), DistributedDataParallel(Net())
+    tuning = Tuning(neighbours=neighbours, keep_below=20, timeout=60)
+    opt = ShardedSGD(model, stage=stage, tuning=tuning, **SGD)
+    # DDP's own join().
     with raises(BindingError, "optimizer.join()"), model.join():
         raise AssertionError("not to be reached")
     # One rank runs out, and all are asked to stop there.
