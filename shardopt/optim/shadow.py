@@ -202,10 +202,10 @@ class Shadow(JoinHook):
     def announce_gathers(self, gathers: Direction | Unit) -> None:
         """Collective where params travel: announces a forward, or a unit that is gathered outside of the schedule."""
         engine = self._engine()
-        assert engine is not None and engine.domain is not None and self._backward is not None
-        gatherer = engine.domain.gatherer
-        if not gatherer.waits_for_others or gatherer.shown or self.shadows:
+        gatherer = None if engine is None else _gatherer(engine)
+        if gatherer is None or not gatherer.waits_for_others or gatherer.shown or self.shadows:
             return
+        assert self._backward is not None
         if isinstance(gathers, Direction):
             facts = {}
             if gathers is Direction.BACKWARD:
