@@ -52,7 +52,7 @@ class Forward:
         backwards: number of backwards that have ended.
         params: by name of each unit, all params of its modules, those included that are kept whole.
         before_gathers: is called while a ``join()`` is open, with what a forward or backward is before it begins, and
-            with a unit before it is gathered outside of the schedule.
+            with a unit before a use that the schedule does not have.
     """
 
     def __init__(self, domain: Domain, root: nn.Module):

@@ -12,8 +12,8 @@ that has run out goes nowhere, so one of the others sends its gradients ahead of
 
 At stage 3 over shared memory the others read the slices of a rank that has run out, which need not hear of it. Where
 params travel, a forward is announced: such a rank joins all its gathers in the order of the schedule, as it joins those
-of a backward in the round. A gather of an evaluation, or outside of any forward, is announced by itself. A gather that
-the schedule lacks of a forward or backward is an error: until the pass ends, such a rank hears nothing.
+of a backward in the round. A gather of an evaluation, or outside of any forward, is announced by itself. A use that
+the schedule of a forward or backward lacks is an error: until the pass ends, such a rank hears nothing.
 """
 
 import functools
@@ -34,7 +34,7 @@ from ..engine import Engine, live_engines
 from ..errors import DisagreementError, ShardoptError
 from ..module.backward import Backward
 from ..partition.comm.group import Ranks
-from ..partition.gatherer import Direction, Gatherer, Unit
+from ..partition.gatherer import Direction, Gatherer, Unit, UnitState
 from ..step.step import Call
 
 _OFF = _JoinConfig.construct_disabled_join_config()
@@ -225,8 +225,9 @@ class Shadow(JoinHook):
             if self._backward.is_open:  # they wait for gathers, and hear nothing until these time out
                 raise ShardoptError(f"this rank cannot go on beside ranks that have run out: {why}")
             gatherer.end_pass()  # they listen once they joined all gathers of the forward
+            gatherer.refuse_orders()
             self.announce("gather", lambda: {"problem": why})
-        elif gatherer.direction is None or not self._is_complete:
+        elif gathers.state is UnitState.SHARDED and (gatherer.direction is None or not self._is_complete):
             self.announce("gather", lambda: {"unit": gathers.name})
 
     def _check_place(self, engine: Engine) -> None:

@@ -187,7 +187,7 @@ class Gatherer:
         self.units: dict[str, Unit] = {}
         self.schedule = Schedule()
         self.on_skip: Callable[[], None] = lambda: None  # is called when ``skipped`` has grown
-        # Is called before a unit is gathered for a use that the schedule does not have, or by hand.
+        # Is called before a use that the schedule does not have, or of which it does not know: by hand.
         self.on_demand: Callable[[Unit], None] = lambda _: None
         self.shown = 0  # contexts that are open in which all units are gathered
         self._is_guess = True  # the schedule was made before any step
@@ -237,8 +237,6 @@ class Gatherer:
         Its params may be read until ``done`` was called as often. After an error in ``use``, ``done`` must not be.
         """
         self._follow(unit)
-        if unit.state is UnitState.SHARDED:
-            self.on_demand(unit)
         self.need(unit)
         self._give_pages_back()
 
@@ -294,8 +292,7 @@ class Gatherer:
 
     def unshard(self, unit: Unit) -> None:
         """Starts to gather a unit, which stays until ``reshard`` or the next step."""
-        if unit.state is UnitState.SHARDED:
-            self.on_demand(unit)
+        self.on_demand(unit)
         self.wait_for_writes()
         self._ask(unit)
         unit.is_pinned = True
@@ -433,6 +430,7 @@ class Gatherer:
             elif at is None and now.is_traced:
                 self._has_new = True
         if now is None or at is None:
+            self.on_demand(unit)
             self._reshard_over_budget(unit, self._stays_for_now)
             return
         if self.waits_for_others:
@@ -476,10 +474,7 @@ class Gatherer:
         return self.budget.keeps(unit.name)
 
     def _stays_for_now(self, unit: Unit) -> bool:
-        """True if a unit stays above the budget during a use that the schedule does not have."""
-        now = self._pass
-        if self.waits_for_others and now is not None and now.at and unit.name in now.uses[now.at - 1].here:
-            return True  # it would travel twice, and not for a rank that only follows the schedule
+        """True if a unit stays in this pass above the budget although the schedule does not say so."""
         if self.direction is Direction.FORWARD:
             return unit.is_spread or self._is_kept(unit)
         return self.direction is Direction.EVALUATION and unit.is_spread

@@ -6,8 +6,8 @@ from .gatherer import Gatherer, Unit
 class UnitView:
     """One unit of stage 3, by whose name ``optimizer.units`` finds it.
 
-    A unit that was unsharded by hand stays until :meth:`reshard` or the next step. Where params travel between ranks, every
-    rank calls the same methods in the same order.
+    A unit that was unsharded by hand stays until :meth:`reshard` or the next step. Where params travel between ranks,
+    every rank calls the same methods in the same order.
     """
 
     def __init__(self, gatherer: Gatherer, unit: Unit):

@@ -21,13 +21,10 @@ CONTEXTS: Sequence[Sequence[Sequence[Sequence[int]]]] = (
     ([(2, 3)], [(0, 1), USUAL]),
 )
 
-# Where there is room for the units that are used in another order.
-SWAPPED = ([], [USUAL, (1, 0, 2, 3), (1, 0, 2, 3)])
-
 
 def trained(model: Drops, opt: ShardedSGD, by_all: bool) -> list[bytes]:
     """Two rounds in each step, evaluations between a forward and its backward and behind the step."""
-    for number, orders in enumerate((*CONTEXTS, SWAPPED) if by_all else CONTEXTS):
+    for number, orders in enumerate(CONTEXTS):
         with opt.join(by_all):
             for step, order in enumerate(orders[dist.get_rank()]):
                 opt.zero_grad()
@@ -50,7 +47,7 @@ def trains_as_stage_1(kind: str) -> None:
         with connected(kind), poisoned():
             model, opt = made(3, kind, live_bytes=live_bytes)
             assert trained(model, opt, by_all) == expected
-            assert opt.schedule().orders[0].index("blocks.0") == (2 if by_all else 1)
+            assert "blocks.3" in str(opt.schedule())
 
 
 def test_gathers_are_joined(ranks: Pool) -> None:
@@ -76,11 +73,12 @@ def cannot_be_joined() -> None:
     """Rank 0 has run out: it and the others hear of it, and can go on."""
     rank, (model, opt) = dist.get_rank(), made(3, "messages")
     x = data(0, 4, W)
-    with raises(DisagreementError, "another order"), opt.join():
-        if rank:  # an order that no step has shown, where not all units stay
-            model(x, (3, 2, 1, 0, 3, 1))
-    opt.zero_grad()
-    goes_on(model, opt)
+    for order in ((3, 2, 1, 0, 3, 1), (1, 0, 2, 3)):  # not that of the modules, and not that of the steps before
+        with raises(DisagreementError, "another order"), opt.join():
+            if rank:
+                model(x, order)
+        opt.zero_grad()
+        goes_on(model, opt)
     with raises(DisagreementError, "autograd.grad"), opt.join():
         if rank:
             torch.autograd.grad(model(x, USUAL).sum(), list(model.parameters()))
