@@ -5,6 +5,7 @@ Stage 3 frees and allocates whole buckets all the time, so the first touch of ne
 """
 
 import ctypes
+import math
 import mmap
 
 import torch
@@ -36,7 +37,8 @@ class Memory:
         self.nbytes = numel * dtype.itemsize
         self.is_allocated = True
         self._mapping: mmap.mmap | None = None
-        if device.type != "cpu" or self.nbytes < MAPPED_FROM or not CAN_ADVISE:
+        self._is_small = device.type == "cpu" and self.nbytes < MAPPED_FROM
+        if device.type != "cpu" or self._is_small or not CAN_ADVISE:
             self.tensor = torch.zeros(numel, dtype=dtype, device=device)
             return
         # Private: a forked process (a worker of a DataLoader) must not write into our memory.
@@ -54,6 +56,9 @@ class Memory:
         if self._mapping is not None:
             if not keeps_pages:
                 self.give_pages_back()
+        elif self._is_small:
+            # Not freed: code that no hook knows of would read through a null pointer. NaN is noticed.
+            self.tensor.data.fill_(math.nan)
         elif self.tensor.untyped_storage().resizable():  # not resizable once a view was given to NumPy: it stays
             self.tensor.untyped_storage().resize_(0)
 

@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from unittest.mock import patch
 
 import torch
@@ -22,7 +23,7 @@ def through_host() -> Iterator[None]:
 
 
 class HostTransport(Transport):
-    def all_gather(self, phase: str) -> AllGather:
+    def all_gather(self, phase: str, limit: timedelta | None = None) -> AllGather:
         return by_copies(self.ranks, phase)
 
     def reduce_scatter(self) -> ReduceScatter:
