@@ -13,6 +13,7 @@ from torch.nn import Parameter
 from shardopt import BindingError, DisagreementError, ShardedSGD
 from shardopt.partition.bucket import Bucket
 from shardopt.partition.gatherer import GatheredBucket
+from shardopt.partition.memory import Memory
 from tests.support.modules import KEPT, RATES, Block, W, plain, poisoned, small, train_step
 from tests.support.ranks import Pool
 from tests.support.training import raises, raw
@@ -73,8 +74,8 @@ def resident() -> Iterator[Callable[[], int]]:
             buckets.append(bucket)
         note()
 
-    def takes(bucket: Bucket) -> None:
-        take(bucket)
+    def takes(bucket: Bucket, freed: Memory | None = None) -> None:
+        take(bucket, freed)
         note()
 
     with patch.object(Bucket, "__init__", inits), patch.object(Bucket, "allocate", takes):

@@ -71,7 +71,7 @@ def given_up(absent: Collection[int], roll: Roll) -> Iterator[None]:
         with _deadline(board._ranks, SOON):
             return _BOARD_WAIT(board, rank, reached, phase)
 
-    def wait(ranks: Ranks, pending: Pending) -> None:
+    def wait(ranks: Ranks, pending: Pending, limit: timedelta | None = None) -> None:
         for work, peer in itertools.zip_longest(pending.works, pending.peers):
             is_in_vain = bool(absent) and (peer is None or peer in absent)
             if is_in_vain:
