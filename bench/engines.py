@@ -31,6 +31,7 @@ class Engine:
     backward: Callable[[Tensor], Any] = _backward
     memory: Callable[[], dict[str, dict[str, int]]] | None = None  # shardopt's account of itself
     moved: Callable[[], int] | None = None  # bytes that this rank received so far
+    gathered: Callable[[], int] | None = None  # the most bytes of params that its schedule has gathered at once
 
 
 Make = Callable[[GPT, Settings], Engine]
@@ -44,6 +45,11 @@ def make_ddp(model: GPT, settings: Settings) -> Engine:
     ddp = _ddp(model)
     optimizer = torch.optim.AdamW(ddp.parameters(), lr=LR, fused=True)
     return Engine(ddp, optimizer.step, optimizer.zero_grad)
+
+
+def make_alone(model: GPT, settings: Settings) -> Engine:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
+    return Engine(model, optimizer.step, optimizer.zero_grad)
 
 
 def make_zero_redundancy(model: GPT, settings: Settings) -> Engine:
@@ -96,7 +102,12 @@ def make_handed_over(stage: int, wrapped: bool, **keywords: Any) -> Make:
             traffic = optimizer.engine.domain.transport.traffic
             return traffic.params + traffic.gradients
 
-        return Engine(module, optimizer.step, optimizer.zero_grad, memory=optimizer.memory, moved=moved)
+        def gathered() -> int:
+            return optimizer.schedule().most_bytes({name: unit.nbytes for name, unit in optimizer.units.items()})
+
+        return Engine(
+            module, optimizer.step, optimizer.zero_grad, memory=optimizer.memory, moved=moved, gathered=gathered
+        )
 
     return make
 
@@ -165,12 +176,13 @@ ENGINES = {
     "module-1": Offer("shardopt stage 1, DDP module handed over", make_handed_over(1, wrapped=True), stage=1),
     "module-2": Offer("shardopt stage 2, DDP module handed over", make_handed_over(2, wrapped=True), stage=2),
     "module-3": Offer("shardopt stage 3, plain module handed over", make_handed_over(3, wrapped=False), stage=3),
-    "module-3-messages": Offer(
+    "messages-3": Offer(
         "shardopt stage 3, by messages",
         make_handed_over(3, wrapped=False, tuning=shardopt.Tuning(neighbours=False)),
         stage=3,
         is_extra=True,
     ),
+    "alone": Offer("no exchange: each rank by itself", make_alone, has_masters=False, is_extra=True),
     "small": Offer(
         "shardopt stage 1, split24 masters, int8 states",
         make_handed_over(1, wrapped=False, **SMALL),

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -154,7 +154,22 @@ class Rank:
         }
 
 
-def run_rank(name: str, rank: int, settings: Settings, store: str, pipe: Connection) -> None:
+class Worker(Protocol):
+    """What a rank's process asks of its engine."""
+
+    def take_turn(self) -> dict[str, float]: ...
+
+    def report(self) -> dict[str, Any]: ...
+
+
+def run_rank(
+    name: str,
+    rank: int,
+    settings: Settings,
+    store: str,
+    pipe: Connection,
+    make: Callable[[str, int, Settings], Worker] = Rank,
+) -> None:
     """The process of one rank: answers "turn" and "report" until the pipe closes."""
     try:
         torch.set_num_threads(settings.threads)
@@ -170,7 +185,7 @@ def run_rank(name: str, rank: int, settings: Settings, store: str, pipe: Connect
         dist.init_process_group(
             backend, init_method=f"file://{store}", rank=rank, world_size=settings.ranks, device_id=device
         )
-        worker = Rank(name, rank, settings)
+        worker = make(name, rank, settings)
         pipe.send(("ready", None))
         answers: dict[str, Callable[[], Any]] = {"turn": worker.take_turn, "report": worker.report}
         while (request := pipe.recv()) != "end":
@@ -191,6 +206,7 @@ class Team:
     """All ranks of one engine, seen from the parent."""
 
     name: str
+    run: Callable[..., None] = run_rank  # in the process of each rank
     processes: list[Any] = field(default_factory=list)
     pipes: list[Connection] = field(default_factory=list)
     turns: list[dict[str, float]] = field(default_factory=list)
@@ -201,7 +217,7 @@ class Team:
         for rank in range(settings.ranks):
             ours, theirs = context.Pipe()
             arguments = (self.name, rank, settings, f"{directory}/{self.name}", theirs)
-            process = context.Process(target=run_rank, args=arguments, daemon=True)
+            process = context.Process(target=self.run, args=arguments, daemon=True)
             process.start()
             theirs.close()
             self.processes.append(process)

@@ -1,0 +1,410 @@
+"""Steps of a GPT over a link of limited rate, beside the link itself; and what a delay in each message costs a pass.
+
+    python bench/network.py                                 bf16, 1 Gbit/s
+    python bench/network.py --dtype fp32 --rate 2.5
+    python bench/network.py --delay 5                       each message 5 ms late: how much longer is a pass?
+    python bench/network.py --quick --layers 2 --width 128  does it run?
+
+Two ranks stand in for two hosts: each runs in a network namespace of its own, which a link joins, and gloo knows no
+other device. This needs Linux, `ip`, `tc` and root, and says what is missing. Ranks of one machine would read each
+other's memory, in whatever namespaces they are, so stage 3 is told to use messages, as between hosts; all else is as
+by default.
+
+* `wire alone`: as many bytes as 3 units, sent and received at once, all asked for before the first is waited for. A
+  unit is (N-1)/N of the params, sent by each rank. `alone`: the ranks compute side by side and exchange nothing.
+* Engines take turns as in `bench/train.py`; a step lasts from when both ranks have begun until both have ended.
+* `units`: bytes that a rank's end of the link sent, by its own counters, headers included, in a step. `CPU s`: of the
+  busier rank, all threads. `gathered`: the most bytes of params that the schedule has gathered at once; a part of all.
+* `--delay`: packets wait in this process, half of the delay each way, as gloo asks the receiver before it sends. The
+  rate is not limited then. `message` is one number, by which a delay is checked; a pass is a forward or a backward.
+* `others`: what other processes took of the machine meanwhile: unless it is small, the numbers are of little use.
+"""
+
+import argparse
+import functools
+import json
+import os
+import resource
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from common import Median, describe_machine, median_of, parser_of, ratios, show, write_result
+from engines import ENGINES, is_offered
+from gpt import DTYPES, Settings
+from link import DEVICE, CannotLink, Link, bytes_moved, enter, linked
+from teams import BATCHES, EngineFailed, Rank, Team, run_rank
+from tqdm import tqdm
+
+RANKS = 2
+UNITS = 3
+STAGE_3 = "messages-3"
+WIRES = {"wire": f"wire alone, {UNITS} units", "message": "one message"}
+COMPARED = ("wire", STAGE_3, "ddp", "fsdp2", "alone")
+
+
+# ---- In a rank's process ---------------------------------------------------------------------------------------------
+
+
+class LinkedRank(Rank):
+    """Steps an engine, and counts what its end of the link carried meanwhile."""
+
+    def take_turn(self) -> dict[str, float]:
+        """Moments, on the clock that all processes share, in seconds; bytes and CPU seconds of the step."""
+        dist.barrier()
+        (received, sent), cpu = bytes_moved(), time.process_time()
+        begin = time.perf_counter()
+        self.engine.zero_grad()
+        loss = self.engine.forward(self.batches[len(self.losses) % BATCHES])
+        forward = time.perf_counter()
+        self.engine.backward(loss)
+        backward = time.perf_counter()
+        self.engine.update()
+        step = time.perf_counter()
+        cpu = time.process_time() - cpu
+        now_received, now_sent = bytes_moved()
+        self.engine.zero_grad()
+        self.losses.append(self._mean_over_ranks(loss.detach()))
+        moments = {"begin": begin, "forward": forward, "backward": backward, "step": step}
+        return {**moments, "cpu s": cpu, "received": now_received - received, "sent": now_sent - sent}
+
+    def report(self) -> dict[str, Any]:
+        gathered = self.engine.gathered() if self.engine.gathered is not None else None
+        return {"gathered": gathered, "losses": self.losses}
+
+
+class Wire:
+    """Exchanges messages, and does nothing else."""
+
+    def __init__(self, name: str, rank: int, settings: Settings):
+        with torch.device("meta"):
+            numel = sum(param.numel() for param in settings.model().parameters())
+        # Of each unit as many messages as the model has units to gather.
+        pieces = UNITS * (settings.layers + 2) if name == "wire" else 1
+        each = UNITS * numel // RANKS // pieces if name == "wire" else 1
+        own = torch.ones(each, dtype=DTYPES[settings.dtype])
+        self._peer = 1 - rank
+        self._messages = [(own, torch.empty_like(own)) for _ in range(pieces)]
+        self.take_turn()  # opens connections
+
+    def take_turn(self) -> dict[str, float]:
+        dist.barrier()
+        (received, sent), cpu = bytes_moved(), time.process_time()
+        begin = time.perf_counter()
+        works = [dist.irecv(into, self._peer, tag=tag) for tag, (_, into) in enumerate(self._messages)]
+        works += [dist.isend(own, self._peer, tag=tag) for tag, (own, _) in enumerate(self._messages)]
+        for work in works:
+            assert work is not None
+            work.wait()
+        step = time.perf_counter()
+        now_received, now_sent = bytes_moved()
+        cpu = time.process_time() - cpu
+        return {
+            "begin": begin, "step": step, "cpu s": cpu, "received": now_received - received, "sent": now_sent - sent,
+        }  # fmt: skip
+
+    def report(self) -> dict[str, Any]:
+        return {"gathered": None, "losses": []}
+
+
+def run_linked(paths: Sequence[str], name: str, rank: int, settings: Settings, store: str, pipe: Connection) -> None:
+    """The process of one rank, in its namespace."""
+    enter(paths[rank])
+    os.environ["GLOO_SOCKET_IFNAME"] = DEVICE
+    run_rank(name, rank, settings, store, pipe, Wire if name in WIRES else LinkedRank)
+
+
+# ---- Rounds ----------------------------------------------------------------------------------------------------------
+
+
+class Others:
+    """What other processes take of this machine's processors, in parts of it."""
+
+    def __init__(self, teams: Sequence[Team]):
+        self._pids = [process.pid for team in teams for process in team.processes]
+        self._start = self._now()
+
+    def share(self) -> float:
+        """Since this was made."""
+        (busy, ours, passed), (busy_then, ours_then, then) = self._now(), self._start
+        cores = os.cpu_count() or 1
+        return max(0.0, (busy - busy_then) - (ours - ours_then)) / ((passed - then) * cores)
+
+    def _now(self) -> tuple[float, float, float]:
+        tick = os.sysconf("SC_CLK_TCK")
+        # user, nice, system; then idle, iowait, irq, softirq: those of the link, and steal. proc(5)
+        counted = [int(each) for each in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
+        ours = 0.0
+        for pid in self._pids:
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            ours += (int(fields[11]) + int(fields[12])) / tick
+        own = resource.getrusage(resource.RUSAGE_SELF)
+        busy = (sum(counted[:3]) + counted[7]) / tick
+        return busy, ours + own.ru_utime + own.ru_stime, time.perf_counter()
+
+
+Turns = dict[str, list[dict[str, float]]]
+Plan = Callable[[int, Sequence[Team]], Sequence[tuple[float, Team]]]  # of a round: delays, and whose turn it is
+
+
+def run_rounds(
+    args: argparse.Namespace, settings: Settings, link: Link, names: Sequence[str], plan: Plan
+) -> tuple[dict[float, Turns], dict[str, Team], dict[str, str], float]:
+    """Every engine's turns by delay, the engines, why some have none, and what others took of the machine."""
+    teams: list[Team] = []
+    failed: dict[str, str] = {}
+    turns: dict[float, Turns] = {}
+    run = functools.partial(run_linked, link.paths)
+    with tempfile.TemporaryDirectory() as directory:
+        try:
+            for name in tqdm(names, desc="building", unit="engine", disable=None):
+                team = Team(name, run)
+                teams.append(team)
+                try:
+                    team.start(settings, directory)
+                except EngineFailed as error:
+                    teams.remove(team)
+                    team.dismiss()
+                    team.join()
+                    failed[name] = str(error)
+            others = Others(teams)
+            for number in tqdm(range(args.rounds), desc="rounds", unit="round", disable=None):
+                for delay, team in plan(number, teams):
+                    link.delay = delay
+                    team.take_turn()
+                    turns.setdefault(delay, {}).setdefault(team.name, []).append(durations(team.turns[-1]))
+            share = others.share()
+            link.delay = 0.0
+            for team in teams:
+                team.reports = team.ask("report")
+        finally:
+            for team in teams:
+                team.dismiss()
+            for team in teams:
+                team.join()
+    return turns, {team.name: team for team in teams}, failed, share
+
+
+def durations(moments: dict[str, float]) -> dict[str, float]:
+    """Seconds of the step and its parts, from the moments when the last rank came to their ends."""
+    found = {key: value for key, value in moments.items() if key not in ("begin", "forward", "backward", "step")}
+    found["step s"] = moments["step"] - moments["begin"]
+    if "forward" in moments:
+        found["forward s"] = moments["forward"] - moments["begin"]
+        found["backward s"] = moments["backward"] - moments["forward"]
+        found["update s"] = moments["step"] - moments["backward"]
+    return found
+
+
+def in_turn(number: int, teams: Sequence[Team]) -> Sequence[tuple[float, Team]]:
+    """Each engine comes first as often as any other."""
+    return [(0.0, teams[(number + index) % len(teams)]) for index in range(len(teams))]
+
+
+def with_and_without(delay: float, number: int, teams: Sequence[Team]) -> Sequence[tuple[float, Team]]:
+    delays = (0.0, delay / 2) if number % 2 else (delay / 2, 0.0)
+    return [(each, team) for each in delays for team in teams]
+
+
+# ---- Reports ---------------------------------------------------------------------------------------------------------
+
+
+def values(turns: Sequence[dict[str, float]], key: str) -> list[float]:
+    return [turn[key] for turn in turns]
+
+
+def growth(late: Sequence[dict[str, float]], soon: Sequence[dict[str, float]], key: str) -> list[float]:
+    return [one - other for one, other in zip(values(late, key), values(soon, key), strict=True)]
+
+
+def title_of(name: str) -> str:
+    return WIRES.get(name) or ENGINES[name].title
+
+
+def plain(turns: Any) -> Any:
+    """With as many digits as are worth keeping."""
+    return json.loads(json.dumps(turns), parse_float=lambda x: float(f"{float(x):.6g}"))
+
+
+def compare(args: argparse.Namespace, settings: Settings) -> None:
+    numel = model_numel(settings)
+    unit = numel * DTYPES[args.dtype].itemsize / RANKS
+    names = [name for name in COMPARED if name in WIRES or is_offered(name, args.dtype)]
+    with linked(args.rate) as link:
+        by_delay, teams, failed, others = run_rounds(args, settings, link, names, in_turn)
+    if "wire" not in teams:
+        sys.exit(f"the wire alone did not run: {failed['wire']}")
+    turns = by_delay[0.0]
+    rows: dict[str, dict[str, Any]] = {}
+    for name, found in turns.items():
+        gathered = [report["gathered"] for report in teams[name].reports]
+        seconds = values(found, "step s")
+        rows[name] = {
+            "title": title_of(name),
+            "step s": median_of(seconds),
+            "step x wire": ratios(seconds, values(turns["wire"], "step s")),
+            "step x DDP": ratios(seconds, values(turns["ddp"], "step s")) if "ddp" in turns else None,
+            **{key: median_of(values(found, key)) for key in found[0] if key in PARTS},
+            "CPU s": median_of(values(found, "cpu s")),
+            "MB sent": median_of(values(found, "sent")).median / 1e6,
+            "MB received": median_of(values(found, "received")).median / 1e6,
+            "units": median_of(values(found, "sent")).median / unit,
+            "MB gathered at most": None if None in gathered else max(gathered) / 1e6,
+            "last loss": teams[name].reports[0]["losses"][-1:],
+        }
+    where = f"{describe_machine(torch.device('cpu'))['device']}, {args.threads} threads a rank"
+    show(
+        f"{where}; GPT of {numel / 1e6:.1f}M params, {args.dtype}, {args.rate:g} Gbit/s",
+        (
+            "what",
+            "ms",
+            "x wire alone",
+            "x DDP",
+            "forward, backward, update ms",
+            "CPU ms",
+            "MB sent",
+            "units",
+            "gathered",
+        ),
+        [compared_row(row, numel * DTYPES[args.dtype].itemsize / 1e6) for row in rows.values()],
+    )
+    say(failed, others)
+    results = {
+        "params": numel,
+        "unit MB": unit / 1e6,
+        "ways": rows,
+        "not run": {name: reason.splitlines()[-1] for name, reason in failed.items()},
+        "others' share of the machine": others,
+        "rounds": plain(turns),
+    }
+    write_result(f"network-{args.dtype}", args, torch.device("cpu"), results)
+
+
+PARTS = ("forward s", "backward s", "update s")
+
+
+def compared_row(row: dict[str, Any], whole: float) -> list[str]:
+    gathered = row["MB gathered at most"]
+    return [
+        row["title"],
+        milliseconds(row["step s"]),
+        str(row["step x wire"]),
+        str(row["step x DDP"] or ""),
+        ", ".join(milliseconds(row[part]) for part in PARTS if part in row),
+        milliseconds(row["CPU s"]),
+        f"{row['MB sent']:.1f}",
+        f"{row['units']:.2f}",
+        "" if gathered is None else f"{gathered:.1f} MB, {100 * gathered / whole:.0f} %",
+    ]
+
+
+def delayed(args: argparse.Namespace, settings: Settings) -> None:
+    delay = args.delay / 1e3
+    with linked(args.rate, delays=True) as link:
+        plan = functools.partial(with_and_without, delay)
+        by_delay, _, failed, others = run_rounds(args, settings, link, ("message", STAGE_3), plan)
+    if failed:
+        sys.exit("\n".join(f"{name} did not run: {reason}" for name, reason in failed.items()))
+    soon, late = by_delay[0.0], by_delay[delay / 2]
+    message = median_of(growth(late["message"], soon["message"], "step s"))
+    rows: dict[str, dict[str, Any]] = {}
+    for title, name, key in (
+        ("message", "message", "step s"),
+        *((part.removesuffix(" s"), STAGE_3, part) for part in PARTS),
+        ("forward and backward", STAGE_3, "pass s"),
+    ):
+        for turn in (*soon[name], *late[name]):
+            if name == STAGE_3:
+                turn["pass s"] = turn["forward s"] + turn["backward s"]
+        more = growth(late[name], soon[name], key)
+        rows[title] = {
+            "s": median_of(values(soon[name], key)),
+            "s, late": median_of(values(late[name], key)),
+            "grows by s": median_of(more),
+            "delays": median_of([each / delay for each in more]),
+        }
+    show(
+        f"{describe_machine(torch.device('cpu'))['device']}; GPT of {model_numel(settings) / 1e6:.1f}M params, "
+        f"{args.dtype}; {args.delay:g} ms of delay in each message",
+        ("what", "ms", "ms, late", "longer by ms", "in delays"),
+        [
+            [title, milliseconds(row["s"]), milliseconds(row["s, late"]), milliseconds(row["grows by s"], 1),
+             str(row["delays"])]
+            for title, row in rows.items()
+        ],
+    )  # fmt: skip
+    say(failed, others)
+    results = {
+        "a message grows by s": message,
+        "parts": rows,
+        "others' share of the machine": others,
+        "rounds": plain({str(1e3 * each): turns for each, turns in by_delay.items()}),
+    }
+    write_result(f"network-delay-{args.dtype}", args, torch.device("cpu"), results)
+
+
+def milliseconds(seconds: Median, digits: int = 0) -> str:
+    return f"{1e3 * seconds.median:.{digits}f}"
+
+
+def say(failed: dict[str, str], others: float) -> None:
+    for name, reason in failed.items():
+        print(f"{title_of(name)}: {reason}")
+    print(f"others took {100 * others:.0f} % of the machine meanwhile")
+
+
+def model_numel(settings: Settings) -> int:
+    with torch.device("meta"):
+        return sum(param.numel() for param in settings.model().parameters())
+
+
+def parse_args() -> argparse.Namespace:
+    parser = parser_of(__doc__ or "")
+    parser.add_argument("--dtype", choices=[*DTYPES], default="bf16", help="of params, gradients and activations")
+    parser.add_argument("--rate", type=float, default=None, help="Gbit/s each way (default: 1; with --delay unlimited)")
+    parser.add_argument("--delay", type=float, default=None, help="ms that each message is late, in turn with none")
+    parser.add_argument("--threads", type=int, default=1, help="of each rank")
+    parser.add_argument("--rounds", type=int, default=20, help="turns of each engine")
+    parser.add_argument("--layers", type=int, default=8, help="blocks of the GPT")
+    parser.add_argument("--width", type=int, default=512, help="channels")
+    parser.add_argument("--heads", type=int, default=8, help="attention heads")
+    parser.add_argument("--vocab", type=int, default=8192, help="tokens")
+    parser.add_argument("--batch", type=int, default=1, help="sequences a rank")
+    parser.add_argument("--context", type=int, default=64, help="tokens in a sequence")
+    parser.add_argument("--seed", type=int, default=0, help="of the model and the data")
+    args = parser.parse_args()
+    if args.quick:
+        args.rounds = min(args.rounds, 4)
+    for name in ("threads", "rounds", "layers", "width", "heads", "vocab", "batch", "context"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name} must be at least 1")
+    if args.width % args.heads:
+        parser.error(f"--width {args.width} must be a multiple of --heads {args.heads}")
+    for name in ("rate", "delay"):
+        if getattr(args, name) is not None and not getattr(args, name) > 0:
+            parser.error(f"--{name} must be above 0")
+    if args.rate is None and args.delay is None:
+        args.rate = 1.0
+    args.ranks, args.device, args.burst = RANKS, "cpu", 1
+    return args
+
+
+def main() -> None:
+    args = parse_args()
+    settings = Settings(**{name: getattr(args, name) for name in Settings.__dataclass_fields__})
+    try:
+        (compare if args.delay is None else delayed)(args, settings)
+    except CannotLink as error:
+        sys.exit(f"cannot join two network namespaces: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()
