@@ -26,9 +26,15 @@ T = TypeVar("T")
 
 _CLONE_NEWNET = 0x40000000
 _TUNSETIFF, _IFF_TUN, _IFF_NO_PI = 0x400454CA, 0x0001, 0x1000
-# No packet is lost on this link, so that nothing is learned from a slow start after each pause, or from a rate that an
-# earlier delay allowed.
-_SYSCTLS = {"ipv4/tcp_slow_start_after_idle": "0", "ipv4/tcp_congestion_control": "reno"}
+# No packet is lost on this link. So TCP need not start slowly after each pause, nor remember how fast an earlier delay let
+# it be, and a whole message may be under way at once: a delay makes each message late, and not slow.
+_SYSCTLS = {
+    "ipv4/tcp_slow_start_after_idle": "0",
+    "ipv4/tcp_congestion_control": "reno",
+    "ipv4/tcp_rmem": f"4096 {16 << 20} {32 << 20}",
+    "ipv4/tcp_wmem": f"4096 {16 << 20} {32 << 20}",
+}
+_PACKETS_AT_ONCE = 500  # without an acknowledgment
 _BURST = 128 << 10  # bytes that pass at full speed after a pause: 1 ms of 1 Gbit/s, and more than one packet
 _MOST_PACKET = 65_000  # bytes; a relay that takes each packet by itself wants few of them
 
@@ -129,6 +135,9 @@ class Link:
                 end.command("ip link set lo up")
                 end.command(f"ip address add 10.77.0.{number}/24 dev {DEVICE}")
                 end.command(f"ip link set {DEVICE} {f'mtu {_MOST_PACKET} ' if delays else ''}up")
+                end.command(
+                    f"ip route change 10.77.0.0/24 dev {DEVICE} initcwnd {_PACKETS_AT_ONCE} initrwnd {_PACKETS_AT_ONCE}"
+                )
                 if gigabits is not None:
                     end.command(
                         f"tc qdisc add dev {DEVICE} root tbf rate {1000 * gigabits:g}mbit burst {_BURST} latency 50ms"

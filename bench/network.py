@@ -219,6 +219,11 @@ def values(turns: Sequence[dict[str, float]], key: str) -> list[float]:
     return [turn[key] for turn in turns]
 
 
+def carrying(turn: dict[str, float], wire: dict[str, float]) -> float:
+    """Seconds that the link needs for what a step sent, as the wire alone was carried in the same round."""
+    return turn["sent"] / wire["sent"] * wire["step s"]
+
+
 def growth(late: Sequence[dict[str, float]], soon: Sequence[dict[str, float]], key: str) -> list[float]:
     return [one - other for one, other in zip(values(late, key), values(soon, key), strict=True)]
 
@@ -255,6 +260,9 @@ def compare(args: argparse.Namespace, settings: Settings) -> None:
             "MB sent": median_of(values(found, "sent")).median / 1e6,
             "MB received": median_of(values(found, "received")).median / 1e6,
             "units": median_of(values(found, "sent")).median / unit,
+            "wire idle s": median_of(
+                [each - carrying(turn, wire) for each, turn, wire in zip(seconds, found, turns["wire"], strict=True)]
+            ),
             "MB gathered at most": None if None in gathered else max(gathered) / 1e6,
             "last loss": teams[name].reports[0]["losses"][-1:],
         }
@@ -300,6 +308,7 @@ def compared_row(row: dict[str, Any], whole: float) -> list[str]:
         milliseconds(row["CPU s"]),
         f"{row['MB sent']:.1f}",
         f"{row['units']:.2f}",
+        milliseconds(row["wire idle s"]),
         "" if gathered is None else f"{gathered:.1f} MB, {100 * gathered / whole:.0f} %",
     ]
 
