@@ -26,8 +26,8 @@ T = TypeVar("T")
 
 _CLONE_NEWNET = 0x40000000
 _TUNSETIFF, _IFF_TUN, _IFF_NO_PI = 0x400454CA, 0x0001, 0x1000
-# No packet is lost on this link. So TCP need not start slowly after each pause, nor remember how fast an earlier delay let
-# it be, and a whole message may be under way at once: a delay makes each message late, and not slow.
+# No packet is lost on this link. So TCP need not start slowly after each pause, nor remember how fast an earlier delay
+# let it be, and a whole message may be under way at once: a delay makes each message late, and not slow.
 _SYSCTLS = {
     "ipv4/tcp_slow_start_after_idle": "0",
     "ipv4/tcp_congestion_control": "reno",

@@ -16,7 +16,8 @@ by default.
 * `units`: bytes that a rank's end of the link sent, by its own counters, headers included, in a step. `CPU s`: of the
   busier rank, all threads. `gathered`: the most bytes of params that the schedule has gathered at once; a part of all.
 * `--delay`: packets wait in this process, half of the delay each way, as gloo asks the receiver before it sends. The
-  rate is not limited then. `message` is one number, by which a delay is checked; a pass is a forward or a backward.
+  rate is not limited then. `message` is one number, by which a delay is checked. A pass is a forward or a backward; a
+  backward ends with two exchanges that nothing can hide: the last sum, and then the norms of the sums.
 * `others`: what other processes took of the machine meanwhile: unless it is small, the numbers are of little use.
 """
 
