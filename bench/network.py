@@ -15,6 +15,7 @@ by default.
 * Engines take turns as in `bench/train.py`; a step lasts from when both ranks have begun until both have ended.
 * `units`: bytes that a rank's end of the link sent, by its own counters, headers included, in a step. `CPU s`: of the
   busier rank, all threads. `gathered`: the most bytes of params that the schedule has gathered at once; a part of all.
+* `wire idle`: a step without the seconds that the wire needs for as many bytes, as it carried 3 units in that round.
 * `--delay`: packets wait in this process, half of the delay each way, as gloo asks the receiver before it sends. The
   rate is not limited then. `message` is one number, by which a delay is checked. A pass is a forward or a backward; a
   backward ends with two exchanges that nothing can hide: the last sum, and then the norms of the sums.
@@ -279,6 +280,7 @@ def compare(args: argparse.Namespace, settings: Settings) -> None:
             "CPU ms",
             "MB sent",
             "units",
+            "wire idle ms",
             "gathered",
         ),
         [compared_row(row, numel * DTYPES[args.dtype].itemsize / 1e6) for row in rows.values()],
