@@ -140,14 +140,15 @@ class Others:
 
     def _now(self) -> tuple[float, float, float]:
         tick = os.sysconf("SC_CLK_TCK")
-        # user, nice, system; then idle, iowait, irq, softirq: those of the link, and steal. proc(5)
+        # user, nice, system, idle, iowait, irq, softirq, steal: proc(5). What the link takes in a softirq counts, since a
+        # process that is interrupted is charged for it.
         counted = [int(each) for each in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
         ours = 0.0
         for pid in self._pids:
             fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
             ours += (int(fields[11]) + int(fields[12])) / tick
         own = resource.getrusage(resource.RUSAGE_SELF)
-        busy = (sum(counted[:3]) + counted[7]) / tick
+        busy = (sum(counted[:3]) + sum(counted[5:])) / tick
         return busy, ours + own.ru_utime + own.ru_stime, time.perf_counter()
 
 
