@@ -140,7 +140,7 @@ class Others:
 
     def _now(self) -> tuple[float, float, float]:
         tick = os.sysconf("SC_CLK_TCK")
-        # user, nice, system, idle, iowait, irq, softirq, steal: proc(5). What the link takes in a softirq counts, since a
+        # user, nice, system, idle, iowait, irq, softirq, steal: proc(5). What the link takes in a softirq counts, as a
         # process that is interrupted is charged for it.
         counted = [int(each) for each in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
         ours = 0.0
