@@ -60,6 +60,7 @@ class Forward:
         self._root = root
         self._hooks: list[Any] = []
         self._units: dict[nn.Module, tuple[Unit, ...]] = {}
+        self._frozen: set[Unit] = set()  # units that hold frozen params
         self._owners: dict[nn.Module, tuple[Unit, ...]] = {}  # the units of the params that a module owns itself
         self._running: list[_Call] = []  # calls in forward, from the outermost
         self._using: Counter[Unit] = Counter()  # number of calls in backward that need a unit
@@ -83,6 +84,8 @@ class Forward:
             for module in plan.modules if plan.name in bound else ():
                 needed.setdefault(module, []).append(bound[plan.name])
         self._units = {module: tuple(units) for module, units in needed.items()}
+        frozen = (param for shard in self._domain.sharded.frozen for param in shard.bucket.params)
+        self._frozen = {where[param].unit for param in frozen if param in where}
         owned = {
             module: tuple(
                 dict.fromkeys(where[param].unit for param in module.parameters(recurse=False) if param in where)
@@ -126,23 +129,30 @@ class Forward:
 
     # -- forward ---------------------------------------------------------------------------------------------------
 
-    def pre_forward(self, module: nn.Module, arguments: Any, keywords: dict[str, Any]) -> None:
-        """Gathers the module's units: a call of the module begins."""
+    def pre_forward(
+        self, module: nn.Module, arguments: Any, keywords: dict[str, Any]
+    ) -> tuple[Any, dict[str, Any]] | None:
+        """Gathers the module's units: a call of the module begins. Returns its inputs if they are others now."""
         units = self._units.get(module, ())
         if module is self._root:
             if self._units and not self._running and not _in_backward():
                 evaluates = not torch.is_grad_enabled()
                 self._begin_pass(Direction.EVALUATION if evaluates else Direction.FORWARD)
         elif not units:  # a deep copy of a module has the module's hooks
-            return
+            return None
         if _in_backward():  # activation checkpointing
             self._begin_backward()
+        # The gradient of a frozen param would tell that it was read too late. It has none; its call's inputs have.
+        checks = module is not self._root and torch.is_grad_enabled() and not self._frozen.isdisjoint(units)
+        if checks:
+            arguments, keywords = torch.utils._pytree.tree_map_only(torch.Tensor, _with_own_node, (arguments, keywords))
         inputs = tensors_within((arguments, keywords) if keywords else arguments, 0) if torch.is_grad_enabled() else ()
         starts = {tensor.grad_fn for tensor in inputs if tensor.grad_fn is not None}
-        call = _Call(self, module, starts)
+        call = _Call(self, module, starts, checks)
         self._running.append(call)
         for unit in units:
             self._need(call, unit)
+        return (arguments, keywords) if checks else None
 
     def _begin_pass(self, direction: Direction) -> None:
         self._announce(direction)
@@ -271,6 +281,11 @@ def _in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
+def _with_own_node(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the tensor behind a node that no other call shares."""
+    return tensor.view_as(tensor) if tensor.requires_grad else tensor
+
+
 def _while_alive(forward: Forward) -> Any:
     reference = weakref.ref(forward)
 
@@ -288,8 +303,9 @@ def _lends_memory_to(units: Iterable[Unit], tensor: torch.Tensor) -> bool:
 class _Call:
     """One call of a module."""
 
-    def __init__(self, forward: Forward, module: nn.Module, starts: set[Any]):
-        self._forward, self.module = weakref.ref(forward), module
+    def __init__(self, forward: Forward, module: nn.Module, starts: set[Any], checks: bool):
+        """``checks``: no other call shares the nodes ``starts`` of its inputs, so that these tell what backward ran."""
+        self._forward, self.module, self._checks = weakref.ref(forward), module, checks
         self.units: tuple[Unit, ...] = ()  # once they are gathered
         self.versions: list[tuple[nn.Parameter, int]] = []  # versions of the params when the forward began
         self._starts = starts  # nodes of the inputs
@@ -308,6 +324,8 @@ class _Call:
         for number, node in enumerate(ends):
             node.register_prehook(partial(self.output_arrived, number))
             node.metadata.setdefault(_ENDS, []).append((self, number))
+        for node in self._starts if self._checks else ():
+            node.register_prehook(self._check_opened)
         for number, node in enumerate(self._starts if ends else ()):
             node.register_prehook(partial(self.input_done, number))
             for call, output in node.metadata.get(_ENDS, ()):
@@ -332,6 +350,18 @@ class _Call:
         if not (self._is_open and self._backward == forward.backwards):
             self._left, self._is_open, self._backward = set(range(self._inputs)), True, forward.backwards
             forward.pre_backward(self.units)
+
+    def _check_opened(self, _: Any) -> None:
+        """Raises ReleasedError if backward ran through the call, and came to none of its outputs."""
+        forward = self._forward()
+        was_opened = forward is None or self._backward == forward.backwards
+        if not (was_opened or all(unit.is_here for unit in self.units)):
+            raise ReleasedError(
+                f"return from the forward of {type(self.module).__name__} every tensor that a loss is made of (what a "
+                "hook or an attribute of the module kept, say), or keep its params whole by Tuning(keep=...): a "
+                "backward ran through this call from none of its outputs, so its frozen params were read while they "
+                "were resharded, and gradients are wrong."
+            )
 
     def input_done(self, number: int, _: Any) -> None:
         """Is called when the gradient of an input is complete, once or twice."""

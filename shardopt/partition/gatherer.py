@@ -559,12 +559,14 @@ class Gatherer:
 
         for rank, passes in enumerate(everyones):
             for (direction, first), (other, order) in zip(everyones[0], passes, strict=False):
-                pair = contradiction(once(first), once(order)) if direction == other else None
+                # A backward through two forwards may use a unit of either: its own order tells nothing.
+                is_forward = direction == other == Direction.FORWARD.value
+                pair = contradiction(once(first), once(order)) if is_forward else None
                 if pair is not None:
                     self.refuse_orders()
                     raise DisagreementError(
                         "call the modules in one order on every rank, then zero_grad() and go on: ranks used units in "
-                        f"another order, so no rank took the step and nothing changed. The {direction} of rank 0 used "
+                        f"another order, so no rank took the step and nothing changed. The forward of rank 0 used "
                         f"{pair[0]} before {pair[1]}, that of rank {rank} after it."
                     )
         orders = [_last(passes) for passes in everyones]

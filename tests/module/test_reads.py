@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
-from shardopt import ReleasedError, ShardedSGD
+from shardopt import ReleasedError, ShardedSGD, ShardoptError
 from tests.support.comparing import raw, snapshot
 from tests.support.modules import RATES, W, data, nothing_left, poisoned, small, square
 from tests.support.ranks import Pool
@@ -277,3 +277,60 @@ def outside() -> None:
 
 def test_outside_of_the_model(ranks: Pool) -> None:
     ranks.run(outside, world=2)
+
+
+class Keeps(nn.Module):
+    """Keeps a tensor from within, which a loss may be made of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.kept = nn.Linear(W, 4 * W), nn.Linear(4 * W, W), torch.zeros(())
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.up(x))
+        self.kept = hidden.square().mean()
+        return x + self.down(hidden)
+
+
+class Keeping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.blocks = nn.Linear(W, W), nn.ModuleList(Keeps() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def from_within(stage: int, trains: bool, **tuning: Any) -> list[bytes]:
+    torch.manual_seed(0)
+    model = Keeping()
+    model.blocks.requires_grad_(trains)
+    params = [param for param in model.parameters() if param.requires_grad]
+    opt = ShardedSGD(params, module=model, **RATES, stage=stage, tuning=small(timeout=60, **tuning))
+    for step in range(2):
+        opt.zero_grad()
+        output, kept = model(data(step, 4, W)).square().mean(), model.blocks[0].kept
+        (output + kept).backward()
+        opt.step()
+    found = snapshot(model, opt)
+    if stage == 3 and "live_bytes" not in tuning:  # with it, all stays from forward to backward
+        opt.zero_grad()
+        model(data(2, 4, W))
+        with raises(ShardoptError, "return from"):
+            model.blocks[0].kept.backward()
+    return found
+
+
+def losses_from_within() -> None:
+    for trains in (True, False):
+        expected = from_within(1, trains)
+        for tuning in WAYS:
+            assert from_within(3, trains, **tuning) == expected
+
+
+def test_a_loss_from_within_a_block_alone_is_an_error(ranks: Pool) -> None:
+    """Frozen or not: no hook tells that its params are needed. Beside an output of the block it is right."""
+    ranks.run(losses_from_within, world=2)
