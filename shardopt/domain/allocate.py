@@ -12,9 +12,9 @@ import torch
 
 from ..offload.gradients import HostLanding
 from ..partition.bucket import Bucket
-from ..partition.gatherer import Slice
 from ..partition.layout import BucketLayout
 from ..partition.reduce_buckets import DeviceSum, GradientBucket, PassingSum
+from ..partition.unit import Slice
 from .bucket_plan import PlannedBucket
 from .domain import Domain
 from .formats import NOTHING

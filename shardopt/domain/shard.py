@@ -12,11 +12,12 @@ from ..kernels.tables import BLOCK, Gradients
 from ..offload.store import Chunk, Plane, ShardStorage, Store
 from ..partition.bucket import Bucket
 from ..partition.comm.all_gather import Window
-from ..partition.gatherer import GatheredBucket, Gatherer, MemorySlice, Unit
-from ..partition.gatherer import Slice as GatheredSlice
+from ..partition.gatherer import Gatherer
 from ..partition.layout import Piece
 from ..partition.memory import zeros
 from ..partition.reduce_buckets import DeviceSum, PassingSum
+from ..partition.unit import GatheredBucket, MemorySlice, Unit
+from ..partition.unit import Slice as GatheredSlice
 from ..rules import Variant
 from ..rules.rule import EMA
 from ..tensors.strides import dense_strides, flattened, in_storage_order

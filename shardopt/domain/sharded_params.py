@@ -11,7 +11,8 @@ import torch
 
 from ..errors import OffloadError
 from ..partition.comm.all_gather import Window
-from ..partition.gatherer import GatheredBucket, Gatherer, Slice, Unit
+from ..partition.gatherer import Gatherer
+from ..partition.unit import GatheredBucket, Slice, Unit
 from ..tensors.part import ParamPart, Part
 from ..tensors.strides import flattened
 from ..tensors.unsharded_guard import Read, Write, mark_sharded, mark_whole

@@ -35,7 +35,8 @@ from torch import nn
 from ..domain.domain import Domain
 from ..domain.units import units_of
 from ..errors import ReleasedError
-from ..partition.gatherer import Direction, Gatherer, Unit
+from ..partition.gatherer import Direction, Gatherer
+from ..partition.unit import Unit
 from ..tensors.strides import with_own_storage
 from ..tensors.unsharded_guard import keep_pattern
 from .hooks import ModuleHook, call_while_alive

@@ -34,7 +34,8 @@ from ..engine import Engine, live_engines
 from ..errors import DisagreementError, ShardoptError
 from ..module.backward import Backward
 from ..partition.comm.group import Ranks
-from ..partition.gatherer import Direction, Gatherer, Unit, UnitState
+from ..partition.gatherer import Direction, Gatherer
+from ..partition.unit import Unit, UnitState
 from ..step.step import Call
 
 _OFF = _JoinConfig.construct_disabled_join_config()

@@ -15,13 +15,12 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from enum import Enum
-from typing import Protocol
 
 import torch
 
 from ..errors import CommunicationError, DisagreementError
 from .bucket import Bucket
-from .comm.all_gather import AllGather, Window
+from .comm.all_gather import Window
 from .comm.transport import Transport, barrier
 from .memory import Memory
 from .schedule import (
@@ -34,115 +33,11 @@ from .schedule import (
     merge_orders,
     plan_schedule,
 )
+from .unit import GatheredBucket, Slice, Unit, UnitState
 
 # How long a gather waits for a rank that does not join it, where the user set no deadline: half an hour, the process
 # group's own timeout, is long to wait for a rank that took another way.
 PATIENCE = timedelta(minutes=5)
-
-
-class Slice(Protocol):
-    """This rank's slice of a bucket, in memory or offloaded."""
-
-    memory: torch.Tensor | None  # 1D [shard_numel]; None if the slice is offloaded
-
-    def read(self, into: torch.Tensor) -> None: ...
-
-    def write(self, values: torch.Tensor) -> None:
-        """Writes the whole slice."""
-
-
-class MemorySlice:
-    """A slice with memory of its own."""
-
-    def __init__(self, memory: torch.Tensor):
-        self._memory = memory
-        self.memory: torch.Tensor | None = memory
-
-    def read(self, into: torch.Tensor) -> None:
-        into.copy_(self._memory)
-
-    def write(self, values: torch.Tensor) -> None:
-        self._memory.copy_(values)
-
-
-class UnitState(Enum):
-    """State of a unit on this rank.
-
-    ==========  =======  ==========
-    from        event    to
-    ==========  =======  ==========
-    SHARDED     ask      UNSHARDING
-    UNSHARDING  ask      UNSHARDING
-    UNSHARDED   ask      UNSHARDED
-    UNSHARDING  wait     UNSHARDED
-    UNSHARDED   wait     UNSHARDED
-    UNSHARDING  reshard  SHARDED
-    UNSHARDED   reshard  SHARDED
-    SHARDED     reshard  SHARDED
-    ==========  =======  ==========
-    """
-
-    SHARDED = "sharded"
-    """Buckets have no memory. This rank's slices lie elsewhere."""
-
-    UNSHARDING = "unsharding"
-    """Buckets have memory, which other ranks or the backend may write to until the gather was waited for."""
-
-    UNSHARDED = "unsharded"
-    """Buckets hold whole values. Params may be read while the unit has users; else the guard sees a read."""
-
-
-@dataclass(eq=False)
-class GatheredBucket:
-    """A bucket of a unit, and this rank's slice of it."""
-
-    bucket: Bucket
-    slice: Slice
-    window: Window  # on the bucket's buffer; the ranks' own slices lie elsewhere
-    unit: "Unit"
-
-
-@dataclass(eq=False)
-class Unit:
-    """What is gathered together: the buckets of one unit, one for each dtype and format.
-
-    Attributes:
-        name, number: of the unit in the model, see :mod:`shardopt.domain.units`.
-        is_spread: True if modules use it early and late in a pass. Without a schedule it stays between them.
-        users: calls that run now and need it.
-        stays_shown: True if its params may be read without a call, until it is resharded by hand or the next step.
-        is_pinned: True if it stays gathered that long.
-        gathering: the all-gather that was started and not waited for.
-    """
-
-    name: str
-    number: int
-    is_spread: bool
-    buckets: list[GatheredBucket] = field(default_factory=list)
-    state: UnitState = UnitState.SHARDED
-    users: int = 0
-    stays_shown: bool = False
-    is_pinned: bool = False
-    gathering: AllGather | None = None
-
-    @property
-    def nbytes(self) -> int:
-        return sum(each.bucket.nbytes for each in self.buckets)
-
-    @property
-    def is_needed(self) -> bool:
-        """True if its params may be read: it must not be resharded."""
-        return bool(self.users) or self.stays_shown
-
-    @property
-    def may_go(self) -> bool:
-        """True if it may be resharded."""
-        return not (self.is_needed or self.is_pinned)
-
-    @property
-    def is_here(self) -> bool:
-        """True if its buckets hold whole values."""
-        return self.state is UnitState.UNSHARDED
 
 
 class Direction(Enum):

@@ -1,6 +1,7 @@
 """A unit as ``optimizer.units`` shows it."""
 
-from .gatherer import Gatherer, Unit
+from .gatherer import Gatherer
+from .unit import Unit
 
 
 class UnitView:

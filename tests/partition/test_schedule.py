@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from shardopt import ShardedSGD, Tuning
-from shardopt.partition.gatherer import Gatherer, UnitState
+from shardopt.partition.gatherer import Gatherer
 from shardopt.partition.schedule import Budget, Schedule, Use, plan_schedule
+from shardopt.partition.unit import UnitState
 from tests.support.tables import rows_of
 
 NAMES = "ABCDEF"
