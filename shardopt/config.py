@@ -37,7 +37,8 @@ def _flag_or_texts(value: Any, what: str) -> bool | tuple[str, ...]:
 def _number_or_lists(value: Any, what: str) -> int | dict[str, tuple[str, ...]]:
     if not isinstance(value, Mapping):
         return whole(value, what, least=0, or_none=", a dict of names of units, or None")
-    return {name: texts(value[name], f"{what}[{name!r}]", '("layers.1",)') for name in texts(value.keys(), what, "")}
+    names = texts(value.keys(), what, '{"layers.0": ("layers.1",)}')
+    return {name: texts(value[name], f"{what}[{name!r}]", '("layers.1",)') for name in names}
 
 
 def _class_name(module: Any) -> str:
@@ -50,10 +51,10 @@ class Tuning:
     """The rare knobs. None of them changes a bit of the result, but for ``compress_from`` and ``seed``.
 
     Attributes:
-        bucket_bytes: largest bytes of params in one bucket; a single larger param has a bucket of its own. Smaller
-            buckets overlap better and need less memory while gradients are reduced and params gathered; each costs one
-            launch and one message to every rank. None: 32 MiB, but 2 MiB for a module on CPUs, where messages cost
-            little and the gradient of a param that fills a bucket is reduced where it lies.
+        bucket_bytes: largest bytes of params in one bucket; a single larger param has a bucket of its own, and at stage
+            3 the sharded params of a unit have one. Smaller buckets overlap better and need less memory while gradients
+            are reduced; each costs one launch and one message to every rank. None: 32 MiB, but 2 MiB for a module on
+            CPUs, where messages cost little and the gradient of a param that fills a bucket is reduced where it lies.
         keep_below: stage 3: params of fewer elements than this stay whole on every rank, as at stage 2: norms, biases
             and small embeddings weigh little, and gathering each would cost a message.
         keep: stage 3: patterns of names of params and modules that stay whole on every rank, as at stage 2, whatever
