@@ -3,9 +3,9 @@
 A round is one backward that reduces gradients; with gradient accumulation, the last backward before the step. The
 gradient of the module's output, or else the first gradient of a param, opens the round. Autograd accumulates gradients,
 and each one goes to the reducer at once. When autograd is done, the reducer sends the remaining buckets. Then one small
-exchange (:mod:`shardopt.module.gradient_report`) tells all ranks each param's norms, and ``param.grad`` becomes a
+all-reduce (:mod:`shardopt.module.gradient_report`) tells all ranks each param's norms, and ``param.grad`` becomes a
 part. A gradient may arrive after its bucket was sent (reentrant activation checkpointing): that bucket is reduced once
-more, and a second exchange tells the norms of the new sums.
+more, and a second all-reduce tells the norms of the new sums.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""What all ranks know of each param's gradient at the end of a backward, by one exchange.
+"""What all ranks know of each param's gradient at the end of a backward, by one all-reduce.
 
 A report is a vector of int64. Each rank fills in its own report, and the sum over ranks is the report of all of them::
 

@@ -106,11 +106,11 @@ def test_no_sync_takes_no_call(calls: Any) -> None:
     assert found == [{}] * len(found) and len(found) == 8
 
 
-def test_a_backward_ends_with_one_collective(calls: Any) -> None:
+def test_a_backward_ends_with_one_all_reduce(calls: Any) -> None:
     for (stage, handed_over, neighbours), by_clip in calls.items():
         if stage == 0 or not handed_over:  # whose own sums are all-reduced
             continue
-        assert collectives(by_clip[None]["backward"]) == {"allgather_": 1}, (stage, neighbours)
+        assert collectives(by_clip[None]["backward"]) == {"allreduce_": 1}, (stage, neighbours)
 
 
 # -- launches ----------------------------------------------------------------------------------------------------------
