@@ -324,7 +324,7 @@ def test_a_damaged_distributed_checkpoint_is_refused(tmp_path: Path, capsys: pyt
     index = folder / ".metadata"
     shutil.copy(folder / "__0_0.distcp", tmp_path / "aaaaa.distcp")
     index.write_bytes(index.read_bytes().replace(b"\x0c__0_0.distcp", b"\x0c../aaaaa.dis"))
-    assert "no file of this folder" in refused(capsys, target, *arguments)
+    assert "not a file of this folder" in refused(capsys, target, *arguments)
 
 
 def test_both_dicts_in_one_file(tmp_path: Path) -> None:
