@@ -90,7 +90,7 @@ def units_of(module: nn.Module, given: Sequence[Any] = ()) -> list[UnitPlan]:
         given: ``Tuning.units``: which modules are units, in place of the blocks that are found.
 
     Raises:
-        BindingError: one of ``given`` is no module with params in the model.
+        BindingError: one of ``given`` is not a module of the model that has params.
     """
     root = module.module if isinstance(module, DistributedDataParallel) else module
     small = min(SMALL, SMALL_SHARE * sum(map(_nbytes, root.parameters())))

@@ -133,7 +133,7 @@ class Forward:
     def pre_forward(
         self, module: nn.Module, arguments: Any, keywords: dict[str, Any]
     ) -> tuple[Any, dict[str, Any]] | None:
-        """Gathers the module's units: a call of the module begins. Returns its inputs if they are others now."""
+        """Gathers the module's units: a call of the module begins. Returns the inputs if they were replaced."""
         units = self._units.get(module, ())
         if module is self._root:
             if self._units and not self._running and not _in_backward():

@@ -216,7 +216,7 @@ def digest_of(plan: StepPlan, call: Call, problem: Exception | None = None) -> S
     departures = [] if sharded is None else sharded.gatherer.departures
     proposes = sharded is not None and sharded.gatherer.proposes
     key: list[Any] | None = None
-    if domain.mesh.world.size > 1:  # else there is no rank to differ from
+    if domain.mesh.world.size > 1:  # one rank has nothing to compare with
         present = presence()
         facts = [(each.step, present.get(each), each.param.requires_grad, *each.carried.values()) for each in entries]
         key = [domain.rounds, call.closure, numbers, facts, call.scale, stats.norm, departures]

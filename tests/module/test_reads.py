@@ -108,7 +108,7 @@ def by_a_sibling(model: Model, x: Tensor) -> Tensor:
 
 
 class Multiply(torch.autograd.Function):
-    """Reads its weight without a word to ``__torch_function__`` when it is applied, and again in its own backward."""
+    """``__torch_function__`` does not see it read its weight: when it is applied, and again in its own backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:

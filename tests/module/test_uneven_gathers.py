@@ -23,7 +23,7 @@ CONTEXTS: Sequence[Sequence[Sequence[Sequence[int]]]] = (
 
 
 def trained(model: Drops, opt: ShardedSGD, by_all: bool) -> list[bytes]:
-    """Two rounds in each step, evaluations between a forward and its backward and behind the step."""
+    """Two rounds in each step, evaluations between a forward and its backward and after the step."""
     for number, orders in enumerate(CONTEXTS):
         with opt.join(by_all):
             for step, order in enumerate(orders[dist.get_rank()]):
