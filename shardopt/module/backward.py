@@ -76,6 +76,8 @@ class Backward:
     Attributes:
         is_syncing: True if the backward of the last forward is a round; that forward sets it.
         on_end: is called when a round ends (True) or is lost (False).
+        is_in_forward: True from the beginning of a forward that a backward can follow to its end; one that raises has
+            no end.
         units: by the name of each unit of stage 3, its params.
         before_round: is called before each round while a ``join()`` is open, with the numbers of the params that hold a
             gradient. It returns the divisor of the round's sums, or None for the number of all ranks.
@@ -93,7 +95,7 @@ class Backward:
         self._early_totals: dict[Shard, torch.Tensor] = {}
         self._layout = ReportLayout([], 0, 1)  # where each number lies in the report that ends a round
         self._hooks: list[Any] = []
-        self.is_syncing = False
+        self.is_syncing = self.is_in_forward = False
         self._lost: str | None = None  # why the gradients are lost; None unless the round is LOST
         self.on_end: Callable[[bool], None] = lambda _: None
         self.before_round: Callable[[list[int]], int | None] | None = None
@@ -207,8 +209,11 @@ class Backward:
         for entry in self._entries:
             if entry.gradient_slice is not None:
                 entry.gradient_slice.pending = None
-        if self._domain.reducer is not None:
-            self._domain.reducer.catch_up()
+        # Only after a forward that raised. Otherwise another rank may have abandoned the batch that this rank has yet
+        # to run: this rank would run it as the attempt after, and ranks would wait for each other (zeroes_late).
+        if self.is_in_forward:
+            self.catch_up()
+            self.is_in_forward = False
 
     @property
     def rounds(self) -> int:
@@ -250,7 +255,7 @@ class Backward:
         return sharded is not None and sharded.gatherer.waits_for_others
 
     def catch_up(self) -> None:
-        """Begins the next round with all ranks, after all of them heard that a closure failed."""
+        """Begins the next round with ranks that abandoned an attempt at it, which this rank did not begin."""
         if self._domain.reducer is not None:
             self._domain.reducer.catch_up()
 

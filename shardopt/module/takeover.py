@@ -210,6 +210,7 @@ class ModuleTakeover:
         if self.backward is not None:
             if self.backward.is_open:
                 self.backward.abandon("a new forward began before its backward had ended")
+            self.backward.is_in_forward = True
             self.expect_backward()
 
     def expect_backward(self) -> None:
@@ -227,9 +228,10 @@ class ModuleTakeover:
     def _post_forward(self, module: nn.Module, arguments: Any, output: Any) -> None:
         """Lets the gradient of the output open the round: in the outermost graph, even where all is checkpointed."""
         backward = self.backward
-        if backward is None or not backward.is_syncing or torch._C._current_graph_task_id() != -1:
+        if backward is None or module is not self.module or torch._C._current_graph_task_id() != -1:
             return
-        if module is not self.module:
+        backward.is_in_forward = False
+        if not backward.is_syncing:
             return
         hook = call_while_alive(lambda me, _: me.open_early(), backward)
         for tensor in tensors_within(output):

@@ -634,7 +634,10 @@ def live_or_die(neighbours: bool, which: signal.Signals, folder: Path) -> Outcom
 
 
 def dies_before_one_begins(folder: Path) -> Outcome:
-    """Rank 0 begins its backward when one rank is dead, and another has given the round up and does not come again."""
+    """Rank 0 begins its backward when one rank is dead, and another has given the round up and does not come again.
+
+    Rank 0 has given that batch up, too, in its forward: it waits for the rank that does not come again.
+    """
     training, moments = Training(2, True, **SMALL), Moments(folder)
     training.opt.bind()
     before = held(training.opt)
@@ -644,6 +647,7 @@ def dies_before_one_begins(folder: Path) -> Outcome:
         os.kill(os.getpid(), signal.SIGKILL)
     if training.rank == 0:
         moments.wait("given up")
+        assert outcome(lambda: training.model(lambda _: fail())) == outcome(fail)
     error, message = outcome(lambda: training.step(0))
     if training.rank == 1:
         moments.say("given up")

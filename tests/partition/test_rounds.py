@@ -13,6 +13,7 @@ from torch.nn.utils import clip_grad_norm_
 
 from shardopt import (
     BindingError,
+    CommunicationError,
     DisagreementError,
     ReleasedError,
     ShardedSGD,
@@ -20,7 +21,18 @@ from shardopt import (
     StateError,
 )
 from shardopt.partition.reducer import Reducer
-from tests.module.test_handover import SGD, Net, average, backward, check_close, loss_of, pair, train_step, tuning
+from tests.module.test_handover import (
+    SGD,
+    Net,
+    average,
+    backward,
+    check_close,
+    loss_of,
+    pair,
+    train_step,
+    tuning,
+    whole,
+)
 from tests.support.ranks import Pool
 from tests.support.training import close_to, raises
 
@@ -220,6 +232,68 @@ def collective_in_backward(frozen: bool) -> None:
         close_to(models[1], models[0])
         # What was frozen holds nobody up.
         assert step == 0 or started[0] > 0 or not frozen
+
+
+class Unlucky(Exception):
+    pass
+
+
+def unlucky(*_: Any) -> None:
+    raise Unlucky
+
+
+def zeroes_late(stage: int, zeroed: str, fails: bool) -> None:
+    """Rank 0 gives a batch up and is at the next one before rank 1 comes to it. Both go on at the same batch.
+
+    Args:
+        zeroed: when rank 1 calls zero_grad(): "before" or "after" its forward.
+        fails: rank 1's forward of this batch raises, too.
+    """
+    rank, store = dist.get_rank(), dist.distributed_c10d._get_default_store()
+    model, reference = Net(), Net()
+    opt, torch_opt = (
+        ShardedSGD(model, **SGD, stage=stage, tuning=tuning(True)),
+        torch.optim.SGD(reference.parameters(), **SGD),
+    )
+    train_step(model, opt, 0)
+    if rank == 0:
+        opt.zero_grad()
+        loss = loss_of(model, 1)
+        with model.out.bias.register_hook(unlucky), raises(Unlucky):
+            loss.backward()
+        opt.zero_grad()
+        store.set("given up", "")
+    else:
+        if zeroed == "before":
+            store.wait(["given up"])
+            opt.zero_grad()
+        if fails:
+            with model.out.register_forward_pre_hook(unlucky), raises(Unlucky):
+                loss_of(model, 1)
+        else:
+            loss = loss_of(model, 1)
+            if zeroed == "after":
+                store.wait(["given up"])
+                opt.zero_grad()
+            with raises(CommunicationError, "rank 0 gave up this backward"):
+                loss.backward()
+        opt.zero_grad()
+    dist.barrier()
+    for step in (2, 3):
+        train_step(model, opt, step)
+    for step in (0, 2, 3):
+        torch_opt.zero_grad()
+        backward(reference, step)
+        average(reference)
+        torch_opt.step()
+    with whole(opt):  # buffers saw the other batch, too
+        close_to(model, reference)
+
+
+def test_ranks_give_up_in_their_own_time(ranks: Pool) -> None:
+    for stage in (1, 3):
+        for zeroed, fails in (("before", False), ("after", False), ("before", True)):
+            ranks.run(zeroes_late, stage, zeroed, fails, world=2, timeout=60)
 
 
 def test_rounds(ranks: Pool) -> None:
