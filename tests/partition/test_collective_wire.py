@@ -183,7 +183,7 @@ def a_step_in_these_orders(orders: tuple[tuple[int, ...], ...]) -> Told:
     """Behind one in which all ranks follow the first order."""
     with collectives():
         model = Doors()
-        tuning = Tuning(bucket_bytes=1, keep_below=1, live_bytes=PLENTY, neighbours=False, timeout=20)
+        tuning = Tuning(bucket_bytes=1, keep_below=1, live_bytes=PLENTY, neighbours=False, timeout=60)
         # Of its own: what ranks that went apart left in it meets nobody else.
         group = dist.new_group()
         optimizer = ShardedSGD(model, lr=0.0, stage=3, process_group=group, tuning=tuning)
