@@ -18,7 +18,7 @@ from shardopt.plan import Way, plan
 from tests.support.gathered import Gathered
 from tests.support.models_of_ten_million import MODELS, loss_of
 from tests.support.ranks import Pool
-from tests.support.sweep import Row, sweep_at_once
+from tests.support.sweep import Row, grid
 from tests.support.wire import counting
 
 WORLD = 2
@@ -32,9 +32,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "nothing ahead": {"neighbours": False, "live_bytes": 0},
     "20 MiB": {"neighbours": False, "live_bytes": 20 * MIB},
 }
-DEFAULTS = ("one machine", "several", "GPUs")
-KEEP_BELOW = (Tuning().keep_below, 0)
-KINDS = ("GPT", "Llama", "ViT", "MoE", "UNet", "LSTM", "cells")
 
 
 @dataclass
@@ -110,20 +107,25 @@ def check(rows: Sequence[Row], pool: Pool) -> None:
             assert found.gathered <= found.planned or row[0] == "cells", f"{row}: {found}"
 
 
-@sweep_at_once({"model": KINDS, "setting": DEFAULTS, "keep_below": KEEP_BELOW}, strength=1)
-def test_at_most_three_units(rows: Sequence[Row], ranks: Pool) -> None:
-    check(rows, ranks)
+# Every model, every setting, and both sizes from which on params are sharded; all rows with --slow.
+FEW: list[Row] = [
+    ("GPT", "GPUs", 65_536),
+    ("Llama", "several", 0),
+    ("ViT", "one machine", 0),
+    ("MoE", "nothing ahead", 65_536),
+    ("UNet", "20 MiB", 0),
+    ("LSTM", "one machine", 65_536),
+    ("cells", "several", 65_536),
+    ("UNet, checkpointed", "one machine", 65_536),
+]
 
 
-@sweep_at_once({"model": KINDS, "setting": ("nothing ahead", "20 MiB"), "keep_below": KEEP_BELOW}, strength=1)
-def test_budgets_in_bytes(rows: Sequence[Row], ranks: Pool) -> None:
-    check(rows, ranks)
+def test_at_most_three_units(ranks: Pool) -> None:
+    """The gather of a recomputation is that of its backward, so no plan needs to know of checkpointing."""
+    check(FEW, ranks)
 
 
-CHECKPOINTED = [name for name in MODELS if name not in KINDS]
-
-
-@sweep_at_once({"model": CHECKPOINTED, "setting": tuple(SETTINGS), "keep_below": KEEP_BELOW}, strength=1)
-def test_checkpointing_of_whole_units(rows: Sequence[Row], ranks: Pool) -> None:
-    """The gather of a recomputation is that of its backward: no plan needs to know of it."""
-    check(rows, ranks)
+@pytest.mark.slow
+@pytest.mark.parametrize("model", MODELS)
+def test_at_most_three_units_anywhere(model: str, ranks: Pool) -> None:
+    check(grid({"model": [model], "setting": tuple(SETTINGS), "keep_below": (65_536, 0)}), ranks)
