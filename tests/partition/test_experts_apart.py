@@ -40,7 +40,7 @@ class Model(nn.Module):
 def trained(stage: int, kind: str) -> list[bytes]:
     torch.manual_seed(0)
     model = Model()
-    tuning = small(neighbours=kind == "memory", timeout=20)
+    tuning = small(neighbours=kind == "memory", timeout=60)
     opt = ShardedSGD(model, **RATES, stage=stage, tuning=tuning)
     rank = torch.distributed.get_rank()
     for step in range(STEPS):
