@@ -84,6 +84,7 @@ class Gatherer:
         self.on_skip: Callable[[], None] = lambda: None  # is called when ``skipped`` has grown
         # Is called before a use that the schedule does not have, or of which it does not know: by hand.
         self.on_demand: Callable[[Unit], None] = lambda _: None
+        self.on_drop: Callable[[], None] = lambda: None  # is called when no unit has a user any more
         self.shown = 0  # contexts that are open in which all units are gathered
         self._is_guess = True  # the schedule was made before any step
         self._gathered: dict[Unit, None] = {}  # the least recently used first
@@ -490,6 +491,7 @@ class Gatherer:
     def drop_all(self) -> None:
         """Reshards all units: their slices are about to change, or the pass was given up."""
         self._pass, self._passes, self._departures = None, [], []
+        self.on_drop()
         for unit in list(self._gathered):
             unit.users, unit.stays_shown, unit.is_pinned = 0, False, False
             self._reshard(unit)
