@@ -507,11 +507,19 @@ class Gatherer:
         for each in unit.buckets:
             each.slice.write(each.bucket.shard(self._transport.ranks.rank))
 
-    def write_slice(self, write: Callable[[], None]) -> None:
-        """Collective: calls ``write``, which writes slices outside of a step; every rank must write the same param."""
+    def write_slice(self, unit: Unit, write: Callable[[], None]) -> None:
+        """Collective: calls ``write``, which writes slices of a unit that nobody uses; every rank must write the same.
+
+        It may be called in a forward, by a module that writes to a param of another one: other units stay.
+        """
         self._before_write()
-        self.drop_all()  # the gathered values are out of date
+        self.reshard(unit)  # the gathered values are out of date
         write()
+
+    def before_writes(self) -> None:
+        """Collective: reshards all units and waits until no rank gathers, before slices are written."""
+        self._before_write()
+        self.drop_all()
 
     def _before_write(self) -> None:
         """Collective at the first of several writes: waits until no rank reads the old values."""
