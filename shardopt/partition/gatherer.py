@@ -253,7 +253,10 @@ class Gatherer:
         unit.gathering, unit.state = None, UnitState.UNSHARDED
 
     def _pages_for(self, bucket: Bucket) -> Memory | None:
-        """Takes what was freed for this use, if possible of the bucket's size: layers are alike."""
+        """Takes what was freed for this use: the bucket's own pages, or if possible those of one of its size."""
+        if bucket.memory in self._freed:  # where it stayed, another bucket would take its pages while it is in use
+            self._freed.remove(bucket.memory)
+            return bucket.memory
         alike = next((at for at, each in enumerate(self._freed) if each.nbytes == bucket.nbytes), 0)
         return self._freed.pop(alike) if self._freed else None
 
