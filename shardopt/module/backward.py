@@ -324,6 +324,8 @@ class Backward:
         """Awaits no gradients from units that this backward skips: ranks may differ in the units that they use."""
         sharded, reducer = self._domain.sharded, self._domain.reducer
         skipped = () if sharded is None else sharded.gatherer.skipped
+        if skipped:  # before any gradient, if a skipped unit ends the model: the first gather may wait for a reduction
+            self.open_early()
         if not (skipped and self.is_open and reducer is not None):
             return
         where = {entry.param: (entry.shard.number, entry.index) for entry in self._entries}
