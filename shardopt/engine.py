@@ -562,7 +562,9 @@ class Engine:
     def units(self) -> dict[str, UnitView]:
         """See :meth:`ShardedOptimizer.units`."""
         gatherers = [domain.sharded.gatherer for domain in self.domains if domain.sharded is not None]
-        return {name: UnitView(gatherer, unit) for gatherer in gatherers for name, unit in gatherer.units.items()}
+        units = [(each, unit) for each in gatherers for unit in each.units.values()]
+        units.sort(key=lambda found: found[1].number)  # as in the model; buckets are made from its end
+        return {unit.name: UnitView(gatherer, unit) for gatherer, unit in units}
 
     def schedule(self) -> Schedule:
         """See :meth:`ShardedOptimizer.schedule`."""

@@ -324,6 +324,8 @@ class Backward:
     def pass_over(self, units: Sequence[str]) -> None:
         """Awaits no more gradients from units that this backward is past: ranks may differ in the params they use."""
         reducer, entries = self._domain.reducer, self._domain.entries
+        if units:  # before any gradient, if a skipped unit ends the model: the first gather may wait for a reduction
+            self.open_early()
         if not self.is_open or reducer is None:
             return
         found = [entries[param] for name in units for param in self.units[name] if param in entries]

@@ -102,6 +102,7 @@ class Forward:
         self._owners = {module: units for module, units in owned.items() if units}
         self._domain.sharded.gather_for_call = _while_alive(self)
         self._gatherer.on_demand = call_while_alive(Forward._announce, self)
+        self._gatherer.on_drop = call_while_alive(Forward._forget_calls, self)
         for module in dict.fromkeys((self._root, *self._units)):
             if module is not self._root:  # ModuleTakeover calls pre_forward() for the root, after it has bound params
                 hook = module.register_forward_pre_hook(ModuleHook(self.pre_forward), prepend=True, with_kwargs=True)
@@ -289,6 +290,12 @@ class Forward:
         self._using.clear()
         self._open.clear()
         self.backwards += 1
+
+    def _forget_calls(self) -> None:
+        """Forgets calls whose end no hook tells: of ``torch.autograd.grad()``, or of a forward that was interrupted."""
+        self._running.clear()
+        self._using.clear()
+        self._open.clear()
 
 
 def _in_backward() -> bool:

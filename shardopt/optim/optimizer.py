@@ -299,7 +299,8 @@ class ShardedOptimizer(torch.optim.Optimizer, JoinableOptimizer):
     def schedule(self) -> "Schedule":
         """Returns which units are gathered during each use of a unit; ``print(opt.schedule())`` shows a table.
 
-        The first step shows the order of uses. A step that uses units in another order makes another schedule.
+        The first step shows the order of uses. A step that uses units in another order makes another schedule. Empty
+        below stage 3, and before the first step.
         """
         return self.engine.schedule()
 

@@ -84,6 +84,7 @@ class Gatherer:
         self.on_past: Callable[[Sequence[str]], None] = lambda _: None  # is called with what was added to ``past``
         # Is called before a use that the schedule does not have, or of which it does not know: by hand.
         self.on_demand: Callable[[Unit], None] = lambda _: None
+        self.on_drop: Callable[[], None] = lambda: None  # is called when no unit has a user any more
         self.shown = 0  # contexts that are open in which all units are gathered
         self._is_guess = True  # the schedule was made before any step
         self._gathered: dict[Unit, None] = {}  # the least recently used first
@@ -252,7 +253,10 @@ class Gatherer:
         unit.gathering, unit.state = None, UnitState.UNSHARDED
 
     def _pages_for(self, bucket: Bucket) -> Memory | None:
-        """Takes what was freed for this use, if possible of the bucket's size: layers are alike."""
+        """Takes what was freed for this use: the bucket's own pages, or if possible those of one of its size."""
+        if bucket.memory in self._freed:  # where it stayed, another bucket would take its pages while it is in use
+            self._freed.remove(bucket.memory)
+            return bucket.memory
         alike = next((at for at, each in enumerate(self._freed) if each.nbytes == bucket.nbytes), 0)
         return self._freed.pop(alike) if self._freed else None
 
@@ -497,6 +501,7 @@ class Gatherer:
     def drop_all(self) -> None:
         """Reshards all units: their slices are about to change, or the pass was given up."""
         self._pass, self._passes, self._departures = None, [], []
+        self.on_drop()
         for unit in list(self._gathered):
             unit.users, unit.stays_shown, unit.is_pinned = 0, False, False
             self._reshard(unit)
@@ -512,11 +517,19 @@ class Gatherer:
         for each in unit.buckets:
             each.slice.write(each.bucket.shard(self._transport.ranks.rank))
 
-    def write_slice(self, write: Callable[[], None]) -> None:
-        """Collective: calls ``write``, which writes slices outside of a step; every rank must write the same param."""
+    def write_slice(self, unit: Unit, write: Callable[[], None]) -> None:
+        """Collective: calls ``write``, which writes slices of a unit that nobody uses; every rank must write the same.
+
+        It may be called in a forward, by a module that writes to a param of another one: other units stay.
+        """
         self._before_write()
-        self.drop_all()  # the gathered values are out of date
+        self.reshard(unit)  # the gathered values are out of date
         write()
+
+    def before_writes(self) -> None:
+        """Collective: reshards all units and waits until no rank gathers, before slices are written."""
+        self._before_write()
+        self.drop_all()
 
     def _before_write(self) -> None:
         """Collective at the first of several writes: waits until no rank reads the old values."""

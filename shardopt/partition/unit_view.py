@@ -7,8 +7,9 @@ from .unit import Unit
 class UnitView:
     """One unit of stage 3, by whose name ``optimizer.units`` finds it.
 
-    A unit that was unsharded by hand stays until :meth:`reshard` or the next step. Where params travel between ranks,
-    every rank calls the same methods in the same order.
+    A unit that was unsharded by hand stays until :meth:`reshard` or the next step. Its params are for reading: what is
+    written to them is lost, but inside of ``unsharded()``. Where params travel between ranks, every rank calls the same
+    methods in the same order.
     """
 
     def __init__(self, gatherer: Gatherer, unit: Unit):

@@ -78,6 +78,41 @@ def test_a_rank_that_skips_a_unit_joins_its_gather(ranks: Pool) -> None:
         ranks.run(drops_layers, kind, world=2)
 
 
+class Leaves(nn.Module):
+    """Its output is that of a block on a rank that leaves in the middle, and skips the end of the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.last = nn.ModuleList(Block() for _ in range(5)), nn.Linear(W, 50 * W)
+
+    def forward(self, x: Tensor, stop: int) -> Tensor:
+        for block in self.blocks[:stop]:
+            x = block(x)
+        return x if stop < len(self.blocks) else self.last(x)
+
+
+def leaves_early(kind: str) -> None:
+    results = []
+    for stage in (1, 3):
+        torch.manual_seed(0)
+        model = Leaves()
+        nbytes = sum(param.nbytes for param in model.blocks.parameters())
+        tuning = small(neighbours=kind == "memory", live_bytes=nbytes * 3 // 5, timeout=10)
+        opt = ShardedSGD(model, **RATES, stage=stage, process_group=dist.new_group(), tuning=tuning)
+        for step in range(4):
+            opt.zero_grad()
+            model(data(step, 4, W), 2 if step and dist.get_rank() else 5).square().mean().backward()
+            opt.step()
+        results.append(snapshot(model, opt))
+    assert results[1] == results[0]
+
+
+def test_a_rank_that_skips_the_end_of_the_model(ranks: Pool) -> None:
+    """It neither waits for a gather of the others nor they for its gradients: all reductions of what it skips begin."""
+    for kind in ("memory", "messages"):
+        ranks.run(leaves_early, kind, world=2)
+
+
 def goes_another_way(kind: str) -> None:
     """Three steps in one order, one in which rank 1 goes another way, and three more."""
     rank, usual = dist.get_rank(), [(0, 1, 2, 3)] * 3
