@@ -30,7 +30,7 @@ import math
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -152,11 +152,13 @@ class Forward:
             self._begin_backward()
         # The gradient of a frozen param would tell that it was read too late. It has none; its call's inputs have.
         checks = module is not self._root and torch.is_grad_enabled() and not self._frozen.isdisjoint(units)
+        own: set[Any] = set()  # nodes that no other call shares
         if checks:
-            arguments, keywords = torch.utils._pytree.tree_map_only(torch.Tensor, _with_own_node, (arguments, keywords))
+            arguments = _with_own_nodes(arguments, own)
+            keywords = {name: _with_own_nodes(each, own) for name, each in keywords.items()}
         inputs = tensors_within((arguments, keywords) if keywords else arguments, 0) if torch.is_grad_enabled() else ()
         starts = {tensor.grad_fn for tensor in inputs if tensor.grad_fn is not None}
-        call = _Call(self, module, starts, checks)
+        call = _Call(self, module, starts, own)
         self._running.append(call)
         for unit in units:
             self._need(call, unit)
@@ -296,15 +298,25 @@ class Forward:
         self._running.clear()
         self._using.clear()
         self._open.clear()
+        self.backwards += 1  # so that what is left of these calls counts as another backward's
 
 
 def _in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
-def _with_own_node(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the tensor behind a node that no other call shares."""
-    return tensor.view_as(tensor) if tensor.requires_grad else tensor
+def _with_own_nodes(given: Any, own: set[Any]) -> Any:
+    """Returns the arguments of a call, tensors among them behind nodes of their own, which are added to ``own``.
+
+    What the call may write to (a list, a cache) stays what it is, with the tensors that it holds.
+    """
+    if isinstance(given, torch.Tensor) and given.requires_grad:
+        view = given.view_as(given)
+        own.add(view.grad_fn)
+        return view
+    if type(given) is tuple:
+        return tuple(_with_own_nodes(each, own) for each in given)
+    return given
 
 
 def _while_alive(forward: Forward) -> Any:
@@ -324,9 +336,13 @@ def _lends_memory_to(units: Iterable[Unit], tensor: torch.Tensor) -> bool:
 class _Call:
     """One call of a module."""
 
-    def __init__(self, forward: Forward, module: nn.Module, starts: set[Any], checks: bool):
-        """``checks``: no other call shares the nodes ``starts`` of its inputs, so that these tell what backward ran."""
-        self._forward, self.module, self._checks = weakref.ref(forward), module, checks
+    def __init__(self, forward: Forward, module: nn.Module, starts: set[Any], own: Collection[Any]):
+        """
+        Args:
+            starts: the nodes of its inputs.
+            own: those of them that no other call shares. They tell whether backward ran through this call.
+        """
+        self._forward, self.module, self._own = weakref.ref(forward), module, own
         self.units: tuple[Unit, ...] = ()  # once they are gathered
         self.versions: list[tuple[nn.Parameter, int]] = []  # versions of the params when the forward began
         self._starts = starts  # nodes of the inputs
@@ -344,14 +360,15 @@ class _Call:
         ends = dict.fromkeys(node for node in nodes if node is not None and node not in self._starts)
         for node in ends:
             node.register_prehook(self.output_arrived)
-        for node in self._starts if self._checks else ():
+        for node in self._own:
             node.register_prehook(self._check_opened)
         for number, node in enumerate(self._starts if ends else ()):
             node.register_prehook(partial(self.input_done, number))
         forward = self._forward()
         assert forward is not None
         self._ended = next(forward._moments)
-        self._starts = set()  # the graph's hooks hold this call: the nodes would keep themselves alive in a cycle
+        # The graph's hooks hold this call: the nodes would keep themselves alive in a cycle.
+        self._starts, self._own = set(), ()
 
     def output_arrived(self, _: Any) -> None:
         """Is called when the gradient of an output has arrived; for several outputs, one after the other."""
