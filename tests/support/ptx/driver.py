@@ -35,7 +35,7 @@ class Driver(DriverBase):
 
     Attributes:
         memory: what kernels may touch beside the tensors of their own launch.
-        launches: the names of the kernels executed, in order.
+        executed: the PTX of the kernels that were.
     """
 
     def __init__(self, target: GPUTarget | None = None, edit: Callable[[str], str] = str) -> None:
@@ -45,7 +45,7 @@ class Driver(DriverBase):
             edit: makes another PTX of each kernel's, before it is executed.
         """
         self._target, self._edit = target or GPUTarget("cuda", 90, 32), edit
-        self.memory, self.launches = GlobalMemory(), list[str]()
+        self.memory, self.executed = GlobalMemory(), set[str]()
         self.utils, self.launcher_cls = _Utils(), _Launcher
 
     def __enter__(self) -> "Driver":
@@ -67,7 +67,7 @@ class Driver(DriverBase):
         step = max(THREADS_AT_A_TIME // kernel.threads, 1)
         for first in range(0, grid, step):
             Machine(kernel, grid, words, memory, loaded.shared, first, min(first + step, grid)).run()
-        self.launches.append(kernel.name)
+        self.executed.add(loaded.ptx)
 
     # -- what Triton asks ----------------------------------------------------------------------------------------------
 

@@ -74,13 +74,12 @@ class SharedMemory:
 
     def store(self, blocks: Array, warps: Array, addresses: Array, items: Array) -> None:
         at, mine = self._places(blocks, addresses, items.shape[1], "store"), _bit(warps)
-        changes = (self._bytes[at] != items) | ~self._is_written[at]
-        np.bitwise_or.at(self._writers, at, mine)
-        self._bytes[at], before = items, self._is_written[at]
-        self._is_written[at] = True
         # Several warps may store one and the same value, as they do with what all of them have.
-        disagree = (self._bytes[at] != items) | (changes & before)
-        self._check(at, np.where(disagree, (self._writers[at] | self._readers[at]) & ~mine, 0))
+        changes = (self._bytes[at] != items) | ~self._is_written[at]
+        self._check(at, np.where(changes, (self._writers[at] | self._readers[at]) & ~mine, 0))
+        np.bitwise_or.at(self._writers, at, mine)
+        self._bytes[at], self._is_written[at] = items, True
+        self._check(at, self._bytes[at] != items)
 
     def pass_barrier(self, blocks: Array) -> None:
         self._writers[blocks] = self._readers[blocks] = 0
@@ -94,9 +93,9 @@ class SharedMemory:
             )
         return blocks[:, None], addresses[:, None].astype(np.int64) + np.arange(nbytes)
 
-    def _check(self, at: tuple[Array, Array], others: Array) -> None:
-        if others.any():
-            where = int(at[1][others != 0][0])
+    def _check(self, at: tuple[Array, Array], conflicts: Array) -> None:
+        if conflicts.any():
+            where = int(at[1][conflicts != 0][0])
             raise PtxError(f"two warps use byte {where} of shared memory, and no barrier lies between them")
 
 

@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from multiprocessing import get_context
 from typing import Any
 
+import pytest
+
 from tests.support import kernel_cache
 from tests.support.paths import ROOT
 
@@ -22,11 +24,18 @@ class Compiling:
 
     def __call__(self, function: Callable[..., Any], *arguments: Any) -> Any:
         with _environment(TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(CACHE)):  # a process begins with the first call
-            future = self._pool.submit(function, *arguments)
+            future = self._pool.submit(_call, function, *arguments)
         return future.result()
 
     def close(self) -> None:
         self._pool.shutdown()
+
+
+def _call(function: Callable[..., Any], *arguments: Any) -> Any:
+    try:
+        return function(*arguments)
+    except pytest.fail.Exception as error:  # which has no name to be found by on the other side
+        raise AssertionError(str(error)) from None
 
 
 @contextmanager
