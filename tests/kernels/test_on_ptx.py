@@ -54,7 +54,9 @@ def is_possible(*, dtype: str, master: str, grad: str, **_: Any) -> bool:
 # -- steps -------------------------------------------------------------------------------------------------------------
 
 
-def in_rows(given_rows: list[Row]) -> None:
+def in_rows(given_rows: list[Row]) -> set[str]:
+    """Returns what the executed kernels are made of, as Triton's first form of them."""
+    executed = set()
     for number, row in enumerate(given_rows):
         named = dict(zip(AXES, row, strict=True))
         case = next(each for each in CASES if each.name == named["case"])
@@ -70,10 +72,11 @@ def in_rows(given_rows: list[Row]) -> None:
         for seed, grads in enumerate(("log_uniform", "special")):
             shape = replace(NASTY, members=members, grads=grads, seed=seed)
             try:
-                check_step(shape, spec, group, of)
+                executed |= {each.ttir for each in check_step(shape, spec, group, of).executed}
             except Exception as error:
                 error.add_note(f"{named}, {grads}")
                 raise
+    return executed
 
 
 @cache
@@ -153,15 +156,18 @@ def test_programs_of_any_size(compiling: Compiling, blocks: int, warps: int) -> 
 # -- reductions --------------------------------------------------------------------------------------------------------
 
 
-def in_reductions(examples: int) -> None:
+def in_reductions(examples: int) -> set[str]:
+    executed = set()
     for fmt in (FP32, BF16, FP16):
         for grads in GRADIENTS:
-            check_reductions(replace(NASTY, grads=grads, factors=Factors(3.0, 1 / 3)), fmt)
+            driver = check_reductions(replace(NASTY, grads=grads, factors=Factors(3.0, 1 / 3)), fmt)
+            executed |= {each.ttir for each in driver.executed}
 
     def any_reduction(shape: Shape, fmt: Any) -> None:
         check_reductions(shape, fmt)
 
     given_examples(examples, any_reduction, shape=SHAPES_TO_REDUCE, fmt=st.sampled_from([FP32, BF16, FP16]))
+    return executed
 
 
 @few_or_many(40, 1000)

@@ -27,6 +27,7 @@ class Loaded(NamedTuple):
     """A kernel on its way from the compiler to a launch."""
 
     ptx: str
+    ttir: str  # the form before it is laid out over threads, which tells of every line of the source
     shared: int  # bytes of a block
 
 
@@ -35,7 +36,7 @@ class Driver(DriverBase):
 
     Attributes:
         memory: what kernels may touch beside the tensors of their own launch.
-        executed: the PTX of the kernels that were.
+        executed: the kernels that were.
     """
 
     def __init__(self, target: GPUTarget | None = None, edit: Callable[[str], str] = str) -> None:
@@ -45,7 +46,7 @@ class Driver(DriverBase):
             edit: makes another PTX of each kernel's, before it is executed.
         """
         self._target, self._edit = target or GPUTarget("cuda", 90, 32), edit
-        self.memory, self.executed = GlobalMemory(), set[str]()
+        self.memory, self.executed = GlobalMemory(), set[Loaded]()
         self.utils, self.launcher_cls = _Utils(), _Launcher
 
     def __enter__(self) -> "Driver":
@@ -67,7 +68,7 @@ class Driver(DriverBase):
         step = max(THREADS_AT_A_TIME // kernel.threads, 1)
         for first in range(0, grid, step):
             Machine(kernel, grid, words, memory, loaded.shared, first, min(first + step, grid)).run()
-        self.executed.add(loaded.ptx)
+        self.executed.add(loaded)
 
     # -- what Triton asks ----------------------------------------------------------------------------------------------
 
@@ -103,15 +104,15 @@ class _Utils:
     """Takes what was compiled: the hook names its files, the call that follows would load its machine code."""
 
     def __init__(self) -> None:
-        self._ptx = ""
+        self._texts: dict[str, str] = {}
 
     def note(self, module: Any, function: Any, name: str, files: dict[str, str], hash: str) -> None:
-        (path,) = (path for file, path in files.items() if file.endswith(".ptx"))
-        self._ptx = Path(path).read_text()
+        paths = map(Path, files.values())
+        self._texts = {path.suffix: path.read_text() for path in paths if path.suffix in (".ptx", ".ttir")}
 
     def load_binary(self, name: str, binary: bytes, shared: int, device: int) -> tuple[Any, Loaded, int, int, int]:
         """Returns module, function, registers, spills, threads that a block may have."""
-        return name, Loaded(self._ptx, shared), 0, 0, 1024
+        return name, Loaded(self._texts[".ptx"], self._texts[".ttir"], shared), 0, 0, 1024
 
     def unload_module(self, module: Any) -> None:
         pass
