@@ -88,9 +88,7 @@ class SharedMemory:
         _check_alignment(addresses, nbytes, verb)
         outside = addresses.astype(np.int64) + nbytes > self._bytes.shape[1]
         if outside.any():
-            raise PtxError(
-                f"a {verb} of {nbytes} bytes at {int(addresses[outside][0])} of {self._bytes.shape[1]} shared ones"
-            )
+            raise PtxError(f"a {verb} of {nbytes} bytes at {int(addresses[outside][0])}, beyond shared memory")
         return blocks[:, None], addresses[:, None].astype(np.int64) + np.arange(nbytes)
 
     def _check(self, at: tuple[Array, Array], conflicts: Array) -> None:
