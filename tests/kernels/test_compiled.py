@@ -31,7 +31,7 @@ def compiled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr
     found: Facts = json.loads(done.stdout) | {"copies": 3 if request.param == "whole" else 1}
-    for kernel in found["kernels"] + found["reductions"]:
+    for kernel in found["kernels"] + found["reductions"] + found["large"]:
         print(f"{kernel['target']:7} {kernel['label']:32} {kernel['registers']:3} registers", end="")
         print(f"  {kernel['spilled']} spilled  {kernel['shared']} bytes shared")
     return found
@@ -60,8 +60,17 @@ def test_every_rule_and_format_is_there(compiled: Facts) -> None:
     assert len(compiled["reductions"]) == 3 * 2 * 3 and {each["target"] for each in compiled["kernels"]} == {*CUDA, HIP}
 
 
+def test_both_sides_of_2_gib_are_compiled(compiled: Facts) -> None:
+    """On HIP a smaller tensor is a buffer with offsets of 32 bits, and a kernel of larger ones is another kernel."""
+    small = {kernel["label"]: kernel["memory"] for kernel in compiled["kernels"] if kernel["target"] == HIP}
+    assert small.keys() == {kernel["label"] for kernel in compiled["large"]}
+    for kernel in compiled["large"]:
+        assert any(name.startswith("buffer_store") for name in small[kernel["label"]]), kernel["label"]
+        assert not any(name.startswith("buffer_store") for name in kernel["memory"]), kernel["label"]
+
+
 def test_no_spills_and_few_registers(compiled: Facts) -> None:
-    assert not failing(everything(compiled), "spilled", "shared")
+    assert not failing([*everything(compiled), *compiled["large"]], "spilled", "shared")
     for kernel in everything(compiled):
         most = MOST_REGISTERS_IN_8_BITS if kernel.get("scales", 0) > 1 else MOST_REGISTERS
         assert 0 < kernel["registers"] <= most, (kernel["label"], kernel["target"])
@@ -90,7 +99,8 @@ def test_accesses_are_as_wide_as_they_can_be(compiled: Facts) -> None:
             label = f"{kernel['label']} {kernel['target']} {verb}"
             for width, count in expected.items():
                 assert found.get(width, 0) >= count, label
-            assert found.get(128, 0) == expected.get(128, 0), label
+            if verb == "store" or kernel["target"] in CUDA:  # on HIP a row of a table, too, is one load
+                assert found.get(128, 0) == expected.get(128, 0), label
             if kernel["target"] in CUDA:
                 assert set(expected) <= {128, 64}, label  # 8 elements of a byte
             if verb == "store":

@@ -13,17 +13,17 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from itertools import chain
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
 from shardopt.kernels import triton_backend, triton_reductions, triton_step
 from shardopt.kernels.formats import (
@@ -48,15 +48,10 @@ TARGETS = {
     "sm_90": GPUTarget("cuda", 90, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
-# As the launches pass them, which the test checks.
+# What launches ask for, which the test checks.
 OPTIONS = {"num_warps": triton_step.NUM_WARPS, "enable_fp_fusion": False}
-POINTERS = {
-    torch.float32: "*fp32",
-    torch.float16: "*fp16",
-    torch.int16: "*i16",
-    torch.int8: "*i8",
-    torch.uint8: "*u8",
-}
+# On HIP a tensor of so many bytes or more is accessed in another way: offsets into a buffer have 32 bits.
+LARGE = 1 << 31
 BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
@@ -100,66 +95,57 @@ def quotients_alone(source_ptr, target_ptr, divisor, BLOCK: tl.constexpr):
 # -- compiling ---------------------------------------------------------------------------------------------------------
 
 
-def compile_step(spec: StepSpec, aligned: bool, target: GPUTarget, kernel: Any = triton_step.step_kernel) -> Any:
-    constants = triton_step.constants(spec, aligned)
-    arguments = {
-        "param_ptr": POINTERS[spec.param.storage],
-        "master_ptr": POINTERS[(spec.master if spec.has_master and spec.master else spec.param).storage],
-        "state_ptrs": tuple(POINTERS[each.storage] for each in spec.states),
-        "scale_ptrs": tuple(
-            "*fp32" if isinstance(each, BlockFormat) else POINTERS[each.storage] for each in spec.states
-        ),
-        "row_of_block_ptr": "*i32",
-        "rows_ptr": "*i64",
-        "scalars_ptr": "*fp32",
-        "noise_ptr": "*i32",
-        "num_blocks": "i32",
-        "unscale": "fp32",
-        "clip": "fp32",
-    }
-    return compile_kernel(kernel, arguments, constants, target)
+def compile_step(
+    spec: StepSpec, aligned: bool, target: GPUTarget, kernel: Any = triton_step.step_kernel, is_large: bool = False
+) -> Any:
+    """Of a launch over one block, whose streams are tensors of their own, or lie in ``LARGE`` bytes and more."""
+    streams = Streams(
+        stream(spec.param.storage, is_large).view(spec.param.dtype),
+        stream(spec.master.storage, is_large) if spec.has_master and spec.master is not None else None,
+        tuple(stream(each.storage, is_large) for each in spec.states),
+        tuple(stream(torch.float32, is_large) if isinstance(each, BlockFormat) else None for each in spec.states),
+    )
+    scalars = torch.zeros(1, len(spec.variant.scalars))
+    noise = torch.zeros(1, 4, dtype=torch.int32) if spec.needs_noise else None
+    with patch.object(triton_step, "step_kernel", kernel):
+        return compiled_by(
+            kernel, target, lambda: triton_step.step(spec, streams, tables(aligned), scalars, Factors(), noise)
+        )
+
+
+def stream(dtype: torch.dtype, is_large: bool) -> torch.Tensor:
+    return torch.empty(LARGE if is_large else BLOCK * dtype.itemsize, dtype=torch.uint8).view(dtype)[:BLOCK]
+
+
+def tables(aligned: bool = True) -> Gradients:
+    return Gradients(torch.zeros(1, dtype=torch.int32), torch.zeros(1, 2, dtype=torch.int64), aligned)
 
 
 def compile_reduction(kernel: Any, grad: Format, target: GPUTarget) -> Any:
-    tables = {"row_of_block_ptr": "*i32", "rows_ptr": "*i64"}
     if kernel is triton_reductions.block_sums_kernel:
-        columns = {"mantissa_ptr": "*i64", "exponent_ptr": "*i32", "largest_ptr": "*i32", "nonfinite_ptr": "*i32"}
-        arguments = {**tables, **columns, "num_blocks": "i32", "divisor": "fp32", "unscale": "fp32"}
-    else:
-        arguments = {**tables, "counts_ptr": "*i32", "num_blocks": "i32"}
-    constants = {
-        "GRAD": grad.name,
-        "GRAD_TYPE": triton_step.GRAD_TYPES[grad.name],
-        "ALIGNED": True,
-        "BLOCK": BLOCK,
-        "BLOCKS": triton_step.BLOCKS_PER_PROGRAM,
-    }
-    return compile_kernel(kernel, arguments, constants, target)
+        return compiled_by(kernel, target, lambda: triton_reductions.block_sums(grad, tables(), Factors()))
+    return compiled_by(kernel, target, lambda: triton_reductions.count_nonfinite(grad, tables()))
 
 
 def fused_in_quotients(target: GPUTarget) -> int:
     """Fused operations in the machine code of one block's quotients by one number."""
-    arguments = {"source_ptr": "*fp32", "target_ptr": "*fp32", "divisor": "fp32"}
-    found: int = facts(compile_kernel(quotients_alone, arguments, {"BLOCK": BLOCK}, target), target)["machine_fused"]
+    numbers = torch.zeros(BLOCK), torch.zeros(BLOCK), 3.0
+    kernel = compiled_by(quotients_alone, target, lambda: quotients_alone[(1,)](*numbers, BLOCK=BLOCK, **OPTIONS))
+    found: int = facts(kernel, target)["machine_fused"]
     return found
 
 
-def compile_kernel(kernel: Any, arguments: dict[str, Any], constants: dict[str, Any], target: GPUTarget) -> Any:
-    """As a launch with aligned tensors would."""
-    aligned = [["tt.divisibility", 16]]
-    paths: list[tuple[int, ...]] = []
-    for index, kind in enumerate(arguments.values()):
-        if isinstance(kind, tuple):
-            paths += [(index, inner) for inner in range(len(kind))]
-        elif kind.startswith("*"):
-            paths.append((index,))
-    source = ASTSource(
-        fn=kernel,
-        signature={**arguments, **dict.fromkeys(constants, "constexpr")},
-        constexprs=constants,
-        attrs={path: aligned for path in paths},
-    )
-    return triton.compile(source, target=target, options=OPTIONS)
+def compiled_by(kernel: Any, target: GPUTarget, launch: Callable[[], Any]) -> Any:
+    """The kernel that a launch compiles on this target; nothing is started."""
+    triton.runtime.driver.set_active(NoDriver(target))
+    found: list[Any] = []
+
+    def warm_up(*arguments: Any, warmup: bool, **keywords: Any) -> None:
+        found.append(type(kernel).run(kernel, *arguments, warmup=True, **keywords))
+
+    with patch.object(kernel, "run", warm_up):
+        launch()
+    return found[0]
 
 
 # -- reading what was compiled -----------------------------------------------------------------------------------------
@@ -269,14 +255,17 @@ def mutant_kernel(folder: Path) -> Any:
 class NoDriver:
     """Stands for a GPU: what a launch asks before it compiles."""
 
+    def __init__(self, target: GPUTarget) -> None:
+        self._target = target
+
     def get_current_device(self) -> int:
-        return 0
+        return [*TARGETS.values()].index(self._target)  # what was compiled is kept by the number of the device
 
     def get_current_stream(self, device: int) -> int:
         return 0
 
     def get_current_target(self) -> GPUTarget:
-        return TARGETS["sm_90"]
+        return self._target
 
     def get_active_torch_device(self) -> torch.device:
         return torch.device("cpu")
@@ -300,7 +289,7 @@ class Launches:
 
 def launch_facts() -> dict[str, Any]:
     """Launches of every size with every number changed: how many kernels, which grids."""
-    triton.runtime.driver.set_active(NoDriver())
+    triton.runtime.driver.set_active(NoDriver(TARGETS["sm_90"]))
     case = CASES[0]
     spec = StepSpec(case.rule.variant(group_of_adamw()), BF16, BF16)
     steps, sums = Launches(triton_step.step_kernel), Launches(triton_reductions.block_sums_kernel)
@@ -360,7 +349,7 @@ def drawn(name: str, whole: bool) -> list[tuple[str, StepSpec, bool]]:
 
 def facts_of(name: str, whole: bool) -> dict[str, Any]:
     """All that is asked of one target."""
-    target, kernels, reductions = TARGETS[name], [], []
+    target, kernels, reductions, large = TARGETS[name], [], [], []
     for label, spec, aligned in drawn(name, whole):
         threads = triton_step.NUM_WARPS * target.warp_size
         kernels.append(
@@ -373,6 +362,9 @@ def facts_of(name: str, whole: bool) -> dict[str, Any]:
                 **facts(compile_step(spec, aligned, target), target),
             }
         )
+        if target.backend == "hip":
+            found = facts(compile_step(spec, aligned, target, is_large=True), target)
+            large.append({"label": label_of(label, spec, aligned), "target": name, **found})
     for kernel in (triton_reductions.block_sums_kernel, triton_reductions.count_nonfinite_kernel):
         for grad in (FP32, BF16, FP16):
             reductions.append(
@@ -383,7 +375,12 @@ def facts_of(name: str, whole: bool) -> dict[str, Any]:
                     **facts(compile_reduction(kernel, grad, target), target),
                 }
             )
-    return {"kernels": kernels, "reductions": reductions, "fused_in_quotients": {name: fused_in_quotients(target)}}
+    return {
+        "kernels": kernels,
+        "reductions": reductions,
+        "large": large,
+        "fused_in_quotients": {name: fused_in_quotients(target)},
+    }
 
 
 def main(folder: Path, whole: bool) -> None:
@@ -394,8 +391,9 @@ def main(folder: Path, whole: bool) -> None:
         plain = next(spec for label, spec, _ in specs() if label == "AdamW plain")
         mutant = compile_step(plain, True, TARGETS["sm_90"], mutant_kernel(folder))
         found: dict[str, Any] = {"mutant": narrow_offsets(mutant.asm["ttir"]), "launches": launch_facts()}
-        kernels, reductions, fused = zip(*(each.values() for each in targets), strict=True)
+        kernels, reductions, large, fused = zip(*(each.values() for each in targets), strict=True)
     found["kernels"], found["reductions"] = [*chain(*kernels)], [*chain(*reductions)]
+    found["large"] = [*chain(*large)]
     found["fused_in_quotients"] = {name: count for each in fused for name, count in each.items()}
     print(json.dumps(found))
 

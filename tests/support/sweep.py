@@ -32,13 +32,13 @@ def drawn(axes: Mapping[str, Sequence[Any]], strength: int = 2, allowed: Allowed
 
     Greedy: each next row is the first of those that bring together most values that have not met yet.
     """
-    rows = grid(axes, allowed)
-    open_sets = {each for row in rows for each in _sets(row, strength)}
+    rows = [(row, _sets(row, strength)) for row in grid(axes, allowed)]
+    open_sets = {each for _, sets in rows for each in sets}
     chosen: list[Row] = []
     while open_sets:
-        best = max(rows, key=lambda row: len(open_sets & _sets(row, strength)))
-        open_sets -= _sets(best, strength)
-        chosen.append(best)
+        row, sets = max(rows, key=lambda each: len(open_sets & each[1]))
+        open_sets -= sets
+        chosen.append(row)
     return chosen
 
 

@@ -1,0 +1,78 @@
+"""Every kernel of the package is executed as compiled, by a test that is named here, or exempt with a reason."""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from shardopt.kernels import triton_backend
+from tests.kernels import test_on_ptx
+from tests.support.paths import ROOT
+from tests.support.ptx.process import Compiling
+
+STEPS, SUMS = "test_every_rule_and_format", "test_reductions"
+# What Triton compiles -> the test of test_on_ptx.py that executes it.
+EXECUTED = {
+    "triton_step.step_kernel": STEPS,
+    "triton_step.rule_function": STEPS,  # makes a function of each rule
+    "triton_words.sign": STEPS,
+    "triton_words.minimum": STEPS,
+    "triton_words.maximum": STEPS,
+    "triton_words.clamp": STEPS,
+    "triton_words.widen": STEPS,
+    "triton_words.narrow": STEPS,
+    "triton_formats.bits_of": STEPS,
+    "triton_formats.from_bits": STEPS,
+    "triton_formats.shr": STEPS,
+    "triton_formats.one_nan_bits": STEPS,
+    "triton_formats.join": STEPS,
+    "triton_formats.part_master": STEPS,
+    "triton_formats.draw": STEPS,
+    "triton_formats.dither": STEPS,
+    "triton_formats.narrow_up": STEPS,
+    "triton_formats.decode": STEPS,
+    "triton_formats.encode": STEPS,
+    "triton_reductions.load_gradients": SUMS,
+    "triton_reductions.block_sums_kernel": SUMS,
+    "triton_reductions.count_nonfinite_kernel": SUMS,
+}
+# What a backend is asked for -> the test that does, or why none does.
+ENTRIES = {"step": STEPS, "block_sums": SUMS, "totals": SUMS, "count_nonfinite": SUMS}
+EXEMPT = {"prepare": "a step over one skipped block, launched for what it compiles"}
+# Rules that together use every word.
+CASES = ("AdamW", "Lion", "Rprop")
+
+
+def jit_functions() -> Iterator[tuple[str, Path, range]]:
+    """Yields the name, the file and the lines of every function that Triton compiles, or that hands one to it."""
+    for path in sorted((ROOT / "shardopt").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef) and any(map(is_jit, ast.walk(node))):
+                yield f"{path.stem}.{node.name}", path, range(node.lineno, 1 + (node.end_lineno or 0))
+
+
+def is_jit(node: ast.AST) -> bool:
+    return isinstance(node, ast.Attribute | ast.Name) and ast.unparse(node) in ("triton.jit", "jit")
+
+
+def test_every_kernel_has_a_row() -> None:
+    assert {name for name, _, _ in jit_functions()} == EXECUTED.keys()
+    assert set(triton_backend.__all__) == ENTRIES.keys() | EXEMPT.keys()
+    for test in {*EXECUTED.values(), *ENTRIES.values()}:
+        assert callable(getattr(test_on_ptx, test)), test
+
+
+def test_what_is_said_to_be_executed_is(compiling: Compiling) -> None:
+    """By the lines of the source that the executed kernels name."""
+    texts: dict[str, set[str]] = {
+        STEPS: compiling(test_on_ptx.in_rows, [row for row in test_on_ptx.rows(True) if row[0] in CASES]),
+        SUMS: compiling(test_on_ptx.in_reductions, 1),
+    }
+    lines = {
+        test: {(file, int(line)) for text in each for file, line in re.findall(r'loc\("([^"]+)":(\d+):', text)}
+        for test, each in texts.items()
+    }
+    for name, path, span in jit_functions():
+        if name != "triton_step.rule_function":  # whose functions have lines of their own
+            assert any((str(path), line) in lines[EXECUTED[name]] for line in span), name
+    assert len({file for file, _ in lines[STEPS] if file.startswith("<shardopt triton ")}) >= len(CASES)
