@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -74,6 +75,12 @@ class Ranks:
     def has_collectives(self, device: torch.device) -> bool:
         """True if the backend's own reduce-scatter and all-gather are fast: those of any backend but gloo."""
         return self.carries(device) and self.group is not None and self._backend(device) != "gloo"
+
+    def takes_priority(self, device: torch.device) -> bool:
+        """True if NCCL's streams have the device's greatest priority, as its options or the environment may say."""
+        options = getattr(self.group and self._backend_object(device), "options", None)
+        forced = os.environ.get("TORCH_NCCL_HIGH_PRIORITY", "").lower() in ("1", "y", "yes", "t", "true")
+        return forced or bool(getattr(options, "is_high_priority_stream", False))
 
     def _backend(self, device: torch.device) -> str | None:
         backend = self._backend_object(device)
