@@ -80,8 +80,10 @@ class RemoteStates:
     def end_step(self) -> None:
         """Marks the end of a step on this rank: readers of its states wait for the kernels of the step."""
         if self._domain.device.type == "cuda":
+            # On the stream of the kernels' device: record() alone takes the current device's, and would order nothing
+            # in a script that never calls set_device(). Test: test_a_reader_waits_for_the_kernels_of_the_step.
             self._written = torch.cuda.Event()
-            self._written.record()
+            self._written.record(torch.cuda.current_stream(self._domain.device))
 
     def retire(self) -> None:
         """Stops reading: the optimizer is gone. The other ranks can read until all of them retire."""

@@ -9,7 +9,7 @@ import os
 import warnings
 import weakref
 from collections.abc import Callable, Iterable
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch
 _PAGE = 4096  # bytes
 # Share of the process's memory that all of its optimizers may pin. The system cannot reclaim pinned pages.
 _MOST_PINNED = 0.9
+_PORTABLE = 1  # pinned for every GPU of the process: a flag of cudaHostRegister
 _CGROUP = Path("/sys/fs/cgroup/memory.max")
 
 _ALL: "weakref.WeakSet[Pages]" = weakref.WeakSet()
@@ -26,17 +27,23 @@ _ALL: "weakref.WeakSet[Pages]" = weakref.WeakSet()
 class Pages:
     """Makes streams in host memory and pins them."""
 
-    def __init__(self, zeros: Callable[[int, torch.dtype], torch.Tensor], register: Callable[[int, int], bool] | None):
+    def __init__(
+        self,
+        zeros: Callable[[int, torch.dtype], torch.Tensor],
+        register: Callable[[int, int], bool] | None,
+        device: torch.device | None = None,
+    ):
         """
         Args:
         zeros: makes 1D tensors in host memory.
         register: registers (address, bytes) with the GPU; True if that worked. None: nothing is registered.
+        device: the GPU; None: the current one.
         """
-        self._make, self._register = zeros, register
+        self._make, self._register, self._device = zeros, register, device
         self._registered: dict[int, int] = {}  # address -> bytes
         self._has_warned = False
         _ALL.add(self)
-        weakref.finalize(self, _unregister, self._registered).atexit = False
+        weakref.finalize(self, _give_back, device, self._registered).atexit = False
 
     @property
     def pinned_bytes(self) -> int:
@@ -49,7 +56,7 @@ class Pages:
         if self._register is None or nbytes < _PAGE or address % _PAGE:
             return tensor
         pinned = sum(each.pinned_bytes for each in _ALL)
-        if pinned + nbytes <= _MOST_PINNED * memory_limit() and self._register(address, nbytes):
+        if pinned + nbytes <= _MOST_PINNED * memory_limit() and self._registers(address, nbytes):
             self._registered[address] = nbytes
         elif not self._has_warned:
             self._has_warned = True
@@ -61,12 +68,31 @@ class Pages:
             )
         return tensor
 
+    def _registers(self, address: int, nbytes: int) -> bool:
+        assert self._register is not None
+        with _on(self._device):
+            return self._register(address, nbytes)
+
     def give_back(self, tensors: Iterable[torch.Tensor]) -> None:
         """Unpins tensors that no copy uses any more. Their memory lives as long as somebody refers to it."""
         for tensor in tensors:
             nbytes = self._registered.pop(tensor.data_ptr(), None)
             if nbytes is not None:
-                _unregister({tensor.data_ptr(): nbytes})
+                _give_back(self._device, {tensor.data_ptr(): nbytes})
+
+
+def _on(device: torch.device | None) -> AbstractContextManager[Any]:
+    """A context of calls for this GPU.
+
+    The runtime takes the current one, which is GPU 0 on every rank of a script that never calls set_device(): the
+    memory would belong to a context there. Test: test_pages_belong_to_the_params_gpu in tests/offload/test_pinned.py.
+    """
+    return nullcontext() if device is None or device.type != "cuda" else torch.cuda.device(device)
+
+
+def _give_back(device: torch.device | None, registered: dict[int, int]) -> None:
+    with _on(device) if registered else nullcontext():
+        _unregister(registered)
 
 
 def memory_limit() -> int:
@@ -78,7 +104,7 @@ def memory_limit() -> int:
 
 
 def register_with_cuda(address: int, nbytes: int) -> bool:
-    return _worked(torch.cuda.cudart().cudaHostRegister(address, nbytes, 0))
+    return _worked(torch.cuda.cudart().cudaHostRegister(address, nbytes, _PORTABLE))
 
 
 def _unregister(registered: dict[int, int]) -> None:

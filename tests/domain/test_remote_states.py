@@ -121,6 +121,41 @@ def test_all_questions_have_one_stream() -> None:
     assert Stream.made[0].device == GPU
 
 
+class Event:
+    """Takes the place of torch.cuda.Event."""
+
+    made: ClassVar[list["Event"]] = []
+
+    def __init__(self) -> None:
+        self.recorded: list[Any] = []
+        self.waits = 0
+        self.made.append(self)
+
+    def record(self, stream: Any = None) -> None:
+        self.recorded.append(stream)
+
+    def wait(self) -> None:
+        assert Stream.entered, "the current stream waits, not the reader's"
+        self.waits += 1
+
+
+def test_a_reader_waits_for_the_kernels_of_the_step() -> None:
+    """On the stream of their own device, whatever device is the current one."""
+    domain = trained().engine.domain
+    Event.made.clear()
+    with (
+        on_a_gpu(),
+        patch("torch.cuda.Event", Event),
+        patch("torch.cuda.current_stream", lambda device: ("of", device)),
+    ):
+        remote = RemoteStates(domain)
+        remote.end_step()
+        with remote.slice_at(domain.epoch.now("master"), 0, "master", 0, 256):
+            pass
+    (event,) = Event.made
+    assert event.recorded == [("of", GPU)] and event.waits == 1
+
+
 @pytest.mark.parametrize(
     ("greatest", "takes_priority", "priority"), [(-3, False, -1), (-3, True, -1), (-1, False, -1), (-1, True, 0)]
 )

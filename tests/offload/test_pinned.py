@@ -13,6 +13,7 @@ import torch
 from torch.nn import Parameter
 
 from shardopt import Offload, ShardedAdamW
+from shardopt.domain import tiers
 from shardopt.offload import pinned
 from tests.support.late_copies import AtOnce, as_on_a_gpu
 from tests.support.training import raw
@@ -26,13 +27,24 @@ class Runtime:
     def __init__(self, refuses: bool):
         self.refuses, self.last_error = refuses, 0
         self.registered: set[int] = set()
+        self.current = 0
+        self.calls: list[tuple[Any, ...]] = []  # what was called, and the device that was the current one
+
+    @contextmanager
+    def device(self, device: torch.device) -> Iterator[None]:
+        """Takes the place of torch.cuda.device."""
+        before, self.current = self.current, device.index
+        yield
+        self.current = before
 
     def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+        self.calls.append(("register", self.current, flags))
         if not self.refuses:
             self.registered.add(address)
         return self._end(801 * self.refuses)
 
     def cudaHostUnregister(self, address: int) -> int:
+        self.calls.append(("give back", self.current))
         self.registered.discard(address)
         return self._end(713 * self.refuses)
 
@@ -97,3 +109,14 @@ def test_memory_that_cannot_be_given_back_fails_no_later_launch() -> None:
         runtime.refuses = True
         del pages
         runtime.launch()
+
+
+def test_pages_belong_to_the_params_gpu() -> None:
+    """Whatever device is the current one: nobody may have called set_device()."""
+    runtime = Runtime(refuses=False)
+    with patch("torch.cuda.cudart", lambda: runtime), patch("torch.cuda.device", runtime.device):
+        pages = tiers._pages(Offload(), torch.device("cuda", 3))
+        tensors = [pages.zeros(1 << 16, torch.float32) for _ in range(2)]
+        pages.give_back(tensors[:1])
+        del pages
+    assert runtime.calls == 2 * [("register", 3, 1)] + 2 * [("give back", 3)] and not runtime.registered

@@ -45,19 +45,20 @@ class Traffic:
 class Ranks:
     """The ranks that share states. Without a process group, or with one rank, all calls return at once."""
 
-    def __init__(self, group: dist.ProcessGroup | None, deadline: timedelta | None):
+    def __init__(self, group: dist.ProcessGroup | None, deadline: timedelta | None, device: torch.device | None = None):
+        """``device``: of the params; what lies elsewhere travels on it where the group carries no host memory."""
         if group is None and dist.is_available() and dist.is_initialized():
             group = dist.group.WORLD
         self.group = group
         self.size = group.size() if group is not None else 1
         self.rank = group.rank() if group is not None else 0
-        self._deadline = deadline
+        self._deadline, self.device = deadline, device
 
     @staticmethod
     def alone() -> "Ranks":
         """Returns a group of this rank alone, whatever process groups there are."""
         ranks = Ranks.__new__(Ranks)
-        ranks.group, ranks.size, ranks.rank, ranks._deadline = None, 1, 0, None
+        ranks.group, ranks.size, ranks.rank, ranks._deadline, ranks.device = None, 1, 0, None, None
         return ranks
 
     def carries(self, device: torch.device) -> bool:
@@ -97,8 +98,12 @@ class Ranks:
     def _device_of_messages(self, device: torch.device) -> torch.device:
         if self.carries(device):
             return device
-        other = torch.device("cpu" if device.type != "cpu" else "cuda")
-        return other
+        if device.type != "cpu":
+            return torch.device("cpu")
+        # Not the current device: ranks that never call set_device() would all send from GPU 0, which NCCL refuses.
+        # Test: test_host_values_travel_on_the_params_device in tests/partition/test_ranks_device.py.
+        known = (self.device, getattr(self.group, "bound_device_id", None))
+        return next((each for each in known if each is not None and each.type != "cpu"), torch.device("cuda"))
 
     def wait(self, pending: Pending, limit: timedelta | None = None) -> None:
         """Waits until the collective is done.
