@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from ..huge_pages import show_to_forks
+
 _PAGE = 4096  # bytes
 # Share of the process's memory that all of its optimizers may pin. The system cannot reclaim pinned pages.
 _MOST_PINNED = 0.9
@@ -58,6 +60,9 @@ class Pages:
         pinned = sum(each.pinned_bytes for each in _ALL)
         if pinned + nbytes <= _MOST_PINNED * memory_limit() and self._registers(address, nbytes):
             self._registered[address] = nbytes
+            # A fork copies all pages that are pinned, at once: as many bytes again for each worker of a DataLoader.
+            # Test: test_a_fork_copies_no_pinned_page in tests/offload/test_pinned.py.
+            show_to_forks(address, False)
         elif not self._has_warned:
             self._has_warned = True
             warnings.warn(
@@ -91,8 +96,11 @@ def _on(device: torch.device | None) -> AbstractContextManager[Any]:
 
 
 def _give_back(device: torch.device | None, registered: dict[int, int]) -> None:
+    addresses = list(registered)
     with _on(device) if registered else nullcontext():
         _unregister(registered)
+    for address in addresses:
+        show_to_forks(address, True)
 
 
 def memory_limit() -> int:

@@ -3,8 +3,10 @@
 There is no CUDA here. A stand-in for its runtime keeps what CUDA keeps, and answers torch's calls for it.
 """
 
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -120,3 +122,57 @@ def test_pages_belong_to_the_params_gpu() -> None:
         pages.give_back(tensors[:1])
         del pages
     assert runtime.calls == 2 * [("register", 3, 1)] + 2 * [("give back", 3)] and not runtime.registered
+
+
+def flags(address: int) -> list[str]:
+    """What the system keeps for the mapping that holds the address; "dc" is "do not copy on fork"."""
+    is_there = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first, *rest = line.split()
+        if "-" in first and ":" not in first:
+            low, high = (int(each, 16) for each in first.split("-"))
+            is_there = low <= address < high
+        elif first == "VmFlags:" and is_there:
+            return rest
+    raise AssertionError(f"nothing is mapped at {address:x}")
+
+
+def in_a_fork(look: Callable[[], bool]) -> bool:
+    child = os.fork()
+    if child == 0:
+        found = 2
+        try:
+            found = int(look())
+        finally:
+            os._exit(found)
+    return {0: False, 1: True}[os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])]
+
+
+def is_mapped(address: int) -> bool:
+    bounds = (line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines())
+    return any(int(low, 16) <= address < int(high, 16) for low, high in bounds)
+
+
+def test_a_fork_copies_no_pinned_page() -> None:
+    runtime = Runtime(refuses=False)
+    with patch("torch.cuda.cudart", lambda: runtime):
+        pages = tiers._pages(Offload(), torch.device("cpu"))
+        tensor = pages.zeros(1 << 20, torch.float32).fill_(3.0)
+        address = tensor.data_ptr()
+        assert pages.pinned_bytes == 4 << 20 and "dc" in flags(address)
+        assert not in_a_fork(lambda: is_mapped(address))
+        pages.give_back([tensor])
+        assert "dc" not in flags(address)
+        assert in_a_fork(lambda: is_mapped(address) and float(tensor[0]) == float(tensor[-1]) == 3.0)
+
+
+def test_a_fork_gets_pages_that_others_use_too() -> None:
+    """A tensor of the heap may lie on whole pages by chance; what is beside it there must not be missing in a child."""
+    runtime = Runtime(refuses=False)
+    heap = torch.zeros(1 << 16, dtype=torch.uint8)
+    start = -heap.data_ptr() % 4096
+    with patch("torch.cuda.cudart", lambda: runtime):
+        pages = pinned.Pages(lambda numel, _: heap[start : start + numel], pinned.register_with_cuda)
+        tensor = pages.zeros(8192, torch.uint8)
+        assert pages.pinned_bytes == 8192 and "dc" not in flags(tensor.data_ptr())
+        del pages
