@@ -176,13 +176,14 @@ class Reducer:
             sooner = filling.late.get(index)
             filling.late[index] = (grad if sooner is None else sooner[0] + grad, strides)
             return
-        if bucket.is_filled_by(grad, strides):
+        share = self._reduce_scatter.share(bucket.dtype)
+        if share == 1.0 and bucket.is_filled_by(grad, strides):
             filling.buffer = ReductionBuffer(flattened(grad), is_pooled=False)
             filling.buffer.mark()
         else:
             if filling.buffer is None:
                 filling.buffer = self._take_buffer(bucket)
-            _fill(filling.buffer, bucket.offsets[index], grad, strides)
+            _fill(filling.buffer, bucket.offsets[index], grad, strides, share)
         filling.arrived.add(index)
         if filling.arrived >= filling.awaited:
             # It may wait for buckets before it while gradients arrive that never arrived before.
@@ -322,7 +323,7 @@ class Reducer:
             buffer.join()
             buffer.memory.zero_()
             for index, (grad, strides) in filling.late.items():
-                _fill(buffer, bucket.offsets[index], grad, strides)
+                _fill(buffer, bucket.offsets[index], grad, strides, self._reduce_scatter.share(bucket.dtype))
             filling.late = {}
             self._start_reduction(number, buffer, add=True)
         self._recycle(self._reduce_scatter.finish())
@@ -386,7 +387,11 @@ class Reducer:
             mechanism.catch_up(self._rounds)
 
 
-def _fill(buffer: ReductionBuffer, offset: int, grad: torch.Tensor, strides: tuple[int, ...]) -> None:
+def _fill(buffer: ReductionBuffer, offset: int, grad: torch.Tensor, strides: tuple[int, ...], share: float) -> None:
     buffer.join()  # another stream may have waited for an earlier reduction of this buffer
-    buffer.memory.as_strided(grad.size(), strides, offset).copy_(grad)
+    into = buffer.memory.as_strided(grad.size(), strides, offset)
+    if share == 1.0:
+        into.copy_(grad)
+    else:
+        torch.mul(grad, share, out=into)  # computed in the gradient's dtype, and rounded to the buffer's behind it
     buffer.mark()
