@@ -8,6 +8,7 @@ memory. A chunk then names its gradients as runs, the store copies each run, and
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -19,6 +20,7 @@ from ..domain.domain import Domain
 from ..domain.shard import Shard, scales_name
 from ..errors import CommunicationError
 from ..kernels.launch import backend_of
+from ..kernels.pool import beside_a_gpu
 from ..kernels.tables import BLOCK, Factors, Gradients, Streams, noise_from
 from ..offload.store import Chunk, Fetched
 from ..partition.comm.transport import Gather
@@ -253,7 +255,7 @@ def update_chunks(domain: Domain, chunks: Iterable[ChunkUpdate], factors: Factor
     for each in chunks:
         with clock.phase("fetch"):
             fetched = store.fetch(each.chunk)
-        with clock.phase("update"):
+        with clock.phase("update"), beside_a_gpu() if each.chunk.home.updates_on_host else nullcontext():
             for launch, gradients in zip(each.launches, each.tables(fetched), strict=True):
                 _launch(launch, each.chunk, fetched, gradients, factors)
         with clock.phase("write back"):
