@@ -16,9 +16,10 @@ from typing import Any
 import torch
 
 from ..huge_pages import show_to_forks
+from ..machine import ranks_here
 
 _PAGE = 4096  # bytes
-# Share of the process's memory that all of its optimizers may pin. The system cannot reclaim pinned pages.
+# Share of the machine's memory that all optimizers of all of its ranks may pin. The system cannot reclaim pinned pages.
 _MOST_PINNED = 0.9
 _PORTABLE = 1  # pinned for every GPU of the process: a flag of cudaHostRegister
 _CGROUP = Path("/sys/fs/cgroup/memory.max")
@@ -104,11 +105,13 @@ def _give_back(device: torch.device | None, registered: dict[int, int]) -> None:
 
 
 def memory_limit() -> int:
-    """Returns the bytes that this process may use: the machine's, or its container's."""
+    """Returns the bytes that this process may use: its rank's share of the machine's, or of its container's."""
     limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     with suppress(OSError, ValueError):  # no control group, or "max"
         limit = min(limit, int(_CGROUP.read_text()))
-    return limit
+    # Without the division 8 ranks of a machine could pin 7.2 times its memory, and the system would kill processes.
+    # Test: test_ranks_of_a_machine_share_what_may_be_pinned in tests/offload/test_pinned.py.
+    return limit // ranks_here()
 
 
 def register_with_cuda(address: int, nbytes: int) -> bool:

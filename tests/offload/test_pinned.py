@@ -176,3 +176,20 @@ def test_a_fork_gets_pages_that_others_use_too() -> None:
         tensor = pages.zeros(8192, torch.uint8)
         assert pages.pinned_bytes == 8192 and "dc" not in flags(tensor.data_ptr())
         del pages
+
+
+def test_ranks_of_a_machine_share_what_may_be_pinned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    limit = tmp_path / "memory.max"
+    limit.write_text(str(40 << 20))
+    monkeypatch.setattr(pinned, "_CGROUP", limit)
+    runtime = Runtime(refuses=False)
+    for ranks, most in ((None, 36), ("1", 36), ("4", 9), ("no number", 36)):
+        if ranks is not None:
+            monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+        with patch("torch.cuda.cudart", lambda: runtime):
+            pages = tiers._pages(Offload(), torch.device("cpu"))
+            kept = [pages.zeros(most << 18, torch.float32)]
+            with pytest.warns(UserWarning, match="could not be pinned"):
+                kept.append(pages.zeros(1 << 18, torch.float32))
+            assert pages.pinned_bytes == most << 20
+            del pages
