@@ -67,9 +67,9 @@ class Pages:
         elif not self._has_warned:
             self._has_warned = True
             warnings.warn(
-                "raise the limits of locked memory (ulimit -l) or of the container, or give Offload(pin_memory=False): "
-                f"{nbytes} bytes of host memory for offloading could not be pinned, beside {pinned} that are, so "
-                "copies to and from the GPU are slower.",
+                "raise the limits of locked memory (ulimit -l) or of the container, or, for offloading, give "
+                f"Offload(pin_memory=False): {nbytes} bytes of host memory could not be pinned, beside {pinned} that "
+                "are, so copies to and from the GPU are slower.",
                 stacklevel=2,
             )
         return tensor

@@ -29,6 +29,7 @@ class Runtime:
     def __init__(self, refuses: bool):
         self.refuses, self.last_error = refuses, 0
         self.registered: set[int] = set()
+        self.nbytes = 0  # of the last one that was registered
         self.current = 0
         self.calls: list[tuple[Any, ...]] = []  # what was called, and the device that was the current one
 
@@ -43,6 +44,7 @@ class Runtime:
         self.calls.append(("register", self.current, flags))
         if not self.refuses:
             self.registered.add(address)
+            self.nbytes = nbytes
         return self._end(801 * self.refuses)
 
     def cudaHostUnregister(self, address: int) -> int:
