@@ -201,17 +201,12 @@ class Ranks:
         """Collective: returns every rank's tensor (same shape and dtype), by rank, on rank ``to``; None elsewhere."""
         if self.size == 1:
             return [own]
-        own = own.to(self._device_of_messages(own.device))
-        with self.naming(phase):
-            if self.rank != to:
-                self.wait(Pending(phase, (dist.isend(own.contiguous(), group_dst=to, group=self.group),)))
-                return None
-            parts = [own if rank == to else torch.empty_like(own) for rank in range(self.size)]
-            works = [
-                dist.irecv(part, group_src=rank, group=self.group) for rank, part in enumerate(parts) if rank != to
-            ]
-            self.wait(Pending(phase, tuple(works)))
-            return parts
+        own = own.to(self._device_of_messages(own.device)).contiguous()
+        parts = [torch.empty_like(own) for _ in range(self.size)] if self.rank == to else None
+        # Not by messages: NCCL makes a communicator, and keeps its buffers, for each pair of ranks that sends one.
+        # Test: test_consolidating_sends_no_messages in tests/states/test_state_dict.py.
+        self._finish(phase, dist.gather, own, parts, group_dst=to)
+        return parts
 
     def at(self, phase: str) -> str:
         return f"while {phase}, on rank {self.rank} of {self.size}"
