@@ -1,19 +1,20 @@
 """Host time that stage 3 adds to a tiny model, beside FSDP2: what hooks, bookkeeping and calls cost when nothing moves.
 
-    python bench/hooks.py              a block of two linears of width 16 in a fake group of 8 ranks, one process
+    python bench/hooks.py              blocks of two linears of width 16 in a fake group of 8 ranks, one process
 
 The group is torch's fake one: its collectives return at once, so that only the host's own work is left. Each engine
 takes forward, backward and step in turns of a few hundred; `added` is what a turn takes beyond the plain model's with
-torch's fused AdamW, of the same round.
+torch's fused AdamW, of the same round. It is told for one block, and for each of more blocks: the slope.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import Median, device_name, median_of, parser_of, ratios, show, write_result
+from common import device_name, median_of, parser_of, ratios, show, write_result
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from tqdm import tqdm
@@ -21,12 +22,24 @@ from tqdm import tqdm
 import shardopt
 
 RANKS = 8
+FIXED, SLOPE = "added over FSDP2's", "slope over FSDP2's"
 Step = Callable[[], None]
 
 
-def block(width: int) -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(width, width), nn.Linear(width, width))
+@dataclass(frozen=True)
+class Size:
+    """How large the model is: one block is a container of two linears, several are a container of blocks."""
+
+    width: int
+    blocks: int
+
+    def model(self) -> nn.Module:
+        torch.manual_seed(0)
+        blocks = [
+            nn.Sequential(nn.Linear(self.width, self.width), nn.Linear(self.width, self.width))
+            for _ in range(self.blocks)
+        ]
+        return blocks[0] if len(blocks) == 1 else nn.Sequential(*blocks)
 
 
 def stepping(model: nn.Module, optimizer: torch.optim.Optimizer, width: int) -> Step:
@@ -40,28 +53,30 @@ def stepping(model: nn.Module, optimizer: torch.optim.Optimizer, width: int) -> 
     return step
 
 
-def plain(width: int) -> Step:
-    model = block(width)
-    return stepping(model, torch.optim.AdamW(model.parameters(), fused=True), width)
+def plain(size: Size) -> Step:
+    model = size.model()
+    return stepping(model, torch.optim.AdamW(model.parameters(), fused=True), size.width)
 
 
-def fsdp2(width: int) -> Step:
+def fsdp2(size: Size) -> Step:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    model = block(width)
-    fully_shard(model, mesh=init_device_mesh("cpu", (RANKS,)))
-    return stepping(model, torch.optim.AdamW(model.parameters(), fused=True), width)
+    model, mesh = size.model(), init_device_mesh("cpu", (RANKS,))
+    for block in model if size.blocks > 1 else ():
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return stepping(model, torch.optim.AdamW(model.parameters(), fused=True), size.width)
 
 
-def stage_3(width: int) -> Step:
-    model = block(width)
+def stage_3(size: Size) -> Step:
+    model = size.model()
     # Everything is sharded; a fake rank has no memory to read, and what it "sends" is anything.
     tuning = shardopt.Tuning(keep_below=0, neighbours=False, nonfinite="propagate")
-    return stepping(model, shardopt.ShardedAdamW(model, stage=3, tuning=tuning), width)
+    return stepping(model, shardopt.ShardedAdamW(model, stage=3, tuning=tuning), size.width)
 
 
-ENGINES: dict[str, Callable[[int], Step]] = {
+ENGINES: dict[str, Callable[[Size], Step]] = {
     "plain model, torch fused AdamW": plain,
     "FSDP2, torch fused AdamW": fsdp2,
     "shardopt stage 3": stage_3,
@@ -75,9 +90,28 @@ def turn(step: Step, steps: int) -> float:
     return (time.perf_counter() - start) / steps
 
 
+def measured(sizes: Sequence[Size], turns: int, steps: int) -> dict[Size, dict[str, list[float]]]:
+    """Seconds of a step in each turn, of each engine at each size; all take their turns one after the other."""
+    engines = {(size, name): make(size) for size in sizes for name, make in ENGINES.items()}
+    for step in engines.values():
+        turn(step, 20)
+    seconds: dict[Size, dict[str, list[float]]] = {size: {name: [] for name in ENGINES} for size in sizes}
+    for _ in tqdm(range(turns), desc="turns", unit="turn", disable=None):
+        for (size, name), step in engines.items():
+            seconds[size][name].append(turn(step, steps))
+    return seconds
+
+
+def added_to(seconds: dict[str, list[float]]) -> dict[str, list[float]]:
+    """What a step takes beyond the plain model's of the same turn, of each other engine."""
+    base, *others = seconds
+    return {name: [one - two for one, two in zip(seconds[name], seconds[base], strict=True)] for name in others}
+
+
 def main() -> None:
     parser = parser_of(__doc__ or "")
     parser.add_argument("--width", type=int, default=16, help="of the linears")
+    parser.add_argument("--blocks", type=int, default=9, help="of the larger model, from which the slope is")
     parser.add_argument("--turns", type=int, default=30, help="of each engine")
     parser.add_argument("--steps", type=int, default=200, help="in a turn")
     args = parser.parse_args()
@@ -85,30 +119,31 @@ def main() -> None:
         args.turns, args.steps = 5, 50
     torch.set_num_threads(1)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
-    engines = {name: make(args.width) for name, make in ENGINES.items()}
-    for step in engines.values():
-        turn(step, 20)
-    seconds: dict[str, list[float]] = {name: [] for name in engines}
-    for _ in tqdm(range(args.turns), desc="turns", unit="turn", disable=None):
-        for name, step in engines.items():
-            seconds[name].append(turn(step, args.steps))
-    base, *others = seconds
-    added = {name: [one - two for one, two in zip(seconds[name], seconds[base], strict=True)] for name in others}
-    ratio = ratios(added["shardopt stage 3"], added["FSDP2, torch fused AdamW"])
-
-    def cell(values: list[float]) -> str:
-        return str(Median(*(1e6 * each for each in vars(median_of(values)).values() if isinstance(each, float)), 0))
-
-    rows = [[name, f"{1e6 * median_of(seconds[name]).median:.0f}"] for name in seconds]
-    for row in rows:
-        row.append(f"{1e6 * median_of(added[row[0]]).median:.0f}" if row[0] in added else "")
-    show(f"{device_name(torch.device('cpu'))}; forward, backward and step", ("engine", "us", "added us"), rows)
-    print(f"added by shardopt over added by FSDP2: {ratio}")
-    results: dict[str, Any] = {
-        "seconds": {name: median_of(values) for name, values in seconds.items()},
-        "added seconds": {name: median_of(values) for name, values in added.items()},
-        "added over FSDP2's": ratio,
+    one, several = Size(args.width, 1), Size(args.width, args.blocks)
+    seconds = measured((one, several), args.turns, args.steps)
+    fixed, larger = added_to(seconds[one]), added_to(seconds[several])
+    slope = {
+        name: [(more - less) / (args.blocks - 1) for less, more in zip(fixed[name], larger[name], strict=True)]
+        for name in fixed
     }
+    ours, theirs = "shardopt stage 3", "FSDP2, torch fused AdamW"
+    rows = [
+        [
+            name,
+            *(f"{1e6 * median_of(each[name]).median:.0f}" if name in each else "" for each in (values, fixed, slope)),
+        ]
+        for name, values in ((name, seconds[one]) for name in ENGINES)
+    ]
+    columns = ("engine", "one block, us", "added us", "added by each more, us")
+    show(f"{device_name(torch.device('cpu'))}; forward, backward and step", columns, rows)
+    results: dict[str, Any] = {
+        "seconds": {name: median_of(values) for name, values in seconds[one].items()},
+        "added seconds": {name: median_of(values) for name, values in fixed.items()},
+        FIXED: ratios(fixed[ours], fixed[theirs]),
+        "added seconds a block": {name: median_of(values) for name, values in slope.items()},
+        SLOPE: ratios(slope[ours], slope[theirs]),
+    }
+    print(f"added by shardopt over FSDP2: {results[FIXED]}, by each more block: {results[SLOPE]}")
     write_result("hooks", args, torch.device("cpu"), results)
     dist.destroy_process_group()
 

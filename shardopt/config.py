@@ -74,7 +74,8 @@ class Tuning:
             name of a unit to the names of those whose gather starts with its use, in forward and backward. None: as
             many as the budget allows.
         timeout: seconds that one wait for the other ranks may take, at most ten years (``math.inf`` is that); None: the
-            process group's own timeout, but five minutes for a gather of stage 3 by messages.
+            process group's own timeout, but five minutes for a gather of stage 3 by messages. NCCL's own reductions and
+            gathers always have the group's timeout.
         neighbours: let CPU ranks of one machine read each other's params out of memory, where the system allows it,
             instead of sending them through sockets.
         chunk_bytes: of one state that is read from a disk, updated and written at a time; 4 chunks of all states are

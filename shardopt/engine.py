@@ -47,7 +47,7 @@ from .partition.comm.group import Ranks
 from .partition.mesh import Mesh, everyone_of
 from .partition.placement import Placement, Placements
 from .partition.schedule import Schedule
-from .partition.unit_view import UnitView
+from .partition.unit_view import Units, UnitView
 from .rules import Rule
 from .states.consolidate import consolidate, rank_to_gather_on
 from .states.table import StateTable, StateView
@@ -563,10 +563,12 @@ class Engine:
 
     # -- reports and the end ---------------------------------------------------------------------------------------
 
-    def units(self) -> dict[str, UnitView]:
+    def units(self) -> Units:
         """See :meth:`ShardedOptimizer.units`."""
         gatherers = [domain.sharded.gatherer for domain in self.domains if domain.sharded is not None]
-        return {name: UnitView(gatherer, unit) for gatherer in gatherers for name, unit in gatherer.units.items()}
+        units = [(each, unit) for each in gatherers for unit in each.units.values()]
+        units.sort(key=lambda found: found[1].number)  # as in the model; buckets are made from its end
+        return Units({unit.name: UnitView(gatherer, unit) for gatherer, unit in units})
 
     def schedule(self) -> Schedule:
         """See :meth:`ShardedOptimizer.schedule`."""

@@ -8,6 +8,7 @@ translations, and a direct transfer pins fewer pages.
 import ctypes
 import mmap
 import weakref
+from typing import Any
 
 import torch
 
@@ -21,18 +22,25 @@ CAN_ADVISE = hasattr(mmap, "MADV_HUGEPAGE") and hasattr(mmap, "MADV_DONTNEED")
 _MAYMOVE, _FIXED, _DONTUNMAP = 1, 2, 4
 
 
-def move_pages(source: int, target: int, nbytes: int) -> bool:
+def move_pages(source: int, target: int, nbytes: int, whole: int = 0) -> bool:
     """Moves the pages of one private mapping to another, whose own are given back, without a copy.
 
     Args:
         source, target: addresses of whole pages.
+        whole: the bytes at the beginning that lie in huge pages, in both. They move first: to the system huge pages
+            and others are two mappings, and before Linux 6.17 one call moves pages of one mapping.
 
     Returns:
-        True; False where the system cannot, and nothing changed.
+        True; False where the system cannot move all of them. The pages that it moved lie at the target then.
     """
     mremap = getattr(ctypes.CDLL(None), "mremap", None)
     if mremap is None:
         return False
+    pieces = ((0, whole), (whole, nbytes - whole))
+    return all(_move(mremap, source + start, target + start, size) for start, size in pieces if size)
+
+
+def _move(mremap: Any, source: int, target: int, nbytes: int) -> bool:
     mremap.restype, size, address = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p
     flags = _MAYMOVE | _FIXED | _DONTUNMAP
     moved = mremap(address(source), size(nbytes), size(nbytes), ctypes.c_int(flags), address(target))

@@ -239,7 +239,7 @@ def _before_writing(engine: Engine) -> None:
     """Collective: waits until no rank gathers what is about to be overwritten; nothing gathered stays."""
     domain = engine.compose().main
     if domain.sharded is not None:
-        domain.gatherer.write_slice(lambda: None)
+        domain.gatherer.before_writes()
 
 
 def _update_group(group: dict[str, Any], saved: dict[str, Any]) -> None:

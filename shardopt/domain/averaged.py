@@ -78,7 +78,7 @@ def _updated(domain: Domain, shard: Shard) -> list[ParamRecord]:
 def _put(domain: Domain, values: Slices) -> None:
     """Collective: writes these slices of each rank, and gathers params that are whole on every rank."""
     if domain.sharded is not None:
-        domain.gatherer.write_slice(lambda: None)  # nobody still gathers what is about to be overwritten
+        domain.gatherer.before_writes()
 
     def write() -> None:
         for shard, own in values.items():

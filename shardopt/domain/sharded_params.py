@@ -130,7 +130,7 @@ class ShardedParams:
         def write(whole: torch.Tensor) -> None:
             cast = whole.detach().to(shard.device, shard.bucket.dtype)
             values = flattened(shard.ordered(index, cast.expand(param.size())))
-            self.gatherer.write_slice(lambda: shard.write("param", index, 0, values))
+            self.gatherer.write_slice(self.where[param].unit, lambda: shard.write("param", index, 0, values))
             torch.autograd.graph.increment_version([param])
 
         return read, write

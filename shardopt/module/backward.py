@@ -318,18 +318,20 @@ class Backward:
             gradient_slice.restore_sum(self._divisor)
         reducer.start_round(held, absent)
         self._lost = None
-        self.pass_over()
+        if self._domain.sharded is not None:
+            self.pass_over(self._domain.sharded.gatherer.past)
 
-    def pass_over(self) -> None:
-        """Awaits no gradients from units that this backward skips: ranks may differ in the units that they use."""
-        sharded, reducer = self._domain.sharded, self._domain.reducer
-        skipped = () if sharded is None else sharded.gatherer.skipped
-        if not (skipped and self.is_open and reducer is not None):
+    def pass_over(self, units: Sequence[str]) -> None:
+        """Awaits no more gradients from units that this backward is past: ranks may differ in the params they use."""
+        reducer, entries = self._domain.reducer, self._domain.entries
+        if units:  # before any gradient, if a skipped unit ends the model: the first gather may wait for a reduction
+            self.open_early()
+        if not self.is_open or reducer is None:
             return
-        where = {entry.param: (entry.shard.number, entry.index) for entry in self._entries}
-        for param in (param for name in skipped for param in self.units[name] if param in where):
-            reducer.pass_over(*where[param])
-        reducer.start_completed()
+        found = [entries[param] for name in units for param in self.units[name] if param in entries]
+        # A list: each of them is passed over.
+        if any([reducer.pass_over(entry.shard.number, entry.index) for entry in found]):
+            reducer.start_completed()
 
     def _receive(self, entry: ParamRecord, grad: torch.Tensor) -> None:
         """Takes a gradient that autograd adds to a part."""

@@ -10,6 +10,10 @@ Of the nodes that are ready, autograd runs the one that was made last. All nodes
 its inputs. So once the last input's node is about to run, no node of the call will run any more. A call without
 differentiable inputs (of an embedding) has no such node: its units stay until backward ends, which is soon.
 
+Several calls may have one input: the time of a diffusion, an encoder's output. Its gradient is complete only when all
+of them are through. But once the backward of another call begins, which had ended before this call began, no node of
+this call will run any more either: all of them were made later than that call's.
+
 The call may write to its inputs in place, so their nodes are those from before the call. An output that is a view has
 two nodes with hooks: a later write in place to the view takes the view's own node out of the graph, but not the node of
 its base.
@@ -21,10 +25,12 @@ it made of the param, views included, finds the values. Without a call that runs
 hook tells in which backward the param is needed, and there may be several.
 """
 
+import itertools
+import math
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -42,8 +48,6 @@ from ..tensors.unsharded_guard import keep_pattern
 from .hooks import ModuleHook, call_while_alive
 
 _MODULE_FILE = nn.Module.__call__.__code__.co_filename
-# The key in a node's metadata under which the calls are that end at the node.
-_ENDS = "shardopt: calls that end here"
 
 
 class Forward:
@@ -65,6 +69,8 @@ class Forward:
         self._owners: dict[nn.Module, tuple[Unit, ...]] = {}  # the units of the params that a module owns itself
         self._running: list[_Call] = []  # calls in forward, from the outermost
         self._using: Counter[Unit] = Counter()  # number of calls in backward that need a unit
+        self._open: list[_Call] = []  # calls in backward
+        self._moments = itertools.count()  # beginnings and ends of calls in forward
         self.backwards = 0
         self.params: dict[str, tuple[nn.Parameter, ...]] = {}
         self.before_gathers: Callable[[Direction | Unit], None] | None = None
@@ -96,6 +102,7 @@ class Forward:
         self._owners = {module: units for module, units in owned.items() if units}
         self._domain.sharded.gather_for_call = _while_alive(self)
         self._gatherer.on_demand = call_while_alive(Forward._announce, self)
+        self._gatherer.on_drop = call_while_alive(Forward._forget_calls, self)
         for module in dict.fromkeys((self._root, *self._units)):
             if module is not self._root:  # ModuleTakeover calls pre_forward() for the root, after it has bound params
                 hook = module.register_forward_pre_hook(ModuleHook(self.pre_forward), prepend=True, with_kwargs=True)
@@ -145,11 +152,13 @@ class Forward:
             self._begin_backward()
         # The gradient of a frozen param would tell that it was read too late. It has none; its call's inputs have.
         checks = module is not self._root and torch.is_grad_enabled() and not self._frozen.isdisjoint(units)
+        own: set[Any] = set()  # nodes that no other call shares
         if checks:
-            arguments, keywords = torch.utils._pytree.tree_map_only(torch.Tensor, _with_own_node, (arguments, keywords))
+            arguments = _with_own_nodes(arguments, own)
+            keywords = {name: _with_own_nodes(each, own) for name, each in keywords.items()}
         inputs = tensors_within((arguments, keywords) if keywords else arguments, 0) if torch.is_grad_enabled() else ()
         starts = {tensor.grad_fn for tensor in inputs if tensor.grad_fn is not None}
-        call = _Call(self, module, starts, checks)
+        call = _Call(self, module, starts, own)
         self._running.append(call)
         for unit in units:
             self._need(call, unit)
@@ -252,18 +261,24 @@ class Forward:
         if self._gatherer.direction is None:
             self._begin_pass(Direction.BACKWARD)
 
-    def pre_backward(self, units: Iterable[Unit]) -> None:
+    def pre_backward(self, call: "_Call") -> None:
         """Gathers the units of a call whose backward begins."""
+        for other in [each for each in self._open if each.is_over_before(call)]:
+            other.close()
         self._begin_backward()
+        self._open.append(call)
+        units = call.units
         for unit in units:
             self._gatherer.use(unit)
             # With create_graph=True the graph of the backward itself saves params: they stay gathered until the step.
             if not torch.is_grad_enabled():
                 self._using[unit] += 1
 
-    def post_backward(self, units: Iterable[Unit]) -> None:
+    def post_backward(self, call: "_Call") -> None:
         """Ends the use of the units of a call whose backward is complete."""
-        for unit in units:
+        if call in self._open:
+            self._open.remove(call)
+        for unit in call.units:
             if self._using[unit]:  # end_backward() may have come before
                 self._using[unit] -= 1
                 self._gatherer.done(unit)
@@ -275,16 +290,33 @@ class Forward:
             for _ in range(calls):
                 self._gatherer.done(unit, reshard=True)
         self._using.clear()
+        self._open.clear()
         self.backwards += 1
+
+    def _forget_calls(self) -> None:
+        """Forgets calls whose end no hook tells: of ``torch.autograd.grad()``, or of a forward that was interrupted."""
+        self._running.clear()
+        self._using.clear()
+        self._open.clear()
+        self.backwards += 1  # so that what is left of these calls counts as another backward's
 
 
 def _in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
-def _with_own_node(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the tensor behind a node that no other call shares."""
-    return tensor.view_as(tensor) if tensor.requires_grad else tensor
+def _with_own_nodes(given: Any, own: set[Any]) -> Any:
+    """Returns the arguments of a call, tensors among them behind nodes of their own, which are added to ``own``.
+
+    What the call may write to (a list, a cache) stays what it is, with the tensors that it holds.
+    """
+    if isinstance(given, torch.Tensor) and given.requires_grad:
+        view = given.view_as(given)
+        own.add(view.grad_fn)
+        return view
+    if type(given) is tuple:
+        return tuple(_with_own_nodes(each, own) for each in given)
+    return given
 
 
 def _while_alive(forward: Forward) -> Any:
@@ -304,17 +336,21 @@ def _lends_memory_to(units: Iterable[Unit], tensor: torch.Tensor) -> bool:
 class _Call:
     """One call of a module."""
 
-    def __init__(self, forward: Forward, module: nn.Module, starts: set[Any], checks: bool):
-        """``checks``: no other call shares the nodes ``starts`` of its inputs, so that these tell what backward ran."""
-        self._forward, self.module, self._checks = weakref.ref(forward), module, checks
+    def __init__(self, forward: Forward, module: nn.Module, starts: set[Any], own: Collection[Any]):
+        """
+        Args:
+            starts: the nodes of its inputs.
+            own: those of them that no other call shares. They tell whether backward ran through this call.
+        """
+        self._forward, self.module, self._own = weakref.ref(forward), module, own
         self.units: tuple[Unit, ...] = ()  # once they are gathered
         self.versions: list[tuple[nn.Parameter, int]] = []  # versions of the params when the forward began
         self._starts = starts  # nodes of the inputs
         self._inputs = len(starts)
         self._left: set[int] = set()  # incomplete inputs
         self._is_open, self._backward = False, -1  # True from the first output to the last input, in this backward
-        # Calls that begin where this one ends, each with the numbers of this call's output and of its own input.
-        self._followers: list[tuple[int, weakref.ref[_Call], int]] = []
+        self._task = -1  # of autograd, that runs this backward
+        self._began, self._ended = next(forward._moments), math.inf
 
     def watch(self, outputs: Iterable[torch.Tensor]) -> None:
         """Puts hooks on the nodes of the call's inputs and outputs, at the end of the call."""
@@ -322,18 +358,19 @@ class _Call:
             node for each in outputs for node in (each.grad_fn, None if each._base is None else each._base.grad_fn)
         ]
         ends = dict.fromkeys(node for node in nodes if node is not None and node not in self._starts)
-        for number, node in enumerate(ends):
-            node.register_prehook(partial(self.output_arrived, number))
-            node.metadata.setdefault(_ENDS, []).append((self, number))
-        for node in self._starts if self._checks else ():
+        for node in ends:
+            node.register_prehook(self.output_arrived)
+        for node in self._own:
             node.register_prehook(self._check_opened)
         for number, node in enumerate(self._starts if ends else ()):
             node.register_prehook(partial(self.input_done, number))
-            for call, output in node.metadata.get(_ENDS, ()):
-                call._followers.append((output, weakref.ref(self), number))
-        self._starts = set()  # the graph's hooks hold this call: the nodes would keep themselves alive in a cycle
+        forward = self._forward()
+        assert forward is not None
+        self._ended = next(forward._moments)
+        # The graph's hooks hold this call: the nodes would keep themselves alive in a cycle.
+        self._starts, self._own = set(), ()
 
-    def output_arrived(self, number: int, _: Any) -> None:
+    def output_arrived(self, _: Any) -> None:
         """Is called when the gradient of an output has arrived; for several outputs, one after the other."""
         forward = self._forward()
         if forward is None or forward.is_closed:
@@ -343,14 +380,28 @@ class _Call:
                 "gathers them was closed or dropped meanwhile. Gradients would be computed with memory that holds "
                 "something else."
             )
-        for output, reference, start in self._followers:
-            follower = reference()
-            # Its own hook is called after this one: its unit would still be gathered while this one's is.
-            if output == number and follower is not None:
-                follower.input_done(start, None)
         if not (self._is_open and self._backward == forward.backwards):
             self._left, self._is_open, self._backward = set(range(self._inputs)), True, forward.backwards
-            forward.pre_backward(self.units)
+            self._task = torch._C._current_graph_task_id()
+            forward.pre_backward(self)
+
+    def is_over_before(self, other: "_Call") -> bool:
+        """True if no node of this call runs any more, now that the backward of another call begins.
+
+        A backward within a backward, and the thread of another device, go their own way.
+        """
+        return self._began > other._ended and self._task == other._task and self._devices == other._devices
+
+    @property
+    def _devices(self) -> set[torch.device]:
+        return {each.bucket.device for unit in self.units for each in unit.buckets}
+
+    def close(self) -> None:
+        """Ends the call's backward."""
+        self._is_open, self._left = False, set()
+        forward = self._forward()
+        if forward is not None:
+            forward.post_backward(self)
 
     def _check_opened(self, _: Any) -> None:
         """Raises ReleasedError if backward ran through the call, and came to none of its outputs."""
@@ -370,8 +421,7 @@ class _Call:
         if forward is not None and self._is_open and self._backward == forward.backwards and self._left:
             self._left.discard(number)
             if not self._left:
-                self._is_open = False
-                forward.post_backward(self.units)
+                self.close()
 
 
 def tensors_within(values: Any, depth: int = 3) -> Iterable[torch.Tensor]:

@@ -155,7 +155,7 @@ class ModuleTakeover:
         self.backward.attach(bound.entries, bound.shards)
         if self.forward is not None and self._domain is not None:
             self.forward.attach()
-            self._domain.gatherer.on_skip = call_while_alive(Backward.pass_over, self.backward)
+            self._domain.gatherer.on_past = call_while_alive(Backward.pass_over, self.backward)
 
     # -- values of params and buffers on the meta device -----------------------------------------------------------
 

@@ -290,7 +290,8 @@ class ShardedOptimizer(torch.optim.Optimizer, JoinableOptimizer):
 
     @property
     def units(self) -> dict[str, "UnitView"]:
-        """The units of stage 3 by name: ``opt.units["layers.0"].unshard()``. Empty below stage 3, and before binding.
+        """The units of stage 3 by name: ``opt.units["layers.0"].unshard()``. Empty below stage 3, and before
+        ``bind()`` or the first forward.
 
         A unit is what is gathered together: one of a run of like blocks, or what ``Tuning(units=...)`` says.
         """
@@ -299,7 +300,8 @@ class ShardedOptimizer(torch.optim.Optimizer, JoinableOptimizer):
     def schedule(self) -> "Schedule":
         """Returns which units are gathered during each use of a unit; ``print(opt.schedule())`` shows a table.
 
-        The first step shows the order of uses. A step that uses units in another order makes another schedule.
+        The first step shows the order of uses. A step that uses units in another order makes another schedule. Empty
+        below stage 3, and before the first step.
         """
         return self.engine.schedule()
 

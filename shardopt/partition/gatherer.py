@@ -62,7 +62,7 @@ class Pass:
     is_traced: bool = True  # its order counts: what ranks do in ``unsharded()`` or to evaluate may differ
     order: list[str] = field(default_factory=list)  # of the units that were used
     joined: list[str] = field(default_factory=list)  # units that were gathered for the other ranks, and not used
-    skipped: list[str] = field(default_factory=list)  # units whose uses this rank omitted
+    past: list[str] = field(default_factory=list)  # units that this rank uses no more, or omitted
     departed: bool = False  # a use came at another place than in the schedule
 
     def find(self, unit: Unit) -> int | None:
@@ -81,9 +81,10 @@ class Gatherer:
         self._transport, self.budget = transport, budget
         self.units: dict[str, Unit] = {}
         self.schedule = Schedule()
-        self.on_skip: Callable[[], None] = lambda: None  # is called when ``skipped`` has grown
+        self.on_past: Callable[[Sequence[str]], None] = lambda _: None  # is called with what was added to ``past``
         # Is called before a use that the schedule does not have, or of which it does not know: by hand.
         self.on_demand: Callable[[Unit], None] = lambda _: None
+        self.on_drop: Callable[[], None] = lambda: None  # is called when no unit has a user any more
         self.shown = 0  # contexts that are open in which all units are gathered
         self._is_guess = True  # the schedule was made before any step
         self._gathered: dict[Unit, None] = {}  # the least recently used first
@@ -252,7 +253,10 @@ class Gatherer:
         unit.gathering, unit.state = None, UnitState.UNSHARDED
 
     def _pages_for(self, bucket: Bucket) -> Memory | None:
-        """Takes what was freed for this use, if possible of the bucket's size: layers are alike."""
+        """Takes what was freed for this use: the bucket's own pages, or if possible those of one of its size."""
+        if bucket.memory in self._freed:  # where it stayed, another bucket would take its pages while it is in use
+            self._freed.remove(bucket.memory)
+            return bucket.memory
         alike = next((at for at, each in enumerate(self._freed) if each.nbytes == bucket.nbytes), 0)
         return self._freed.pop(alike) if self._freed else None
 
@@ -329,6 +333,8 @@ class Gatherer:
             self._reshard_over_budget(unit, self._stays_for_now)
             return
         if self.waits_for_others:
+            if now.at:  # before this rank gathers for the next use, which waits for ranks that wait for sums
+                self._leave_behind(now, now.uses[now.at - 1].reshard)
             self._forget_joined(now, now.uses[at], least=0)
             self._join(now, at)
         self._run(now, now.uses[at])
@@ -340,10 +346,15 @@ class Gatherer:
             self._run(now, use)
             if use.unit not in now.order:
                 now.joined.append(use.unit)
-                now.skipped.append(use.unit)
                 self._forget_joined(now, use, least=1)
-                self.on_skip()
+                self._leave_behind(now, (use.unit,))
         now.at = max(now.at, until)
+
+    def _leave_behind(self, now: Pass, names: Sequence[str]) -> None:
+        """Tells that units get no more gradients in a backward: a rank may miss some, of experts that had no input."""
+        if now.direction is Direction.BACKWARD and names:
+            now.past.extend(names)
+            self.on_past(names)
 
     def join_rest(self) -> None:
         """Issues the gathers of this backward that other ranks may still need: this rank uses no more units."""
@@ -354,10 +365,10 @@ class Gatherer:
             self._join(self._pass, len(self._pass.uses))
 
     @property
-    def skipped(self) -> Sequence[str]:
-        """The names of the units whose uses in this backward this rank omitted."""
+    def past(self) -> Sequence[str]:
+        """The names of the units that this rank uses no more in this backward, or omitted."""
         now = self._pass
-        return now.skipped if now is not None and now.direction is Direction.BACKWARD else ()
+        return now.past if now is not None and now.direction is Direction.BACKWARD else ()
 
     def _run(self, now: Pass, use: Use) -> None:
         """Issues the gathers of a use, and reshards what it does not list."""
@@ -490,6 +501,7 @@ class Gatherer:
     def drop_all(self) -> None:
         """Reshards all units: their slices are about to change, or the pass was given up."""
         self._pass, self._passes, self._departures = None, [], []
+        self.on_drop()
         for unit in list(self._gathered):
             unit.users, unit.stays_shown, unit.is_pinned = 0, False, False
             self._reshard(unit)
@@ -505,11 +517,19 @@ class Gatherer:
         for each in unit.buckets:
             each.slice.write(each.bucket.shard(self._transport.ranks.rank))
 
-    def write_slice(self, write: Callable[[], None]) -> None:
-        """Collective: calls ``write``, which writes slices outside of a step; every rank must write the same param."""
+    def write_slice(self, unit: Unit, write: Callable[[], None]) -> None:
+        """Collective: calls ``write``, which writes slices of a unit that nobody uses; every rank must write the same.
+
+        It may be called in a forward, by a module that writes to a param of another one: other units stay.
+        """
         self._before_write()
-        self.drop_all()  # the gathered values are out of date
+        self.reshard(unit)  # the gathered values are out of date
         write()
+
+    def before_writes(self) -> None:
+        """Collective: reshards all units and waits until no rank gathers, before slices are written."""
+        self._before_write()
+        self.drop_all()
 
     def _before_write(self) -> None:
         """Collective at the first of several writes: waits until no rank reads the old values."""

@@ -10,7 +10,7 @@ import mmap
 
 import torch
 
-from ..huge_pages import CAN_ADVISE, map_huge_pages, move_pages
+from ..huge_pages import CAN_ADVISE, HUGE_PAGE, map_huge_pages, move_pages
 
 # From this size on, in bytes, memory has a mapping of its own. In the allocator's heap, long-lived memory would lie
 # between gradients that come and go, and the holes that gradients leave could not go back to the system.
@@ -82,10 +82,12 @@ class Memory:
         Args:
             freed: memory whose pages were kept. They are taken over, so that the system need not zero others.
         """
+        assert freed is None or not freed.is_allocated
         self.is_allocated = True
         if freed is not None and freed is not self and self._mapping is not None and freed._mapping is not None:
-            nbytes = min(self.nbytes, freed.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
-            move_pages(freed.tensor.data_ptr(), self.tensor.data_ptr(), nbytes)
+            fits = min(self.nbytes, freed.nbytes)
+            nbytes, whole = (fits // page * page for page in (mmap.PAGESIZE, HUGE_PAGE))
+            move_pages(freed.tensor.data_ptr(), self.tensor.data_ptr(), nbytes, whole)
             freed.give_pages_back()  # what did not fit
         if self._mapping is None and self.tensor.untyped_storage().resizable():
             self.tensor.untyped_storage().resize_(self.nbytes)

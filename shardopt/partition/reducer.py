@@ -195,17 +195,20 @@ class Reducer:
                 self._completed.append(number)
             self.start_completed()
 
-    def pass_over(self, number: int, index: int) -> None:
+    def pass_over(self, number: int, index: int) -> bool:
         """Awaits no gradient of param ``index`` in this round: this rank's backward is past its module.
 
-        Else ranks could wait for each other: one for the sum of a bucket, one for the gather of a later unit.
+        Else ranks could wait for each other: one for the sum of a bucket, one for the gather of a later unit. Returns
+        whether the gradient was awaited.
         """
         filling = self._filling[number]
-        if index in filling.awaited and index not in filling.arrived:
-            filling.passed_over.add(index)
-            filling.awaited = filling.awaited - {index}
-            if filling.arrived >= filling.awaited and number not in self._completed:
-                self._completed.append(number)
+        if index in filling.arrived or index not in filling.awaited:
+            return False
+        filling.passed_over.add(index)
+        filling.awaited = filling.awaited - {index}
+        if filling.arrived >= filling.awaited and number not in self._completed:
+            self._completed.append(number)
+        return True
 
     def _take_buffer(self, bucket: GradientBucket) -> ReductionBuffer:
         pool = self._pool.setdefault(bucket.dtype, [])

@@ -115,7 +115,10 @@ class Schedule:
 
     def __str__(self) -> str:
         if not self.forward:
-            return "no step was taken yet: units are gathered as modules use them"
+            return (
+                "no schedule: no step was taken yet, or no unit is gathered (at stage 3 only; params of fewer elements "
+                "than Tuning(keep_below=...) stay whole)"
+            )
         return "\n".join(_table(self))
 
     def most_bytes(self, nbytes: Mapping[str, int]) -> int:

@@ -7,8 +7,9 @@ from .unit import Unit
 class UnitView:
     """One unit of stage 3, by whose name ``optimizer.units`` finds it.
 
-    A unit that was unsharded by hand stays until :meth:`reshard` or the next step. Where params travel between ranks,
-    every rank calls the same methods in the same order.
+    A unit that was unsharded by hand stays until :meth:`reshard` or the next step. Its params are for reading: what is
+    written to them is lost, but inside of ``unsharded()``. Where params travel between ranks, every rank calls the same
+    methods in the same order.
     """
 
     def __init__(self, gatherer: Gatherer, unit: Unit):
@@ -56,3 +57,17 @@ class UnitView:
 
     def __repr__(self) -> str:
         return f"<unit {self.name}: {self.nbytes} bytes, {self._unit.state.value}>"
+
+
+class Units(dict[str, UnitView]):
+    """Units by name, in the order of the model."""
+
+    def __missing__(self, name: str) -> UnitView:
+        """Raises KeyError, which says where names are from."""
+        if not self:
+            raise KeyError(
+                f"{name}: call optimizer.bind() first. Binding makes the units, at stage 3, of the params that "
+                "Tuning(keep_below=...) does not keep whole, and there are none."
+            )
+        some = ", ".join(list(self)[:5]) + (", ..." if len(self) > 5 else "")
+        raise KeyError(f"{name}: no unit of this model has this name; print(optimizer.units) shows them: {some}")

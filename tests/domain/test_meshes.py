@@ -90,7 +90,7 @@ def memory_runs_out_for_sums() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     tensor, rank = mesh["tp"], dist.get_rank()
     params = [nn.Parameter(distribute_tensor(torch.ones(600), tensor, [Replicate()])) for _ in range(3)]
-    optimizer = shardopt.ShardedSGD(params, lr=0.5, process_group=mesh["dp"], tuning=Tuning(timeout=20))
+    optimizer = shardopt.ShardedSGD(params, lr=0.5, process_group=mesh["dp"], tuning=Tuning(timeout=60))
 
     def backward() -> None:
         for param in params:
@@ -132,7 +132,7 @@ def refused_at_first_sight() -> None:
     made = DTensor.from_local(torch.ones(600), tensor, [Partial() if rank == 1 else Replicate()], run_check=False)
     param = nn.Parameter(made)
     param.grad = torch.zeros_like(param)
-    optimizer = shardopt.ShardedSGD([param], lr=0.5, process_group=mesh["dp"], tuning=Tuning(timeout=20))
+    optimizer = shardopt.ShardedSGD([param], lr=0.5, process_group=mesh["dp"], tuning=Tuning(timeout=60))
     with raises(BindingError if rank == 1 else DisagreementError, "parts of a sum"):
         optimizer.step()
 

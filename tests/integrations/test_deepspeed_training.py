@@ -162,4 +162,4 @@ def all_precisions(directory: str) -> None:
 
 
 def test_trains_as_torch_does_and_resumes(ranks: Pool, tmp_path: Path) -> None:
-    ranks.run(all_precisions, str(tmp_path), world=2, timeout=30)
+    ranks.run(all_precisions, str(tmp_path), world=2)

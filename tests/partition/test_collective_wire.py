@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from shardopt import BindingError, ShardedSGD, ShardoptError, Tuning
-from shardopt.partition.comm import transport
+from shardopt.partition.comm import all_gather, reduce_scatter_collective, transport
 from shardopt.partition.comm.group import Ranks
 from shardopt.partition.comm.transport import Transport
 from tests.partition.test_gather import CASES, trained
@@ -64,6 +64,39 @@ def trains_as_stage_1() -> None:
 
 def test_trains_as_stage_1(ranks: Pool) -> None:
     ranks.run(trains_as_stage_1, world=WORLD)
+
+
+class Watched:
+    """A collective under way, which notes the deadlines that it is awaited with."""
+
+    def __init__(self, work: Any, deadlines: list[Any]):
+        self._work, self._deadlines = work, deadlines
+
+    def wait(self, *deadline: Any) -> Any:
+        self._deadlines.extend(deadline or (None,))
+        return self._work.wait(*deadline)
+
+
+def waits_without_deadline() -> None:
+    deadlines: list[Any] = []
+
+    def watched(collective: Any) -> Any:
+        return lambda *arguments, **keywords: Watched(collective(*arguments, **keywords), deadlines)
+
+    gather, scatter = all_gather._all_gather_single(), reduce_scatter_collective._reduce_scatter_single()
+    with (
+        patch.object(all_gather, "_all_gather_single", lambda: watched(gather)),
+        patch.object(reduce_scatter_collective, "_reduce_scatter_single", lambda: watched(scatter)),
+        collectives(),
+    ):
+        make, run, _ = CASES["Odd, plain"]
+        trained(make, run, 3, neighbours=False, timeout=60)
+    assert len(deadlines) > 10 and set(deadlines) == {None}
+
+
+def test_deadlines_do_not_make_the_host_wait(ranks: Pool) -> None:
+    """With a deadline, the host polls for the end of one of NCCL's collectives, where else only its stream waits."""
+    ranks.run(waits_without_deadline, world=WORLD)
 
 
 def tells_what_carries() -> None:
@@ -150,7 +183,7 @@ def a_step_in_these_orders(orders: tuple[tuple[int, ...], ...]) -> Told:
     """Behind one in which all ranks follow the first order."""
     with collectives():
         model = Doors()
-        tuning = Tuning(bucket_bytes=1, keep_below=1, live_bytes=PLENTY, neighbours=False, timeout=20)
+        tuning = Tuning(bucket_bytes=1, keep_below=1, live_bytes=PLENTY, neighbours=False, timeout=60)
         # Of its own: what ranks that went apart left in it meets nobody else.
         group = dist.new_group()
         optimizer = ShardedSGD(model, lr=0.0, stage=3, process_group=group, tuning=tuning)

@@ -78,7 +78,7 @@ def said() -> None:
     ):
         model, opt = made(3, units=given)
         trained(model, opt, ORDERS[:1])
-        assert set(names) <= set(opt.units) or given == (nn.Linear,), opt.units
+        assert [name for name in opt.units if name in names] == names, opt.units
     model = Drops()
     opt = ShardedSGD(model, **RATES, stage=3, tuning=small(units=(model.blocks[1],)))
     opt.bind()
@@ -102,7 +102,11 @@ def by_hand(kind: str) -> None:
     with connected(kind), poisoned():
         model, opt = made(3, kind)
         assert opt.units == {} and "no step" in str(opt.schedule())
+        with pytest.raises(KeyError, match=r"blocks\.1: call optimizer\.bind\(\)"):
+            opt.units["blocks.1"]
         opt.bind()
+        with pytest.raises(KeyError, match=r"block\.1: no unit .* blocks\.0, blocks\.1"):
+            opt.units["block.1"]
         whole = {name: param.detach().clone() for name, param in Drops().named_parameters()}
         weight = model.blocks[1].up.weight
         unit = opt.units["blocks.1"]

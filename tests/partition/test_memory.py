@@ -1,11 +1,13 @@
 """Memory of buckets that is freed and allocated again: the pages of what was freed serve what is gathered next."""
 
+from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 
-from shardopt import ShardedSGD
+from shardopt import ShardedSGD, huge_pages
 from shardopt.huge_pages import HUGE_PAGE
 from shardopt.partition.memory import Memory, return_free_memory
 
@@ -35,6 +37,36 @@ def test_pages_move_to_what_is_allocated_next(before: int, after: int) -> None:
         memory.tensor.fill_(value)
         assert (view == value).all()
     assert (one.tensor == 1).all() and (other.tensor == 2).all() and (bystander.tensor == 5).all()
+
+
+def mappings() -> list[tuple[int, int]]:
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return [(int(start, 16), int(end, 16)) for start, end in (line.split()[0].split("-") for line in lines)]
+
+
+@pytest.mark.parametrize(("before", "after"), [(NBYTES, NBYTES), (NBYTES, HUGE_PAGE), (HUGE_PAGE, NBYTES)])
+def test_pages_move_from_one_mapping_at_a_time(before: int, after: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Linux before 6.17 moves no others. Huge pages and the rest of a memory are two mappings."""
+    moves: list[tuple[int, int]] = []
+    move = huge_pages._move
+
+    def moved(mremap: Any, source: int, target: int, nbytes: int) -> bool:
+        assert any(start <= source and source + nbytes <= end for start, end in mappings())
+        moves.append((source, nbytes))
+        return move(mremap, source, target, nbytes)
+
+    monkeypatch.setattr(huge_pages, "_move", moved)
+    one, other = filled(before, 7), filled(after, 9)
+    one.free(keeps_pages=True)
+    other.free()
+    other.allocate(one)
+    assert sum(nbytes for _, nbytes in moves) == min(before, after) // 4096 * 4096
+
+
+def test_pages_in_use_are_not_taken() -> None:
+    one, other = filled(NBYTES, 7), filled(NBYTES, 9)
+    with pytest.raises(AssertionError):
+        other.allocate(one)
 
 
 def test_pages_that_nobody_takes_go_back() -> None:

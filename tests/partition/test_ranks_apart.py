@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from shardopt import CommunicationError, ShardedSGD, ShardoptError
 from tests.partition.test_collective_wire import collectives
+from tests.support.absence import in_no_hurry
 from tests.support.comparing import snapshot
 from tests.support.modules import RATES, Block, W, data, poisoned, small
 from tests.support.ranks import Pool
@@ -43,7 +44,7 @@ def connected(kind: str) -> AbstractContextManager[Any]:
 def made(stage: int, kind: str = "memory", **tuning: Any) -> tuple[Drops, ShardedSGD]:
     torch.manual_seed(0)
     model = Drops()
-    tuning = {"neighbours": kind == "memory", "live_bytes": None, "timeout": 10, **tuning}
+    tuning = {"neighbours": kind == "memory", "live_bytes": None, "timeout": 60, **tuning}
     # A group of its own: what ranks that went apart left in it meets nobody else.
     return model, ShardedSGD(model, **RATES, stage=stage, process_group=dist.new_group(), tuning=small(**tuning))
 
@@ -77,14 +78,50 @@ def test_a_rank_that_skips_a_unit_joins_its_gather(ranks: Pool) -> None:
         ranks.run(drops_layers, kind, world=2)
 
 
+class Leaves(nn.Module):
+    """Its output is that of a block on a rank that leaves in the middle, and skips the end of the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.last = nn.ModuleList(Block() for _ in range(5)), nn.Linear(W, 50 * W)
+
+    def forward(self, x: Tensor, stop: int) -> Tensor:
+        for block in self.blocks[:stop]:
+            x = block(x)
+        return x if stop < len(self.blocks) else self.last(x)
+
+
+def leaves_early(kind: str) -> None:
+    results = []
+    for stage in (1, 3):
+        torch.manual_seed(0)
+        model = Leaves()
+        nbytes = sum(param.nbytes for param in model.blocks.parameters())
+        tuning = small(neighbours=kind == "memory", live_bytes=nbytes * 3 // 5, timeout=10)
+        opt = ShardedSGD(model, **RATES, stage=stage, process_group=dist.new_group(), tuning=tuning)
+        for step in range(4):
+            opt.zero_grad()
+            model(data(step, 4, W), 2 if step and dist.get_rank() else 5).square().mean().backward()
+            opt.step()
+        results.append(snapshot(model, opt))
+    assert results[1] == results[0]
+
+
+def test_a_rank_that_skips_the_end_of_the_model(ranks: Pool) -> None:
+    """It neither waits for a gather of the others nor they for its gradients: all reductions of what it skips begin."""
+    for kind in ("memory", "messages"):
+        ranks.run(leaves_early, kind, world=2)
+
+
 def goes_another_way(kind: str) -> None:
     """Three steps in one order, one in which rank 1 goes another way, and three more."""
     rank, usual = dist.get_rank(), [(0, 1, 2, 3)] * 3
     same = made(1)
     expected = [trained(*same, usual) for _ in range(2)]
     with connected(kind):
-        model, opt = made(3, kind)
-        assert trained(model, opt, usual) == expected[0]
+        model, opt = made(3, kind, timeout=2 if kind == "messages" else 60)
+        with in_no_hurry():
+            assert trained(model, opt, usual) == expected[0]
         opt.zero_grad()
         error: Exception | None = None
         try:
@@ -126,10 +163,11 @@ def test_all_ranks_may_change_the_order(ranks: Pool) -> None:
 def one_rank_alone(timeout: float | None) -> None:
     """Whoever waits is told for which unit, for whom, and what to do."""
     model, opt = made(3, "messages", timeout=timeout)
-    trained(model, opt, [(0, 1)])
+    with in_no_hurry():
+        trained(model, opt, [(0, 1)])
     if dist.get_rank() == 0:
         try:
-            with torch.no_grad():
+            with torch.no_grad(), patch("shardopt.partition.gatherer.PATIENCE", timedelta(seconds=2)):
                 model(data(0, 4, W), (0, 1))
         except CommunicationError as error:
             assert all(words in str(error) for words in ("gathering first", "rank 1", "optimizer.unsharded()")), error
@@ -137,11 +175,7 @@ def one_rank_alone(timeout: float | None) -> None:
             raise AssertionError("rank 0 went on alone")
 
 
-def by_the_default() -> None:
-    with patch("shardopt.partition.gatherer.PATIENCE", timedelta(seconds=2)):
-        one_rank_alone(None)
-
-
 def test_a_gather_that_a_rank_never_joins(ranks: Pool) -> None:
-    ranks.run(one_rank_alone, 2, world=2)
-    ranks.run(by_the_default, world=2)
+    """The deadline is the user's, or else the gatherer's own, which is far shorter here than the process group's."""
+    for timeout in (2, None):
+        ranks.run(one_rank_alone, timeout, world=2)

@@ -114,6 +114,36 @@ def whole_model() -> nn.Module:
     return DistributedDataParallel(model)
 
 
+class Resetting(nn.Module):
+    """Its first layer writes to the weight of the last one, which is sharded at that moment."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.first, self.last = nn.Linear(W, W), nn.Linear(W, W)
+        self.first.register_forward_hook(self.reset)
+
+    def reset(self, *_: Any) -> None:
+        with torch.no_grad():
+            self.last.weight.copy_(torch.eye(W))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first(x))
+
+
+def of_another() -> None:
+    """A whole tensor that every rank copies into a param of another module is kept, on several ranks too."""
+    results = []
+    for stage in (1, 3):
+        model = Resetting()
+        opt = ShardedSGD(model, **RATES, stage=stage, tuning=small())
+        results.append(trained(model, opt))
+        opt.close()
+    assert results[1] == results[0]
+
+
 def test_written_in_forward(ranks: Pool) -> None:
     ranks.run(alone, world=1)
+    for world in (1, 2):
+        ranks.run(of_another, world=world)
     ranks.run(several, world=2)

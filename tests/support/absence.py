@@ -89,5 +89,17 @@ def given_up(absent: Collection[int], roll: Roll) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def in_no_hurry() -> Iterator[None]:
+    """Within it, no wait for a message has a short deadline: where ranks are only slow, none may be given up."""
+
+    def wait(ranks: Ranks, pending: Pending, limit: timedelta | None = None) -> None:
+        with _deadline(ranks, LATER):
+            _WAIT(ranks, pending)
+
+    with patch.object(Ranks, "wait", wait):
+        yield
+
+
 def _deadline(ranks: Ranks, seconds: float) -> Any:
     return patch.object(ranks, "_deadline", timedelta(seconds=seconds))

@@ -97,7 +97,7 @@ def by_collectives(ranks: Ranks, phase: str) -> AllGather:
 
     def begin(window: Window) -> Callable[[], None]:
         work = _all_gather_single()(window.flat, window.shard(ranks.rank), group=ranks.group, async_op=True)
-        return partial(ranks.wait, Pending(phase, (work,)))
+        return partial(ranks.wait_on_stream, Pending(phase, (work,)))
 
     return AllGather(begin, on_stream=True)
 

@@ -124,6 +124,19 @@ class Ranks:
                 else:
                     work.wait(deadline)
 
+    def wait_on_stream(self, pending: Pending) -> None:
+        """Lets the current stream wait until the collective is done; the host goes on.
+
+        Never with the user's deadline: the host would then poll for the end of the collective in every forward and
+        backward (test_deadlines_do_not_make_the_host_wait). NCCL ends what takes longer than the group's own timeout.
+
+        Raises:
+            CommunicationError: a peer died.
+        """
+        for work in pending.works:
+            with self.naming(pending.phase):
+                work.wait()
+
     def _finish(self, phase: str, collective: Callable[..., Any], *arguments: Any, **keywords: Any) -> None:
         with self.naming(phase):
             self.wait(Pending(phase, (collective(*arguments, **keywords, group=self.group, async_op=True),)))

@@ -54,7 +54,7 @@ class CollectiveReduceScatter(ReduceScatter):
 
     def _give_back(self) -> torch.Tensor:
         reduction, result, pending = self._reductions.popleft()
-        self._ranks.wait(pending)  # the current stream waits for the reduction; the host goes on
+        self._ranks.wait_on_stream(pending)
         if result is not reduction.target:
             accumulate(reduction.target, result, reduction.add, 1.0 / self.share(result.dtype))
             last_used(result)
