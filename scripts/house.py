@@ -34,7 +34,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("config",),
     ("option",),
     ("arguments",),
-    ("errors", "version", "huge_pages"),
+    ("errors", "version", "huge_pages", "machine"),
 )
 # The public names, which Python loads first: what they import is the roof's to choose.
 FACE = "__init__"

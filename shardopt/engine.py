@@ -183,7 +183,8 @@ class Engine:
         if self._composition is not None:
             return self._composition.main.mesh.world
         group = self._process_group()
-        return Ranks(None if group is None else everyone_of(group), self.options.tuning.deadline)
+        found = None if group is None else everyone_of(group)
+        return Ranks(found, self.options.tuning.deadline, self._device_of_params())
 
     def agree_on_call(self, call: str, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Collective: what all ranks give to a call, or the same error on all."""
@@ -192,8 +193,11 @@ class Engine:
     @property
     def device(self) -> torch.device:
         """On which ranks meet: that of the params, or that which they will have, where all are on the meta device."""
-        found = next((param.device for param in self.params if not param.is_meta), None)
+        found = self._device_of_params()
         return device_to_train_on(self.ranks()) if found is None else found
+
+    def _device_of_params(self) -> torch.device | None:
+        return next((param.device for param in self.params if not param.is_meta), None)
 
     def _process_group(self) -> dist.ProcessGroup | DeviceMesh | None:
         group = self.options.process_group
@@ -201,7 +205,7 @@ class Engine:
 
     def _make_domain(self, group: dist.ProcessGroup | DeviceMesh | None) -> Domain:
         sharded = Placements.of_stage(self.options.stage).state is Placement.SHARD
-        mesh = Mesh.of(group, sharded, self.options.tuning.deadline)
+        mesh = Mesh.of(group, sharded, self.options.tuning.deadline, self.device)
         domain = Domain(self.rule, self.options, mesh)
         self._at_the_end(Domain.retire, domain)
         return domain

@@ -7,11 +7,14 @@ translations, and a direct transfer pins fewer pages.
 
 import ctypes
 import mmap
+import weakref
 from typing import Any
 
 import torch
 
 HUGE_PAGE = 2 << 20  # bytes
+# By the address that its user was given. A mapping that is gone is not here any more.
+_MAPPINGS: "weakref.WeakValueDictionary[int, mmap.mmap]" = weakref.WeakValueDictionary()
 CAN_ADVISE = hasattr(mmap, "MADV_HUGEPAGE") and hasattr(mmap, "MADV_DONTNEED")
 
 
@@ -54,9 +57,21 @@ def map_huge_pages(nbytes: int, flags: int) -> tuple[mmap.mmap, int]:
         The mapping, and the offset in it from which ``nbytes`` lie in huge pages.
     """
     mapping = mmap.mmap(-1, nbytes + HUGE_PAGE, flags=flags | mmap.MAP_ANONYMOUS)
-    start = -torch.frombuffer(mapping, dtype=torch.uint8, count=1).data_ptr() % HUGE_PAGE
+    address = torch.frombuffer(mapping, dtype=torch.uint8, count=1).data_ptr()
+    start = -address % HUGE_PAGE
+    _MAPPINGS[address + start] = mapping
     # Whole huge pages only: the system would allocate all of a huge page of which the end uses a corner.
     whole = nbytes // HUGE_PAGE * HUGE_PAGE
     if whole and CAN_ADVISE:
         mapping.madvise(mmap.MADV_HUGEPAGE, start, whole)
     return mapping, start
+
+
+def show_to_forks(address: int, shows: bool) -> None:
+    """Sets whether processes that are forked from now on get the memory that :func:`map_huge_pages` gave out there.
+
+    Does nothing for memory of another origin: a page of the heap holds what others need.
+    """
+    mapping = _MAPPINGS.get(address)
+    if mapping is not None and hasattr(mmap, "MADV_DONTFORK"):
+        mapping.madvise(mmap.MADV_DOFORK if shows else mmap.MADV_DONTFORK)

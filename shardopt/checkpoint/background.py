@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from ..offload.pinned import Pages, register_with_cuda
 from ..partition.memory import zeros
 from .elements import READ_BYTES, reader_of
 from .plan_save import Piece
@@ -59,6 +60,7 @@ class Background:
     """
 
     def __init__(self) -> None:
+        self._pages: Pages | None = None  # ahead of the buffer: unpinned before its memory goes
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._saving: Saving | None = None
 
@@ -87,14 +89,18 @@ class Background:
         thread.start()
         return saving
 
-    def copy(self, pieces: Sequence[Piece]) -> list[Piece]:
-        """Returns the same pieces with the values of now, in staging memory: the next call overwrites them."""
+    def copy(self, pieces: Sequence[Piece], device: torch.device) -> list[Piece]:
+        """Returns the same pieces with the values of now, in staging memory: the next call overwrites them.
+
+        Args:
+            device: of the params; memory is pinned for a GPU.
+        """
         starts, end = [], 0
         for piece in pieces:
             starts.append(end)
             end += -(-piece.nbytes // _ALIGNMENT) * _ALIGNMENT
         if end > self._buffer.numel():
-            self._buffer = _host_bytes(end)
+            self._grow(end, device)
         copied, devices = [], set()
         for piece, start in zip(pieces, starts, strict=True):
             values = self._buffer[start : start + piece.nbytes].view(piece.tensor.dtype)
@@ -110,8 +116,12 @@ class Background:
                 torch.cuda.synchronize(device)  # the copies must end before the next step writes to their sources
         return copied
 
-
-def _host_bytes(nbytes: int) -> torch.Tensor:
-    if torch.cuda.is_available():
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-    return zeros(nbytes, torch.uint8, torch.device("cpu"))
+    def _grow(self, nbytes: int, device: torch.device) -> None:
+        # Not torch's pinned memory, which is rounded up to a power of two: up to twice what is saved. Test:
+        # test_staging_memory_is_no_larger_than_what_is_saved in tests/checkpoint/test_checkpoint_background.py.
+        if self._pages is None:
+            register = register_with_cuda if device.type == "cuda" else None
+            self._pages = Pages(lambda numel, dtype: zeros(numel, dtype, torch.device("cpu")), register, device)
+        self._pages.give_back([self._buffer])
+        self._buffer = torch.empty(0, dtype=torch.uint8)  # its memory is given back before more is taken
+        self._buffer = self._pages.zeros(nbytes, torch.uint8)

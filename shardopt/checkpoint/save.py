@@ -6,6 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from ..errors import CheckpointError, ShardoptError
@@ -81,10 +82,14 @@ def save_checkpoint(
     writer = RankWriter(site, lock, plan, request.keep)
     if request.asynchronous:
         phase = "copying what is to be saved"
-        plan.pieces = _or_abandon(meeting, lambda: background.copy(plan.pieces), site, lock, phase)
+        plan.pieces = _or_abandon(meeting, lambda: background.copy(plan.pieces, _device_of(module)), site, lock, phase)
         return background.start(writer)
     _or_abandon(meeting, writer.run, site, None, "saving a checkpoint")
     return Saving(site.published)
+
+
+def _device_of(module: nn.Module) -> torch.device:
+    return next((param.device for param in module.parameters()), torch.device("cpu"))
 
 
 def _begin(root: Path, step: int, meeting: Meeting) -> tuple[Site, int | None]:

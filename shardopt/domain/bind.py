@@ -24,7 +24,7 @@ import torch
 from ..errors import BindingError, CommunicationError
 from ..option import compared
 from ..partition.layout import BucketLayout
-from ..partition.memory import return_free_pages
+from ..partition.memory import return_free_memory
 from ..partition.placement import Placement, Placements
 from ..tensors.part import Part
 from ..tensors.unsharded_guard import is_sharded
@@ -131,7 +131,7 @@ def bind(
         undo.pop_all()
     assert links is not None
     bound = _adopt(domain, links, made, windows, units)
-    return_free_pages()  # the pages of params before they moved, and of temporaries
+    return_free_memory(device)  # of params before they moved, and of temporaries
     return bound
 
 

@@ -156,11 +156,11 @@ class Domains:
             return
         # Before any error: the ranks of the exchanges that follow must be told of it.
         dims = range(0 if mesh is None else mesh.ndim)
-        self._tensor_ranks = tuple(Ranks(mesh.get_group(dim), self.options.tuning.deadline) for dim in dims if mesh)
+        self._tensor_ranks = tuple(self._ranks_of(mesh.get_group(dim)) for dim in dims if mesh)
         self.whole = (self.main.mesh.world, *self._tensor_ranks)
         if self.options.norm_group is not None:
             if self._norm_ranks is None:
-                self._norm_ranks = Ranks(everyone_of(self.options.norm_group), self.options.tuning.deadline)
+                self._norm_ranks = self._ranks_of(everyone_of(self.options.norm_group))
             self.whole = (self._norm_ranks,)
         if problem is not None:
             raise problem
@@ -201,8 +201,10 @@ class Domains:
 
     def sum_over(self, mesh: DeviceMesh, dim: int, tensor: torch.Tensor) -> None:
         """Collective over one dimension of a tensor mesh: sums in place."""
-        ranks = Ranks(mesh.get_group(dim), self.options.tuning.deadline)
-        ranks.add_up(tensor, "summing gradients over the tensor mesh")
+        self._ranks_of(mesh.get_group(dim)).add_up(tensor, "summing gradients over the tensor mesh")
+
+    def _ranks_of(self, group: dist.ProcessGroup) -> Ranks:
+        return Ranks(group, self.options.tuning.deadline, self.main.mesh.world.device)
 
     def _tensor_mesh(self, groups: Sequence[Group]) -> tuple[DeviceMesh | None, Exception | None]:
         """Returns the mesh of DTensors with ranks beyond the main domain's world, and the error if it is unusable."""

@@ -6,15 +6,17 @@ rank that has not come to the moment waits, one that is past it says so, and wha
 still the same after the reading.
 """
 
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol, cast
 
 import torch
 
 from ..errors import StateError
+from ..partition.comm.group import Ranks
 from ..partition.mesh import Mesh
 from .epoch import Epoch, Moment
 from .serve import Peers
@@ -78,8 +80,10 @@ class RemoteStates:
     def end_step(self) -> None:
         """Marks the end of a step on this rank: readers of its states wait for the kernels of the step."""
         if self._domain.device.type == "cuda":
+            # On the stream of the kernels' device: record() alone takes the current device's, and would order nothing
+            # in a script that never calls set_device(). Test: test_a_reader_waits_for_the_kernels_of_the_step.
             self._written = torch.cuda.Event()
-            self._written.record()
+            self._written.record(torch.cuda.current_stream(self._domain.device))
 
     def retire(self) -> None:
         """Stops reading: the optimizer is gone. The other ranks can read until all of them retire."""
@@ -166,12 +170,13 @@ class RemoteStates:
             raise StateError("this rank has closed its optimizer.")
         if shard.device.type == "cpu":
             return shard.read_chunk(name, start, stop)
-        # On a CUDA stream of its own, after the step's kernels. It allocates nothing on the device: an allocation may
-        # wait for a collective, which waits for the rank that asks.
-        with torch.cuda.stream(torch.cuda.Stream(shard.device)):
+        # On a CUDA stream of its own, after the step's kernels. What is kept is copied and dequantized on the host, so
+        # that nothing is allocated on the device: an allocation may wait for a collective, which waits for the rank
+        # that asks. Test: test_only_copies_run_on_the_device in tests/domain/test_remote_states.py.
+        with torch.cuda.stream(_reading_stream(shard.device, domain.mesh.shard)):
             if self._written is not None:
                 self._written.wait()
-            return shard.read_chunk(name, start, stop).cpu()
+            return shard.read_chunk(name, start, stop, device=torch.device("cpu"))
 
     def _check_at(self, moment: Moment, name: str) -> None:
         domain, epoch = self._domain, self._domain.epoch
@@ -184,3 +189,23 @@ class RemoteStates:
                 "keeps the others from it), or a file would mix two moments: this rank is after "
                 f"{epoch.now(name)}{under_way}, what is asked for was looked at after {moment}."
             )
+
+
+_LOCK = threading.Lock()
+_STREAMS: dict[torch.device, torch.cuda.Stream] = {}
+
+
+def _reading_stream(device: torch.device, ranks: Ranks) -> torch.cuda.Stream:
+    """Returns the stream on which this process copies what other ranks read: one a device, and none of NCCL's.
+
+    torch hands out the 32 streams of a pool in turn, and NCCL's are of such a pool. On one of these a copy stands
+    behind a collective that waits for the rank that asks for the copy, for ever. Tests: "stream" in
+    tests/domain/test_remote_states.py.
+    """
+    with _LOCK:
+        if device not in _STREAMS:
+            # NCCL takes from the pool of priority 0, or of the greatest priority that the device has.
+            _, greatest = cast(Any, torch.cuda.Stream).priority_range()
+            is_taken = greatest == -1 and ranks.takes_priority(device)
+            _STREAMS[device] = torch.cuda.Stream(device, priority=0 if is_taken else -1)
+        return _STREAMS[device]

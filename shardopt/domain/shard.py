@@ -282,14 +282,21 @@ class Shard:
         """Returns elements [start, stop) of the params, 1D: a view if they lie in memory."""
         return self.home.read("param", start, stop) if self.param is None else self.param[start:stop]
 
-    def read_chunk(self, name: str, start: int, stop: int) -> torch.Tensor:
+    def read_chunk(self, name: str, start: int, stop: int, device: torch.device | None = None) -> torch.Tensor:
         """Returns elements ``[start, stop)`` of this shard's "param", "master" or state ``name``, 1D.
 
         fp32, but for "param"; a view if they lie in memory in that dtype. ``start`` is the start of a block.
+
+        Args:
+            device: what is kept is copied there and dequantized there; None: where it lies.
         """
+
+        def copied(kept: torch.Tensor) -> torch.Tensor:
+            return kept if device is None else kept.to(device)
+
         if name == "param":
-            return self.params(start, stop)
-        format, items = self.format_of(name), self.home.read(name, start, stop)
+            return copied(self.params(start, stop))
+        format, items = self.format_of(name), copied(self.home.read(name, start, stop))
         if name == "master" and format is not FP32:
             weights = self.params(start, stop) if self.saved_weights is None else self.saved_weights[start:stop]
             masters = codecs.join(weights.to(items.device), items, format)
@@ -304,8 +311,9 @@ class Shard:
                     # master is shown whole, so that a state dict saved now loses nothing.
                     masters[first - start : last - start] = torch.where(codecs.rounds_to(own, param), kept, own)
             return masters
-        scales = self.home.read(scales_name(name), start, stop) if isinstance(format, BlockFormat) else None
-        return codecs.decode(items, scales, format)
+        if not isinstance(format, BlockFormat):
+            return codecs.decode(items, None, format)
+        return codecs.decode(items, copied(self.home.read(scales_name(name), start, stop)), format)
 
     def write_chunk(self, name: str, start: int, values: torch.Tensor) -> None:
         """Writes 1D ``values`` of any dtype: whole blocks of a param, but for its last block.

@@ -50,7 +50,7 @@ def make_landing(offload: Offload | None, device: torch.device) -> HostLanding |
     """Makes what offloads sums of gradients on this device to host memory; None: they stay."""
     if offload is None or offload.gradients is None or device.type == "cpu":
         return None
-    return HostLanding(device, CopyStreams(device), _pages(offload))
+    return HostLanding(device, CopyStreams(device), _pages(offload, device))
 
 
 def _cpu_store(offload: Offload, tuning: Tuning) -> Store:
@@ -63,7 +63,7 @@ def _disk_store(directory: Path, tuning: Tuning) -> DiskStore:
 
 def _gpu_store(device: torch.device, streams: CopyStreams, offload: Offload, tuning: Tuning) -> Store:
     """Makes a store for params that are on a device."""
-    pages = _pages(offload)
+    pages = _pages(offload, device)
     if offload.directory is not None:
         return CpuStepStore(streams, pages, _disk_store(offload.directory, tuning))
     host = HostStore(pages, tuning.chunk_bytes)
@@ -76,10 +76,11 @@ def _gpu_store(device: torch.device, streams: CopyStreams, offload: Offload, tun
     )
 
 
-def _pages(offload: Offload) -> Pages:
+def _pages(offload: Offload, device: torch.device) -> Pages:
     return Pages(
         lambda numel, dtype: zeros(numel, dtype, torch.device("cpu")),
         register_with_cuda if offload.pin_memory else None,
+        device,
     )
 
 

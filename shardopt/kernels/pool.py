@@ -8,11 +8,14 @@ block. So the threads are the pool's own; the caller's thread runs only short wo
 import itertools
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import contextmanager
 
 import numpy as np
 import torch
+
+from ..machine import cores_of_this_rank, ranks_here
 
 # A thread takes a range of blocks at a time: short enough that the others can help a thread that was held up, long
 # enough that the start of a range (a few microseconds in the interpreter) does not show beside rules that move little.
@@ -21,18 +24,38 @@ BLOCKS_PER_RANGE = 1024  # at least; 1 MiB of fp32 a stream
 
 _SUBNORMAL = np.float32(2.0**-149)
 
+_here = threading.local()  # num_threads: of what this thread runs; None: as many as torch would use
 _lock = threading.Lock()
 _pools: dict[int, ThreadPoolExecutor] = {}
 # A forked child (a DataLoader worker) has the table but not the threads, and would wait for them forever.
 os.register_at_fork(after_in_child=_pools.clear)
 
 
+@contextmanager
+def beside_a_gpu() -> Iterator[None]:
+    """A context of kernels on the CPU for params on a GPU: they have this rank's share of the cores.
+
+    torchrun sets OMP_NUM_THREADS=1 where several ranks are on a machine, which suits ranks that compute on GPUs: torch
+    says 1 thread then, and all cores but one a rank would be idle in the step. Another number is the user's own. Test:
+    test_the_cpu_step_has_the_ranks_cores in tests/offload/test_cpu_step.py.
+    """
+    if torch.get_num_threads() == 1 and ranks_here() > 1:
+        _here.num_threads = cores_of_this_rank()
+    try:
+        yield
+    finally:
+        _here.num_threads = None
+
+
 def run_over_blocks(kernel: Callable[[int, int], None], num_blocks: int) -> None:
-    """Calls ``kernel(first, last)`` until ``[0, num_blocks)`` is covered, on as many threads as torch would use."""
+    """Calls ``kernel(first, last)`` until ``[0, num_blocks)`` is covered.
+
+    It runs on as many threads as torch would use, but see :func:`beside_a_gpu`.
+    """
     if num_blocks <= BLOCKS_PER_RANGE and _SUBNORMAL * np.float32(1) > 0:
         kernel(0, num_blocks)  # another thread would take longer to wake than this takes to run
         return
-    num_threads = torch.get_num_threads()
+    num_threads = getattr(_here, "num_threads", None) or torch.get_num_threads()
     length = max(BLOCKS_PER_RANGE, -(-num_blocks // (RANGES_PER_THREAD * num_threads)))
     ranges = itertools.count(0, length)  # its next() is atomic under the GIL
     interrupted = threading.Event()

@@ -9,14 +9,19 @@ import os
 import warnings
 import weakref
 from collections.abc import Callable, Iterable
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from ..huge_pages import show_to_forks
+from ..machine import ranks_here
+
 _PAGE = 4096  # bytes
-# Share of the process's memory that all of its optimizers may pin. The system cannot reclaim pinned pages.
+# Share of the machine's memory that all optimizers of all of its ranks may pin. The system cannot reclaim pinned pages.
 _MOST_PINNED = 0.9
+_PORTABLE = 1  # pinned for every GPU of the process: a flag of cudaHostRegister
 _CGROUP = Path("/sys/fs/cgroup/memory.max")
 
 _ALL: "weakref.WeakSet[Pages]" = weakref.WeakSet()
@@ -25,17 +30,23 @@ _ALL: "weakref.WeakSet[Pages]" = weakref.WeakSet()
 class Pages:
     """Makes streams in host memory and pins them."""
 
-    def __init__(self, zeros: Callable[[int, torch.dtype], torch.Tensor], register: Callable[[int, int], bool] | None):
+    def __init__(
+        self,
+        zeros: Callable[[int, torch.dtype], torch.Tensor],
+        register: Callable[[int, int], bool] | None,
+        device: torch.device | None = None,
+    ):
         """
         Args:
         zeros: makes 1D tensors in host memory.
         register: registers (address, bytes) with the GPU; True if that worked. None: nothing is registered.
+        device: the GPU; None: the current one.
         """
-        self._make, self._register = zeros, register
+        self._make, self._register, self._device = zeros, register, device
         self._registered: dict[int, int] = {}  # address -> bytes
         self._has_warned = False
         _ALL.add(self)
-        weakref.finalize(self, _unregister, self._registered).atexit = False
+        weakref.finalize(self, _give_back, device, self._registered).atexit = False
 
     @property
     def pinned_bytes(self) -> int:
@@ -48,40 +59,78 @@ class Pages:
         if self._register is None or nbytes < _PAGE or address % _PAGE:
             return tensor
         pinned = sum(each.pinned_bytes for each in _ALL)
-        if pinned + nbytes <= _MOST_PINNED * memory_limit() and self._register(address, nbytes):
+        if pinned + nbytes <= _MOST_PINNED * memory_limit() and self._registers(address, nbytes):
             self._registered[address] = nbytes
+            # A fork copies all pages that are pinned, at once: as many bytes again for each worker of a DataLoader.
+            # Test: test_a_fork_copies_no_pinned_page in tests/offload/test_pinned.py.
+            show_to_forks(address, False)
         elif not self._has_warned:
             self._has_warned = True
             warnings.warn(
-                "raise the limits of locked memory (ulimit -l) or of the container, or give Offload(pin_memory=False): "
-                f"{nbytes} bytes of host memory for offloading could not be pinned, beside {pinned} that are, so "
-                "copies to and from the GPU are slower.",
+                "raise the limits of locked memory (ulimit -l) or of the container, or, for offloading, give "
+                f"Offload(pin_memory=False): {nbytes} bytes of host memory could not be pinned, beside {pinned} that "
+                "are, so copies to and from the GPU are slower.",
                 stacklevel=2,
             )
         return tensor
+
+    def _registers(self, address: int, nbytes: int) -> bool:
+        assert self._register is not None
+        with _on(self._device):
+            return self._register(address, nbytes)
 
     def give_back(self, tensors: Iterable[torch.Tensor]) -> None:
         """Unpins tensors that no copy uses any more. Their memory lives as long as somebody refers to it."""
         for tensor in tensors:
             nbytes = self._registered.pop(tensor.data_ptr(), None)
             if nbytes is not None:
-                _unregister({tensor.data_ptr(): nbytes})
+                _give_back(self._device, {tensor.data_ptr(): nbytes})
+
+
+def _on(device: torch.device | None) -> AbstractContextManager[Any]:
+    """A context of calls for this GPU.
+
+    The runtime takes the current one, which is GPU 0 on every rank of a script that never calls set_device(): the
+    memory would belong to a context there. Test: test_pages_belong_to_the_params_gpu in tests/offload/test_pinned.py.
+    """
+    return nullcontext() if device is None or device.type != "cuda" else torch.cuda.device(device)
+
+
+def _give_back(device: torch.device | None, registered: dict[int, int]) -> None:
+    addresses = list(registered)
+    with _on(device) if registered else nullcontext():
+        _unregister(registered)
+    for address in addresses:
+        show_to_forks(address, True)
 
 
 def memory_limit() -> int:
-    """Returns the bytes that this process may use: the machine's, or its container's."""
+    """Returns the bytes that this process may use: its rank's share of the machine's, or of its container's."""
     limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     with suppress(OSError, ValueError):  # no control group, or "max"
         limit = min(limit, int(_CGROUP.read_text()))
-    return limit
+    # Without the division 8 ranks of a machine could pin 7.2 times its memory, and the system would kill processes.
+    # Test: test_ranks_of_a_machine_share_what_may_be_pinned in tests/offload/test_pinned.py.
+    return limit // ranks_here()
 
 
 def register_with_cuda(address: int, nbytes: int) -> bool:
-    code = torch.cuda.cudart().cudaHostRegister(address, nbytes, 0)
-    return int(code) == 0
+    return _worked(torch.cuda.cudart().cudaHostRegister(address, nbytes, _PORTABLE))
 
 
 def _unregister(registered: dict[int, int]) -> None:
     for address in list(registered):
-        torch.cuda.cudart().cudaHostUnregister(address)
+        _worked(torch.cuda.cudart().cudaHostUnregister(address))
         del registered[address]
+
+
+def _worked(code: Any) -> bool:
+    """True if a call of the CUDA runtime did what it was asked for; the code of one that did not is forgotten."""
+    if int(code) == 0:
+        return True
+    # CUDA keeps a failed call's code as the thread's last error, and torch reads it behind the next kernel launch: the
+    # first step after memory could not be pinned would raise. torch shows no call that forgets the code, but a launch
+    # does; this one has no other use. Tests: "fails no later launch" in tests/offload/test_pinned.py.
+    with suppress(RuntimeError):
+        torch.ones(1, device="cuda")
+    return False

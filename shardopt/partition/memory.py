@@ -29,6 +29,15 @@ def return_free_pages() -> None:
         trim(0)
 
 
+def return_free_memory(device: torch.device) -> None:
+    """Returns freed memory of the process's host and of this device to the system, once much of it was freed."""
+    return_free_pages()
+    if device.type == "cuda":
+        # Params that moved into buckets leave holes in torch's blocks, which no bucket and no large activation fits:
+        # up to the params' own bytes. Test: test_binding_returns_what_params_leave in tests/partition/test_memory.py.
+        torch.cuda.empty_cache()
+
+
 class Memory:
     """Memory of a fixed size. Views of ``tensor`` stay views of it, whether it is allocated or not."""
 

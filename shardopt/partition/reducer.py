@@ -29,7 +29,7 @@ from .comm.transport import Transport
 from .memory import return_free_pages, zeros
 from .mesh import Mesh
 from .reduce_buckets import DeviceSum, GradientBucket
-from .streams import ReductionBuffer, last_used
+from .streams import ReductionBuffer, Uses, last_used
 
 # Reductions that may be under way at once: enough that a rank need not wait for each bucket of another rank, little
 # beside a model. Two buckets in any case: one is reduced while the next is filled.
@@ -96,6 +96,7 @@ class Reducer:
         self._pool: dict[torch.dtype, list[ReductionBuffer]] = {}
         # By id of the memory, while it is reduced: an empty tensor has no address.
         self._reducing: dict[int, _Reducing] = {}
+        self._restored = Uses(torch.device("cpu"))  # of sums, before the round adds to them
         self._most_patience = min(PATIENCE, mesh.world.seconds / 2)  # a rank that never comes is given up in the end
         self._patience, self._was_patient = self._most_patience, True
         _REDUCERS.add(self)
@@ -161,6 +162,9 @@ class Reducer:
         self._reducing.clear()
         for mechanism in self._mechanisms:
             mechanism.start_round(self._rounds)
+        if self.buckets and any(held):
+            self._restored = Uses(self.buckets[0].device)
+            self._restored.mark()
         self._expect_next()
 
     def deliver(self, number: int, index: int, grad: torch.Tensor, strides: tuple[int, ...]) -> None:
@@ -176,13 +180,14 @@ class Reducer:
             sooner = filling.late.get(index)
             filling.late[index] = (grad if sooner is None else sooner[0] + grad, strides)
             return
-        if bucket.is_filled_by(grad, strides):
+        share = self._reduce_scatter.share(bucket.dtype)
+        if share == 1.0 and bucket.is_filled_by(grad, strides):
             filling.buffer = ReductionBuffer(flattened(grad), is_pooled=False)
             filling.buffer.mark()
         else:
             if filling.buffer is None:
                 filling.buffer = self._take_buffer(bucket)
-            _fill(filling.buffer, bucket.offsets[index], grad, strides)
+            _fill(filling.buffer, bucket.offsets[index], grad, strides, share)
         filling.arrived.add(index)
         if filling.arrived >= filling.awaited:
             # It may wait for buckets before it while gradients arrive that never arrived before.
@@ -220,6 +225,9 @@ class Reducer:
 
     def _start_reduction(self, number: int, buffer: ReductionBuffer, add: bool) -> None:
         bucket = self.buckets[number]
+        # The sums that this round adds to may just have been multiplied back from a mean that the user scaled, on the
+        # stream of the round's first gradient. Test: test_a_sum_is_added_to_once_it_is_restored in test_rounds.py.
+        self._restored.join()
         buffer.join()  # several streams may have filled it; see [Note: Streams of a reduction]
         memory = buffer.memory[: bucket.buffer_numel]
         reduction = bucket.sink.reduction(memory, add)
@@ -325,7 +333,7 @@ class Reducer:
             buffer.join()
             buffer.memory.zero_()
             for index, (grad, strides) in filling.late.items():
-                _fill(buffer, bucket.offsets[index], grad, strides)
+                _fill(buffer, bucket.offsets[index], grad, strides, self._reduce_scatter.share(bucket.dtype))
             filling.late = {}
             self._start_reduction(number, buffer, add=True)
         self._recycle(self._reduce_scatter.finish())
@@ -389,7 +397,11 @@ class Reducer:
             mechanism.catch_up(self._rounds)
 
 
-def _fill(buffer: ReductionBuffer, offset: int, grad: torch.Tensor, strides: tuple[int, ...]) -> None:
+def _fill(buffer: ReductionBuffer, offset: int, grad: torch.Tensor, strides: tuple[int, ...], share: float) -> None:
     buffer.join()  # another stream may have waited for an earlier reduction of this buffer
-    buffer.memory.as_strided(grad.size(), strides, offset).copy_(grad)
+    into = buffer.memory.as_strided(grad.size(), strides, offset)
+    if share == 1.0:
+        into.copy_(grad)
+    else:
+        torch.mul(grad, share, out=into)  # computed in the gradient's dtype, and rounded to the buffer's behind it
     buffer.mark()

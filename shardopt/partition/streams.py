@@ -19,26 +19,34 @@ from typing import Any
 import torch
 
 
-class ReductionBuffer:
-    """Memory for a bucket's gradients while they are reduced: from a pool, or the gradient's own."""
+class Uses:
+    """The uses of some memory on a device by several streams."""
 
-    def __init__(self, memory: torch.Tensor, is_pooled: bool):
-        self.memory, self.is_pooled = memory, is_pooled  # 1D
+    def __init__(self, device: torch.device):
+        self._device = device
         self._events: dict[Any, torch.cuda.Event] = {}  # by stream that used the memory; empty on a CPU
 
     def mark(self) -> None:
         """Notes that the current stream has used the memory."""
-        if self.memory.device.type == "cuda":
-            stream = torch.cuda.current_stream(self.memory.device)
+        if self._device.type == "cuda":
+            stream = torch.cuda.current_stream(self._device)
             self._events.setdefault(stream, torch.cuda.Event()).record(stream)
 
     def join(self) -> None:
         """The current stream waits for the other streams that used the memory."""
         if self._events:
-            stream = torch.cuda.current_stream(self.memory.device)
+            stream = torch.cuda.current_stream(self._device)
             for other, event in self._events.items():
                 if other != stream:
                     stream.wait_event(event)
+
+
+class ReductionBuffer(Uses):
+    """Memory for a bucket's gradients while they are reduced: from a pool, or the gradient's own."""
+
+    def __init__(self, memory: torch.Tensor, is_pooled: bool):
+        super().__init__(memory.device)
+        self.memory, self.is_pooled = memory, is_pooled  # 1D
 
 
 def last_used(memory: torch.Tensor) -> None:

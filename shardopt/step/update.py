@@ -8,6 +8,7 @@ memory. A chunk then names its gradients as runs, the store copies each run, and
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -19,7 +20,8 @@ from ..domain.domain import Domain
 from ..domain.shard import Shard, scales_name
 from ..errors import CommunicationError
 from ..kernels.launch import backend_of
-from ..kernels.tables import BLOCK, Factors, Gradients, Streams, noise_from
+from ..kernels.pool import beside_a_gpu
+from ..kernels.tables import BLOCK, Factors, Gradients, Streams, blocks_of, noise_from
 from ..offload.store import Chunk, Fetched
 from ..partition.comm.transport import Gather
 from .launches import Launch, StepPlan
@@ -144,8 +146,7 @@ def _table(shard: Shard, chunk: Chunk, copied: Sequence[tuple[GradientRun, torch
             rows[row] = (grad_at, min(shard.pieces[row].shard_end, chunk.stop) - chunk.start)
     device, aligned = shard.home.device, not np.any(rows[:, 0] % 16)
     row_of_block = shard.tables.host_row_of_block if device.type == "cpu" else shard.tables.row_of_block
-    blocks = slice(chunk.start // BLOCK, -(-chunk.stop // BLOCK))
-    return Gradients(row_of_block[blocks], torch.from_numpy(rows).to(device), aligned)
+    return Gradients(blocks_of(row_of_block, chunk.start, chunk.stop), torch.from_numpy(rows).to(device), aligned)
 
 
 # -- through the store, and to the other ranks -------------------------------------------------------------------------
@@ -253,7 +254,7 @@ def update_chunks(domain: Domain, chunks: Iterable[ChunkUpdate], factors: Factor
     for each in chunks:
         with clock.phase("fetch"):
             fetched = store.fetch(each.chunk)
-        with clock.phase("update"):
+        with clock.phase("update"), beside_a_gpu() if each.chunk.home.updates_on_host else nullcontext():
             for launch, gradients in zip(each.launches, each.tables(fetched), strict=True):
                 _launch(launch, each.chunk, fetched, gradients, factors)
         with clock.phase("write back"):

@@ -6,7 +6,9 @@ import mmap
 import os
 import platform
 import resource
+import shutil
 import sys
+import sysconfig
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,6 +32,7 @@ def _facts(path: Path) -> Iterator[tuple[str, str]]:
     yield "cpu", f"{os.cpu_count()} cores, {len(os.sched_getaffinity(0))} for this process, {platform.machine()}"
     yield "memory", _memory()
     yield "devices", _devices()
+    yield "C compiler", _compiler()
     yield "backends", ", ".join(_backends()) or "none"
     yield "pinned memory", _limit(resource.RLIMIT_MEMLOCK)
     yield "open files", str(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
@@ -54,6 +57,19 @@ def _devices() -> str:
         return "no GPU"
     kinds = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
     return ", ".join(f"{each.name} ({each.total_memory / 2**30:.0f} GiB)" for each in kinds)
+
+
+def _compiler() -> str:
+    """Tells whether Triton can compile what launches its kernels, which it does at the first step on a GPU."""
+    # An image without either fails there, after minutes of loading. Test:
+    # test_doctor_looks_for_what_triton_compiles_with in tests/tools/test_plan.py.
+    named = os.environ.get("CC")
+    found = shutil.which(named) if named else shutil.which("gcc") or shutil.which("clang")
+    header = Path(sysconfig.get_path("include"), "Python.h")
+    missing = [*([] if found else ["a C compiler (gcc or clang, or CC)"]), *([] if header.exists() else [str(header)])]
+    if missing:
+        return f"missing: {' and '.join(missing)}; Triton needs both at the first step on a GPU"
+    return f"{found}, {header}"
 
 
 def _backends() -> Iterator[str]:

@@ -1,5 +1,6 @@
 """Asynchronous saves: the values of the call, whatever training does next; errors reach whoever waits."""
 
+import gc
 import os
 import time
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from shardopt.checkpoint import files
 from shardopt.checkpoint.inspect import verify
 from shardopt.checkpoint.model import unwrapped
 from shardopt.checkpoint.save import _BACKGROUNDS
+from tests.offload.test_pinned import Runtime
 from tests.support.checkpoints import build, facts, save, train
 from tests.support.moments import Moments, until
 from tests.support.ranks import Pool
@@ -173,3 +175,24 @@ def is_slow_to_sync(root: Path) -> None:
 
 def test_a_rank_that_syncs_late_finds_the_checkpoint_published(ranks: Pool, tmp_path: Path) -> None:
     ranks.run(is_slow_to_sync, tmp_path, world=2)
+
+
+def test_staging_memory_is_no_larger_than_what_is_saved(tmp_path: Path) -> None:
+    """Pinned for the params' GPU, by pages: torch's own pinned memory is rounded up to a power of two."""
+    runtime, gpu = Runtime(refuses=False), torch.device("cuda", 2)
+    with (
+        patch("torch.cuda.cudart", lambda: runtime),
+        patch("torch.cuda.device", runtime.device),
+        patch("torch.cuda.is_available", lambda: True),
+        patch("shardopt.checkpoint.save._device_of", lambda module: gpu),
+    ):
+        model = torch.nn.Linear(300, 300, bias=False)
+        for name, numel in (("first", 300 * 300), ("second", 300 * 300 + 40_000)):
+            if name == "second":
+                model.register_buffer("more", torch.ones(40_000))
+            shardopt.save_checkpoint(tmp_path / name, model, asynchronous=True).wait()
+            assert len(runtime.registered) == 1 and numel * 4 <= runtime.nbytes < numel * 4 + (32 << 10)
+        assert [call[:2] for call in runtime.calls] == [("register", 2), ("give back", 2), ("register", 2)]
+        del model
+        gc.collect()
+        assert not runtime.registered

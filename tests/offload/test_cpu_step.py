@@ -21,6 +21,7 @@ from torch.nn import Parameter
 
 from shardopt import BindingError, Offload, ShardedAdamW, Tuning
 from shardopt.domain.tiers import check_offload
+from shardopt.kernels import pool
 from shardopt.offload.pinned import Pages
 from tests.offload.test_offload_faults import FAULTS, disturbed, undisturbed
 from tests.offload.test_params_on_disk import goes_through_everything
@@ -204,6 +205,39 @@ def test_only_gradients_come_down_and_only_params_go_up() -> None:
         memory = optimizer.memory()
     assert memory["master"] == {"host": 4 * numel} and memory["state"] == {"host": 8 * numel}
     assert memory["buffer"]["host"] <= 2 * numel + 3 * 8 * CHUNK // 2
+
+
+def test_the_cpu_step_has_the_ranks_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchrun gives one thread to each of several ranks; a number that somebody else gave stays."""
+    used: set[int] = set()
+    make_pool, before = pool._pool, torch.get_num_threads()
+    monkeypatch.setattr(pool, "BLOCKS_PER_RANGE", 1)
+    monkeypatch.setattr(pool, "_pool", lambda count: used.add(count) or make_pool(1))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(13)))
+    rows: list[tuple[Any, int, str | None, int]] = [
+        ("cpu", 1, "4", 3),
+        ("cpu", 1, "99", 1),
+        ("cpu", 2, "4", 2),
+        ("cpu", 1, None, 1),
+        ("gpu", 1, "4", 1),  # its kernel is the native one here
+    ]
+    try:
+        for step, threads, ranks, expected in rows:
+            used.clear()
+            torch.set_num_threads(threads)
+            with monkeypatch.context() as local:
+                local.delenv("LOCAL_WORLD_SIZE", raising=False)
+                if ranks is not None:
+                    local.setenv("LOCAL_WORLD_SIZE", ranks)
+                param = Parameter(torch.zeros(20 * 256))
+                with as_on_a_gpu(AtOnce):
+                    optimizer = ShardedAdamW([param], offload=Offload(step=step))
+                    param.grad = torch.ones_like(param)
+                    optimizer.step()
+                    update = set(used)
+            assert max(update) == expected and update <= {threads, expected}, (step, threads, ranks)
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("ends", ["moved", "dropped"])

@@ -7,8 +7,9 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from shardopt import ShardedAdamW
+from shardopt import Offload, ShardedAdamW, Tuning
 from shardopt.domain.relocate import relocate
+from shardopt.kernels import native_backend
 from shardopt.offload.host import HostStore
 from shardopt.offload.pinned import Pages
 from shardopt.offload.ring import SLOTS, RingStore
@@ -17,7 +18,7 @@ from shardopt.offload.streams import CopyStreams
 from shardopt.partition.memory import zeros
 from tests.offload.test_offload import CHUNK, advance, bits, make
 from tests.support.cases import CASES, Case
-from tests.support.late_copies import AsLateAsAllowed, AtOnce
+from tests.support.late_copies import AsLateAsAllowed, AtOnce, as_on_a_gpu
 
 
 def on_cpu(numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -76,6 +77,25 @@ def test_slots_are_all_that_the_device_holds() -> None:
     relocate(optimizer.engine.domain, "host", lambda: ring(AtOnce()))
     advance(params, optimizer, range(1, 3))
     assert 0 < optimizer.memory()["buffer"]["device"] - before <= SLOTS * 3 * CHUNK
+
+
+@pytest.mark.parametrize("step", ["gpu", "cpu"])
+def test_no_chunk_takes_another_kernel(step: Any) -> None:
+    """Triton compiles one for tables whose addresses are multiples of 16 bytes, and one for others, at their launch."""
+    addresses: list[int] = []
+
+    def watched(spec: Any, streams: Any, gradients: Any, *rest: Any) -> None:
+        addresses.append(gradients.row_of_block.data_ptr())
+        launch(spec, streams, gradients, *rest)
+
+    launch, params = native_backend.step, [torch.nn.Parameter(torch.zeros(5 * 256)) for _ in range(2)]
+    with as_on_a_gpu(AtOnce), patch.object(native_backend, "step", watched):
+        optimizer = ShardedAdamW(params, offload=Offload(step=step), tuning=Tuning(chunk_bytes=1024))
+        for _ in range(2):
+            for param in params:
+                param.grad = torch.ones_like(param)
+            optimizer.step()
+    assert len(addresses) == 20 and not any(address % 16 for address in addresses)
 
 
 def test_pages_are_registered_within_the_limit_and_given_back() -> None:

@@ -2,13 +2,14 @@
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
-from shardopt import huge_pages
+from shardopt import ShardedSGD, huge_pages
 from shardopt.huge_pages import HUGE_PAGE
-from shardopt.partition.memory import Memory
+from shardopt.partition.memory import Memory, return_free_memory
 
 NBYTES = 2 * HUGE_PAGE + 3 * 4096 + 100
 
@@ -77,3 +78,21 @@ def test_pages_that_nobody_takes_go_back() -> None:
     one.tensor.fill_(3)
     one.give_pages_back()  # not while it is allocated
     assert (one.tensor == 3).all()
+
+
+def test_binding_returns_what_params_leave() -> None:
+    """The device's blocks too, once for all params that are bound together."""
+    asked: list[torch.device] = []
+    params = [torch.nn.Parameter(torch.zeros(5)) for _ in range(3)]
+    optimizer = ShardedSGD(params, lr=0.1)
+    with patch("shardopt.domain.bind.return_free_memory", asked.append):
+        for _ in range(2):
+            for param in params:
+                param.grad = torch.ones_like(param)
+            optimizer.step()
+    assert asked == [torch.device("cpu")]
+    with patch("torch.cuda.empty_cache") as empty_cache:
+        return_free_memory(torch.device("cpu"))
+        assert not empty_cache.called
+        return_free_memory(torch.device("cuda", 1))
+        assert empty_cache.call_count == 1

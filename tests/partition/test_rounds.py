@@ -5,6 +5,7 @@ import gc
 import io
 import warnings
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,7 @@ from shardopt import (
     ShardedSGD,
     ShardoptError,
     StateError,
+    Tuning,
 )
 from shardopt.partition.reducer import Reducer
 from tests.module.test_handover import (
@@ -311,3 +313,53 @@ def test_copies_and_ends(ranks: Pool) -> None:
         ranks.run(graphs_of_before_close, stage, world=2)
         ranks.run(wrong_on_one_rank, stage, world=2)
     ranks.run(dropped_with_params, world=2)
+
+
+class Squares(nn.Module):
+    """Two params, whose gradients are buckets as they are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.params = nn.ParameterList(torch.ones(256) for _ in range(2))
+
+    def forward(self) -> Tensor:
+        return sum((param * param).sum() for param in self.params)  # type: ignore[return-value]
+
+
+class Stream:
+    """Takes the place of a CUDA stream."""
+
+    def __init__(self) -> None:
+        self.awaited: list[Any] = []
+
+    def wait_event(self, event: Any) -> None:
+        self.awaited.append(event)
+
+
+class Event:
+    """Takes the place of torch.cuda.Event."""
+
+    def record(self, stream: Stream) -> None:
+        self.stream = stream
+
+
+def test_a_sum_is_added_to_once_it_is_restored() -> None:
+    """On GPUs a round begins on the stream of its first gradient; the others' streams wait for what happens there."""
+    model = Squares()
+    optimizer = ShardedSGD(model, lr=0.1, stage=2, tuning=Tuning(bucket_bytes=1))
+    model().backward()
+    domain = optimizer.engine.domain
+    assert domain is not None and domain.reducer is not None and len(domain.reducer.buckets) == 2
+    for bucket in domain.reducer.buckets:
+        bucket.device = torch.device("cuda", 1)
+    streams = [Stream(), *(Stream() for _ in model.params)]
+    current = streams[:1]
+    for param, stream in zip(model.params, streams[1:], strict=True):
+        param.register_hook(lambda _, stream=stream: current.__setitem__(0, stream))
+    with patch("torch.cuda.current_stream", lambda device: current[0]), patch("torch.cuda.Event", Event):
+        model().backward()
+    awaited = [stream.awaited for stream in streams]
+    (event,) = {event for each in awaited for event in each}
+    assert all(event in stream.awaited for stream in streams[1:] if stream is not event.stream)
+    assert event not in event.stream.awaited
+    optimizer.close()

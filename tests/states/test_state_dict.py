@@ -2,6 +2,7 @@
 
 import copy
 import io
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +21,7 @@ from shardopt import (
 from tests.support.cases import Zoo, fill_gradients
 from tests.support.ranks import Pool
 from tests.support.training import digest, load_bytes, raises, raw, saved_bytes
+from tests.support.wire import Calls
 
 # -- state dicts -------------------------------------------------------------------------------------------------------
 
@@ -203,6 +205,23 @@ def parts() -> None:
         assert isinstance(state["exp_avg"], Part) != is_plain
     with raises(ValueError, "ranks", "found 7"):
         opt.consolidate_state_dict(to=7)
+
+
+def consolidated() -> Counter[str]:
+    params = [Parameter(torch.ones(700)), Parameter(torch.ones(5))]
+    optimizer = ShardedAdamW(params)
+    for param in params:
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    with Calls() as calls:
+        optimizer.consolidate_state_dict(to=1)
+    return calls.found
+
+
+def test_consolidating_sends_no_messages(ranks: Pool) -> None:
+    """Over NCCL each pair of ranks that sends one would get a communicator, which stays."""
+    for found in ranks.run(consolidated, world=3):
+        assert found["gather_"] and not any(name.startswith(("send", "recv")) for name in found), found
 
 
 def test_state_dicts(ranks: Pool) -> None:

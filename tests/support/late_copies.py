@@ -152,7 +152,7 @@ def as_on_a_gpu(streams: type[CopyStreams]) -> Iterator[None]:
     def landing(rests: Offload | None, device: torch.device) -> Any:
         if rests is None or rests.gradients is None:
             return None
-        return HostLanding(CPU, streams(), tiers._pages(rests))
+        return HostLanding(CPU, streams(), tiers._pages(rests, CPU))
 
     def offloads_params(offload: Offload | None, device: torch.device) -> bool:
         return offload is not None and offload.params is not None

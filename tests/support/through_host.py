@@ -57,6 +57,9 @@ class StagedReduceScatter:
         self._messages = P2PReduceScatter(ranks, traffic, number)
         self._reductions: deque[tuple[Reduction, Reduction]] = deque()
 
+    def share(self, dtype: torch.dtype) -> float:
+        return 1.0
+
     def start_round(self, round_number: int) -> None:
         self._messages.start_round(round_number)
         self._reductions.clear()

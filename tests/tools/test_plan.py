@@ -311,3 +311,26 @@ def test_doctor(tmp_path: Path) -> None:
     assert "refused" in report(tmp_path / "missing")
     done = run_module("shardopt", "doctor", cwd=tmp_path)
     assert done.returncode == 0 and "gloo" in done.stdout, done.stderr
+
+
+def test_doctor_looks_for_what_triton_compiles_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def line() -> str:
+        return next(each for each in report(tmp_path).splitlines() if each.startswith("C compiler"))
+
+    header, compiler = tmp_path / "Python.h", tmp_path / "my-cc"
+    monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path) if name == "include" else None)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    assert "missing: a C compiler" in line() and f"and {header}; Triton" in line()
+    header.touch()
+    assert "missing: a C compiler" in line() and str(header) not in line()
+    compiler.touch(0o755)
+    monkeypatch.setenv("CC", "my-cc")
+    assert "missing" not in line() and str(compiler) in line()
+    header.unlink()
+    assert f"missing: {header}; Triton" in line()
+    (tmp_path / "gcc").touch(0o755)
+    monkeypatch.setenv("CC", "no-such-compiler")
+    assert "missing: a C compiler" in line()  # Triton takes no other one
+    monkeypatch.delenv("CC")
+    assert "a C compiler" not in line()

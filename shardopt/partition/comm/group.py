@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -44,19 +45,20 @@ class Traffic:
 class Ranks:
     """The ranks that share states. Without a process group, or with one rank, all calls return at once."""
 
-    def __init__(self, group: dist.ProcessGroup | None, deadline: timedelta | None):
+    def __init__(self, group: dist.ProcessGroup | None, deadline: timedelta | None, device: torch.device | None = None):
+        """``device``: of the params; what lies elsewhere travels on it where the group carries no host memory."""
         if group is None and dist.is_available() and dist.is_initialized():
             group = dist.group.WORLD
         self.group = group
         self.size = group.size() if group is not None else 1
         self.rank = group.rank() if group is not None else 0
-        self._deadline = deadline
+        self._deadline, self.device = deadline, device
 
     @staticmethod
     def alone() -> "Ranks":
         """Returns a group of this rank alone, whatever process groups there are."""
         ranks = Ranks.__new__(Ranks)
-        ranks.group, ranks.size, ranks.rank, ranks._deadline = None, 1, 0, None
+        ranks.group, ranks.size, ranks.rank, ranks._deadline, ranks.device = None, 1, 0, None, None
         return ranks
 
     def carries(self, device: torch.device) -> bool:
@@ -75,6 +77,12 @@ class Ranks:
         """True if the backend's own reduce-scatter and all-gather are fast: those of any backend but gloo."""
         return self.carries(device) and self.group is not None and self._backend(device) != "gloo"
 
+    def takes_priority(self, device: torch.device) -> bool:
+        """True if NCCL's streams have the device's greatest priority, as its options or the environment may say."""
+        options = getattr(self.group and self._backend_object(device), "options", None)
+        forced = os.environ.get("TORCH_NCCL_HIGH_PRIORITY", "").lower() in ("1", "y", "yes", "t", "true")
+        return forced or bool(getattr(options, "is_high_priority_stream", False))
+
     def _backend(self, device: torch.device) -> str | None:
         backend = self._backend_object(device)
         return None if backend is None else str(backend.name()).lower()
@@ -90,8 +98,12 @@ class Ranks:
     def _device_of_messages(self, device: torch.device) -> torch.device:
         if self.carries(device):
             return device
-        other = torch.device("cpu" if device.type != "cpu" else "cuda")
-        return other
+        if device.type != "cpu":
+            return torch.device("cpu")
+        # Not the current device: ranks that never call set_device() would all send from GPU 0, which NCCL refuses.
+        # Test: test_host_values_travel_on_the_params_device in tests/partition/test_ranks_device.py.
+        known = (self.device, getattr(self.group, "bound_device_id", None))
+        return next((each for each in known if each is not None and each.type != "cpu"), torch.device("cuda"))
 
     def wait(self, pending: Pending, limit: timedelta | None = None) -> None:
         """Waits until the collective is done.
@@ -202,17 +214,12 @@ class Ranks:
         """Collective: returns every rank's tensor (same shape and dtype), by rank, on rank ``to``; None elsewhere."""
         if self.size == 1:
             return [own]
-        own = own.to(self._device_of_messages(own.device))
-        with self.naming(phase):
-            if self.rank != to:
-                self.wait(Pending(phase, (dist.isend(own.contiguous(), group_dst=to, group=self.group),)))
-                return None
-            parts = [own if rank == to else torch.empty_like(own) for rank in range(self.size)]
-            works = [
-                dist.irecv(part, group_src=rank, group=self.group) for rank, part in enumerate(parts) if rank != to
-            ]
-            self.wait(Pending(phase, tuple(works)))
-            return parts
+        own = own.to(self._device_of_messages(own.device)).contiguous()
+        parts = [torch.empty_like(own) for _ in range(self.size)] if self.rank == to else None
+        # Not by messages: NCCL makes a communicator, and keeps its buffers, for each pair of ranks that sends one.
+        # Test: test_consolidating_sends_no_messages in tests/states/test_state_dict.py.
+        self._finish(phase, dist.gather, own, parts, group_dst=to)
+        return parts
 
     def at(self, phase: str) -> str:
         return f"while {phase}, on rank {self.rank} of {self.size}"

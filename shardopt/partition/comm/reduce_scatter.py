@@ -60,6 +60,13 @@ class ReduceScatter(Protocol):
     tells: bool = False
     on_stream: bool = False
 
+    def share(self, dtype: torch.dtype) -> float:
+        """Returns the factor by which gradients in buffers of this dtype are multiplied before ``start``.
+
+        The target receives the sum without it.
+        """
+        return 1.0
+
     def start_round(self, round_number: int) -> None: ...
 
     def start(self, reduction: Reduction) -> None: ...
@@ -131,14 +138,20 @@ def chunks(numel: int) -> Iterator[slice]:
     return (slice(start, min(start + CHUNK, numel)) for start in range(0, numel, CHUNK))
 
 
-def accumulate(target: torch.Tensor, term: torch.Tensor, add: bool) -> None:
-    """``target (+)= term``, in fp32, rounded once to the dtype of the target."""
+def accumulate(target: torch.Tensor, term: torch.Tensor, add: bool, factor: float = 1.0) -> None:
+    """``target (+)= factor * term``, in fp32, rounded once to the dtype of the target.
+
+    Args:
+        factor: a power of two.
+    """
     # If dtypes differ, torch's CPU kernels first widen all elements in memory; a GPU's do it in registers.
     for part in chunks(target.numel()) if target.device.type == "cpu" else [slice(None)]:
         if add:
-            target[part].add_(term[part])
+            target[part].add_(term[part], alpha=factor)
         else:
             target[part].copy_(term[part])
+            if factor != 1.0:
+                target[part].mul_(factor)
 
 
 def sum_into(target: torch.Tensor, terms: Iterator[torch.Tensor], add: bool) -> None:
