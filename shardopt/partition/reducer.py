@@ -29,7 +29,7 @@ from .comm.transport import Transport
 from .memory import return_free_pages, zeros
 from .mesh import Mesh
 from .reduce_buckets import DeviceSum, GradientBucket
-from .streams import ReductionBuffer, last_used
+from .streams import ReductionBuffer, Uses, last_used
 
 # Reductions that may be under way at once: enough that a rank need not wait for each bucket of another rank, little
 # beside a model. Two buckets in any case: one is reduced while the next is filled.
@@ -91,6 +91,7 @@ class Reducer:
         # Params that each bucket waits for: all, or those of which this rank ever had a gradient.
         self._seen: list[set[int]] = []
         self._filling: list[_Filling] = []
+        self._sums = Uses(torch.device("cpu"))  # by the stream that opened the round
         self._started = 0
         self._completed: list[int] = []
         self._pool: dict[torch.dtype, list[ReductionBuffer]] = {}
@@ -158,6 +159,9 @@ class Reducer:
         self._patience = self._most_patience if self._was_patient else self._patience / 2
         self._was_patient = True
         self._started, self._completed, self.is_open = 0, [], True
+        if self.buckets:
+            self._sums = Uses(self.buckets[0].device)
+            self._sums.mark()  # this stream may have scaled them
         self._reducing.clear()
         for mechanism in self._mechanisms:
             mechanism.start_round(self._rounds)
@@ -267,6 +271,7 @@ class Reducer:
         bucket, filling = self.buckets[number], self._filling[number]
         buffer = filling.buffer if filling.buffer is not None else self._take_buffer(bucket)
         buffer.join()
+        self._sums.join()
         for index in range(bucket.num_params):
             if index not in filling.arrived:
                 buffer.memory[bucket.offsets[index] : bucket.offsets[index + 1]].zero_()

@@ -12,6 +12,9 @@ current stream does next. So ``join`` before it and ``mark`` after the wait orde
 the memory of its buffers. Other memory (a gradient that serves as the buffer, a collective's result) goes back to
 torch's allocator, which knows only the stream on which the memory was allocated: ``last_used`` names the stream that
 waited for the collective.
+
+The round is opened by the first hook that runs, on the stream of its param. There the sums of earlier rounds are made
+ready to be added to. That use is marked too, and each reduction joins it before it starts.
 """
 
 from typing import Any
@@ -19,26 +22,34 @@ from typing import Any
 import torch
 
 
-class ReductionBuffer:
-    """Memory for a bucket's gradients while they are reduced: from a pool, or the gradient's own."""
+class Uses:
+    """The streams that have used some memory, and up to where."""
 
-    def __init__(self, memory: torch.Tensor, is_pooled: bool):
-        self.memory, self.is_pooled = memory, is_pooled  # 1D
+    def __init__(self, device: torch.device):
+        self._device = device
         self._events: dict[Any, torch.cuda.Event] = {}  # by stream that used the memory; empty on a CPU
 
     def mark(self) -> None:
         """Notes that the current stream has used the memory."""
-        if self.memory.device.type == "cuda":
-            stream = torch.cuda.current_stream(self.memory.device)
+        if self._device.type == "cuda":
+            stream = torch.cuda.current_stream(self._device)
             self._events.setdefault(stream, torch.cuda.Event()).record(stream)
 
     def join(self) -> None:
         """The current stream waits for the other streams that used the memory."""
         if self._events:
-            stream = torch.cuda.current_stream(self.memory.device)
+            stream = torch.cuda.current_stream(self._device)
             for other, event in self._events.items():
                 if other != stream:
                     stream.wait_event(event)
+
+
+class ReductionBuffer(Uses):
+    """Memory for a bucket's gradients while they are reduced: from a pool, or the gradient's own."""
+
+    def __init__(self, memory: torch.Tensor, is_pooled: bool):
+        super().__init__(memory.device)
+        self.memory, self.is_pooled = memory, is_pooled  # 1D
 
 
 def last_used(memory: torch.Tensor) -> None:
