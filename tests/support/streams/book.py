@@ -73,6 +73,7 @@ class Book:
             storage = torch._C.TensorBase.untyped_storage(tensor)
         found = self.regions.known(storage)
         if found is None:
+            self.stream.follow(self.host.clock)
             found = self.regions.add(storage, bool(is_device), self.stream if is_device else self.host)
         elif is_device is not None:
             found.is_device, found.owner = is_device, self.stream if is_device else self.host

@@ -45,6 +45,11 @@ class Counts:
         self.sites: dict[str, Counter[tuple[str, str]]] = {}
         self._phase: str | None = None
 
+    def forget(self) -> None:
+        """Begins anew."""
+        self.by_phase.clear()
+        self.sites.clear()
+
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
         before, self._phase = self._phase, phase

@@ -36,7 +36,7 @@ class Group(dist.ProcessGroup):
 
     def __init__(self, book: Book, size: int):
         super().__init__(0, size)
-        self._book, self._stream = book, Stream(book, "the process group's stream")
+        self._book, self.stream = book, Stream(book, "the process group's stream")
 
     def _get_backend(self, device: torch.device) -> "Group":
         if device.type != "cuda":
@@ -50,10 +50,10 @@ class Group(dist.ProcessGroup):
         strangers = [each for each in (*reads, *writes) if not self._book.is_on_device(each)]
         if strangers:
             raise RuntimeError(f"No backend type associated with device type cpu: {name} of {strangers[0].shape}")
-        self._stream.follow(self._book.stream.clock)
-        self._book.act(name, map(span, reads), map(span, writes), self._stream)
+        self.stream.follow(self._book.stream.clock)
+        self._book.act(name, map(span, reads), map(span, writes), self.stream)
         self._book.counts.note(COLLECTIVES)
-        return Work(self._book, self._stream, [*reads, *writes])
+        return Work(self._book, self.stream, [*reads, *writes])
 
     def allreduce(self, tensors: list[Tensor], options: Any) -> Work:
         with _disable_current_modes():

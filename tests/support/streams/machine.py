@@ -56,6 +56,18 @@ class Machine:
         return self.book.hosts.another()
 
     @property
+    def collectives_begun(self) -> int:
+        """How many the group was given until now."""
+        assert self.group is not None
+        return self.group.stream.clock.get(self.group.stream, 0)
+
+    @property
+    def collectives_waited_for(self) -> int:
+        """How many of them end before what the current stream does next."""
+        assert self.group is not None
+        return self.book.stream.clock.get(self.group.stream, 0)
+
+    @property
     def counts(self) -> Counts:
         return self.book.counts
 

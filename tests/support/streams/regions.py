@@ -73,6 +73,7 @@ class Regions:
         region = Region(start, start + storage.nbytes() * has_memory, is_device, owner)
         self._by_storage[storage._cdata] = region
         self._show(region)
+        self._allocate(region)
         weakref.finalize(storage, self._end_storage, storage._cdata).atexit = False
         return region
 
@@ -80,6 +81,12 @@ class Regions:
         if region.end > region.start:
             insort(self._starts, region.start)
             self._by_start[region.start] = region
+
+    def _allocate(self, region: Region) -> None:
+        """The allocator hands out memory that its stream may still use: for others that is a write of that stream."""
+        if region.is_device and region.end > region.start:
+            owner = region.owner
+            region.uses = [Use(region.start, region.end, owner, owner.tick(), True, "its allocation")]
 
     def _hide(self, region: Region) -> None:
         if region.end > region.start:
@@ -115,6 +122,7 @@ class Regions:
         region.start, region.owner, region.recorded = storage.data_ptr(), owner, []
         region.end = region.start + storage.nbytes()
         self._show(region)
+        self._allocate(region)
 
     # -- using -----------------------------------------------------------------------------------------------------
 

@@ -28,18 +28,28 @@ TIERS: dict[str, Offload | None] = {
 class Layers(nn.Module):
     """Weights of their own buckets, and biases that share one."""
 
-    def __init__(self, depth: int = 5, again: bool = False, hidden: bool = False):
+    def __init__(self, depth: int = 5, again: bool = False, hidden: bool = False, wide: bool = False):
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=index % 2 == 0) for index in range(depth))
+        self.layers = nn.ModuleList(
+            _wide() if wide and index % 3 == 0 else nn.Linear(WIDTH, WIDTH, bias=index % 2 == 0)
+            for index in range(depth)
+        )
+        self.order = list(range(depth))
         self._again = again  # runs the first layers again in backward, in a backward of their own
         self._hidden = hidden  # the loss is no output, whose gradient would say that a backward begins
 
     def forward(self, x: Tensor) -> Any:
-        for index, layer in enumerate(self.layers):
+        for index in self.order:
+            layer = self.layers[index]
             x = checkpoint(layer, x, use_reentrant=True) if self._again and index < 2 else layer(x)
         loss = x.float().square().mean()
         self.kept = loss if self._hidden else None
         return None if self._hidden else loss
+
+
+def _wide() -> nn.Module:
+    """Weights twice as large."""
+    return nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH, bias=False), nn.Linear(2 * WIDTH, WIDTH, bias=False))
 
 
 Way = Callable[["Training"], None]
@@ -50,7 +60,7 @@ class Training:
     """A model and its optimizer on a machine."""
 
     machine: Machine
-    model: nn.Module
+    model: Layers
     optimizer: ShardedOptimizer
 
     def backward(self) -> None:
@@ -83,10 +93,40 @@ def without_sync(training: Training) -> None:
 
 def clipped(training: Training) -> None:
     """Gradients are scaled, and added to afterwards."""
-    training.backward()
-    nn.utils.clip_grad_norm_(training.model.parameters(), 1e-3)
+    clip_first(training)
     training.backward()
     training.step()
+
+
+def clip_first(training: Training) -> None:
+    training.backward()
+    nn.utils.clip_grad_norm_(training.model.parameters(), 1e-3)
+
+
+def reordered(training: Training) -> None:
+    """The same, but the second backward begins with a param of a bucket that is reduced later."""
+    order = list(training.model.order)
+    clip_first(training)
+    training.model.order = [*order[:1], *order[2:], order[1]]
+    training.backward()
+    training.step()
+    training.model.order = order
+
+
+def partial(training: Training) -> None:
+    """Every other step has no gradients of one layer."""
+    once(training)
+    order, training.model.order = training.model.order, training.model.order[:-1]
+    once(training)
+    training.model.order = order
+
+
+def zeroed(training: Training) -> None:
+    """Gradients are zeroed where they lie, and added to."""
+    training.backward()
+    with training.machine.during("step"):
+        training.optimizer.step()
+    training.optimizer.zero_grad(set_to_none=False)
 
 
 def read(training: Training) -> None:
@@ -114,7 +154,9 @@ def served(training: Training) -> None:
         assert found.numel() == 256 and shard.device.type == "cuda"
 
 
-WAYS: dict[str, Way] = {each.__name__: each for each in (accumulated, without_sync, clipped, read, once, served)}
+WAYS: dict[str, Way] = {
+    each.__name__: each for each in (accumulated, without_sync, clipped, reordered, partial, zeroed, read, once, served)
+}
 
 
 @dataclass(frozen=True)
@@ -131,6 +173,8 @@ class Scenario:
     hidden: bool = False
     bucket_bytes: int = 5000  # one weight
     depth: int = 5
+    wide: bool = False
+    by_hand: bool = False  # the optimizer knows params, and no module
 
     def __str__(self) -> str:
         options = [f"{name}={value}" for name, value in self.options.items()]
@@ -138,18 +182,31 @@ class Scenario:
             name for name, given in (("checkpointed", self.again), ("loss kept by the module", self.hidden)) if given
         ]
         more += [f"{self.depth} layers, {self.bucket_bytes} bytes a bucket"] if self.depth > 5 else []
+        more += ["params only"] if self.by_hand else []
+        more += ["wide layers"] if self.wide else []
         more += [*options, *([f"world {self.world}"] if self.world < 8 else [])]
         return ", ".join([f"stage {self.stage}", self.tier, self.way, *more])
+
+    @property
+    def nonfinite(self) -> str:
+        return "propagate" if self.by_hand else "raise"  # without the host's waits for what the gradients hold
 
     def machine(self) -> Machine:
         return Machine(self.world, self.leaf_streams)
 
     def start(self, machine: Machine) -> Training:
         torch.manual_seed(0)
-        model = machine.move(Layers(self.depth, self.again, self.hidden).bfloat16())
-        tuning = Tuning(bucket_bytes=self.bucket_bytes, keep_below=1000, live_bytes=20_000, chunk_bytes=1024)
+        model = Layers(self.depth, self.again, self.hidden, self.wide).bfloat16()
+        machine.move(model)
+        tuning = Tuning(
+            bucket_bytes=self.bucket_bytes,
+            keep_below=1000,
+            live_bytes=20_000,
+            chunk_bytes=1024,
+            nonfinite=self.nonfinite,
+        )
         optimizer = ShardedAdamW(
-            model,
+            model.parameters() if self.by_hand else model,
             lr=1e-3,
             stage=self.stage,
             process_group=machine.group,
@@ -188,6 +245,21 @@ def scenarios() -> list[Scenario]:
         Scenario(2, way="accumulated", hidden=True, bucket_bytes=10_000, depth=9),
         Scenario(1, way="read", hidden=True, bucket_bytes=10_000, depth=9),
         Scenario(2, way="clipped", hidden=True, bucket_bytes=10_000, depth=9),
+        *(
+            Scenario(stage, way="reordered", hidden=True, bucket_bytes=10_000, depth=9, leaf_streams=16)
+            for stage in (1, 2)
+        ),
+        Scenario(2, way="reordered"),
+        *(Scenario(2, tier, way="partial") for tier in ("ring", "CPU step")),
+        *(
+            Scenario(2, tier, way="zeroed")
+            for tier in TIERS
+            if tier.endswith("step, gradients at rest") or "ring, g" in tier
+        ),
+        *(Scenario(0, tier, way="once", world=1, by_hand=True) for tier in ("memory", "ring", "CPU step")),
+        *(Scenario(1, tier, way="once", by_hand=True) for tier in ("memory", "ring", "CPU step")),
+        Scenario(2, bucket_bytes=10_000, depth=9, wide=True, leaf_streams=16),
+        Scenario(2, way="reordered", bucket_bytes=10_000, depth=9, wide=True, leaf_streams=16),
         Scenario(2, again=True),
         Scenario(3, again=True),
         Scenario(2, world=3),

@@ -7,6 +7,7 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor
+from torch.nn.utils import clip_grad
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .book import Book
@@ -116,10 +117,15 @@ def _facts(book: Book) -> dict[str, Any]:
 def on_card(book: Book) -> Iterator[None]:
     """Within, tensors may be on the device."""
     tensor, resize = torch.tensor, torch.UntypedStorage.resize_
+    group_tensors = clip_grad._group_tensors_by_device_and_dtype
 
     def from_values(*arguments: Any, device: Any = None, **keywords: Any) -> Any:
         made = tensor(*arguments, **keywords)
         return transfer(book, made, to_device=True) if _is_card(device) else made
+
+    def grouped(*arguments: Any, **keywords: Any) -> Any:  # by torch's C++, which sees the CPU
+        found = group_tensors(*arguments, **keywords)
+        return {(of[0][0].device, dtype): (of, indices) for (_, dtype), (of, indices) in found.items()}
 
     def resized(storage: torch.UntypedStorage, nbytes: int) -> None:
         book.regions.resize(storage, book.stream, lambda: resize(storage, nbytes))
@@ -135,6 +141,7 @@ def on_card(book: Book) -> Iterator[None]:
         for name, value in {**_moves(book), **_facts(book)}.items():
             replace(Tensor, name, value)
         replace(torch, "tensor", from_values)
+        replace(clip_grad, "_group_tensors_by_device_and_dtype", grouped)
         replace(torch.UntypedStorage, "resize_", resized)
         yield
 
