@@ -220,8 +220,8 @@ class Reducer:
         return ReductionBuffer(zeros(largest, bucket.dtype, bucket.device), is_pooled=True)
 
     def _start_reduction(self, number: int, buffer: ReductionBuffer, add: bool) -> None:
+        """Starts a reduction. The current stream has joined the buffer."""
         bucket = self.buckets[number]
-        buffer.join()  # several streams may have filled it; see [Note: Streams of a reduction]
         memory = buffer.memory[: bucket.buffer_numel]
         reduction = bucket.sink.reduction(memory, add)
         self._reducing[id(memory)] = _Reducing(buffer, number, reduction)
@@ -270,7 +270,7 @@ class Reducer:
         """Starts the reduction of a bucket; gradients that did not arrive are zero."""
         bucket, filling = self.buckets[number], self._filling[number]
         buffer = filling.buffer if filling.buffer is not None else self._take_buffer(bucket)
-        buffer.join()
+        buffer.join()  # several streams may have filled it; see [Note: Streams of a reduction]
         self._sums.join()
         for index in range(bucket.num_params):
             if index not in filling.arrived:

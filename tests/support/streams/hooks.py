@@ -8,7 +8,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from .book import Book
+from .book import Book, span
 from .stream import Stream
 
 
@@ -41,15 +41,22 @@ def on_streams(book: Book, count: int) -> Iterator[None]:
         leaf = leaves[len(seen) % count]
         seen.append(None)
 
-        def run(of: Tensor) -> None:
+        there = ExitStack()
+
+        def before(gradient: Tensor) -> None:
             leaf.wait_stream(book.stream)  # that computed the gradient
-            with book.on(leaf):
+            gradient.record_stream(leaf)  # as autograd does where streams differ
+            there.enter_context(book.on(leaf))  # autograd accumulates gradients there
+
+        def after(of: Tensor) -> None:
+            with there:
+                if type(of.grad) is Tensor:  # autograd may have copied it
+                    book.act("AccumulateGrad", [], [span(of.grad)])
                 hook(of)
 
-        # As autograd does, where the stream that computes a gradient is not the leaf's.
-        param.register_hook(lambda gradient: gradient.record_stream(leaf))
+        param.register_hook(before)
         with torch._C.DisableTorchFunctionSubclass():
-            return register(param, run)
+            return register(param, after)
 
     with ExitStack() as stack:
         stack.enter_context(patch.object(Tensor, "register_post_accumulate_grad_hook", on_leaf))
