@@ -7,8 +7,10 @@ whether or not a GPU would let them meet.
 import pytest
 import torch
 
+from tests.mutation.waits import RESULTS, found_by, sites
+from tests.mutation.waits_unseen import UNSEEN
 from tests.support.streams import Machine
-from tests.support.streams.scenarios import Scenario, scenarios
+from tests.support.streams.scenarios import TWO, Scenario, is_dear, scenarios
 
 
 @pytest.fixture(autouse=True)
@@ -16,7 +18,13 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
-@pytest.mark.parametrize("scenario", scenarios(), ids=str)
+REORDERED = Scenario(2, way="reordered", hidden=True, bucket_bytes=TWO, depth=9, leaf_streams=16)
+
+
+@pytest.mark.parametrize(
+    "scenario",
+    [pytest.param(each, id=str(each), marks=pytest.mark.slow if is_dear(each) else ()) for each in scenarios()],
+)
 def test_no_race(scenario: Scenario) -> None:
     assert scenario.run().races == []
 
@@ -100,3 +108,32 @@ def test_the_device_is_no_host() -> None:
         with pytest.raises(RuntimeError, match="No backend type"):
             torch.distributed.all_reduce(torch.zeros(8), group=machine.group)
         assert torch.equal(values.cpu(), torch.zeros(8)) and values.cpu().device.type == "cpu"
+
+
+# -- a wait that is taken away is found --------------------------------------------------------------------------------
+
+# ``python -m tests.mutation.waits`` takes away all of them, one at a time.
+EXAMPLES = (
+    ("Uses.join", "stream.wait_event(event)", Scenario(2)),
+    ("Reducer._start", "self._sums.join()", REORDERED),
+    ("CollectiveReduceScatter._give_back", "self._ranks.wait(pending)", Scenario(1)),
+    ("AllGather.finish", "end()", Scenario(3)),
+    ("RingStore.fetch", "self._streams.wait(slot.mark)", Scenario(2, "ring")),
+    ("CpuStepStore.fetch", "self._streams.synchronize(slot.mark)", Scenario(2, "CPU step")),
+    ("HostLanding.acquire", "self._streams.wait(slot.mark)", Scenario(2, "ring, gradients at rest")),
+    ("RemoteStates._slice", "self._written.wait()", Scenario(1, way="served")),
+)
+
+
+@pytest.mark.parametrize(("function", "text", "scenario"), EXAMPLES, ids=[each[0] for each in EXAMPLES])
+def test_a_wait_that_is_gone_is_found(function: str, text: str, scenario: Scenario) -> None:
+    (site,) = (each for each in sites() if each.function == function and each.text == text)
+    assert found_by(site, [scenario]) is not None
+
+
+def test_every_site_was_tried() -> None:
+    """``python -m tests.mutation.waits`` writes the table anew. What no scenario finds has a reason there."""
+    written = RESULTS.read_text()
+    assert [str(each) for each in sites() if str(each) not in written] == []
+    unseen = {line.split(" | ")[0].removeprefix("| ") for line in written.splitlines() if "**not found**" in line}
+    assert unseen == UNSEEN.keys()

@@ -188,6 +188,7 @@ class Scenario:
         more += [f"{self.depth} layers, {self.bucket_bytes} bytes a bucket"] if self.depth != 5 else []
         more += ["params only"] if self.by_hand else []
         more += ["wide layers"] if self.wide else []
+        more += [f"{self.leaf_streams} leaf streams"] if self.leaf_streams != LEAF_STREAMS else []
         more += [*options, *([f"world {self.world}"] if self.world < 8 else [])]
         return ", ".join([f"stage {self.stage}", self.tier, self.way, *more])
 
@@ -254,6 +255,7 @@ def scenarios() -> list[Scenario]:
             for stage in (1, 2)
         ),
         Scenario(2, way="reordered"),
+        Scenario(2, way="reordered", leaf_streams=16),
         *(Scenario(2, tier, way="partial") for tier in ("ring", "CPU step")),
         # The last chunks of a step are the first of the next one, in other slots of the ring.
         *(Scenario(2, "ring", way="partial", depth=depth) for depth in (4, 6)),
