@@ -25,6 +25,7 @@ from ..kernels.formats import Format
 from ..kernels.launch import backend_of
 from ..kernels.reductions import COLUMNS, norms_of_limbs
 from ..kernels.tables import Factors, Gradients
+from ..partition.streams import last_used
 from ..tensors.gradient import GradientPart
 from ..tensors.gradient_slice import GradientSlice, Norms
 from ..tensors.part import Part
@@ -315,7 +316,9 @@ class Backward:
                 continue
             held[entry.shard.number].add(entry.index)
             # The user may have read or scaled the mean since.
-            gradient_slice.restore_sum(self._divisor)
+            read = gradient_slice.restore_sum(self._divisor)
+            if read is not None:
+                last_used(read)  # the stream of the first hook is not the one that allocated it
         reducer.start_round(held, absent)
         self._lost = None
         if self._domain.sharded is not None:

@@ -91,12 +91,12 @@ class Reducer:
         # Params that each bucket waits for: all, or those of which this rank ever had a gradient.
         self._seen: list[set[int]] = []
         self._filling: list[_Filling] = []
+        self._sums = Uses(torch.device("cpu"))  # by the stream that opened the round
         self._started = 0
         self._completed: list[int] = []
         self._pool: dict[torch.dtype, list[ReductionBuffer]] = {}
         # By id of the memory, while it is reduced: an empty tensor has no address.
         self._reducing: dict[int, _Reducing] = {}
-        self._restored = Uses(torch.device("cpu"))  # of sums, before the round adds to them
         self._most_patience = min(PATIENCE, mesh.world.seconds / 2)  # a rank that never comes is given up in the end
         self._patience, self._was_patient = self._most_patience, True
         _REDUCERS.add(self)
@@ -159,12 +159,12 @@ class Reducer:
         self._patience = self._most_patience if self._was_patient else self._patience / 2
         self._was_patient = True
         self._started, self._completed, self.is_open = 0, [], True
+        if self.buckets:
+            self._sums = Uses(self.buckets[0].device)
+            self._sums.mark()  # this stream may have scaled them
         self._reducing.clear()
         for mechanism in self._mechanisms:
             mechanism.start_round(self._rounds)
-        if self.buckets and any(held):
-            self._restored = Uses(self.buckets[0].device)
-            self._restored.mark()
         self._expect_next()
 
     def deliver(self, number: int, index: int, grad: torch.Tensor, strides: tuple[int, ...]) -> None:
@@ -224,11 +224,8 @@ class Reducer:
         return ReductionBuffer(zeros(largest, bucket.dtype, bucket.device), is_pooled=True)
 
     def _start_reduction(self, number: int, buffer: ReductionBuffer, add: bool) -> None:
+        """Starts a reduction. The current stream has joined the buffer."""
         bucket = self.buckets[number]
-        # The sums that this round adds to may just have been multiplied back from a mean that the user scaled, on the
-        # stream of the round's first gradient. Test: test_a_sum_is_added_to_once_it_is_restored in test_rounds.py.
-        self._restored.join()
-        buffer.join()  # several streams may have filled it; see [Note: Streams of a reduction]
         memory = buffer.memory[: bucket.buffer_numel]
         reduction = bucket.sink.reduction(memory, add)
         self._reducing[id(memory)] = _Reducing(buffer, number, reduction)
@@ -277,7 +274,10 @@ class Reducer:
         """Starts the reduction of a bucket; gradients that did not arrive are zero."""
         bucket, filling = self.buckets[number], self._filling[number]
         buffer = filling.buffer if filling.buffer is not None else self._take_buffer(bucket)
-        buffer.join()
+        buffer.join()  # several streams may have filled it; see [Note: Streams of a reduction]
+        # The sums that this round adds to may just have been multiplied back from a mean that the user scaled, on the
+        # stream of the round's first gradient. Test: test_a_sum_is_added_to_once_it_is_restored in test_rounds.py.
+        self._sums.join()
         for index in range(bucket.num_params):
             if index not in filling.arrived:
                 buffer.memory[bucket.offsets[index] : bucket.offsets[index + 1]].zero_()

@@ -12,6 +12,9 @@ current stream does next. So ``join`` before it and ``mark`` after the wait orde
 the memory of its buffers. Other memory (a gradient that serves as the buffer, a collective's result) goes back to
 torch's allocator, which knows only the stream on which the memory was allocated: ``last_used`` names the stream that
 waited for the collective.
+
+The round is opened by the first hook that runs, on the stream of its param. There the sums of earlier rounds are made
+ready to be added to. That use is marked too, and each reduction joins it before it starts.
 """
 
 from typing import Any
@@ -20,7 +23,7 @@ import torch
 
 
 class Uses:
-    """The uses of some memory on a device by several streams."""
+    """The streams that have used some memory, and up to where."""
 
     def __init__(self, device: torch.device):
         self._device = device

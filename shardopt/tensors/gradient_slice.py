@@ -141,16 +141,21 @@ class GradientSlice:
         divide_(mean, self._undivided_by)
         return torch.where(self.total == mean, self.undivided, self.total * self._undivided_by), self._undivided_by
 
-    def restore_sum(self, count: int) -> None:
-        """Makes ``total`` the sum of ``count`` ranks again, so that a round can add to it."""
+    def restore_sum(self, count: int) -> Tensor | None:
+        """Makes ``total`` the sum of ``count`` ranks again, so that a round can add to it.
+
+        Returns:
+            Memory that was read and is not needed any more.
+        """
         if self.divisor == count:
-            return
+            return None
         if self.undivided is not None and self._undivided_by == count:
             self.total.copy_(self.summed()[0])
-            self.undivided = None
-        else:
-            self.divide()
-            self.total.mul_(count)
+            read, self.undivided = self.undivided, None
+            return read
+        self.divide()
+        self.total.mul_(count)
+        return None
 
     def shows_in(self, grad: Tensor | None) -> bool:
         """True if ``grad`` is the part that shows this gradient, or an alias of that part (``.detach()``)."""

@@ -1,0 +1,102 @@
+"""Every ATen operation is an action: of the current stream if one of its tensors is on the device, else of the host."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from .book import Book, span
+from .counts import KERNELS
+
+# They touch no values.
+_MAKE_MEMORY = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_", "_unsafe_view"}
+# The host waits for what they return, or for its size.
+_ANSWER_THE_HOST = {"_local_scalar_dense", "equal", "nonzero", "masked_select", "_unique2", "item"}
+# They take indices, numbers or values of the host as well.
+_TAKE_BOTH = {"copy_", "_to_copy", "index", "index_put_", "set_"}
+
+
+class Operations(TorchDispatchMode):
+    """Within, operations are written down."""
+
+    def __init__(self, book: Book):
+        super().__init__()
+        self._book = book
+
+    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
+        keywords = keywords or {}
+        for each in types:  # a mode is not seen within itself: what a part does is to be seen too
+            if each.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl:
+                with self:
+                    return each.__torch_dispatch__(function, types, arguments, keywords)
+        found = function(*arguments, **keywords)
+        _Operation(self._book, function, arguments, keywords, found).write_down()
+        return found
+
+
+class _Operation:
+    """One call."""
+
+    def __init__(self, book: Book, function: Any, arguments: Any, keywords: Any, found: Any):
+        self._book, self._schema = book, function._schema
+        self._name = self._schema.name.removeprefix("aten::")
+        self._values = [
+            arguments[index] if index < len(arguments) else keywords.get(argument.name)
+            for index, argument in enumerate(self._schema.arguments)
+        ]
+        self._keywords = dict(zip((each.name for each in self._schema.arguments), self._values, strict=True))
+        self._found = list(_tensors(found))
+
+    def write_down(self) -> None:
+        read, written = self._inputs()
+        book, makes = self._book, self._book.makes_on_device
+        there = [each for each in (*read, *written) if book.is_on_device(each)]
+        is_device = bool(there) if makes is None or read or written else makes
+        fresh = [] if self._is_view else [each for each in self._found if not any(each is one for one in written)]
+        for each in fresh:
+            if self._is_new(each):
+                book.region(each, is_device)
+        if self._is_view or self._name in _MAKE_MEMORY:
+            return
+        if not is_device:
+            self._on_host(read, [*written, *fresh])
+            return
+        if self._name == "copy_" and len(there) == 1:
+            book.copy(written[0], read[0], blocking=not self._keywords.get("non_blocking"))
+            return
+        strangers = [each for each in read if each.dim() and not book.is_on_device(each)]
+        if strangers and self._name not in _TAKE_BOTH:
+            raise RuntimeError(f"Expected all tensors to be on the same device: {self._name} of {strangers[0].shape}")
+        book.act(self._name, map(span, read), map(span, (*written, *fresh)))
+        if self._name in _ANSWER_THE_HOST:
+            book.host_waits(book.stream.clock)
+        else:
+            book.counts.note(KERNELS)
+
+    def _is_new(self, tensor: Tensor) -> bool:
+        return self._book.regions.known(tensor.untyped_storage()) is None
+
+    def _on_host(self, read: list[Tensor], written: list[Tensor]) -> None:
+        for each in (*read, *written):
+            self._book.region(each)
+        self._book.act(self._name, map(span, read), map(span, written), self._book.host)
+
+    @property
+    def _is_view(self) -> bool:
+        return any(each.alias_info is not None and not each.alias_info.is_write for each in self._schema.returns)
+
+    def _inputs(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Those that are read, and those that are written."""
+        read: list[Tensor] = []
+        written: list[Tensor] = []
+        for argument, value in zip(self._schema.arguments, self._values, strict=True):
+            is_written = argument.alias_info is not None and argument.alias_info.is_write
+            (written if is_written else read).extend(_tensors(value))
+        return read, written
+
+
+def _tensors(values: Any) -> Iterator[Tensor]:
+    return (each for each in tree_leaves(values) if isinstance(each, Tensor) and each.layout is torch.strided)
