@@ -124,8 +124,9 @@ class Machine:
         into, place = instruction.operands
         assert isinstance(place, Address)
         if space == "param":
-            word = np.array(self._params[place.base] >> 8 * place.offset).astype(f"u{width_of(kind) // 8}")
-            self._write(into, np.full(self._size, word), mask)
+            width, bits = width_of(kind), self._params[place.base] >> 8 * place.offset
+            word = np.full(self._size, bits % 2**width, f"u{width // 8}")
+            self._write(into, word.view(TYPES[kind]), mask)
             return
         registers = into if isinstance(into, tuple) else (into,)
         count = len(registers) * width_of(kind) // 8
