@@ -403,5 +403,5 @@ def _fill(buffer: ReductionBuffer, offset: int, grad: torch.Tensor, strides: tup
     if share == 1.0:
         into.copy_(grad)
     else:
-        torch.mul(grad, share, out=into)  # computed in the gradient's dtype, and rounded to the buffer's behind it
+        torch.mul(grad, share, out=into)  # computed in the gradient's dtype, then rounded to the buffer's
     buffer.mark()

@@ -1,6 +1,6 @@
 """What test_on_ptx.py would say of a kernel with a fault in it: each of these is planted in compiled code, and found.
 
-Arithmetic faults show in the bits of the results; a GPU would let most of the others pass without a word.
+Arithmetic faults change the bits of results. A GPU reports few of the others.
 """
 
 import re

@@ -42,6 +42,7 @@ from shardopt.kernels.formats import (
 from shardopt.kernels.spec import StepSpec
 from shardopt.kernels.tables import BLOCK, Factors, Gradients, Streams
 from tests.support.cases import CASES
+from tests.support.no_driver import NoDriver
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -137,7 +138,7 @@ def fused_in_quotients(target: GPUTarget) -> int:
 
 def compiled_by(kernel: Any, target: GPUTarget, launch: Callable[[], Any]) -> Any:
     """The kernel that a launch compiles on this target; nothing is started."""
-    triton.runtime.driver.set_active(NoDriver(target))
+    triton.runtime.driver.set_active(TargetDriver(target))
     found: list[Any] = []
 
     def warm_up(*arguments: Any, warmup: bool, **keywords: Any) -> None:
@@ -252,23 +253,11 @@ def mutant_kernel(folder: Path) -> Any:
 # -- launches ----------------------------------------------------------------------------------------------------------
 
 
-class NoDriver:
-    """Stands for a GPU: what a launch asks before it compiles."""
-
-    def __init__(self, target: GPUTarget) -> None:
-        self._target = target
+class TargetDriver(NoDriver):
+    """One for each target, as Triton keeps what it compiled by the number of the device."""
 
     def get_current_device(self) -> int:
-        return [*TARGETS.values()].index(self._target)  # what was compiled is kept by the number of the device
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-    def get_current_target(self) -> GPUTarget:
-        return self._target
-
-    def get_active_torch_device(self) -> torch.device:
-        return torch.device("cpu")
+        return [*TARGETS.values()].index(self._target)
 
 
 class Launches:
@@ -289,7 +278,7 @@ class Launches:
 
 def launch_facts() -> dict[str, Any]:
     """Launches of every size with every number changed: how many kernels, which grids."""
-    triton.runtime.driver.set_active(NoDriver(TARGETS["sm_90"]))
+    triton.runtime.driver.set_active(TargetDriver(TARGETS["sm_90"]))
     case = CASES[0]
     spec = StepSpec(case.rule.variant(group_of_adamw()), BF16, BF16)
     steps, sums = Launches(triton_step.step_kernel), Launches(triton_reductions.block_sums_kernel)

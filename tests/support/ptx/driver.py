@@ -15,6 +15,8 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.driver import DriverBase
 from triton.runtime import driver as drivers
 
+from tests.support.no_driver import NoDriver
+
 from .machine import Machine
 from .memory import GlobalMemory
 from .text import Kernel, parse
@@ -31,7 +33,7 @@ class Loaded(NamedTuple):
     shared: int  # bytes of a block
 
 
-class Driver(DriverBase):
+class Driver(NoDriver, DriverBase):
     """A context in which Triton launches through this driver.
 
     Attributes:
@@ -45,7 +47,8 @@ class Driver(DriverBase):
             target: the GPU to compile for; an H100 if none is given.
             edit: makes another PTX of each kernel's, before it is executed.
         """
-        self._target, self._edit = target or GPUTarget("cuda", 90, 32), edit
+        super().__init__(target or GPUTarget("cuda", 90, 32))
+        self._edit = edit
         self.memory, self.executed = GlobalMemory(), set[Loaded]()
         self.utils, self.launcher_cls = _Utils(), _Launcher
 
@@ -75,18 +78,6 @@ class Driver(DriverBase):
     @classmethod
     def is_active(cls) -> bool:
         return True
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-    def get_current_target(self) -> GPUTarget:
-        return self._target
-
-    def get_active_torch_device(self) -> torch.device:
-        return torch.device("cpu")
 
     def map_python_to_cpp_type(self, kind: str) -> str:
         return kind

@@ -8,7 +8,7 @@
         ... train ...
     assert not machine.races
 
-* ``clocks.py``: agents (streams, threads of the host, the process group) and what each knows to be behind it.
+* ``clocks.py``: agents (streams, threads of the host, the process group) and what each knows to have ended.
 * ``regions.py``: memory of the device and of the host, who used which bytes of it, and whether two uses are a race.
 * ``cuda.py``: ``torch.cuda``: streams and events that move clocks.
 * ``tensors.py``: which tensors are on the device; what moves them there and back.
