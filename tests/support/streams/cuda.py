@@ -8,7 +8,7 @@ from unittest.mock import patch
 
 import torch
 
-from shardopt.domain import remote_states
+from shardopt.domain import remote_states, serve
 
 from .book import Book
 from .stream import Event, Stream
@@ -48,5 +48,6 @@ def stand_in(book: Book) -> Iterator[None]:
     with ExitStack() as stack:
         for name, value in names.items():
             stack.enter_context(patch.object(torch.cuda, name, value))
-        stack.enter_context(patch.dict(remote_states._STREAMS, clear=True))  # those of other books
+        for kept in (remote_states._STREAMS, serve._SERVERS):  # the process's own, which know nothing of this book
+            stack.enter_context(patch.dict(kept, clear=True))
         yield
