@@ -87,19 +87,26 @@ def _alone(root: Path) -> Iterator[None]:
 
 def _check_free(root: Path) -> None:
     """Raises CheckpointError if what lies in ``root`` is being written; called alone, so that none begins meanwhile."""
-    # In this order: a directory is renamed from the first kind to the second in between, perhaps.
-    saving = [root / name for name in files.names(root) if _LEFTOVER.fullmatch(name)]
+    for name in files.names(root):
+        if _LEFTOVER.fullmatch(name):
+            _check_unowned(root, root / name)
+    # Only now: a directory that was renamed before its turn came is among these. Listed sooner, it was in neither list,
+    # and its pointer to the latest was collected (test_a_checkpoint_that_is_published_meanwhile_is_another_jobs).
     there = published(root)
-    newest = [path for path in there if sequence_of(path) == sequence_of(there[-1])]
-    for path in (*saving, *newest):
-        sign = path / f"owner-{path.name[-16:]}"
-        if files.is_file(sign):
-            try:
-                is_held = files.is_held(sign)
-            except CheckpointError:  # renamed just now, and looked at under its new name
-                continue
-            if is_held:
-                raise _taken(root, path)
+    for path in there:
+        if sequence_of(path) == sequence_of(there[-1]):
+            _check_unowned(root, path)
+
+
+def _check_unowned(root: Path, path: Path) -> None:
+    sign = path / f"owner-{path.name[-16:]}"
+    if files.is_file(sign):
+        try:
+            is_held = files.is_held(sign)
+        except CheckpointError:  # renamed just now, and looked at under its new name
+            return
+        if is_held:
+            raise _taken(root, path)
 
 
 def _taken(root: Path, found: Path) -> CheckpointError:

@@ -84,6 +84,26 @@ def test_a_directory_whose_lock_never_comes_free_is_an_error(tmp_path: Path, mon
     assert names(tmp_path) == ["000001", "latest"]
 
 
+def test_a_checkpoint_that_is_published_meanwhile_is_another_jobs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its directory is renamed between the moment another job lists it and the moment that job looks inside."""
+    site, lock = publish.begin(tmp_path, 1)
+    is_file = files.is_file
+
+    def renamed_first(path: Path) -> bool:
+        if site.saving.exists():
+            site.saving.rename(site.published)
+            (tmp_path / f"latest-{site.token}").touch()
+        return is_file(path)
+
+    monkeypatch.setattr(files, "is_file", renamed_first)
+    with raises(CheckpointError, "another job saves into this directory"):
+        publish.begin(tmp_path, 2)
+    assert site.published.exists() and (tmp_path / f"latest-{site.token}").exists()
+    files.release(lock)
+
+
 def two_jobs(root: Path) -> None:
     """Each saves as often as it can: every save is published whole, or refused in these words."""
     published, refused = 0, 0
