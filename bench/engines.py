@@ -32,6 +32,7 @@ class Engine:
     memory: Callable[[], dict[str, dict[str, int]]] | None = None  # shardopt's account of itself
     moved: Callable[[], int] | None = None  # bytes that this rank received so far
     gathered: Callable[[], int] | None = None  # the most bytes of params that its schedule has gathered at once
+    settle: Callable[[], None] | None = None  # waits for what the last step left under way
 
 
 Make = Callable[[GPT, Settings], Engine]
@@ -105,8 +106,18 @@ def make_handed_over(stage: int, wrapped: bool, **keywords: Any) -> Make:
         def gathered() -> int:
             return optimizer.schedule().most_bytes({name: unit.nbytes for name, unit in optimizer.units.items()})
 
+        def settle() -> None:
+            with optimizer.unsharded():
+                pass
+
         return Engine(
-            module, optimizer.step, optimizer.zero_grad, memory=optimizer.memory, moved=moved, gathered=gathered
+            module,
+            optimizer.step,
+            optimizer.zero_grad,
+            memory=optimizer.memory,
+            moved=moved,
+            gathered=gathered,
+            settle=settle if stage < 3 else None,
         )
 
     return make
@@ -176,6 +187,18 @@ ENGINES = {
     "module-1": Offer("shardopt stage 1, DDP module handed over", make_handed_over(1, wrapped=True), stage=1),
     "module-2": Offer("shardopt stage 2, DDP module handed over", make_handed_over(2, wrapped=True), stage=2),
     "module-3": Offer("shardopt stage 3, plain module handed over", make_handed_over(3, wrapped=False), stage=3),
+    "messages-2": Offer(
+        "shardopt stage 2, by messages",
+        make_handed_over(2, wrapped=True, tuning=shardopt.Tuning(neighbours=False)),
+        stage=2,
+        is_extra=True,
+    ),
+    "messages-2-late": Offer(
+        "the same, params arrive in the forward",
+        make_handed_over(2, wrapped=True, tuning=shardopt.Tuning(neighbours=False, overlap_gather=True)),
+        stage=2,
+        is_extra=True,
+    ),
     "messages-3": Offer(
         "shardopt stage 3, by messages",
         make_handed_over(3, wrapped=False, tuning=shardopt.Tuning(neighbours=False)),

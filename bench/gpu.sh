@@ -2,7 +2,12 @@
 # All that the project wants to know of a GPU machine, in one call of under 8 minutes; it needs no network.
 #
 #   bash bench/gpu.sh OUT                    results as JSON, and logs, in the folder OUT
+#   bash bench/gpu.sh OUT --sanitize         instead: torch's sanitizer of streams, and compute-sanitizer, over the tests
 #   PYTHON=/path/to/python bash bench/gpu.sh OUT
+#
+# One GPU is one rank, which needs no collectives: `nccl` makes them all the same, over NCCL. Tests of several ranks
+# (tests/gpu) are skipped where there are fewer GPUs.
+# bench/gpu_model.py predicts from machine code, without a GPU, what `kernels` measures here; compare the two.
 #
 # PYTHON (default: .venv/bin/python where there is one, else python3) must have torch, triton, numpy, rich and tqdm,
 # and pytest for the tests. Nothing is installed. What fails does not keep the rest from running; the exit status tells.
@@ -17,6 +22,11 @@ esac
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 mkdir -p "$1"
 out=$(cd "$1" && pwd)
+what=${2:-}
+case "$what" in
+    "" | --sanitize) ;;
+    *) echo "gpu.sh: no such option: $what" >&2; exit 2 ;;
+esac
 python=${PYTHON:-$root/.venv/bin/python}
 if ! [[ -x $(command -v "$python") ]]; then python=python3; fi
 export PYTHONPATH=$root PYTHONUNBUFFERED=1
@@ -41,8 +51,17 @@ run() {
     fi
 }
 
+if [[ $what == --sanitize ]]; then
+    tests=(-m pytest -q -x -m gpu tests/kernels/test_gpu.py)
+    run sanitizer-of-streams 150 env TORCH_CUDA_SANITIZER=1 "$python" "${tests[@]}" -k "stages or elsewhere or released"
+    run memcheck 150 compute-sanitizer --tool memcheck --error-exitcode 1 "$python" "${tests[@]}" -k test_one_shard
+    run initcheck 150 compute-sanitizer --tool initcheck --error-exitcode 1 "$python" "${tests[@]}" -k test_one_shard
+    exit $failed
+fi
+
 gpt=(--layers 12 --width 1024 --heads 16 --vocab 32768 --batch 4 --context 512)
-run tests 115 "$python" -m pytest -q -m gpu tests/kernels/test_gpu.py
+run tests 95 "$python" -m pytest -q -m gpu tests/kernels/test_gpu.py
+run nccl 20 "$python" -m pytest -q -m gpu tests/gpu/test_nccl_one_rank.py
 run kernels 85 "$python" bench/kernels.py --device cuda --out "$out"
 engines=(--engines ddp shardopt-1 module-0 module-1 module-2 module-2-cpu module-3 fsdp2)
 run train-fp32 65 "$python" bench/train.py --device cuda --dtype fp32 --rounds 10 "${engines[@]}" "${gpt[@]}" --out "$out"

@@ -51,6 +51,7 @@ from tqdm import tqdm
 import shardopt
 from shardopt.kernels.formats import format_of
 from shardopt.kernels.launch import backend_of
+from shardopt.kernels.reductions import new_totals
 from shardopt.kernels.spec import StepSpec
 from shardopt.kernels.tables import BLOCK, Factors, Gradients, Streams
 
@@ -253,7 +254,7 @@ class Kernel:
     spec: StepSpec
     grads: list[Tensor]  # kept alive: the tables only point to them
     launch: Run
-    block_sums: Run
+    add_totals: Run
     count_nonfinite: Run
 
     @staticmethod
@@ -277,8 +278,8 @@ class Kernel:
             spec,
             grads,
             partial(backend.step, spec, streams, gradients, scalars, Factors()),
-            partial(backend.block_sums, spec.grad, gradients, Factors()),
-            partial(backend.count_nonfinite, spec.grad, gradients),
+            partial(backend.add_totals, spec.grad, gradients, Factors(), new_totals(gradients.num_rows, device)),
+            partial(backend.count_nonfinite, spec.grad, gradients, torch.zeros(1, dtype=torch.int64, device=device)),
         )
 
 
@@ -406,7 +407,7 @@ def subjects(case: Case, args: argparse.Namespace, device: torch.device, dtype: 
         return
     norm = partial(torch.nn.utils.get_total_norm, grads_of(params))
     grad_bytes = kernel.spec.grad.itemsize * args.elements
-    yield Subject("block sums", kernel.block_sums, grad_bytes, [("torch norm", lambda: norm)])
+    yield Subject("block sums", kernel.add_totals, grad_bytes, [("torch norm", lambda: norm)])
     yield Subject("count non-finite", kernel.count_nonfinite, grad_bytes)
     del kernel
     gc.collect()

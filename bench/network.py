@@ -2,6 +2,7 @@
 
     python bench/network.py                                 bf16, 1 Gbit/s
     python bench/network.py --dtype fp32 --rate 2.5
+    python bench/network.py --ways wire ddp messages-2 messages-2-late --burst 4    gathers in the next forward
     python bench/network.py --delay 5                       each message 5 ms late: how much longer is a pass?
     python bench/network.py --quick --layers 2 --width 128  does it run?
 
@@ -13,6 +14,7 @@ by default.
 * `wire alone`: as many bytes as 3 units, sent and received at once, all asked for before the first is waited for. A
   unit is (N-1)/N of the params, sent by each rank. `alone`: the ranks compute side by side and exchange nothing.
 * Engines take turns as in `bench/train.py`; a step lasts from when both ranks have begun until both have ended.
+* `--burst`: steps of a turn. What the last one leaves under way counts, so that the gathers of all but it may hide.
 * `units`: bytes that a rank's end of the link sent, by its own counters, headers included, in a step. `CPU s`: of the
   busier rank, all threads. `gathered`: the most bytes of params that the schedule has gathered at once; a part of all.
 * `wire idle`: a step without the seconds that the wire needs for as many bytes, as it carried 3 units in that round.
@@ -61,20 +63,24 @@ class LinkedRank(Rank):
         """Moments, on the clock that all processes share, in seconds; bytes and CPU seconds of the step."""
         dist.barrier()
         (received, sent), cpu = bytes_moved(), time.process_time()
-        begin = time.perf_counter()
-        self.engine.zero_grad()
-        loss = self.engine.forward(self.batches[len(self.losses) % BATCHES])
-        forward = time.perf_counter()
-        self.engine.backward(loss)
-        backward = time.perf_counter()
-        self.engine.update()
-        step = time.perf_counter()
+        begin, steps = time.perf_counter(), self.settings.burst
+        for _ in range(steps):
+            self.engine.zero_grad()
+            loss = self.engine.forward(self.batches[len(self.losses) % BATCHES])
+            forward = time.perf_counter()
+            self.engine.backward(loss)
+            backward = time.perf_counter()
+            self.engine.update()
+        if self.engine.settle is not None:
+            self.engine.settle()
+        step = begin + (time.perf_counter() - begin) / steps
         cpu = time.process_time() - cpu
         now_received, now_sent = bytes_moved()
         self.engine.zero_grad()
         self.losses.append(self._mean_over_ranks(loss.detach()))
-        moments = {"begin": begin, "forward": forward, "backward": backward, "step": step}
-        return {**moments, "cpu s": cpu, "received": now_received - received, "sent": now_sent - sent}
+        moments = {"begin": begin, "step": step, **({"forward": forward, "backward": backward} if steps == 1 else {})}
+        moved = {"received": (now_received - received) / steps, "sent": (now_sent - sent) / steps}
+        return {**moments, "cpu s": cpu / steps, **moved}
 
     def report(self) -> dict[str, Any]:
         gathered = self.engine.gathered() if self.engine.gathered is not None else None
@@ -243,7 +249,7 @@ def plain(turns: Any) -> Any:
 def compare(args: argparse.Namespace, settings: Settings) -> None:
     numel = model_numel(settings)
     unit = numel * DTYPES[args.dtype].itemsize / RANKS
-    names = [name for name in COMPARED if name in WIRES or is_offered(name, args.dtype)]
+    names = [name for name in args.ways if name in WIRES or is_offered(name, args.dtype)]
     with linked(args.rate) as link:
         by_delay, teams, failed, others = run_rounds(args, settings, link, names, in_turn)
     if "wire" not in teams:
@@ -383,6 +389,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--rate", type=float, default=None, help="Gbit/s each way (default: 1; with --delay unlimited)")
     parser.add_argument("--delay", type=float, default=None, help="ms that each message is late, in turn with none")
     parser.add_argument("--threads", type=int, default=1, help="of each rank")
+    parser.add_argument("--ways", nargs="+", default=COMPARED, choices=[*WIRES, *ENGINES], help="what takes turns")
+    parser.add_argument("--burst", type=int, default=1, help="steps in a turn")
     parser.add_argument("--rounds", type=int, default=20, help="turns of each engine")
     parser.add_argument("--layers", type=int, default=8, help="blocks of the GPT")
     parser.add_argument("--width", type=int, default=512, help="channels")
@@ -394,7 +402,7 @@ def parse_args() -> argparse.Namespace:
     args = parser.parse_args()
     if args.quick:
         args.rounds = min(args.rounds, 4)
-    for name in ("threads", "rounds", "layers", "width", "heads", "vocab", "batch", "context"):
+    for name in ("threads", "burst", "rounds", "layers", "width", "heads", "vocab", "batch", "context"):
         if getattr(args, name) < 1:
             parser.error(f"--{name} must be at least 1")
     if args.width % args.heads:
@@ -404,7 +412,7 @@ def parse_args() -> argparse.Namespace:
             parser.error(f"--{name} must be above 0")
     if args.rate is None and args.delay is None:
         args.rate = 1.0
-    args.ranks, args.device, args.burst = RANKS, "cpu", 1
+    args.ranks, args.device = RANKS, "cpu"
     return args
 
 

@@ -95,8 +95,39 @@ MEDIANS = (
 )
 
 
+def headline() -> str:
+    """What the README promises: step and bytes beside DDP."""
+    result = newest("train-fp32")
+    engines, settings = result["results"]["engines"], result["settings"]
+    ddp = engines["ddp"]["peak bytes a param"]
+    stage_2, stage_3 = (
+        f"**{engine['step x DDP']['median']:.2f} of the time and {engine['peak bytes a param']:.1f} bytes a param**"
+        for engine in (engines["module-2"], engines["module-3"])
+    )
+    return (
+        f"Measured on {settings['ranks']} CPU ranks in {settings['dtype']}, beside DDP with torch's fused AdamW, where "
+        f"a rank peaks at {ddp:.1f} bytes a param: a step at `stage=2` takes {stage_2}, at `stage=3` {stage_3} "
+        "([all numbers](docs/measured.md))."
+    )
+
+
+def peers() -> str:
+    """DeepSpeed's engines, and those that ran in the same rounds."""
+    result = newest("peers-fp32")
+    settings, machine = result["settings"], result["machine"]
+    return "\n".join(
+        [
+            f"A training step of a GPT of {result['results']['params'] / 1e6:.1f}M params on {settings['ranks']} gloo "
+            f"ranks of {machine['device']}, {settings['dtype']}, torch {machine['torch']}: {MEDIANS} yet. Other "
+            "processes used the machine in this run, so intervals are wide; the table below is of a quiet one.",
+            "",
+            *train_table(result),
+        ]
+    )
+
+
 def numbers() -> str:
-    """The README's: the update, and stages in fp32."""
+    """The update, stages in fp32, disks, what a start takes."""
     kernels, cold = newest("kernels"), newest("cold-start")["results"]["seconds"]
     fp32 = newest("train-fp32")
     hooks, layout = newest("hooks")["results"], newest("plan")
@@ -118,7 +149,7 @@ def numbers() -> str:
             mixed_sentence(kernels),
             "",
             f"**A training step** of a GPT of {fp32['results']['params'] / 1e6:.1f}M params on 2 gloo ranks, fp32 "
-            "([bf16, 4 ranks, tiers](docs/stages.md#measured)):",
+            "([bf16, 4 ranks, tiers](stages.md#measured)):",
             "",
             *train_table(fp32),
             "",
@@ -275,8 +306,10 @@ def how_far_to_believe_it(quality: dict[str, Any]) -> str:
 
 # (page, name between its markers) -> what stands there.
 SECTIONS: dict[tuple[str, str], Callable[[], str]] = {
-    ("README.md", "numbers"): numbers,
-    ("README.md", "formats"): bytes_of_stage_2,
+    ("README.md", "headline"): headline,
+    ("docs/measured.md", "peers"): peers,
+    ("docs/measured.md", "numbers"): numbers,
+    ("docs/formats.md", "formats"): bytes_of_stage_2,
     ("docs/formats.md", "bytes"): bytes_of_formats,
     ("docs/formats.md", "costs"): costs_of_formats,
     ("docs/stages.md", "measured"): stages,

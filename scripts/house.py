@@ -4,11 +4,13 @@
     python scripts/house.py --write    write it to docs/house.md
     python scripts/house.py --check    exit with 1 if docs/house.md shows another house
 
-Every import counts, also those inside of functions and under TYPE_CHECKING: a reader follows them all.
+In the picture every import counts, also those inside of functions and under TYPE_CHECKING: a reader follows them all.
+The longest chain counts what Python loads when a module is imported.
 """
 
 import argparse
 import ast
+import re
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -27,14 +29,14 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("optim",),
     ("engine",),
     ("step",),
-    ("module", "states"),
+    ("module", "states", "activations"),
     ("domain",),
     ("partition",),
     ("tensors", "kernels", "rules", "offload"),
     ("config",),
     ("option",),
     ("arguments",),
-    ("errors", "version", "huge_pages", "machine"),
+    ("errors", "version", "huge_pages", "machine", "profiler"),
 )
 # The public names, which Python loads first: what they import is the roof's to choose.
 FACE = "__init__"
@@ -56,10 +58,11 @@ def modules() -> dict[str, Path]:
     return found
 
 
-def imports_of(name: str, path: Path, known: Mapping[str, Path]) -> Iterator[str]:
-    """The dotted names that a module imports."""
+def imports_of(name: str, path: Path, known: Mapping[str, Path], loaded: bool) -> Iterator[str]:
+    """The dotted names that a module imports: all of them, or those that are loaded with it."""
     package = name.split(".") if path.stem == FACE else name.split(".")[:-1]
-    for node in ast.walk(ast.parse(path.read_text())):
+    tree = ast.parse(path.read_text())
+    for node in tree.body if loaded else ast.walk(tree):
         if isinstance(node, ast.ImportFrom):
             base = package[: len(package) - node.level + 1] if node.level else []
             target = ".".join([*base, *filter(None, [node.module])])
@@ -70,11 +73,11 @@ def imports_of(name: str, path: Path, known: Mapping[str, Path]) -> Iterator[str
             yield from (alias.name for alias in node.names)
 
 
-def graph() -> dict[str, set[str]]:
-    """Module -> the modules of the package that it imports."""
+def graph(loaded: bool = False) -> dict[str, set[str]]:
+    """Module -> the modules of the package that it imports: all of them, or those that are ``loaded`` with it."""
     known = modules()
     return {
-        name: {each for each in imports_of(name, path, known) if each in known and each != name}
+        name: {each for each in imports_of(name, path, known, loaded) if each in known and each != name}
         for name, path in known.items()
     }
 
@@ -148,7 +151,8 @@ def question(name: str) -> str:
     """The first line of the docstring of a folder or file at the top."""
     folder = ROOT / PACKAGE / name
     path = folder / f"{FACE}.py" if folder.is_dir() else folder.with_suffix(".py")
-    return (ast.get_docstring(ast.parse(path.read_text())) or "").split("\n")[0]
+    line = (ast.get_docstring(ast.parse(path.read_text())) or "").split("\n")[0]
+    return re.sub(r":mod:`([^`]+)`", r"``\1``", line)
 
 
 def picture(found: Mapping[str, set[str]]) -> str:
@@ -184,7 +188,7 @@ def main() -> int:
         return int(not PICTURE.exists() or PICTURE.read_text() != drawn)
     else:
         print(drawn)
-        chain = longest_chain(found)
+        chain = longest_chain(graph(loaded=True))
         print(f"longest chain of imports: {len(chain)}\n  " + "\n  ".join(chain))
     return 0
 

@@ -1,21 +1,28 @@
-"""Write the tables of options in README.md and docs/options.md from the fields of the dataclasses that hold them.
+"""Write what pages and docstrings tell of options, from the fields of the dataclasses that hold them.
 
-python scripts/options.py            rewrite what stands between their markers
+Tables in docs/optimizers.md and docs/options.md; what an editor shows of a keyword (``OptionKeywords`` in
+shardopt/config.py), and of an optimizer (the paragraph "Keywords of ..." in shardopt/optim/).
+
+python scripts/options.py            rewrite them
 python scripts/options.py --check    exit code 1 if that would change something (a test asks)
 """
 
 import argparse
+import re
 import sys
+import textwrap
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from shardopt import Offload, Tuning
 from shardopt.config import Options
-from shardopt.option import told
+from shardopt.option import default_in_words, in_words, told
 
 ROOT = Path(__file__).resolve().parent.parent
 MIB = 1 << 20
-PAGES: dict[str, tuple[type[Any], ...]] = {"README.md": (Options,), "docs/options.md": (Tuning, Offload)}
+PAGES: dict[str, tuple[type[Any], ...]] = {"docs/optimizers.md": (Options,), "docs/options.md": (Tuning, Offload)}
 COLUMN = {Options: "keyword", Tuning: "`Tuning(...)`", Offload: "`Offload(...)`"}
 
 
@@ -48,14 +55,50 @@ def written(text: str, kinds: tuple[type[Any], ...]) -> str:
     return text
 
 
+def with_meanings(text: str) -> str:
+    """The source of ``OptionKeywords`` with the meaning of each keyword below it."""
+    before, begin, fields = text.partition("class OptionKeywords(TypedDict, total=False):\n")
+    words = {field.name: in_words(said) for field, said in told(Options)}
+    fields = re.sub(r'(^    \w+: .+\n)    """(?:.|\n)*?"""\n', r"\1", fields, flags=re.MULTILINE)
+    return (
+        before
+        + begin
+        + re.sub(r"^    (\w+): .+\n", lambda found: found[0] + quoted(words[found[1]]), fields, flags=re.M)
+    )
+
+
+def quoted(words: str) -> str:
+    lines = textwrap.wrap(f'"""{words}."""', 116)
+    if len(lines) > 1:
+        lines = [*textwrap.wrap(f'"""{words}.', 116), '"""']
+    return textwrap.indent("\n".join(lines), "    ") + "\n"
+
+
+def with_keywords(text: str) -> str:
+    """The source of an optimizer with all keywords and their defaults in its docstring."""
+    listed = ", ".join(default_in_words(field) for field, _ in told(Options))
+    begin = "Keywords of :class:`shardopt.config.Options`:"
+    paragraph = textwrap.fill(f"{begin} {listed}.", 116, break_long_words=False)
+    return re.sub(rf" *{begin}(?:.|\n)*?\n(?=\n|    \"\"\")", lambda _: textwrap.indent(paragraph, "    ") + "\n", text)
+
+
+WRITTEN: dict[str, Callable[[str], str]] = {
+    **{page: partial(written, kinds=kinds) for page, kinds in PAGES.items()},
+    "shardopt/config.py": with_meanings,
+    "shardopt/optim/classes.py": with_keywords,
+    "shardopt/optim/large_batch.py": with_keywords,
+    "shardopt/optim/optimizer.py": with_keywords,
+}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="change nothing, tell whether something would change")
     is_check, stale = parser.parse_args().check, []
-    for page, kinds in PAGES.items():
+    for page, write in WRITTEN.items():
         path = ROOT / page
         text = path.read_text()
-        new = written(text, kinds)
+        new = write(text)
         if new != text:
             stale.append(page)
             if not is_check:

@@ -40,10 +40,14 @@ from .tensors.part import Part
 from .version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from .activations.partition import partition_activations
     from .checkpoint.load import load_checkpoint
     from .checkpoint.prepare import prepare_states
     from .checkpoint.save import save_checkpoint
     from .integrations.deepspeed.config import DeepSpeedRun, from_deepspeed_config
+    from .optim.large_batch import ShardedLAMB, ShardedLARS
+    from .optim.muon import ShardedMuon
+    from .rules.matrix import matrix_rule
     from .tools.verify import Difference, Verdict, verify
 
 __all__ = [
@@ -64,7 +68,10 @@ __all__ = [
     "ShardedAdam",
     "ShardedAdamW",
     "ShardedAdamax",
+    "ShardedLAMB",
+    "ShardedLARS",
     "ShardedLion",
+    "ShardedMuon",
     "ShardedNAdam",
     "ShardedOptimizer",
     "ShardedRAdam",
@@ -78,6 +85,8 @@ __all__ = [
     "Verdict",
     "from_deepspeed_config",
     "load_checkpoint",
+    "matrix_rule",
+    "partition_activations",
     "prepare_states",
     "rule",
     "save_checkpoint",
@@ -94,6 +103,16 @@ def __getattr__(name: str) -> Any:
         from .checkpoint.load import load_checkpoint as found
     elif name == "prepare_states":
         from .checkpoint.prepare import prepare_states as found
+    elif name == "partition_activations":
+        from .activations.partition import partition_activations as found
+    elif name in ("ShardedLAMB", "ShardedLARS"):
+        from .optim import large_batch
+
+        found = getattr(large_batch, name)
+    elif name == "ShardedMuon":
+        from .optim.muon import ShardedMuon as found
+    elif name == "matrix_rule":
+        from .rules.matrix import matrix_rule as found
     elif name in ("DeepSpeedRun", "from_deepspeed_config"):
         from .integrations.deepspeed import config as deepspeed_config
 

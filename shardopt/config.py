@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from .arguments import flag, number, parts_of_model, path, texts, whole, word
 from .option import Flag, check_fields, option
 
-__all__ = ["Offload", "OptionKeywords", "Options", "Tuning"]
+__all__ = ["Offload", "OptionKeywords", "Options", "Stage", "Tuning"]
 
 MIB = 1 << 20
 _YEARS = 10 * 365 * 86400.0  # what "no limit" comes to: deadlines are kept in nanoseconds of 64 bits
@@ -78,6 +78,11 @@ class Tuning:
             gathers always have the group's timeout.
         neighbours: let CPU ranks of one machine read each other's params out of memory, where the system allows it,
             instead of sending them through sockets.
+        overlap_gather: stages 1 and 2 with the module, where params travel: ``step()`` returns while updated params are
+            on their way, and each bucket is waited for when the next forward needs it. What reads a param elsewhere
+            waits for all of them. What C++ reads without telling Python (``torch.func.grad(f)(param)``, a scripted
+            function, an extension, a CUDA graph, another stream) finds NaN outside of the forward of the param's own
+            module: it belongs in ``with optimizer.unsharded():``. See docs/stages.md.
         chunk_bytes: of one state that is read from a disk, updated and written at a time; 4 chunks of all states are
             in memory.
         nonfinite: what a step does when a gradient holds an Inf or a NaN: ``"skip"`` it on all ranks together with a
@@ -133,6 +138,12 @@ class Tuning:
     neighbours: bool = option(
         True, "CPU ranks of one machine read each other's params out of memory where the system allows it", flag
     )
+    overlap_gather: bool = option(
+        False,
+        "stages 1, 2 with the module, where params travel: they arrive during the next forward "
+        "([what it takes](stages.md#params-that-arrive-during-the-next-forward))",
+        flag,
+    )
     chunk_bytes: int = option(
         4 * MIB,
         "of one state that is read from a disk, updated and written at a time",
@@ -160,9 +171,11 @@ class Tuning:
 
     @property
     def deadline(self) -> timedelta | None:
+        """``timeout`` as a process group takes it."""
         return None if self.timeout is None else timedelta(seconds=self.timeout)
 
 
+Stage = Literal[0, 1, 2, 3]
 Master = Literal["fp32", "split", "split24", "none"]
 StateFormat = Literal["fp32", "bf16", "int8"]  # from exact to coarse
 GradientFormat = Literal["fp32", "bf16"]
@@ -191,7 +204,7 @@ def _tier(where: object) -> str:
 
 @dataclass(frozen=True)
 class Offload:
-    """What rests where between steps. Nothing of it changes a bit of the result.
+    """What is kept where between steps. None of it changes a bit of the result.
 
     ``"cpu"`` is host memory, anything else a directory: each rank makes a file of its own in it, which takes two copies
     of its masters and states and goes with the optimizer. What is not offered yet is refused.
@@ -258,6 +271,13 @@ class Offload:
 def _module(value: object, what: str) -> object:
     if value is not None and not isinstance(value, nn.Module):
         raise TypeError(f"{what} takes an nn.Module, found {type(value).__name__}.")
+    modules = () if value is None else value.named_modules()
+    scripted = next((name for name, each in modules if isinstance(each, torch.jit.ScriptModule)), None)
+    if scripted is not None:
+        raise TypeError(
+            f"give module.parameters(), or the module before torch.jit made it: {scripted or 'the module'} is a "
+            f"ScriptModule, which calls no hooks of shardopt; {what} would miss its gradients."
+        )
     return value
 
 
@@ -285,7 +305,8 @@ def _process_group(value: object, what: str) -> object:
     return value
 
 
-def _norm_group(value: object, what: str) -> object:
+def check_norm_group(value: object, what: str) -> object:
+    """Raises TypeError unless ranks that train one model can be read off it."""
     if not isinstance(value, dist.ProcessGroup | DeviceMesh):
         raise TypeError(
             f"{what} takes a ProcessGroup that this rank is a member of, or a DeviceMesh, found {value!r}: the other "
@@ -370,7 +391,7 @@ class Options:
             for an Inf or NaN in some of them) is refused by name. See docs/stages.md.
         reduce_dtype: in which gradients travel; they are summed in fp32 in any case (by NCCL: in this dtype). None:
             the gradient's own.
-        offload: where masters and states rest between steps: ``"cpu"``, a directory, or an :class:`Offload`. None:
+        offload: where masters and states are kept between steps: ``"cpu"``, a directory, or an :class:`Offload`. None:
             on the device.
         tuning: the rare knobs.
     """
@@ -381,7 +402,7 @@ class Options:
         _module,
         compared=_is_given,
     )
-    stage: int = option(
+    stage: Stage = option(
         1,
         "what is sharded: 0 nothing, 1 masters and states, 2 gradients too, 3 params too; from 2 on it takes the "
         "module",
@@ -398,7 +419,7 @@ class Options:
         None,
         "all ranks that train one model, where other ranks hold other params (stages of a pipeline): the norm and "
         "skipped steps are theirs together",
-        _norm_group,
+        check_norm_group,
         compared=_is_given,
     )
     master: Master = option(
@@ -435,7 +456,7 @@ class Options:
     release_gradients: bool = option(
         False,
         "update each bucket in backward, as soon as it is reduced, and keep no gradient: stages 0 and 1 with the "
-        "module, one backward a step ([what it takes](docs/stages.md#gradients-released))",
+        "module, one backward a step ([what it takes](stages.md#gradients-released))",
         flag,
         flag=Flag("keep none, where that can be: at stage 0 and 1, not offloaded", "released gradients"),
     )
@@ -444,13 +465,13 @@ class Options:
     )
     offload: str | os.PathLike[str] | Offload | None = option(
         None,
-        'where masters and states rest between steps: `"cpu"`, a directory (a path, not a bare name), or '
-        "[`Offload(...)`](docs/options.md)",
+        'where masters and states are kept between steps: `"cpu"`, a directory (a path, not a bare name), or '
+        "[`Offload(...)`](options.md)",
         _offload,
         compared=_in_full,
     )
     tuning: Tuning = option(
-        Tuning(), "bucket size, timeout, what to do about Inf and NaN: [all of it](docs/options.md)", _tuning
+        Tuning(), "bucket size, timeout, what to do about Inf and NaN ([all of it](options.md))", _tuning
     )
 
     def __post_init__(self) -> None:
@@ -460,16 +481,10 @@ class Options:
                 f"stage {self.stage} shards gradients while backward runs, which takes the module: hand it over, as "
                 f"first argument (ShardedAdamW(model, stage={self.stage})) or beside param groups (module=model)."
             )
-        if self.norm_group is not None and self.module is not None:
-            raise ValueError(
-                "norm_group was given with the module: gradients would be reduced at each of a pipeline's micro-"
-                "batches, whose forwards and backwards are interleaved. Give module.parameters() instead of the module "
-                "(stage 1), and average gradients over process_group, by DDP around the pipeline stage or all_reduce."
-            )
         if self.gradient_format != "fp32" and self.module is None:
             raise ValueError(
                 f"gradient_format={self.gradient_format!r} was given without the module: shardopt keeps no gradients "
-                "then, so it would have no effect. Hand the module over, or leave it away: param.grad has the param's "
+                "then, so it would have no effect. Hand the module over, or leave it out: param.grad has the param's "
                 "dtype."
             )
         if self.reduce_dtype is not None and self.module is None:
@@ -486,12 +501,12 @@ class Options:
         if rests is not None and rests.gradients is not None and self.stage < 2:
             raise ValueError(
                 f"Offload(gradients={rests.gradients!r}) was given at stage {self.stage}, where gradients lie where "
-                "backward puts them, so it would have no effect. Give stage=2 or 3, or leave it away."
+                "backward puts them, so it would have no effect. Give stage=2 or 3, or leave it out."
             )
         if rests is not None and rests.params is not None and self.stage < 3:
             raise ValueError(
                 f"Offload(params={os.fspath(rests.params)!r}) was given at stage {self.stage}, where params are whole "
-                "on every rank, so it would have no effect. Give stage=3, or leave it away."
+                "on every rank, so it would have no effect. Give stage=3, or leave it out."
             )
 
     def _check_release(self) -> None:
@@ -507,6 +522,11 @@ class Options:
                 f"{asked} at stage {self.stage}: from stage 2 on sums of gradients are kept to be added to, and at "
                 "stage 3 params lie in slices that backward gathers and drops. Released gradients need no sharding: "
                 "give stage=1, or leave release_gradients away."
+            )
+        if self.norm_group is not None:
+            raise ValueError(
+                f"{asked} with norm_group: a step is taken in each backward, and a pipeline has one for each micro-"
+                "batch, whose updates the other stages could not skip together. Leave release_gradients away."
             )
         if self.max_grad_norm is not None:
             raise ValueError(
@@ -532,18 +552,47 @@ class Options:
 
 
 class OptionKeywords(TypedDict, total=False):
-    """The fields of :class:`Options` once more, for type checkers, which read ``**options`` off no dataclass."""
+    """The fields of :class:`Options` once more, for type checkers, which read ``**options`` off no dataclass.
+
+    What an editor shows of a keyword is written here by ``scripts/options.py``.
+    """
 
     module: nn.Module | None
-    stage: int
+    """The plain or DDP module, whose gradients shardopt then reduces; implied when the first argument is a module."""
+    stage: Literal[0, 1, 2, 3]
+    """What is sharded: 0 nothing, 1 masters and states, 2 gradients too, 3 params too; from 2 on it takes the module.
+    """
     process_group: dist.ProcessGroup | DeviceMesh | None
+    """The ranks that share the states; None: DDP's group, the default group, or no communication. A 2D ``DeviceMesh``
+    (replicate, shard): hybrid sharding.
+    """
     norm_group: dist.ProcessGroup | DeviceMesh | None
-    master: Master
+    """All ranks that train one model, where other ranks hold other params (stages of a pipeline): the norm and skipped
+    steps are theirs together.
+    """
+    master: Literal["fp32", "split", "split24", "none"]
+    """What is kept behind bf16 params (fp32 ones have no master, whatever it says): ``"fp32"``; ``"split"``: the half
+    that the param lacks, exact in 2 bytes; ``"split24"``: 8 bits of it; ``"none"``: stochastic rounding.
+    """
     state_format: StateFormat | Mapping[str, StateFormat]
+    """Of states: ``"fp32"``, ``"bf16"``, ``"int8"`` in blocks of 256, or one for each by name."""
     gradient_format: GradientFormat
+    """Of the sums of gradients of bf16 params, where the module is handed over: ``"fp32"``, or ``"bf16"``, rounded once
+    a backward.
+    """
     ema: float | None
+    """Decay of a moving average of the weights, kept on the shards; ``unsharded(ema=True)`` shows it."""
     max_grad_norm: float | None
+    """Clipping to a global 2-norm, fused into the step; its bits do not depend on the number of ranks."""
     release_gradients: bool
+    """Update each bucket in backward, as soon as it is reduced, and keep no gradient: stages 0 and 1 with the module,
+    one backward a step.
+    """
     reduce_dtype: torch.dtype | None
+    """In which gradients travel; they are summed in fp32 (by NCCL: in this dtype)."""
     offload: str | os.PathLike[str] | Offload | None
+    """Where masters and states are kept between steps: ``"cpu"``, a directory (a path, not a bare name), or
+    ``Offload(...)``.
+    """
     tuning: Tuning
+    """Bucket size, timeout, what to do about Inf and NaN."""

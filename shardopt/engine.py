@@ -4,19 +4,22 @@ The optimizer is torch's surface and nothing else: each of its methods is a line
 engine too, and so does the view of the states, through a protocol that names the few things it needs.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import os
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from .config import Offload, Options
+from .config import Offload, check_norm_group
 from .domain.agreement import StepDigest, agree, agree_on_call
 from .domain.bind import bind, frozen_of
 from .domain.domain import Domain
@@ -25,16 +28,16 @@ from .domain.dtensors import DTensorLocals, local_gradient
 from .domain.formats import check_formats
 from .domain.hyperparameters import check_numbers, plain_numbers
 from .domain.masters import refresh_masters
-from .domain.memory import Memory, memory_of
-from .domain.param import Candidate, Group
-from .domain.param_state import ParamState
+from .domain.memory import memory_in_words, memory_of
+from .domain.norm_rules import check_takes_norms
 from .domain.relocate import move_states
 from .domain.tiers import tier_of
 from .domain.timings import Timings
 from .domain.unsharded import check_gathered_by_nobody, check_weights, unsharded
-from .errors import DisagreementError, ShardoptError, StateError
+from .errors import BindingError, CommunicationError, DisagreementError, ShardoptError, StateError
 from .module.backward import Backward
 from .module.closure import RaiseNow
+from .module.gradients_at_once import reduce_together, sum_tied
 from .module.materialize import (
     Values,
     check_materializable,
@@ -43,24 +46,32 @@ from .module.materialize import (
     meta_params,
 )
 from .module.takeover import ModuleTakeover
+from .option import given_in_words
 from .partition.comm.group import Ranks
 from .partition.mesh import Mesh, everyone_of
 from .partition.placement import Placement, Placements
 from .partition.schedule import Schedule
 from .partition.unit_view import Units, UnitView
-from .rules import Rule
 from .states.consolidate import consolidate, rank_to_gather_on
 from .states.table import StateTable, StateView
 from .states.torch_format import read_state_dict, to_state_dict
-from .step.step import NOTHING_DONE, Call, Outcome, run_step
+from .step.step import NOTHING_DONE, Call, run_step
 from .step.update_in_backward import UpdateInBackward, drop_gradients
+
+if TYPE_CHECKING:
+    from .config import Options
+    from .domain.memory import Memory
+    from .domain.param import Candidate, Group
+    from .domain.param_state import ParamState
+    from .rules import Rule
+    from .step.step import Outcome
 
 # The engines of this process, from the oldest: optimizers of one module ask for each other's params, and DDP's join()
 # takes those along whose params it wraps. The only table of the process that outlives a call.
-_LIVE: "list[weakref.ref[Engine]]" = []
+_LIVE: list[weakref.ref[Engine]] = []
 
 
-def live_engines() -> "list[Engine]":
+def live_engines() -> list[Engine]:
     """Those that were neither dropped nor closed, from the oldest."""
     found = (reference() for reference in _LIVE)
     return [engine for engine in found if engine is not None and not engine.is_closed]
@@ -95,6 +106,7 @@ class Engine:
         check_arguments: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None,
     ):
         check_formats(rule, options)
+        check_takes_norms(rule, options)
         self._owner = weakref.ref(owner)  # it has this engine, and must go as soon as nobody has it
         self.rule, self.options, self.check_arguments = rule, options, check_arguments
         self.local_params = DTensorLocals()
@@ -176,7 +188,13 @@ class Engine:
 
     def groups_by_domain(self) -> list[tuple[Domain, Sequence[Group]]]:
         """Each domain that has params, with its groups; in the same order on all ranks of a domain."""
-        return self.compose().groups_by_domain(self.groups, self._make_domain)
+        return self.compose().groups_by_domain(self.groups, self._make_expert_domain)
+
+    def _handed_over(self) -> list[tuple[Domain, Sequence[Group]]]:
+        """Those of a module that was handed over: without experts, the main one."""
+        if any(group.get("process_group") is not None for group in self.groups):
+            return self.groups_by_domain()
+        return [(self.compose().main, self.local_groups())]
 
     def ranks(self) -> Ranks:
         """All that make every call together; before the first step too, which may still be given another DDP module."""
@@ -184,11 +202,11 @@ class Engine:
             return self._composition.main.mesh.world
         group = self._process_group()
         found = None if group is None else everyone_of(group)
-        return Ranks(found, self.options.tuning.deadline, self._device_of_params())
+        return Ranks(found, self.options.tuning.deadline)
 
     def agree_on_call(self, call: str, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Collective: what all ranks give to a call, or the same error on all."""
-        return agree_on_call(call, read, self.ranks(), self.device)
+        return agree_on_call(call, read, self.ranks())
 
     @property
     def device(self) -> torch.device:
@@ -205,9 +223,15 @@ class Engine:
 
     def _make_domain(self, group: dist.ProcessGroup | DeviceMesh | None) -> Domain:
         sharded = Placements.of_stage(self.options.stage).state is Placement.SHARD
-        mesh = Mesh.of(group, sharded, self.options.tuning.deadline, self.device)
-        domain = Domain(self.rule, self.options, mesh)
+        mesh = Mesh.of(group, sharded, self.options.tuning.deadline)
+        domain = Domain(self.rule, self.options, mesh, self.local_params)
         self._at_the_end(Domain.retire, domain)
+        return domain
+
+    def _make_expert_domain(self, group: dist.ProcessGroup | DeviceMesh) -> Domain:
+        domain = self._make_domain(group)
+        if self.takeover is not None:
+            self.takeover.add_domain(domain, Backward(domain, self.compose().main.mesh.world.size))
         return domain
 
     def _make_backward(self, domain: Domain) -> Backward:
@@ -215,12 +239,12 @@ class Engine:
             return Backward(domain)
         me = weakref.ref(self)
 
-        def begin() -> tuple[Sequence[Group], Mapping[str, Any]]:
+        def begin() -> tuple[Sequence[Group], Mapping[str, Any], Sequence[Ranks]]:
             engine = me()
             assert engine is not None  # without it there are no hooks
             engine.check_weights("a backward with release_gradients=True")
             engine.states.consolidated = None
-            return engine.groups, engine.defaults
+            return engine.local_groups(), engine.defaults, engine.compose().whole
 
         self._release = UpdateInBackward(domain, begin)
         return self._release
@@ -265,27 +289,60 @@ class Engine:
                 "bind() takes a module over, but none was handed over: the params are bound at the first step. Pass "
                 "the module as first argument or as module=."
             )
-        domain = self.compose().main
-        candidates = domain.unbound(self.groups)
         takeover, values = self.takeover, Values(state_dict, init_fn)
-        if not candidates and not takeover.fresh and (domain.entries or not frozen_of(domain, takeover.module)):
+        by_domain = self._handed_over()
+        candidates = [each for domain, groups in by_domain for each in domain.unbound(groups)]
+        is_bound = all(domain.entries or not frozen_of(domain, takeover.module) for domain, _ in by_domain)
+        if not candidates and not takeover.fresh and is_bound:
             check_unused(values)
             return
         with self.takeover.closure.meeting():
-            self._bind_together(self.takeover, candidates, values)
+            self._bind_together(self.takeover, by_domain, candidates, values)
 
-    def _bind_together(self, takeover: ModuleTakeover, candidates: list[Candidate], values: Values) -> None:
-        domain = self.compose().main
+    def _bind_together(
+        self,
+        takeover: ModuleTakeover,
+        by_domain: Sequence[tuple[Domain, Sequence[Group]]],
+        candidates: list[Candidate],
+        values: Values,
+    ) -> None:
+        self.settle()
         self._announce("bind")
-        numbers = self._check_together(takeover, candidates, values)
+        composition = self.compose()
+        with composition.told("bind() begins"):
+            numbers = self._check_together(takeover, candidates, values)
+        try:
+            with composition.told("bind() ends"):
+                self._bind_module(takeover, by_domain, values, numbers)
+        finally:
+            self.local_params.show()
+
+    def _bind_module(
+        self,
+        takeover: ModuleTakeover,
+        by_domain: Sequence[tuple[Domain, Sequence[Group]]],
+        values: Values,
+        numbers: Sequence[dict[str, Any]],
+    ) -> None:
+        main = self.compose().main
         if meta_params(takeover.module):
-            takeover.give_devices(domain.mesh.world)
-            candidates = domain.unbound(self.groups)
-        elif not domain.entries and not takeover.fresh:
-            takeover.share_values(domain.mesh.world)
-        frozen = frozen_of(domain, takeover.module, candidates)
-        if candidates or frozen:
-            self._bind_params(domain, self.groups, numbers, candidates, frozen=frozen)
+            takeover.give_devices(main.mesh.world)
+        elif not any(domain.entries for domain, _ in by_domain) and not takeover.fresh:
+            takeover.share_values()
+        problem: Exception | None = None
+        for domain, groups in by_domain:
+            try:
+                unbound = domain.unbound(groups)
+                frozen = frozen_of(domain, takeover.module, unbound)
+                leads = len(by_domain) > 1 and domain.links is None  # rounds of experts run beside the main domain's
+                if unbound or frozen or leads:
+                    self._bind_params(domain, groups, numbers, unbound, frozen=frozen)
+            except Exception as error:
+                if domain is main:
+                    raise
+                problem = problem or error  # of the ranks of one expert: all others are told
+        if len(by_domain) > 1:
+            agree(StepDigest("experts", dict, problem), main.mesh.world)
         if takeover.fresh:
             takeover.give_values(values)
         takeover.expect_backward()
@@ -305,7 +362,7 @@ class Engine:
         bound = bind(domain, groups, numbers, candidates, waiting, frozen=frozen, fresh=fresh, closure=closure)
         self.states.forget_waiting(entry.param for entry in bound.entries)
         if takeover is not None:
-            takeover.attach(bound)
+            takeover.attach(domain, bound)
 
     def _check_together(
         self, takeover: ModuleTakeover, candidates: Sequence[Candidate], values: Values
@@ -315,23 +372,31 @@ class Engine:
         numbers: list[dict[str, Any]] = []
         domain = self.compose().main
         try:
+            self.compose().look(self.groups)  # first: it finds the ranks who are to be told of a problem
             takeover.check_covers(self.groups)
             takeover.check_covered()
             assert takeover.backward is not None
             takeover.check_free(candidates)
-            self.compose().look(self.groups)
             numbers = [plain_numbers(group) for group in self.groups]
             check_numbers(numbers, self.defaults)
             if takeover.fresh or meta_params(takeover.module):
+                self._check_one_domain()
                 check_materializable(takeover.module, values, takeover.fresh)
             else:
                 check_unused(values)
         except Exception as error:
             problem = error
         view = {"module": takeover.describe(), **values.describe()}
-        device = next((param.device for _, param, _ in candidates if not param.is_meta), torch.device("cpu"))
-        agree(StepDigest(view, lambda: view, problem), domain.mesh.world, device)
+        agree(StepDigest(view, lambda: view, problem), domain.mesh.world)
         return numbers
+
+    def _check_one_domain(self) -> None:
+        if len(self.domains) > 1:
+            raise BindingError(
+                "build the model with values (module.to_empty() and its initializers): some of it is on the meta "
+                "device, and param groups have their own process_group. Experts of other ranks would get the values "
+                "that this rank draws."
+            )
 
     def ensure_bound(self) -> None:
         """Collective: params become views of buckets, as at the first step, if they are not yet."""
@@ -360,9 +425,48 @@ class Engine:
         finally:
             self.takeover.pauses -= 1
 
+    @torch.no_grad()
+    def reduce_gradients(self) -> None:
+        """Collective: see :meth:`ShardedOptimizer.reduce_gradients`."""
+        self.check_open()
+        if self.takeover is None:
+            raise ShardoptError(
+                "hand the module over (as first argument or module=), or average gradients over process_group "
+                "yourself: reduce_gradients() reduces what backwards under no_sync() accumulated, and without the "
+                "module shardopt reduces no gradients."
+            )
+        if Placements.of_stage(self.options.stage).grad is Placement.SHARD or self.options.release_gradients:
+            return  # every backward has
+        self.bind()
+        reduce_together(self.compose().main, self.takeover.backward)
+
+    @torch.no_grad()
+    def sum_tied(self, param: torch.nn.Parameter, group: dist.ProcessGroup | DeviceMesh) -> None:
+        """Collective: see :meth:`ShardedOptimizer.sum_tied`."""
+        self.check_open()
+        if not isinstance(param, torch.nn.Parameter):
+            raise TypeError(f"sum_tied(param=) takes a param, an nn.Parameter, found {type(param).__name__}.")
+        check_norm_group(group, "sum_tied(group=)")
+        if not any(param is each for each in self.params):
+            raise ShardoptError(
+                "give the copy that this rank trains: sum_tied() was given a param that is in none of the optimizer's "
+                "param groups, and no gradient would be summed."
+            )
+        ranks = Ranks(everyone_of(group), self.options.tuning.deadline)
+        if ranks.rank and self.options.norm_group is not None:  # the first rank counts it in the norm of the model
+            local = self.local_params.of(param)
+            (self.compose().domain_of(local) or self.compose().main).note_slice(local, False, None)
+        sum_tied(param, ranks)
+
+    def settle(self) -> None:
+        """Waits for params that a step left under way."""
+        for domain in self.domains:
+            domain.settle()
+
     @contextmanager
     def unsharded(self, ema: bool) -> Iterator[None]:
         """See :meth:`ShardedOptimizer.unsharded`."""
+        self.settle()
         with unsharded(self.domains, self.rule, ema):
             yield
 
@@ -418,6 +522,7 @@ class Engine:
                 with torch.enable_grad():
                     loss = evaluate()
             scaled = scaling()
+            self.settle()
             backward = self._backward()
             if self.takeover is not None and backward is not None:
                 self.takeover.check_still_covered()
@@ -441,6 +546,8 @@ class Engine:
 
     def take(self, call: Call) -> None:
         """Collective: one step with the gradients that there are."""
+        if call.problem is None:
+            self.settle()  # in a join() this rank has run no forward since the last step
         # Released params would ask for each attribute whether it may be read.
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             updated, norm = self._close_released(call) if self.options.release_gradients else self._run(call)
@@ -453,6 +560,7 @@ class Engine:
         if call.problem is not None:
             raise call.problem
         if self._release is not None:
+            self.local_params.show()
             return self._release.close(self.params)
         drop_gradients(self.params)  # before the first forward there are none
         return NOTHING_DONE
@@ -481,6 +589,7 @@ class Engine:
         """See :meth:`ShardedOptimizer.refresh_masters`."""
         with self.lock:
             self.check_weights("refresh_masters()")
+            self.settle()
             self.states.consolidated = None
             for domain in self.domains:
                 refresh_masters(domain)
@@ -523,10 +632,11 @@ class Engine:
     def replace_states(self, loaded: Mapping[torch.nn.Parameter, ParamState], own: dict[Any, Any]) -> None:
         """Takes checked states by param, and what the user keeps beside them; all others are forgotten."""
         self.check_weights("loading states")
+        self.settle()
         self.states.replace(loaded)
         self.states.own = own
 
-    def copy_states(self, to: "Engine", copied: Callable[[Any], Any]) -> None:
+    def copy_states(self, to: Engine, copied: Callable[[Any], Any]) -> None:
         """The states of this moment wait in another engine for its params.
 
         Args:
@@ -558,6 +668,7 @@ class Engine:
     def _move(self, to: Offload | None) -> None:
         with self.lock:
             self.check_open()
+            self.settle()
             if move_states(self.domains, to):
                 self._away = to
 
@@ -565,8 +676,8 @@ class Engine:
 
     def units(self) -> Units:
         """See :meth:`ShardedOptimizer.units`."""
-        gatherers = [domain.sharded.gatherer for domain in self.domains if domain.sharded is not None]
-        units = [(each, unit) for each in gatherers for unit in each.units.values()]
+        sharded = [domain.sharded for domain in self.domains if domain.sharded is not None]
+        units = [(each.gatherer, unit) for each in sharded for unit in each.units]
         units.sort(key=lambda found: found[1].number)  # as in the model; buckets are made from its end
         return Units({unit.name: UnitView(gatherer, unit) for gatherer, unit in units})
 
@@ -579,28 +690,43 @@ class Engine:
         """See :meth:`ShardedOptimizer.timings`."""
         return Timings.of_all([domain.timings() for domain in self.domains])
 
+    def traffic(self) -> dict[str, int]:
+        """Bytes that this rank has received from others, by kind."""
+        found: Counter[str] = Counter()
+        for domain in self.domains:
+            found.update(domain.traffic())
+        return dict(found)
+
     def memory(self) -> Memory:
         """See :meth:`ShardedOptimizer.memory`."""
         grouped = self.params
         others = [] if self.takeover is None else list(self.takeover.module.parameters())
-        params = dict.fromkeys([*map(self.local_params.of, grouped), *others])
+        params = dict.fromkeys(map(self.local_params.of, [*grouped, *others]))
         grads = [local_gradient(param) for param in dict.fromkeys([*grouped, *others])]
         rests = self.options.rests
         return memory_of(self.domains, params, grads, rests, tier_of(rests if self._away is None else self._away))
 
     def describe(self) -> str:
-        """For ``repr``."""
-        words = f"stage={self.options.stage}"
-        for domain in (each for each in self.domains if each.shards):
+        """For ``repr``: the stage, what else differs from the defaults, and what it costs on this rank."""
+        words = ", ".join([f"stage={self.options.stage}", *given_in_words(self.options, besides=("module", "stage"))])
+        bound = [domain for domain in self.domains if domain.shards]
+        for domain in bound:
             words += (
                 f", ranks={domain.mesh.world.size}, buckets={len(domain.shards)}, transport={domain.transport.name}"
             )
-        return words
+        if self.is_closed:
+            return f"{words}, closed"
+        if not bound:
+            when = "step" if self.takeover is None else "forward"
+            return f"{words}, not bound: masters and states are allocated at the first {when}"
+        return f"{words})\nOn this rank ({memory_in_words(self.memory())}"
 
     @torch.no_grad()
     def close(self) -> None:
         """See :meth:`ShardedOptimizer.close`."""
         self.check_weights("close()")
+        with suppress(CommunicationError):  # told already; what did not arrive is lost with the other rank
+            self.settle()
         if self.takeover is not None:
             self.takeover.close()
         for finalizer in self._retire:

@@ -14,7 +14,9 @@ its command line take those that have a :class:`Flag`, ``scripts/options.py`` wr
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+import re
+import textwrap
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeVar, get_args, get_origin
 
 import torch
@@ -68,6 +70,36 @@ def option(
 def told(options: Any) -> Iterator[tuple[dataclasses.Field[Any], Told]]:
     """The fields of a dataclass of options, or of an instance, in order."""
     return ((each, each.metadata["told"]) for each in dataclasses.fields(options))
+
+
+def in_words(said: Told) -> str:
+    """The meaning without Markdown's links: a sentence for a docstring, without its full stop."""
+    plain = re.sub(r" ?\(\[[^]]*\]\([^)]*\)\)|\[([^]]*)\]\([^)]*\)", lambda found: found[1] or "", said.meaning)
+    return plain[0].upper() + plain[1:].replace("`", "``")
+
+
+def keywords_in_words(options: Any) -> str:
+    """All fields with their defaults and meanings, for the docstring of what takes them as keywords."""
+    lines = [f"{default_in_words(field)}: {in_words(said)}." for field, said in told(options)]
+    return "\n".join(textwrap.fill(line, 100, subsequent_indent="    ") for line in lines)
+
+
+def default_in_words(field: "dataclasses.Field[Any]") -> str:
+    """``stage=1``, as in a signature; options in an option without theirs."""
+    default = field.default
+    return f"{field.name}=" + (f"{type(default).__name__}()" if dataclasses.is_dataclass(default) else repr(default))
+
+
+def given_in_words(options: Any, besides: Sequence[str] = ()) -> list[str]:
+    """``name=value`` of each field that differs from its default; of options in an option only those that do."""
+    found = []
+    for field, _ in told(options):
+        value = getattr(options, field.name)
+        if field.name not in besides and value != field.default:
+            inner = dataclasses.is_dataclass(value) and not isinstance(value, type)
+            shown = f"{type(value).__name__}({', '.join(given_in_words(value))})" if inner else repr(value)
+            found.append(f"{field.name}={shown}")
+    return found
 
 
 def check_fields(instance: Any, prefix: str = "") -> None:

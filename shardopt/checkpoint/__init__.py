@@ -15,8 +15,10 @@ By checkpoints that load at any number of ranks, any stage and any bucket size, 
 
 The files are independent of the mesh: a *tensor* is cut into *ranges* of elements, in the storage order of the param,
 and each range lies in one piece in one file. Checksums are per chunk of a range, so a rank that needs a part of a
-range reads, and proves, that part only.
+range reads, and proves, that part only. What tensor parallelism cuts is kept as one tensor a *block*, a box of the
+param's elements; a rank that loads assembles what it needs of blocks that may be cut otherwise.
 
-Imports point down: ``save``, ``load`` -> ``background``, ``write`` -> ``plan_save``, ``plan_load``, ``fit`` ->
-``model`` -> ``meeting``; all of these -> ``reader`` -> ``publish``, ``manifest`` -> ``records``. ``files`` has all I/O.
+Imports point down: ``save``, ``load`` -> ``background``, ``write`` -> ``join``, ``plan_save``, ``plan_load``, ``fit``
+-> ``model`` -> ``claims``, ``names``, ``meeting`` -> ``everyone``; all of these -> ``assemble`` -> ``reader`` ->
+``publish``, ``manifest`` -> ``records`` -> ``block``. ``files`` has all I/O.
 """

@@ -1,18 +1,23 @@
 """Saving in the background: the handle, and the thread that writes while training goes on."""
 
+from __future__ import annotations
+
 import threading
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from ..offload.pinned import Pages, register_with_cuda
 from ..partition.memory import zeros
 from .elements import READ_BYTES, reader_of
-from .plan_save import Piece
-from .write import RankWriter
+
+if TYPE_CHECKING:
+    from .plan_save import Piece
+    from .write import RankWriter
 
 _ALIGNMENT = 64
 

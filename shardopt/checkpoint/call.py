@@ -1,15 +1,21 @@
 """The arguments of ``save_checkpoint`` and ``load_checkpoint``, checked before ranks meet."""
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from ..arguments import flag, path, whole
-from ..engine import Engine
 from ..optim.optimizer import ShardedOptimizer
+from .names import read_names
 from .plan_save import Request
+
+if TYPE_CHECKING:
+    from ..engine import Engine
 
 
 def check_module(module: nn.Module) -> None:
@@ -65,6 +71,7 @@ def read_request(
     asynchronous: object,
     allow_nonfinite: object,
     full_precision: object,
+    names: object,
 ) -> Request:
     """Returns the arguments checked. Raises TypeError or ValueError, by the argument's name."""
     if extra is not None and not isinstance(extra, Mapping):
@@ -77,4 +84,5 @@ def read_request(
         flag(asynchronous, "asynchronous"),
         flag(allow_nonfinite, "allow_nonfinite"),
         flag(full_precision, "full_precision"),
+        read_names(names),
     )

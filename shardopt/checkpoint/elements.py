@@ -1,12 +1,17 @@
 """Reads and writes elements of one tensor a chunk at a time, in a plain tensor or in a shard."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
-from ..domain.shard import Shard
 from ..tensors.strides import dense_strides, flattened, in_storage_order
 from .records import CHUNK_BYTES
+
+if TYPE_CHECKING:
+    from ..domain.shard import Shard
 
 # Read at a time. Elements that are offloaded to a disk lie in chunks that begin elsewhere, and a read that ends
 # inside of a chunk reads that chunk twice; so reads are longer than chunks of a checkpoint.

@@ -4,22 +4,29 @@
 ``torch``: the state dict of one optimizer, as ``torch.optim`` saves and loads it with ``weights_only=True``.
 """
 
+from __future__ import annotations
+
 import secrets
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..domain.param_state import count_as_torch
 from ..errors import CheckpointError
-from . import files, values
-from .elements import contiguous_strides, same_order
-from .reader import Checkpoint, chunks_of
-from .records import Key, Manifest
+from . import elements, files, values
+from .assemble import whole_of
+from .elements import contiguous_strides, reader_of, same_order
+from .reader import chunks_of
+from .records import Key
 from .tensor_file import Writer, bytes_of, header
+
+if TYPE_CHECKING:
+    from .reader import Checkpoint
+    from .records import Manifest, Tensor
 
 Advance = Callable[[int], None]
 
@@ -28,8 +35,8 @@ def export_weights(checkpoint: Checkpoint, target: Path, advance: Advance) -> No
     """Writes one safetensors file; tied params once, under their first name."""
     manifest = checkpoint.manifest
     keys = [_weight(manifest, name) for name in manifest.params] + [key for key, _ in manifest.of("buffers")]
-    keys.sort(key=lambda key: -manifest.tensors[key].values_dtype.itemsize)
-    described = [(key.name, manifest.tensors[key].values_dtype, manifest.tensors[key].shape) for key in keys]
+    keys.sort(key=lambda key: -_tensor(manifest, key).values_dtype.itemsize)
+    described = [(key.name, (each := _tensor(manifest, key)).values_dtype, each.shape) for key in keys]
     with _new(target) as made:
         writer = Writer(made, header(described, {"format": "pt"}))
         try:
@@ -41,13 +48,24 @@ def export_weights(checkpoint: Checkpoint, target: Path, advance: Advance) -> No
 
 
 def _weight(manifest: Manifest, name: str) -> Key:
-    master = Key("params", name, "master")
-    return master if master in manifest.tensors else Key("params", name, "param")
+    return Key("params", name, "master" if "master" in manifest.kinds[name] else "param")
+
+
+def _tensor(manifest: Manifest, key: Key) -> Tensor:
+    """Returns what a tensor of the export is; several of the checkpoint may make it up."""
+    return manifest.kinds[key.name][key.kind] if key.section == "params" else manifest.tensors[key]
 
 
 def _chunks(checkpoint: Checkpoint, key: Key, advance: Advance) -> Iterator[torch.Tensor]:
     """Yields elements in contiguous order; a tensor that was saved in another order passes through memory whole."""
-    tensor = checkpoint.manifest.tensors[key]
+    tensor = _tensor(checkpoint.manifest, key)
+    if key not in checkpoint.manifest.tensors:
+        assembly = whole_of(checkpoint.manifest, key.name, key.kind)
+        for start, stop in assembly.windows(0, tensor.numel):
+            read = reader_of(assembly.read(checkpoint, start, stop))
+            yield from elements.chunks_of(read, stop - start, assembly.dtype)
+            advance((stop - start) * tensor.dtype.itemsize)
+        return
     if same_order(tensor.shape, tensor.strides, contiguous_strides(tensor.shape)):
         for chunk in chunks_of(key, tensor):
             yield checkpoint.values(chunk)

@@ -122,7 +122,7 @@ def open_file(path: Path) -> int:
         ) from error
     if not stat.S_ISREG(os.fstat(file).st_mode):
         os.close(file)
-        raise CheckpointError(f"load another checkpoint: {path} is no regular file, and was not read.")
+        raise CheckpointError(f"load another checkpoint: {path} is not a regular file, and was not read.")
     return file
 
 

@@ -3,19 +3,26 @@
 And checks that the next step can be computed from the checkpoint's hyper-parameters.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from ..domain.hyperparameters import check_numbers, plain_numbers
-from ..engine import Engine
 from ..errors import CheckpointError
 from ..rules.rule import EMA
 from . import values
-from .model import Model, ModelParam, plain_name
-from .records import Key, Manifest
+from .claims import ADVICE
+from .names import plain_name
+from .records import Key
+
+if TYPE_CHECKING:
+    from ..engine import Engine
+    from .model import Model, ModelParam
+    from .records import Manifest
 
 _LISTED = 8  # mismatches that an error names
 
@@ -33,6 +40,7 @@ class Fit:
     """
 
     def __init__(self, manifest: Manifest, model: Model):
+        """Looks at what this rank has; :meth:`compare` then knows what the others have."""
         self.params: dict[str, str] = {}
         self.states: dict[str, str] = {}
         self.buffers: list[str] = []
@@ -44,24 +52,48 @@ class Fit:
             alias: name for name, about in manifest.params.items() for alias in (name, *about["aliases"])
         }
         self._flags = dict(self._find_flags())  # which states a rule keeps depends on them (amsgrad, momentum)
-        taken: dict[str, str] = {}
+        self._taken: dict[str, str] = {}
         for name, member in model.params.items():
             saved = next(iter(self._names_of(member)), None)
             if saved is None:
-                self._note(f"param {name!r} {_shape(member.param)} is missing in the checkpoint{self._renamed(member)}")
-            elif saved in taken:
-                self._note(f"params {taken[saved]!r} and {name!r} are two here and one tied param in the checkpoint")
+                self._note(f"param {name!r} {_shape(member)} is missing in the checkpoint{self._renamed(member)}")
+            elif saved in self._taken:
+                both = f"params {self._taken[saved]!r} and {name!r}"
+                self._note(f"{both} are two here and one tied param in the checkpoint")
             else:
-                taken[saved] = name
+                self._taken[saved] = name
                 self._param(member, saved)
+        self._check_ties()
+        self._modules = self._extra_states()
+
+    def told(self) -> dict[str, Any]:
+        """Returns what this rank takes, if no other one tells the same. JSON-able."""
+        model, is_first = self._model, self._model.home.rank == 0
+        saved_as = {name: saved for saved, name in self._taken.items() if model.params[name].holders.rank == 0}
+        return {
+            "params": list(saved_as.values()),
+            "groups": [
+                [[saved_as[name] for name in names if name in saved_as] for names in model.names_in(engine)]
+                for engine in model.engines
+            ],
+            "buffers": list(model.buffers) if is_first else [],
+            "modules": self._modules if is_first else [],
+        }
+
+    def compare(self, told: Sequence[Mapping[str, Any]]) -> None:
+        """Compares the whole checkpoint with what all ranks take of it."""
+        taken = {saved for each in told for saved in each["params"]}
         for saved, kinds in self._kinds.items():
-            if saved not in taken and not self._is_others(saved):
-                self._note(f"the checkpoint's param {saved!r} {list(kinds['param'].shape)} is not in the model")
-        self._check_ties(taken)
-        self._buffers()
-        self._extra_states()
-        if model.engines:
-            self._groups(taken)
+            if saved not in taken:
+                shape, turn = list(kinds["param"].shape), self._manifest.params[saved].get("turn")
+                self._note(f"the checkpoint's param {saved!r} {shape} is not in the model{_of_experts(turn)}")
+        self._buffers({name for each in told for name in each["buffers"]})
+        modules = {name for each in told for name in each["modules"]}
+        for name in self._manifest.info["module_extra"]:
+            if plain_name(name) not in modules:
+                self._note(f"the checkpoint's extra state of module {name!r} has no module here that takes one")
+        if self._model.engines:
+            self._groups([each["groups"] for each in told])
 
     def describe(self) -> str:
         more = len(self.mismatches) - _LISTED
@@ -69,7 +101,8 @@ class Fit:
 
     def _names_of(self, member: ModelParam) -> list[str]:
         """Returns the names in the checkpoint that a param's names here stand for."""
-        return [self._canonical[each] for each in (member.name, *member.aliases) if each in self._canonical]
+        of_now = [self._canonical[each] for each in (member.name, *member.aliases) if each in self._canonical]
+        return of_now or [self._canonical[each] for each in member.older if each in self._canonical]
 
     def _find_flags(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
         for optimizer in self._manifest.optimizers:
@@ -78,12 +111,6 @@ class Fit:
                 for name in group["params"]:
                     yield name, decoded
 
-    def _is_others(self, saved: str) -> bool:
-        """True if other ranks hold the param: those of another process group, of as many as there are here."""
-        turn = self._manifest.params[saved].get("turn")
-        own = {tuple(member.expert_group) for member in self._model.params.values() if member.expert_group is not None}
-        return turn is not None and tuple(turn) not in own and turn[1] in {total for _, total in own}
-
     def _note(self, mismatch: str) -> None:
         self.mismatches.append(mismatch)
 
@@ -91,34 +118,37 @@ class Fit:
         alike = [
             name
             for name, kinds in self._kinds.items()
-            if name not in self._model.params and kinds["param"].shape == tuple(member.param.shape)
+            if name not in self._model.params and kinds["param"].shape == member.block.shape
         ]
+        if member.turn is not None:
+            return f" (ranks use its name for {member.turn.total} experts: {ADVICE})"
         return f" (renamed from {alike[0]!r}?)" if len(alike) == 1 else ""
 
-    def _check_ties(self, taken: Mapping[str, str]) -> None:
+    def _check_ties(self) -> None:
         for name, member in self._model.params.items():
-            for saved in sorted(set(self._names_of(member)) - taken.keys()):
+            for saved in sorted(set(self._names_of(member)) - self._taken.keys()):
                 self._note(f"param {name!r} is tied to {saved!r} here and not in the checkpoint")
 
     # -- params and their states -----------------------------------------------------------------------------------
 
     def _param(self, member: ModelParam, saved: str) -> None:
-        tensor = self._kinds[saved]["param"]
-        if self._manifest.params[saved].get("place") != (None if member.place is None else str(member.place)):
-            theirs = self._manifest.params[saved].get("place", "a plain tensor")
-            self._note(f"param {member.name!r} is {member.place or 'a plain tensor'}, in the checkpoint {theirs}")
-        elif tensor.shape != tuple(member.param.shape):
-            self._note(
-                f"param {member.name!r} has shape {_shape(member.param)}, in the checkpoint {list(tensor.shape)}"
-            )
+        tensor, shape = self._kinds[saved]["param"], member.block.shape
+        place = self._manifest.params[saved].get("place")  # of a checkpoint of one part of a model
+        if place is not None and place != member.place:
+            self._note(f"param {member.name!r} is {member.place or 'a plain tensor'}, in the checkpoint {place}")
+            return
+        if place is not None:
+            shape = tuple(member.param.shape)
+        if tensor.shape != shape:
+            self._note(f"param {member.name!r} has shape {list(shape)}, in the checkpoint {list(tensor.shape)}")
         elif tensor.dtype is not member.param.dtype:
             self._note(f"param {member.name!r} is of {member.param.dtype}, in the checkpoint of {tensor.dtype}")
         else:
             self.params[member.name] = saved
-            if self._model.engines and self._states_fit(member, saved):
+            if self._model.engines and self._states_fit(member, saved, shape):
                 self.states[member.name] = saved
 
-    def _states_fit(self, member: ModelParam, saved: str) -> bool:
+    def _states_fit(self, member: ModelParam, saved: str, shape: tuple[int, ...]) -> bool:
         about, name = self._manifest.params[saved], member.name
         if about["optimizer"] is None or member.optimizer is None:
             if about["optimizer"] != member.optimizer:
@@ -136,7 +166,7 @@ class Fit:
             self._note(f"the group of {name!r} says nothing of {missing}, by which {rule.name!r} knows its states")
             return False
         needed = rule.variant(self._flags[saved]).states if about["has_state"] else ()
-        wrong = [kind for kind in self._kinds[saved] if self._kinds[saved][kind].shape != tuple(member.param.shape)]
+        wrong = [kind for kind in self._kinds[saved] if self._kinds[saved][kind].shape != shape]
         carried = set(rule.carried) if about["has_state"] else set()
         lacking = carried - about["carried"].keys() or about["carried"].keys() - set(rule.carried)
         differ = set(kinds) ^ set(needed)
@@ -151,7 +181,7 @@ class Fit:
 
     # -- buffers and groups ----------------------------------------------------------------------------------------
 
-    def _buffers(self) -> None:
+    def _buffers(self, taken: Collection[str]) -> None:
         theirs = {key.name: tensor for key, tensor in self._manifest.of("buffers")}
         for name, buffer in self._model.buffers.items():
             saved = theirs.get(name)
@@ -159,42 +189,57 @@ class Fit:
                 self._note(f"buffer {name!r} is missing in the checkpoint")
             elif saved.shape != tuple(buffer.shape) or saved.dtype is not buffer.dtype:
                 there = f"{list(saved.shape)} of {saved.dtype}"
-                self._note(f"buffer {name!r} is {_shape(buffer)} of {buffer.dtype}, in the checkpoint {there}")
+                self._note(f"buffer {name!r} is {list(buffer.shape)} of {buffer.dtype}, in the checkpoint {there}")
             else:
                 self.buffers.append(name)
         for name in theirs:
-            if name not in self._model.buffers:
+            if name not in taken:
                 self._note(f"the checkpoint's buffer {name!r} is not in the model")
 
-    def _extra_states(self) -> None:
+    def _extra_states(self) -> list[str]:
+        """Finds this rank's modules that take an extra state. Returns the names of all of them."""
         able = {
-            plain_name(name): name
+            self._model.names.of(name): name
             for name, each in self._model.module.named_modules()
             if type(each).set_extra_state is not nn.Module.set_extra_state
         }
         for name in self._manifest.info["module_extra"]:
             if plain_name(name) in able:
                 self.modules[name] = able[plain_name(name)]
-            else:
-                self._note(f"the checkpoint's extra state of module {name!r} has no module here that takes one")
+        return list(able)
 
-    def _groups(self, taken: Mapping[str, str]) -> None:
+    def _groups(self, told: Sequence[Sequence[Any]]) -> None:
         saved = self._manifest.optimizers
         if len(saved) != len(self._model.engines):
             self._note(f"{len(self._model.engines)} optimizers were given, the checkpoint holds {len(saved)}")
         for number, (theirs, engine) in enumerate(zip(saved, self._model.engines, strict=False)):
-            own = self._model.names_in(engine)
-            if len(own) != len(theirs["groups"]):
-                self._note(f"optimizer {number} has {len(own)} param groups, in the checkpoint {len(theirs['groups'])}")
-            for index, (names, group) in enumerate(zip(own, theirs["groups"], strict=False)):
-                if {taken.get(name) for name in group["params"] if not self._is_others(name)} == set(names):
+            count = len(engine.groups)
+            if count != len(theirs["groups"]):
+                self._note(f"optimizer {number} has {count} param groups, in the checkpoint {len(theirs['groups'])}")
+            for index, group in enumerate(theirs["groups"][:count]):
+                names = {name for each in told for name in each[number][index]}
+                if set(group["params"]) == names and self._has_all(engine, index):
                     self.groups[number, index] = group["values"]
                 else:
                     self._note(f"group {index} of optimizer {number} holds other params in the checkpoint")
 
+    def _has_all(self, engine: Engine, index: int) -> bool:
+        """True if all params of a group here were found in the checkpoint."""
+        found = set(self._taken.values())
+        return all(name in found for name in self._model.names_in(engine)[index])
 
-def _shape(tensor: torch.Tensor) -> list[int]:
-    return list(tensor.shape)
+
+def _of_experts(turn: Sequence[int] | None) -> str:
+    if turn is None:
+        return ""
+    return (
+        f" (it is one of {turn[1]} experts that were saved under one name: load it where as many ranks hold others, "
+        "and save it there with names=)"
+    )
+
+
+def _shape(member: ModelParam) -> list[int]:
+    return list(member.block.shape)
 
 
 # -- hyper-parameters --------------------------------------------------------------------------------------------------

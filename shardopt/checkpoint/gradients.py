@@ -1,12 +1,18 @@
 """Gradient accumulation in checkpoints: slices of sums over ranks, and gradients that a rank has not reduced yet."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..tensors.gradient import GradientPart
-from ..tensors.gradient_slice import GradientSlice, Norms
+from ..tensors.gradient_slice import Norms
+
+if TYPE_CHECKING:
+    from ..domain.param import ParamRecord
+    from ..tensors.gradient_slice import GradientSlice
 
 
 def describe(gradient_slice: GradientSlice) -> dict[str, Any]:
@@ -20,7 +26,7 @@ def describe(gradient_slice: GradientSlice) -> dict[str, Any]:
 
 
 def restore(
-    param: torch.nn.Parameter,
+    entry: ParamRecord,
     gradient_slice: GradientSlice,
     about: Mapping[str, Any] | None,
     own: torch.Tensor | None,
@@ -33,10 +39,10 @@ def restore(
         own: this rank's gradient that was not reduced.
         world_size: ranks that go on.
     """
-    param.grad, gradient_slice.pending, gradient_slice.undivided = None, None, None
+    gradient_slice.pending = gradient_slice.undivided = None
     with torch._C.DisableTorchFunctionSubclass():  # the param may be released
         if about is None:
-            param.grad = own
+            entry.show_gradient(own)
             return
         gradient_slice.divisor = about["divisor"]
         if gradient_slice.divisor != world_size:
@@ -45,9 +51,9 @@ def restore(
         if known is not None:
             saved = Norms(float.fromhex(known[0]), float.fromhex(known[1]), known[2])
             known = saved.over(
-                1.0, param.numel(), gradient_slice.rounded
+                1.0, entry.param.numel(), gradient_slice.rounded
             )  # the sum may have had another format when it was saved
         gradient_slice.norms = known
         gradient_slice.is_used = False
-        param.grad = GradientPart(gradient_slice, param)
+        entry.show_gradient(GradientPart(gradient_slice, entry.param))
         gradient_slice.pending = own

@@ -1,14 +1,19 @@
 """Tells what a checkpoint holds, and whether each of its bytes is as it was written."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from ..errors import CheckpointError
 from . import values
 from .publish import find
 from .reader import Checkpoint, chunks_of
-from .records import NAME_OF_DTYPE, SECTIONS, Key, Manifest, Tensor
+from .records import NAME_OF_DTYPE, SECTIONS
+
+if TYPE_CHECKING:
+    from .records import Key, Manifest, Tensor
 
 Advance = Callable[[int], None]  # told how many bytes were done
 
@@ -30,13 +35,53 @@ def describe(directory: Path) -> Iterator[str]:
     for number, optimizer in enumerate(manifest.optimizers):
         yield f"optimizer {number}: {optimizer['rule']}"
         for index, group in enumerate(optimizer["groups"]):
-            decoded = values.decode(group["values"], lambda name: cast(Any, f"tensor {name}"))
-            told = ", ".join(f"{key}={value}" for key, value in decoded.items() if value is not None)
+            told = ", ".join(f"{key}={value}" for key, value in _decoded(group["values"]).items() if value is not None)
             yield f"  group {index}: {len(group['params'])} param(s), {told}"
     if info["extra"]:
         yield f"extra: {', '.join(info['extra'])}"
     yield ""
     yield from _table(("name", "kind", "shape", "dtype", "step", "size", "ranges"), _rows(manifest))
+
+
+def as_data(directory: Path) -> dict[str, Any]:
+    """Returns what :func:`describe` tells, as numbers, texts, lists and dicts."""
+    path = find(directory)
+    with Checkpoint(path) as checkpoint:
+        manifest = checkpoint.manifest
+    info = manifest.info
+    columns = ("name", "kind", "shape", "dtype", "step", "size", "ranges")
+    tensors = [(key, tensor) for section in SECTIONS for key, tensor in sorted(manifest.of(section))]
+    return {
+        "path": str(path),
+        **{name: info[name] for name in ("step", "world", "shardopt", "torch")},
+        "imported": info.get("imported"),
+        "extra": list(info["extra"]),
+        "files": {name: file.nbytes for name, file in manifest.files.items()},
+        "optimizers": [
+            {"rule": each["rule"], "groups": list(map(_group_as_json, each["groups"]))} for each in manifest.optimizers
+        ],
+        "tensors": [
+            dict(zip(columns, _row(manifest, key, tensor), strict=True))
+            | {"shape": list(tensor.shape), "bytes": tensor.numel * tensor.dtype.itemsize}
+            for key, tensor in tensors
+        ],
+    }
+
+
+def _decoded(encoded: Any) -> dict[str, Any]:
+    """A group's values; a tensor, which lies in a file, is told by its name there."""
+    found: dict[str, Any] = values.decode(encoded, lambda name: cast(Any, f"tensor {name}"))
+    return found
+
+
+def _group_as_json(group: Any) -> dict[str, Any]:
+    return {"params": len(group["params"]), **{key: _as_json(each) for key, each in _decoded(group["values"]).items()}}
+
+
+def _as_json(value: Any) -> Any:
+    if isinstance(value, tuple | list):
+        return [_as_json(each) for each in value]
+    return value if value is None or isinstance(value, int | float | str) else str(value)
 
 
 def _rows(manifest: Manifest) -> Iterator[tuple[str, ...]]:
@@ -51,7 +96,7 @@ def _row(manifest: Manifest, key: Key, tensor: Tensor) -> tuple[str, ...]:
         kind = "gradient" if key.kind == "reduced" else f"gradient of rank {key.kind}"
     if key.section == "rng":
         name, kind = f"rank {key.name}", f"rng {key.kind}"
-    about = manifest.params[key.name] if key.section == "params" else None
+    about = manifest.params[manifest.param_of[key.name]] if key.section == "params" else None
     step = str(about["step"]) if about is not None and about["has_state"] else ""
     held = ", ".join(f"{each.file[5:10].lstrip('0') or '0'}[{each.start}:{each.stop}]" for each in tensor.ranges[:3])
     more = f" +{len(tensor.ranges) - 3}" if len(tensor.ranges) > 3 else ""

@@ -1,29 +1,35 @@
 """Loading: find out what fits, prove every byte that is needed, and only then change anything."""
 
-from collections.abc import Sequence
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from ..arguments import flag
-from ..domain.param import ParamRecord
 from ..domain.param_state import ParamState
-from ..engine import Engine
 from ..errors import CheckpointError, ShardoptError
-from ..optim.optimizer import ShardedOptimizer
 from ..rules.rule import EMA
 from . import gradients, rng, values
 from .call import check_module, directory_of, engines_of
 from .fit import Fit, check_groups
-from .meeting import Meeting, Problem
-from .model import Model, ModelParam, meeting_of
+from .model import Model, home_of, meeting_of, meeting_of_parts
+from .names import read_names
 from .plan_load import LoadPlan
 from .publish import find
-from .reader import Checkpoint, needed_chunks
+from .reader import Checkpoint
 from .records import Key
+
+if TYPE_CHECKING:
+    from ..domain.param import ParamRecord
+    from ..engine import Engine
+    from ..optim.optimizer import ShardedOptimizer
+    from .meeting import Meeting, Problem
+    from .model import ModelParam
 
 
 class Loaded(dict[str, Any]):
@@ -48,8 +54,9 @@ def load_checkpoint(
     optimizer: ShardedOptimizer | Sequence[ShardedOptimizer] | None = None,
     *,
     strict: bool = True,
+    names: Mapping[Any, str] | None = None,
 ) -> Loaded:
-    """Loads what :func:`save_checkpoint` wrote, at whatever number of ranks and stage. Collective.
+    """Loads what :func:`save_checkpoint` wrote, at whatever number of ranks, stage and cut of the model. Collective.
 
     Each rank reads the ranges that it needs. All of them are proven by their checksums before the first value changes.
     Training then goes on with the very bits of the run that was saved. An optimizer that has not bound its params does
@@ -60,6 +67,7 @@ def load_checkpoint(
         module: with the names, shapes and dtypes of the one that was saved.
         optimizer: as given to ``save_checkpoint``; None loads params and buffers only.
         strict: False loads what fits and lists the rest in ``mismatches``.
+        names: what modules are called in the whole model, as in ``save_checkpoint``.
 
     Returns:
         What was saved as ``extra``, as a dict with attributes: see :class:`Loaded`.
@@ -70,11 +78,33 @@ def load_checkpoint(
     """
     check_module(module)
     engines = engines_of(optimizer)
-    meeting = meeting_of(engines, module)
-    root, strict = meeting.together(lambda: (directory_of(directory), flag(strict, "strict")), "reading the arguments")
+    meeting = meeting_of(engines)
+    root, strict, given = meeting.together(
+        lambda: (directory_of(directory), flag(strict, "strict"), read_names(names)), "reading the arguments"
+    )
+    if _are_apart(root, engines, meeting):
+        meeting = meeting_of_parts(engines)
     checkpoint = _open(root, meeting)
     with checkpoint, torch.no_grad():
-        return _load(checkpoint, module, engines, strict, meeting)
+        return _load(checkpoint, lambda: Model(module, engines, given), engines, strict, meeting)
+
+
+def _are_apart(directory: Path, engines: Sequence[Engine], meeting: Meeting) -> bool:
+    """Collective: True if each part of the model has a checkpoint of its own, as before there was one of all ranks."""
+    phase = "opening a checkpoint"
+    is_first = home_of(engines).rank == 0
+    paths = meeting.everyones(str(directory.resolve()) if is_first else None, phase)
+    if len({path for path in paths if path is not None}) == 1:
+        return False
+
+    def look() -> str | None:  # one directory may have several paths
+        if not is_first:
+            return None
+        with Checkpoint(find(directory)) as checkpoint:
+            return checkpoint.digest
+
+    digests = meeting.everyones(meeting.together(look, phase), phase)
+    return len({digest for digest in digests if digest is not None}) > 1
 
 
 def _open(directory: Path, meeting: Meeting) -> Checkpoint:
@@ -94,29 +124,40 @@ def _open(directory: Path, meeting: Meeting) -> Checkpoint:
     return checkpoint
 
 
-def _load(checkpoint: Checkpoint, module: nn.Module, engines: list[Engine], strict: bool, meeting: Meeting) -> Loaded:
+def _load(
+    checkpoint: Checkpoint, look: Callable[[], Model], engines: list[Engine], strict: bool, meeting: Meeting
+) -> Loaded:
+    """Loads into the model that ``look`` finds, before its params are bound and behind it."""
     manifest, path = checkpoint.manifest, checkpoint.path
+    phase = "comparing the checkpoint with the model"
 
-    def compare() -> Fit:
-        model = Model(module, engines)
+    def fit() -> Fit:
         model.check_loadable()
-        fitting = Fit(manifest, model)
+        return Fit(manifest, model)
+
+    def compare() -> None:
+        fitting.compare(told)
         if strict and fitting.mismatches:
             raise CheckpointError(
                 f"give the model and optimizers that were saved, or strict=False to load what fits: {path} does not "
                 f"fit this model: {fitting.describe()}. Nothing was loaded."
             )
         check_groups(manifest, fitting, engines)
-        return fitting
 
     def bind() -> Model:
         for engine in engines:
             engine.ensure_bound()
-        return Model(module, engines)  # params have shards now
+        bound = look()  # params have shards now
+        bound.settle_as(model)
+        return bound
 
-    fitting = meeting.together(compare, "comparing the checkpoint with the model")
-    model = meeting.together(bind, "binding params")
-    loading = meeting.together(lambda: Loading(checkpoint, model, fitting, meeting), "checking the checkpoint")
+    model = meeting.together(look, phase)
+    model.settle(meeting, phase)
+    fitting = meeting.together(fit, phase)
+    told = meeting.everyones(fitting.told(), phase)
+    meeting.together(compare, phase)
+    bound = meeting.together(bind, "binding params")
+    loading = meeting.together(lambda: Loading(checkpoint, bound, fitting, meeting), "checking the checkpoint")
     loading.change()
     return Loaded(loading.extra, path, int(manifest.info["step"]), fitting.mismatches, loading.plan.losses())
 
@@ -132,11 +173,11 @@ class Loading:
         """
         self._checkpoint, self._manifest, self._meeting = checkpoint, checkpoint.manifest, meeting
         self._model, self._fitting = model, fitting
-        self.plan = LoadPlan(self._manifest, model, fitting)
+        self.plan = LoadPlan(self._manifest, model, fitting, meeting.world)
         for name in self._manifest.files:
             checkpoint.check_file(name)
         for target in self.plan.targets:
-            for chunk in needed_chunks(self._manifest, target.key, target.start, target.stop):
+            for chunk in target.chunks():
                 checkpoint.read(chunk)
         own_rng = sorted(key for key, _ in self._manifest.of("rng") if key.name == str(meeting.world.rank))
         # Read whole while they are proven: extra, random numbers.
@@ -193,14 +234,14 @@ class Loading:
 
     def _commit(self) -> None:
         model, fitting = self._model, self._fitting
-        for name, saved in fitting.params.items():
+        for name in fitting.params:
             param = model.params[name]
             if param.entry is not None:
                 self._commit_param(param, param.entry, fitting.states.get(name))
                 if param.entry.gradient_slice is not None:
-                    about = self._manifest.info.get("gradients", {}).get(saved)
+                    about = self.plan.sums.get(param.param)
                     own = self.plan.gradients.get(param.param)
-                    gradients.restore(param.param, param.entry.gradient_slice, about, own, self._meeting.world.size)
+                    gradients.restore(param.entry, param.entry.gradient_slice, about, own, model.home.size)
         for number, engine in enumerate(model.engines):
             engine.states.consolidated = None
             owned = {param for group in engine.local_groups() for param in group["params"]}
@@ -237,9 +278,9 @@ class Loading:
 
 def _before_writing(engine: Engine) -> None:
     """Collective: waits until no rank gathers what is about to be overwritten; nothing gathered stays."""
-    domain = engine.compose().main
-    if domain.sharded is not None:
-        domain.gatherer.before_writes()
+    for domain in engine.compose().domains:
+        if domain.sharded is not None:
+            domain.gatherer.before_writes()
 
 
 def _update_group(group: dict[str, Any], saved: dict[str, Any]) -> None:

@@ -15,7 +15,7 @@ from .records import (
 )
 from .schema import check_schema
 
-VERSION = 1
+WHOLE, IN_BLOCKS = 1, 2  # versions: the second where a param is made up of blocks
 MAX_BYTES = 1 << 30  # of a manifest: beyond this it is not even read
 FILE_NAME = re.compile(r"rank-\d{5}\.safetensors")
 _HEAD = '{"sha256": "%s",\n"manifest": '
@@ -36,7 +36,7 @@ def checked(manifest: Manifest) -> Manifest:
 def to_bytes(manifest: Manifest) -> bytes:
     """Returns JSON that begins with the digest of the rest of it."""
     content = {
-        "version": VERSION,
+        "version": IN_BLOCKS if any("blocks" in about for about in manifest.params.values()) else WHOLE,
         "info": manifest.info,
         "params": manifest.params,
         "optimizers": manifest.optimizers,
@@ -58,17 +58,17 @@ def from_bytes(data: bytes, where: str) -> Manifest:
         )
     try:
         content = json.loads(body[:-2], parse_constant=_no_constant)
-        if content["version"] != VERSION:
+        if content["version"] not in (WHOLE, IN_BLOCKS):
             raise CheckpointError(
                 "update shardopt, or save again with the version that wrote this checkpoint: "
-                f"{where} has format version {content['version']}, this shardopt reads version {VERSION}."
+                f"{where} has format version {content['version']}, this shardopt reads {WHOLE} and {IN_BLOCKS}."
             )
         files = {name: File(count(one), count(two), str(sha)) for name, (one, two, sha) in content["files"].items()}
         tensors = tensors_from_json(content["tensors"])
         return checked(Manifest(content["info"], content["params"], content["optimizers"], files, tensors))
     except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise CheckpointError(
-            f"load another checkpoint: {where} is no manifest that shardopt wrote: {error!r}. Nothing was loaded."
+            f"load another checkpoint: {where} is not a manifest that shardopt wrote: {error!r}. Nothing was loaded."
         ) from error
 
 

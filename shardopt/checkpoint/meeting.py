@@ -1,28 +1,50 @@
 """How ranks learn of each other while all of them stand in the same call: by messages."""
 
+from __future__ import annotations
+
 import hashlib
+import itertools
 import json
 from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any, TypeVar
-
-import torch
-import torch.distributed as dist
+from typing import Any, NamedTuple, TypeVar
 
 from ..domain.agreement import first_difference
 from ..errors import CheckpointError
 from ..partition.comm.group import Ranks
+from .everyone import Everyone, numbers_of
 
 Problem = Exception | None
 Result = TypeVar("Result")
+Crowd = Ranks | Everyone
+
+
+class Content(NamedTuple):
+    """What ranks that hold the same params say of them.
+
+    Attributes:
+        common: JSON that is the same on all of them.
+        own: JSON of the first one, which counts.
+    """
+
+    ranks: Ranks
+    common: Any
+    own: Any
+
+
+class Told(NamedTuple):
+    """:class:`Content` as all ranks know it; ``ranks`` by their global numbers."""
+
+    ranks: tuple[int, ...]
+    common: Any
+    own: Any
 
 
 class Meeting:
-    """All ranks in one call: those that make a checkpoint, and those that hold other parts of the model, if any."""
+    """All ranks in one call: those that make a checkpoint, and those of a model's other parts, if these have others."""
 
-    def __init__(self, world: Ranks, device: torch.device, beyond: Sequence[Ranks] = ()):
-        self.world, self._device = world, device
-        self._beyond = beyond  # met one after the other: they make checkpoints of other parts of the model
+    def __init__(self, world: Crowd, beyond: Sequence[Ranks] = ()):
+        self.world = world
+        self._beyond = beyond  # met one after the other: they load checkpoints of other parts of the model
 
     def together(self, work: Callable[[], Result], phase: str) -> Result:
         """Collective: returns what ``work`` returns on this rank, once it has ended without an error on every rank.
@@ -49,12 +71,12 @@ class Meeting:
         if problem is not None:
             raise problem
 
-    def _share_in(self, ranks: Ranks, problem: Problem, phase: str) -> None:
-        rows = ranks.exchange([int(problem is not None)], self._device, phase)
+    def _share_in(self, ranks: Crowd, problem: Problem, phase: str) -> None:
+        rows = ranks.exchange([int(problem is not None)], phase)
         if not any(flag for (flag,) in rows):
             return
         own = None if problem is None else f"{type(problem).__name__}: {problem}"
-        told = ranks.exchange_json(own, self._device, phase)
+        told = ranks.exchange_json(own, phase)
         if problem is not None:
             raise problem
         rank, text = next((rank, text) for rank, text in enumerate(told) if text is not None)
@@ -68,7 +90,7 @@ class Meeting:
         """Collective: raises CheckpointError if the model's other ranks do not give the same value."""
         self._compare(self._beyond, value, phase)
 
-    def _compare(self, groups: Sequence[Ranks], value: Any, phase: str) -> None:
+    def _compare(self, groups: Sequence[Crowd], value: Any, phase: str) -> None:
         problem: Problem = None
         for ranks in groups:
             try:
@@ -80,42 +102,69 @@ class Meeting:
         elif problem is not None:
             raise problem
 
-    def check_apart(self, directory: Path) -> None:
-        """Collective: raises CheckpointError if parts of the model would be saved over each other."""
-        problem: Problem = None
-        group = self.world.group
-        own = [str(directory.resolve()), [] if group is None else dist.get_process_group_ranks(group)]
-        for ranks in self._beyond:
-            told = ranks.exchange_json(own, self._device, "comparing directories")
-            if any(where == own[0] and who != own[1] for where, who in told):
-                problem = CheckpointError(
-                    'give each tensor-parallel rank and pipeline stage a directory of its own (f"runs/stage{s}-'
-                    f'tensor{{t}}"): ranks with other parts of the model were given {directory} too, and would '
-                    "replace each other's checkpoints."
-                )
-        if self._beyond:
-            self.share(problem, "comparing directories")
+    def by_holders(self, contents: Sequence[Content], phase: str) -> list[Told]:
+        """Collective: what each set of ranks that hold the same says of it, in the order of their first ranks.
 
-    def _compare_in(self, ranks: Ranks, own: Any, phase: str) -> None:
+        Ranks of one set must say the same, so only the first of them sends it; where all ranks are one set, none does.
+
+        Raises:
+            CheckpointError: they do not; on every rank.
+        """
+        own: list[list[Any]] = []
+        for each in contents:
+            own.append([numbers_of(each.ranks), _digest(each.common), each.own if each.ranks.rank == 0 else None])
+        told = list(itertools.chain.from_iterable(self.everyones(own, phase)))
+        digests: dict[tuple[int, ...], set[str]] = {}
+        for ranks, digest, _ in told:
+            digests.setdefault(tuple(ranks), set()).add(digest)
+        if any(len(each) > 1 for each in digests.values()):
+            self._raise_difference(contents, phase)
+        apart = {tuple(ranks): its_own for ranks, _, its_own in told if its_own is not None}
+        if len(digests) == 1:  # a message of one rank costs every rank a buffer of its length for each rank
+            common = [json.loads(json.dumps(each.common)) for each in contents]
+        else:
+            sent = [each.common if each.ranks.rank == 0 else None for each in contents]
+            everyones = itertools.chain.from_iterable(self.everyones(sent, phase))
+            common = [each for each in everyones if each is not None]
+        return [Told(ranks, each, apart[ranks]) for ranks, each in zip(apart, common, strict=True)]
+
+    def _raise_difference(self, contents: Sequence[Content], phase: str) -> None:
+        """Collective: raises CheckpointError with the first difference between ranks that hold the same."""
+        told = self.everyones([[numbers_of(each.ranks), each.common] for each in contents], phase)
+        first: dict[tuple[int, ...], tuple[int, Any]] = {}
+        for rank, theirs in enumerate(told):
+            for ranks, common in theirs:
+                one, expected = first.setdefault(tuple(ranks), (rank, common))
+                _raise_if_different(expected, common, (one, rank), phase)
+
+    def _compare_in(self, ranks: Crowd, own: Any, phase: str) -> None:
         digest = hashlib.sha256(json.dumps(own).encode()).digest()
         row = [int.from_bytes(digest[at : at + 8], "little", signed=True) for at in (0, 8)]
-        rows = ranks.exchange(row, self._device, phase)
+        rows = ranks.exchange(row, phase)
         if all(each == rows[0] for each in rows):
             return
-        told = ranks.exchange_json(own, self._device, phase)
+        told = ranks.exchange_json(own, phase)
         for rank, other in enumerate(told):
-            difference = first_difference(told[0], other)
-            if difference is not None:
-                where, ours, theirs = difference
-                raise CheckpointError(
-                    f"make the same call with the same model and optimizers on every rank: while {phase}, ranks differ "
-                    f"in {where}: {ours!r} on rank 0, {theirs!r} on rank {rank}. Nothing was done."
-                )
+            _raise_if_different(told[0], other, (0, rank), phase)
 
     def everyones(self, value: Any, phase: str) -> list[Any]:
         """Collective: every rank's JSON-able value, by rank."""
-        return self.world.exchange_json(value, self._device, phase)
+        return self.world.exchange_json(value, phase)
 
     def from_rank_0(self, value: Any, phase: str) -> Any:
         """Collective: rank 0's JSON-able value."""
-        return self.world.exchange_json(value if self.world.rank == 0 else None, self._device, phase)[0]
+        return self.world.exchange_json(value if self.world.rank == 0 else None, phase)[0]
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()
+
+
+def _raise_if_different(one: Any, other: Any, ranks: tuple[int, int], phase: str) -> None:
+    difference = first_difference(one, other)
+    if difference is not None:
+        where, ours, theirs = difference
+        raise CheckpointError(
+            f"make the same call with the same model and optimizers on every rank: while {phase}, ranks differ "
+            f"in {where}: {ours!r} on rank {ranks[0]}, {theirs!r} on rank {ranks[1]}. Nothing was done."
+        )

@@ -1,27 +1,24 @@
 """Plans a save: what the checkpoint will hold, and which ranges of it this rank writes."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
 
-from ..domain.domain import Domain
-from ..domain.domains import ExpertGroup
 from ..domain.masters import keep_low_bits
 from ..domain.param_state import ParamState
-from ..domain.shard import Shard, scales_name
+from ..domain.shard import scales_name
 from ..errors import CheckpointError
 from ..kernels.formats import FP32, BlockFormat
-from ..partition.comm.group import Ranks
 from ..partition.layout import BLOCK
-from ..partition.mesh import Mesh
 from ..tensors.part import Part
 from . import gradients, rng, values
 from .elements import (
-    Read,
     chunks_of,
     flat_of,
     reader_of,
@@ -29,15 +26,22 @@ from .elements import (
     stream_reader,
     strides_of,
 )
-from .model import Model, ModelParam, plain_name
-from .records import (
-    NAME_OF_DTYPE,
-    Key,
-    Tensor,
-    Tensors,
-    tensors_from_json,
-    tensors_to_json,
-)
+from .everyone import numbers_of
+from .records import NAME_OF_DTYPE, Key, Tensor
+
+if TYPE_CHECKING:
+    from ..domain.domain import Domain
+    from ..domain.shard import Shard
+    from ..partition.comm.group import Ranks
+    from ..partition.mesh import Mesh
+    from .elements import (
+        Read,
+    )
+    from .meeting import Crowd
+    from .model import Model, ModelParam
+    from .records import (
+        Tensors,
+    )
 
 
 class Request(NamedTuple):
@@ -50,6 +54,7 @@ class Request(NamedTuple):
     asynchronous: bool
     allow_nonfinite: bool
     full_precision: bool
+    names: dict[nn.Module, str]
 
 
 @dataclass(frozen=True)
@@ -86,13 +91,13 @@ class SavePlan:
         world: all ranks that make the checkpoint.
         pieces: what this rank writes.
         tensors: all that all ranks write, without ranges; but for those of one rank alone (random numbers).
-        shared: JSON that must be the same on all ranks: params, optimizers, step.
-        own: JSON of rank 0 alone: what the user gave.
+        shared: JSON that is the same on all ranks: params, optimizers, step.
+        own: JSON of rank 0 alone, which is not compared.
         must_be_finite: an Inf or NaN in a param, master or state is an error.
         step_is_counted: the step is the largest of any param, and was not given.
     """
 
-    def __init__(self, world: Ranks, must_be_finite: bool = True, step_is_counted: bool = True):
+    def __init__(self, world: Crowd, must_be_finite: bool = True, step_is_counted: bool = True):
         self.world, self.must_be_finite, self.step_is_counted = world, must_be_finite, step_is_counted
         self.pieces: list[Piece] = []
         self.tensors: Tensors = {}
@@ -110,53 +115,33 @@ class SavePlan:
         if start < stop or key.is_of_one_rank:  # without elements too: only the piece tells that there is such a tensor
             self.pieces.append(Piece(key, tensor, start, stop, read))
 
-    def add_whole(self, key: Key, tensor: torch.Tensor, ranks: Ranks | None = None, on_rank_0: bool = False) -> None:
-        """Plans a tensor that all of these ranks have: each writes a part of it, or rank 0 writes it."""
-        ranks = ranks or self.world
-        parts = (1 if ranks.rank == 0 else 0) if on_rank_0 else ranks.size
-        first, last = cut(tensor.numel(), parts, ranks.rank) if parts else (0, 0)
+    def add_shared(self, key: Key, tensor: torch.Tensor, ranks: Ranks) -> None:
+        """Plans a tensor that all of these ranks have, of which each writes a part."""
+        self._add(key, tensor, *cut(tensor.numel(), ranks.size, ranks.rank))
+
+    def add_of_one(self, key: Key, tensor: torch.Tensor, is_this: bool) -> None:
+        """Plans a tensor that one rank writes; ``is_this``: this one."""
+        self._add(key, tensor, 0, tensor.numel() if is_this else 0)
+
+    def _add(self, key: Key, tensor: torch.Tensor, first: int, last: int) -> None:
         self.add(key, _described(key, tensor), first, last, reader_of(flat_of(tensor)[first:last]))
 
-    def add_own(self, section: str, name: str, kind: str, tensor: torch.Tensor) -> None:
-        """Plans a tensor of this rank alone."""
-        key = Key(section, name, kind)
-        self.add(key, _described(key, tensor), 0, tensor.numel(), reader_of(flat_of(tensor)))
-
     def keep(self, tensor: torch.Tensor) -> str:
-        """Plans a tensor that the user gave. Returns the name under which it will be found."""
-        name = str(sum(key.section == "extra" for key in self.tensors))
-        self.add_whole(Key("extra", name, "value"), tensor.detach().clone(), on_rank_0=True)
+        """Plans a tensor that the user gave, on all ranks. Returns the name under which it will be found."""
+        return self._keep(tensor, "", self.world.rank == 0)
+
+    def keep_own(self, tensor: torch.Tensor) -> str:
+        """Plans a tensor that a module of this rank gave."""
+        return self._keep(tensor, f"{self.world.rank}." if self.world.rank else "", True)
+
+    def _keep(self, tensor: torch.Tensor, prefix: str, is_this: bool) -> str:
+        name = f"{prefix}{sum(key.section == 'extra' for key in self.tensors)}"
+        self.add_of_one(Key("extra", name, "value"), tensor.detach().clone(), is_this)
         return name
 
-    def of_this_rank(self) -> dict[str, Any]:
-        """Returns what other ranks do not know: params of groups with a process_group of their own. JSON-able."""
-        params = {name: about for name, about in self.shared["params"].items() if "turn" in about}
-        tensors = {key: each for key, each in self.tensors.items() if key.section == "params" and key.name in params}
-        return {"params": params, "tensors": tensors_to_json(tensors)}
 
-    def join(self, told: Sequence[Mapping[str, Any]]) -> None:
-        """Takes what all ranks told: the plan then says the same on all of them."""
-        params = {name: about for name, about in self.shared["params"].items() if "turn" not in about}
-        self.tensors = {
-            key: each for key, each in self.tensors.items() if key.section != "params" or key.name in params
-        }
-        for theirs in told:
-            params.update({name: about for name, about in theirs["params"].items() if name not in params})
-            self.tensors.update(tensors_from_json(theirs["tensors"]))
-        for each in self.shared["optimizers"]:
-            each["groups"] = [_with_all_turns(group, params) for group in each["groups"]]
-        self.shared["params"] = params
-        if self.step_is_counted:
-            self.shared["step"] = max([self.step, *(about["step"] for about in params.values())])
-
-    def skeleton(self) -> dict[str, Any]:
-        """Returns what ranks compare before anything is written."""
-        tensors = tensors_to_json({key: tensor for key, tensor in self.tensors.items() if key.section != "extra"})
-        return {**self.shared, "tensors": tensors}
-
-
-def plan_save(model: Model, request: Request) -> SavePlan:
-    """Returns the plan for the values of this moment. Local; reads no element.
+def plan_save(model: Model, world: Crowd, request: Request) -> SavePlan:
+    """Returns the plan for the values of this moment, which knows only what this rank has. Local; reads no element.
 
     Raises:
         CheckpointError: something cannot be saved; nothing was written.
@@ -167,7 +152,7 @@ def plan_save(model: Model, request: Request) -> SavePlan:
             if not request.full_precision:
                 _check_halves(domain)
             keep_low_bits(domain)  # their halves are saved as they are kept
-    plan = SavePlan(model.world, not request.allow_nonfinite, request.step is None)
+    plan = SavePlan(world, not request.allow_nonfinite, request.step is None)
     group_of = {
         param: group for engine in model.engines for group in engine.local_groups() for param in group["params"]
     }
@@ -175,24 +160,30 @@ def plan_save(model: Model, request: Request) -> SavePlan:
         name: _plan_param(plan, model, member, group_of.get(member.param, {}), request.full_precision)
         for name, member in model.params.items()
     }
+    is_first, home = model.home.rank == 0, tuple(numbers_of(model.home))
     for name, buffer in model.buffers.items():
-        # Ranks may hold other running statistics; as in DDP, those of rank 0 count.
-        plan.add_whole(Key("buffers", name, "value"), buffer, on_rank_0=True)
+        # Ranks may hold other running statistics; as in DDP, those of the first one count.
+        if model.buffer_claims.is_planned(name, home):
+            plan.add_of_one(Key("buffers", name, "value"), buffer, is_first)
     optimizers = [_plan_optimizer(plan, model, number) for number in range(len(model.engines))]
     reduced = {
-        name: about for name, member in model.params.items() if (about := _plan_gradient(plan, member)) is not None
+        member.block_name: about
+        for member in model.params.values()
+        if (about := _plan_gradient(plan, member)) is not None
     }
     step = request.step
     if step is None:
         step = max((each["step"] for each in params.values()), default=0)
     plan.shared = {"step": step, "params": params, "optimizers": optimizers}
+    extra = values.encode(request.extra, plan.keep, "extra")
+    states = dict(_extra_states(model)) if is_first else {}
     plan.own = {
         "gradients": reduced,
-        "extra": values.encode(request.extra, plan.keep, "extra"),
-        "module_extra": values.encode(dict(_extra_states(model.module)), plan.keep, "get_extra_state()"),
+        "extra": extra,
+        "module_extra": values.encode(states, plan.keep_own, "get_extra_state()"),
     }
     for kind, state in rng.states(model.device).items():
-        plan.add_own("rng", str(plan.world.rank), kind, state)
+        plan.add_of_one(Key("rng", str(world.rank), kind), state, True)
     return plan
 
 
@@ -215,7 +206,8 @@ def _plan_optimizer(plan: SavePlan, model: Model, number: int) -> dict[str, Any]
         given = {key: group[key] for key in group if key not in ("params", "param_names", "process_group")}
         where = f"group {index} of optimizer {number}"
         groups.append({"params": its_names, "values": values.encode(given, plan.keep, where)})
-    return {"rule": engine.rule.name, "counts_steps": engine.rule.counts_steps, "groups": groups}
+    counts = any(engine.rule.of(group).counts_steps for group in engine.groups)
+    return {"rule": engine.rule.name, "counts_steps": counts, "groups": groups}
 
 
 # -- params ------------------------------------------------------------------------------------------------------------
@@ -236,8 +228,10 @@ def _plan_param(
         loaded = model.engines[member.optimizer].states.waiting.get(member.param)
         if loaded is not None:
             state, has_state = loaded, True
-    if member.shard is None:
-        plan.add_whole(Key("params", member.name, "param"), member.param, member.world)
+    if not member.is_planned:
+        pass  # others who hold the same block write it
+    elif member.shard is None:
+        plan.add_shared(Key("params", member.block_name, "param"), member.param, member.holders)
     else:
         _plan_slice(plan, member, member.shard, "param", widens)
         if member.entry is not None and member.optimizer is not None:
@@ -250,10 +244,10 @@ def _plan_param(
                 f"take a step first, or save before loading: {kind} of {member.name!r} was loaded as a part and is "
                 "not bound yet, so the rest of it is not here."
             )
-        plan.add_whole(Key("params", member.name, kind), tensor, member.world)
+        if member.is_planned:
+            plan.add_shared(Key("params", member.block_name, kind), tensor, member.holders)
     return {
-        **({} if member.place is None else {"place": str(member.place)}),
-        **({} if member.expert_group is None else {"turn": list(member.expert_group)}),
+        **({} if member.turn is None else {"turn": list(member.turn)}),
         "aliases": list(member.aliases),
         "optimizer": member.optimizer,
         "step": state.step,
@@ -264,7 +258,8 @@ def _plan_param(
 
 def _plan_gradient(plan: SavePlan, member: ModelParam) -> dict[str, Any] | None:
     """Plans the gradient that was accumulated since the last step. Returns what all ranks know of its sum."""
-    slot, grad, about = member.entry.gradient_slice if member.entry is not None else None, member.param.grad, None
+    slot, grad = (None, None) if member.entry is None else (member.entry.gradient_slice, member.entry.grad)
+    about = None
     if slot is None or grad is None or member.shard is None:
         return None
     own: torch.Tensor | None = grad
@@ -273,20 +268,21 @@ def _plan_gradient(plan: SavePlan, member: ModelParam) -> dict[str, Any] | None:
         if not slot.is_used:
             about = gradients.describe(slot)
             tensor = Tensor(tuple(member.param.shape), member.shard.strides(member.index), slot.total.dtype, ())
-            key, where = Key("gradients", member.name, "reduced"), member.shard.slice_of(member.index)
+            key, where = Key("gradients", member.block_name, "reduced"), member.shard.slice_of(member.index)
             assert member.domain is not None
             first, last = _own_cut(slot.total.numel(), member.domain.mesh)
             read = reader_of(slot.summed()[0][first:last])
-            plan.add(key, tensor, where.start + first, where.start + last, read)
+            if member.is_planned:
+                plan.add(key, tensor, where.start + first, where.start + last, read)
     if own is not None:  # accumulated under no_sync()
-        plan.add_own("gradients", member.name, str(plan.world.rank), own)
+        plan.add_of_one(Key("gradients", member.block_name, str(plan.world.rank)), own, True)
     return about
 
 
 def _plan_slice(plan: SavePlan, member: ModelParam, shard: Shard, kind: str, widens: bool) -> None:
     """Plans a param in its dtype; a master or state in its format, with the scales of its blocks, or in fp32."""
     assert member.domain is not None
-    key, where = Key("params", member.name, kind), shard.slice_of(member.index)
+    key, where = Key("params", member.block_name, kind), shard.slice_of(member.index)
     first, last = _own_cut(where.local.stop - where.local.start, member.domain.mesh)
     format = None if kind == "param" or widens else shard.format_of(kind)
     dtype = member.param.dtype if kind == "param" else torch.float32
@@ -304,20 +300,6 @@ def _plan_slice(plan: SavePlan, member: ModelParam, shard: Shard, kind: str, wid
         )  # a replica that writes nothing has its cut inside of a block
         read = stream_reader(shard, scales_name(kind), where.local.start + begin * BLOCK, BLOCK)
         plan.add(key.scales, blocks, start + begin, start + end, read)
-
-
-def _with_all_turns(group: Mapping[str, Any], params: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a param group that also names the params which other ranks hold in place of this rank's."""
-    names: list[str] = []
-    for name in group["params"]:
-        if "turn" not in params[name]:
-            names.append(name)
-            continue
-        number, total = params[name]["turn"]
-        base = name.removesuffix(f"@{ExpertGroup(number, total)}")
-        siblings = [f"{base}@{ExpertGroup(each, total)}" for each in range(total)]
-        names += [each for each in siblings if each in params]
-    return {**group, "params": names}
 
 
 def cut(numel: int, parts: int, index: int) -> tuple[int, int]:
@@ -341,7 +323,7 @@ def _described(key: Key, tensor: torch.Tensor) -> Tensor:
     return Tensor(tuple(tensor.shape), strides_of(tensor), tensor.dtype, ())
 
 
-def _extra_states(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    for name, each in module.named_modules():
+def _extra_states(model: Model) -> Iterator[tuple[str, Any]]:
+    for name, each in model.module.named_modules():
         if type(each).get_extra_state is not nn.Module.get_extra_state:
-            yield plain_name(name), each.get_extra_state()
+            yield model.names.of(name), each.get_extra_state()

@@ -1,12 +1,14 @@
 """Reads a published checkpoint a chunk at a time, and proves each chunk by its checksum."""
 
+from __future__ import annotations
+
 import hashlib
 import zlib
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -17,7 +19,10 @@ from ..kernels.tables import BLOCK
 from . import files
 from .manifest import MAX_BYTES, from_bytes
 from .publish import MANIFEST, published
-from .records import CHUNK_BYTES, Key, Manifest, Range, Tensor
+from .records import CHUNK_BYTES
+
+if TYPE_CHECKING:
+    from .records import Key, Manifest, Range, Tensor
 
 
 @dataclass(frozen=True)
@@ -73,7 +78,7 @@ class Checkpoint:
         self._buffer = torch.empty(CHUNK_BYTES, dtype=torch.uint8)
         self._bytes = memoryview(cast(Any, self._buffer.numpy()))
 
-    def __enter__(self) -> "Checkpoint":
+    def __enter__(self) -> Checkpoint:
         return self
 
     def __exit__(self, *_: Any) -> None:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -11,6 +11,7 @@ import torch
 
 from ..errors import CheckpointError
 from ..kernels.formats import FORMATS
+from .block import Block
 
 # Elements are read, proven and written in chunks of this size; larger reads gained nothing on two kinds of disk.
 CHUNK_BYTES = 4 << 20
@@ -164,7 +165,8 @@ class Manifest:
 
     Attributes:
         info: JSON: token, sequence, step, world, versions, and the encoded ``extra``.
-        params: by name: aliases (names that are tied to it), optimizer (its index, or None), step, carried, has_state.
+        params: by name: aliases (names that are tied to it), optimizer (its index, or None), step, carried, has_state;
+            shape and blocks where several tensors make it up, each a block of its elements (see ``block.py``).
         optimizers: rule, whether it counts steps, groups (params by name, encoded values).
     """
 
@@ -178,12 +180,38 @@ class Manifest:
         return ((key, tensor) for key, tensor in self.tensors.items() if key.section == section)
 
     @cached_property
+    def blocks(self) -> dict[str, dict[str, Block]]:
+        """By param: name of its tensors -> the block of its elements that they hold."""
+        found = {}
+        for name, about in self.params.items():
+            if "blocks" not in about:
+                shape = self.tensors[Key("params", name, "param")].shape
+                found[name] = {name: Block.whole(shape)}
+                continue
+            blocks = [Block(tuple(about["shape"]), tuple(at), tuple(sizes)) for at, sizes in about["blocks"]]
+            found[name] = {block.name_in(name): block for block in blocks}
+        return found
+
+    @cached_property
+    def param_of(self) -> dict[str, str]:
+        """By name of tensors in "params" and "gradients": the param whose elements, or a block of them, they hold."""
+        return {each: name for name, blocks in self.blocks.items() for each in blocks}
+
+    @cached_property
     def kinds(self) -> dict[str, dict[str, Tensor]]:
-        """By param: kind ("param", "master" or a state) -> its tensor; without the scales of blocks."""
+        """By param: kind ("param", "master" or a state) -> its tensor; without the scales of blocks.
+
+        Where several tensors make it up: what one of them is, with the shape of all, and without ranges.
+        """
         found: dict[str, dict[str, Tensor]] = {}
         for key, tensor in self.of("params"):
             if not key.is_of_scales:
-                found.setdefault(key.name, {})[key.kind] = tensor
+                name = self.param_of[key.name]
+                if name != key.name:
+                    shape = tuple(self.params[name]["shape"])
+                    strides = torch.empty(shape, device="meta").stride()
+                    tensor = replace(tensor, shape=shape, strides=strides, ranges=())
+                found.setdefault(name, {}).setdefault(key.kind, tensor)
         return found
 
     def carried(self, name: str) -> dict[str, float]:
@@ -218,7 +246,7 @@ def is_count(value: Any) -> bool:
 
 def count(value: Any) -> int:
     if not is_count(value):
-        raise ValueError(f"{value!r} is no count")
+        raise ValueError(f"{value!r} is not a count")
     return int(value)
 
 

@@ -1,24 +1,30 @@
 """Saving: a plan, then every rank writes its own ranges, then rank 0 publishes what all have written."""
 
+from __future__ import annotations
+
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from ..errors import CheckpointError, ShardoptError
-from ..optim.optimizer import ShardedOptimizer
 from . import files, publish
 from .background import Background, Saving
 from .call import check_module, engines_of, read_request
-from .meeting import Meeting, Result
-from .model import Model, meeting_of, unwrapped
+from .join import join
+from .model import Model, meeting_of
+from .names import unwrapped
 from .plan_save import plan_save
 from .publish import Site
 from .write import RankWriter, as_checkpoint_error
+
+if TYPE_CHECKING:
+    from ..optim.optimizer import ShardedOptimizer
+    from .meeting import Meeting, Result
 
 _PLANNING = "planning a checkpoint"
 # Each module's own thread and staging memory, which a later save waits for. Goes with the module.
@@ -36,15 +42,17 @@ def save_checkpoint(
     asynchronous: bool = False,
     allow_nonfinite: bool = False,
     full_precision: bool = False,
+    names: Mapping[Any, str] | None = None,
 ) -> Saving:
     """Saves params, buffers, optimizer states, param groups and random numbers as a new checkpoint. Collective.
 
-    Each rank writes what it holds; nothing is gathered. The checkpoint loads at any number of ranks and any stage. It
+    Each rank writes what it holds; nothing is gathered. All ranks of a model make one checkpoint, whatever cut it:
+    data, tensor, pipeline or expert parallelism. It loads at any number of ranks, any stage, and in any other cut. It
     is there whole or not at all, whenever the machine stops.
 
     Args:
         directory: of all checkpoints of this training, on a file system that all ranks see. It is made if missing. One
-            save at a time writes there.
+            save at a time writes there. All ranks of the model give the same.
         module: whose names the checkpoint goes by; plain, DDP or compiled. Buffers that are not persistent are left
             out, as in ``module.state_dict()``.
         optimizer: one or a list of several, or None for the module alone (an empty list is refused).
@@ -56,6 +64,9 @@ def save_checkpoint(
         full_precision: save masters and states in fp32 where they are kept in shorter formats: larger, and readable by
             whatever reads safetensors. False: as they are kept. Either loads into any format.
         asynchronous: return as soon as the values of now are copied to host memory, and write in the background.
+        names: what modules are called in the whole model, where ``module`` is a part of it and numbers its layers anew:
+            ``{module: "layers.3"}`` saves its ``"weight"`` as ``"layers.3.weight"``. Modules within it may have names
+            of their own; the innermost one counts. Loading takes the same argument.
 
     Returns:
         A handle: ``wait()`` gives the checkpoint's path, or raises what went wrong. Unless ``asynchronous``, all is
@@ -69,15 +80,17 @@ def save_checkpoint(
     engines = engines_of(optimizer)
     background = _BACKGROUNDS.setdefault(unwrapped(module), Background())
     background.wait()
-    meeting = meeting_of(engines, module)
+    meeting = meeting_of(engines)
     request = meeting.together(
-        lambda: read_request(directory, extra, step, keep, asynchronous, allow_nonfinite, full_precision), _PLANNING
+        lambda: read_request(directory, extra, step, keep, asynchronous, allow_nonfinite, full_precision, names),
+        _PLANNING,
     )
-    meeting.check_apart(request.root)
-    plan = meeting.together(lambda: plan_save(Model(module, engines), request), _PLANNING)
-    plan.join(meeting.everyones(plan.of_this_rank(), _PLANNING))
-    options = {name: getattr(request, name) for name in ("keep", "asynchronous", "full_precision", "allow_nonfinite")}
-    meeting.compare({**plan.skeleton(), **options}, _PLANNING)
+    model = meeting.together(lambda: Model(module, engines, request.names), _PLANNING)
+    model.settle(meeting, _PLANNING)
+    plan = meeting.together(lambda: plan_save(model, meeting.world, request), _PLANNING)
+    join(plan, model, meeting, _PLANNING)
+    compared = ("step", "keep", "asynchronous", "full_precision", "allow_nonfinite")
+    meeting.compare({name: getattr(request, name) for name in compared}, _PLANNING)
     site, lock = _begin(request.root, plan.step, meeting)
     writer = RankWriter(site, lock, plan, request.keep)
     if request.asynchronous:
@@ -103,16 +116,18 @@ def _begin(root: Path, step: int, meeting: Meeting) -> tuple[Site, int | None]:
             site, lock = publish.begin(root, step)
         except Exception as error:
             raise as_checkpoint_error(error, root)  # noqa: B904 (it has its cause)
-        return [site.sequence, site.step, site.token], lock
+        return [str(site.saving), site.sequence, site.step, site.token], lock
 
-    told, lock = meeting.together(make, phase)
-    site = Site(root, *meeting.from_rank_0(told, phase))
+    made, lock = meeting.together(make, phase)
+    its_path, *told = meeting.from_rank_0(made, phase)
+    site = Site(root, *told)
 
     def look() -> None:
         if not files.is_file(site.owner):
             raise CheckpointError(
-                f"give a directory on a file system that all ranks see: rank 0 made {site.saving}, which is not there "
-                f"on rank {meeting.world.rank}, so each machine would keep ranges of its own."
+                "give all ranks of the model one directory, on a file system that all of them see: rank 0 made "
+                f"{its_path}, which is not there on rank {meeting.world.rank} (it looked for {site.saving}), so "
+                "each would keep ranges of its own."
             )
 
     _or_abandon(meeting, look, site, lock, phase)

@@ -4,17 +4,24 @@ A digest proves that a manifest is as somebody wrote it, not that shardopt did. 
 what is checked here: names refer to what is there, counts are counts, encoded values can be decoded.
 """
 
+from __future__ import annotations
+
 import math
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..errors import CheckpointError
 from ..kernels.formats import FORMATS, SPLIT, SPLIT24, BlockFormat
 from ..kernels.tables import BLOCK
-from .records import SECTIONS, Key, Manifest, Tensor, is_count
+from .block import Block, make_up
+from .records import SECTIONS, is_count
 from .values import MOST_LEVELS
+
+if TYPE_CHECKING:
+    from .records import Key, Manifest, Tensor
 
 _MOST_LEVELS = 2 * MOST_LEVELS  # a tuple is a list in a dict
 _MOST_DIMENSIONS = 64  # of a tensor of torch's
@@ -44,6 +51,15 @@ def _are_norms(value: Any) -> bool:
     return value is None or (known and _is_hex(value[0]) and _is_hex(value[1]) and is_count(value[2]))
 
 
+def _are_counts(value: Any) -> bool:
+    return isinstance(value, list) and len(value) <= _MOST_DIMENSIONS and all(map(is_count, value))
+
+
+def _are_blocks(value: Any) -> bool:
+    boxes = isinstance(value, list) and all(isinstance(each, list) and len(each) == 2 for each in value)
+    return boxes and all(_are_counts(at) and _are_counts(sizes) and len(at) == len(sizes) for at, sizes in value)
+
+
 def _is_turn(value: Any) -> bool:
     known = isinstance(value, list) and len(value) == 2 and all(type(each) is int for each in value)
     return known and 0 <= value[0] < value[1]
@@ -61,6 +77,8 @@ _HOLDS: dict[str, Callable[[Any], bool]] = {
     (_OBJECT := "an object"): lambda value: isinstance(value, Mapping),
     (_NORMS := "two norms and a count"): _are_norms,
     (_TURN := "a number below another one"): _is_turn,
+    (_SHAPE := "a shape"): _are_counts,
+    (_BLOCKS := "a list of boxes"): _are_blocks,
 }
 
 # Keys that must be there, and keys that may be; and what their values are.
@@ -75,7 +93,7 @@ _INFO_OPTIONAL: _Fields = {"imported": _TEXT, "gradients": _OBJECT}
 _GRADIENT: _Fields = {"divisor": _ABOVE_0}
 _GRADIENT_OPTIONAL: _Fields = {"norms": _NORMS}
 _PARAM: _Fields = {"aliases": _NAMES, "step": _COUNT, "has_state": _FLAG, "carried": _OBJECT}
-_PARAM_OPTIONAL: _Fields = {"place": _TEXT, "turn": _TURN}
+_PARAM_OPTIONAL: _Fields = {"place": _TEXT, "turn": _TURN, "shape": _SHAPE, "blocks": _BLOCKS}
 _OPTIMIZER: _Fields = {"rule": _TEXT, "counts_steps": _FLAG, "groups": _LIST}
 _GROUP: _Fields = {"params": _NAMES, "values": _OBJECT}
 
@@ -142,7 +160,7 @@ def _check_in_its_section(manifest: Manifest, key: Key, tensor: Tensor) -> None:
         is_bytes = tensor.dtype is torch.uint8 and len(tensor.shape) == 1
         _demand(is_bytes, f"{where}.{key.kind}", tensor.dtype, "bytes")
         return
-    _demand(key.name in manifest.params, where, key.name, "the name of a param")
+    _demand(key.name in manifest.param_of, where, key.name, "the name of a param or of a block of one")
     if key.kind == "param" or key.is_of_scales:
         return
     _demand(tensor.values_dtype.is_floating_point, f"{where}.{key.kind}", tensor.dtype, "floating point numbers")
@@ -150,7 +168,7 @@ def _check_in_its_section(manifest: Manifest, key: Key, tensor: Tensor) -> None:
         return
     if key.kind == "reduced":
         known = manifest.info.get("gradients", {})
-        told = "turn" in manifest.params[key.name] or key.name in known
+        told = "turn" in manifest.params[manifest.param_of[key.name]] or key.name in known
         _demand(told, where, key.kind, "what info tells of it")
     else:
         _check_rank(manifest, key.kind, where)
@@ -182,15 +200,39 @@ def _check_params(manifest: Manifest) -> None:
     params, optimizers = manifest.params, manifest.optimizers
     _expect(params, "params", _OBJECT)
     _expect(optimizers, "optimizers", _LIST)
-    of_params = {key.name for key in manifest.tensors if key.section == "params" and key.kind == "param"}
+    kinds_of: defaultdict[str, dict[str, Tensor]] = defaultdict(dict)
+    for key, tensor in manifest.of("params"):
+        if not key.is_of_scales:
+            kinds_of[key.name][key.kind] = tensor
     for name, about in params.items():
         where = f"params.{name}"
-        _demand(name in of_params, where, name, "the name of a tensor")
         _check(about, where, _PARAM, _PARAM_OPTIONAL)
+        if "blocks" in about:
+            _check_blocks(manifest, name, kinds_of)
+        else:
+            _demand("param" in kinds_of.get(name, ()), where, name, "the name of a tensor")
         _check(about["carried"], f"{where}.carried", dict.fromkeys(about["carried"], _HEX))
         number = about.get("optimizer", -1)
         known = number is None or (type(number) is int and 0 <= number < len(optimizers))
         _demand(known, f"{where}.optimizer", number, f"null, or one of {len(optimizers)} optimizers")
+
+
+def _check_blocks(manifest: Manifest, name: str, kinds_of: Mapping[str, Mapping[str, Tensor]]) -> None:
+    """Checks that blocks make up a param, and that there is the same of each of them."""
+    about, where = manifest.params[name], f"params.{name}.blocks"
+    shape = about.get("shape", ())
+    blocks = [Block(tuple(shape), tuple(at), tuple(sizes)) for at, sizes in about["blocks"]]
+    _demand(len(blocks) > 1 and make_up(shape, blocks), where, about["blocks"], f"blocks of a param of shape {shape}")
+    names = [block.name_in(name) for block in blocks]
+    first = kinds_of.get(names[0], {})
+    for each, block in zip(names, blocks, strict=True):
+        _demand(each not in manifest.params, where, each, "a name that no param has")
+        own = kinds_of.get(each, {})
+        _demand("param" in own and own.keys() == first.keys(), f"{where}.{each}", list(own), f"{list(first)}")
+        for kind, tensor in own.items():
+            _demand(tensor.shape == block.sizes, f"{where}.{each}.{kind}", tensor.shape, f"shape {block.sizes}")
+            alike = tensor.values_dtype is first[kind].values_dtype
+            _demand(alike, f"{where}.{each}.{kind}", tensor.dtype, f"{first[kind].values_dtype}")
 
 
 def _check_optimizer(manifest: Manifest, number: int, optimizer: Any) -> None:

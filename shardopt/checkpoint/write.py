@@ -5,6 +5,8 @@ leaves a small file when it is done or has failed, and whoever waits looks for t
 wait may take means that a rank is gone.
 """
 
+from __future__ import annotations
+
 import hashlib
 import json
 import time
@@ -13,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -22,20 +24,24 @@ from ..version import __version__
 from . import files, publish
 from .elements import contiguous_strides
 from .manifest import checked, to_bytes
-from .plan_save import Piece, SavePlan
-from .publish import Site
 from .reader import chunks_of_range
 from .records import (
     File,
-    Key,
     Manifest,
     Range,
-    Tensor,
-    Tensors,
     tensors_from_json,
     tensors_to_json,
 )
 from .tensor_file import Writer, header
+
+if TYPE_CHECKING:
+    from .plan_save import Piece, SavePlan
+    from .publish import Site
+    from .records import (
+        Key,
+        Tensor,
+        Tensors,
+    )
 
 _MOST_OF_A_PART = 1 << 30
 _SHORTEST, _LONGEST = 0.001, 0.25  # seconds between two looks

@@ -6,13 +6,15 @@ sends a digest of its view of the step, and what the decision needs (overflow, n
 the views themselves, and the first difference is named on every rank.
 """
 
+from __future__ import annotations
+
 import hashlib
 import json
 import math
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -23,7 +25,9 @@ from ..errors import (
     ShardoptError,
 )
 from ..kernels.reductions import LIMBS
-from ..partition.comm.group import Ranks
+
+if TYPE_CHECKING:
+    from ..partition.comm.group import Ranks
 
 # Averages of one batch agree to rounding; gradients of different batches to no digit.
 _ALIKE, _TINY = 1e-2, 1e-12
@@ -70,7 +74,7 @@ class Consensus:
     proposes_order: bool  # on any rank
 
 
-def agree(view: StepDigest, ranks: Ranks, device: torch.device, one_copy: Sequence[int] = ()) -> Consensus:
+def agree(view: StepDigest, ranks: Ranks, one_copy: Sequence[int] = ()) -> Consensus:
     """Collective: exchanges the digests.
 
     Args:
@@ -81,11 +85,11 @@ def agree(view: StepDigest, ranks: Ranks, device: torch.device, one_copy: Sequen
         DisagreementError: another rank's problem, or the first difference between the views; on every rank.
         CommunicationError: a rank is missing.
     """
-    rows = ranks.exchange(view.row(), device, "agreeing on the step")
+    rows = ranks.exchange(view.row(), "agreeing on the step")
     if any(row[2] for row in rows):
-        _raise_problem(view, ranks, device)
+        _raise_problem(view, ranks)
     if any(row[:2] != rows[0][:2] for row in rows):
-        _raise_difference(view, ranks, device)
+        _raise_difference(view, ranks)
     _compare_witnesses([row[5] for row in rows])
     counted = [rows[rank] for rank in one_copy] or rows[:1]
     return Consensus(
@@ -97,7 +101,7 @@ def agree(view: StepDigest, ranks: Ranks, device: torch.device, one_copy: Sequen
     )
 
 
-def agree_on_call(call: str, read: Callable[[], dict[str, Any]], ranks: Ranks, device: torch.device) -> dict[str, Any]:
+def agree_on_call(call: str, read: Callable[[], dict[str, Any]], ranks: Ranks) -> dict[str, Any]:
     """Collective, ahead of what a call does together: what ``read`` makes of its arguments, JSON-able.
 
     Raises:
@@ -112,7 +116,7 @@ def agree_on_call(call: str, read: Callable[[], dict[str, Any]], ranks: Ranks, d
     except Exception as error:
         problem = error
     key = {call: given}
-    agree(StepDigest(key, lambda: key, problem, consequence=f"so {call} did nothing"), ranks, device)
+    agree(StepDigest(key, lambda: key, problem, consequence=f"so {call} did nothing"), ranks)
     return given
 
 
@@ -133,9 +137,9 @@ def _compare_witnesses(bits: Sequence[int]) -> None:
             )
 
 
-def _raise_problem(view: StepDigest, ranks: Ranks, device: torch.device) -> None:
+def _raise_problem(view: StepDigest, ranks: Ranks) -> None:
     own = None if view.problem is None else [type(view.problem).__name__, str(view.problem)]
-    problems = ranks.exchange_json(own, device, "reporting a problem")
+    problems = ranks.exchange_json(own, "reporting a problem")
     # A rank that broke off a backward fails the others with a CommunicationError there: its own error says more.
     told = [(rank, problem) for rank, problem in enumerate(problems) if problem is not None]
     first = [each for each in told if each[1][0] != CommunicationError.__name__]
@@ -149,8 +153,8 @@ def _raise_problem(view: StepDigest, ranks: Ranks, device: torch.device) -> None
     ) from view.problem
 
 
-def _raise_difference(view: StepDigest, ranks: Ranks, device: torch.device) -> None:
-    descriptions = ranks.exchange_json(view.describe(), device, "finding where ranks differ")
+def _raise_difference(view: StepDigest, ranks: Ranks) -> None:
+    descriptions = ranks.exchange_json(view.describe(), "finding where ranks differ")
     for rank, other in enumerate(descriptions):
         difference = first_difference(descriptions[0], other)
         if difference is not None:

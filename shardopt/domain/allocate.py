@@ -4,25 +4,30 @@ All of it is made before the last agreement of the ranks, and until then only th
 here or on another rank, the ``ExitStack`` of the caller undoes what was made.
 """
 
+from __future__ import annotations
+
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
-from ..offload.gradients import HostLanding
 from ..partition.bucket import Bucket
-from ..partition.layout import BucketLayout
 from ..partition.reduce_buckets import DeviceSum, GradientBucket, PassingSum
-from ..partition.unit import Slice
-from .bucket_plan import PlannedBucket
-from .domain import Domain
 from .formats import NOTHING
 from .host_sum import HostSum
 from .param import ParamRecord
 from .param_state import ParamState
 from .shard import Shard
 from .tiers import make_store
+
+if TYPE_CHECKING:
+    from ..offload.gradients import HostLanding
+    from ..partition.layout import BucketLayout
+    from ..partition.unit import Slice
+    from .bucket_plan import PlannedBucket
+    from .domain import Domain
 
 Waiting = Mapping[torch.nn.Parameter, ParamState]
 Fresh = Collection[torch.Tensor]
@@ -58,14 +63,16 @@ def allocate(
         waiting: states that were loaded, by param.
         fresh: params that have no values yet.
     """
-    bucket = _bucket([param for _, param, _ in planned.members], planned.layout, fresh, planned.is_released, undo)
+    params = [param for _, param, _ in planned.members]
+    bucket = _bucket(domain, params, planned.layout, fresh, planned.is_released, undo)
     is_offloaded = planned.is_released and domain.offloads_params(bucket.device)
     store = domain.store_for(bucket.device)
     shard = Shard(bucket, domain.mesh.shard.rank, planned.states, store, planned.kept, is_offloaded)
     undo.callback(shard.home.release)
     entries = []
     for index, (name, param, group) in enumerate(planned.members):
-        entry, state = ParamRecord(param, name, shard, index, domain.rule.initial_values(group)), waiting.get(param)
+        outer, initial, state = bucket.outers[index], domain.rule.initial_values(group), waiting.get(param)
+        entry = ParamRecord(param, name, shard, index, outer, initial, domain.rule.of(group).name)
         entries.append(entry)
         if state is None:
             entry.write_initial()
@@ -81,7 +88,7 @@ def allocate_frozen(
     domain: Domain, params: Sequence[torch.nn.Parameter], layout: BucketLayout, fresh: Fresh, undo: ExitStack
 ) -> Made:
     """Moves frozen params into a bucket: they have no master, no state and no gradient."""
-    bucket = _bucket(params, layout, fresh, True, undo)
+    bucket = _bucket(domain, params, layout, fresh, True, undo)
     is_offloaded = domain.offloads_params(bucket.device)
     store = domain.store_for(bucket.device) if is_offloaded else make_store(None, domain.options.tuning, bucket.device)
     shard = Shard(bucket, domain.mesh.shard.rank, (), store, NOTHING, is_offloaded)
@@ -90,9 +97,14 @@ def allocate_frozen(
 
 
 def _bucket(
-    params: Sequence[torch.nn.Parameter], layout: BucketLayout, fresh: Fresh, is_released: bool, undo: ExitStack
+    domain: Domain,
+    params: Sequence[torch.nn.Parameter],
+    layout: BucketLayout,
+    fresh: Fresh,
+    is_released: bool,
+    undo: ExitStack,
 ) -> Bucket:
-    bucket = Bucket(params, layout, fresh, is_released)
+    bucket = Bucket(params, layout, fresh, is_released, list(map(domain.locals.outer_of, params)))
     undo.callback(_give_back, bucket)
     return bucket
 

@@ -1,17 +1,22 @@
 """Shows the moving average of the weights in place of the weights, for a while."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING
 
 import torch
 
 from ..errors import OffloadError
 from ..rules.rule import EMA
 from .agreement import StepDigest, agree
-from .domain import Domain
 from .masters import begin_averages
-from .param import ParamRecord
 from .shard import Shard
+
+if TYPE_CHECKING:
+    from .domain import Domain
+    from .param import ParamRecord
 
 Slices = dict[Shard, torch.Tensor]  # 1D, as long as the shard and of its params' dtype
 
@@ -103,4 +108,4 @@ def _on_all(domain: Domain, act: Callable[[], None]) -> None:
     except OffloadError as error:
         problem = error
     if not domain.store.is_final:
-        agree(StepDigest("average", dict, problem), domain.mesh.world, domain.device)
+        agree(StepDigest("average", dict, problem), domain.mesh.world)

@@ -13,11 +13,13 @@ bound param never changes its place. The order of events:
 An error before 5 is raised on all ranks, and all of them undo what they made.
 """
 
+from __future__ import annotations
+
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -29,17 +31,24 @@ from ..partition.placement import Placement, Placements
 from ..tensors.part import Part
 from ..tensors.unsharded_guard import is_sharded
 from .agreement import StepDigest, agree, checksum
-from .allocate import Fresh, Made, Waiting, allocate, allocate_frozen
+from .allocate import allocate, allocate_frozen
 from .bindable import check_bindable, check_gradient_format, warn_of_master
-from .bucket_plan import PlannedBucket, plan_buckets
+from .bucket_plan import plan_buckets
+from .called import stage_numbers
 from .connect import Windows, connect, open_windows
-from .domain import Domain, Links
-from .param import Candidate, Group, ParamRecord, named_params
+from .experts import own_units
+from .param import named_params
 from .param_names import matching
 from .param_state import ParamState, check_part
-from .shard import Shard
 from .tiers import check_offload, make_landing
 from .units import UnitPlan, check_names, units_of
+
+if TYPE_CHECKING:
+    from .allocate import Fresh, Made, Waiting
+    from .bucket_plan import PlannedBucket
+    from .domain import Domain, Links
+    from .param import Candidate, Group, ParamRecord
+    from .shard import Shard
 
 UnitTable = Mapping[torch.nn.Parameter, tuple[int, UnitPlan]]
 
@@ -87,26 +96,28 @@ def bind(
     plan: list[PlannedBucket] = []
     sums: list[int] = []
     units: UnitTable = {}
-    device, world = candidates[0][1].device if candidates else frozen[0].device, domain.mesh.world
+    device, world = _device_of(domain, candidates, frozen), domain.mesh.world
     try:
         if candidates:
             _check(domain, groups, candidates)
         units = unit_table(domain)
         plan = plan_of(domain, candidates, waiting, units)
         if world.size > 1:
-            sums = [0 if param in fresh or is_sharded(param) else checksum(param) for _, param, _ in candidates]
+            sums = [
+                0 if param in fresh or _is_sharded(domain, param) else checksum(param) for _, param, _ in candidates
+            ]
     except Exception as error:
         problem = error
     description = _description(domain, groups, numbers, candidates, closure, waiting)
     description["values"] = {name: value for (name, _, _), value in zip(candidates, sums, strict=False)}
     description["frozen params of the module"] = [[list(param.shape), str(param.dtype)] for param in frozen]
-    agree(StepDigest(description, lambda: description, problem), world, device)
+    agree(StepDigest(description, lambda: description, problem), world)
     with ExitStack() as undo:
         made: list[Made] = []
         landing = domain.landing
         try:
             if domain.sharded is not None:  # frozen params that train from now on need whole values first
-                domain.sharded.remove_params([param for _, param, _ in candidates])
+                domain.sharded.remove_params([domain.locals.outer_of(param) for _, param, _ in candidates])
             if domain.links is None and domain.options.module is not None:
                 landing = make_landing(domain.options.rests, device)
                 if landing is not None:
@@ -117,7 +128,7 @@ def bind(
                 made.append(allocate_frozen(domain, members, layout, fresh, undo))
         except Exception as error:
             problem = error
-        agree(StepDigest("bound", dict, problem), world, device)
+        agree(StepDigest("bound", dict, problem), world)
         links, windows = domain.links, Windows()
         try:
             if links is None:
@@ -127,12 +138,19 @@ def bind(
             raise
         except Exception as error:
             problem = error
-        agree(StepDigest("connected", dict, problem), world, device)
+        agree(StepDigest("connected", dict, problem), world)
         undo.pop_all()
     assert links is not None
     bound = _adopt(domain, links, made, windows, units)
     return_free_memory(device)  # of params before they moved, and of temporaries
     return bound
+
+
+def _device_of(domain: Domain, candidates: Sequence[Candidate], frozen: Sequence[torch.nn.Parameter]) -> torch.device:
+    params = [*(param for _, param, _ in candidates), *frozen]
+    if not params and domain.options.module is not None:  # ranks are connected for the params of experts
+        params = list(domain.options.module.parameters())
+    return params[0].device
 
 
 def _check(domain: Domain, groups: Sequence[Group], candidates: Sequence[Candidate]) -> None:
@@ -154,13 +172,13 @@ def _check(domain: Domain, groups: Sequence[Group], candidates: Sequence[Candida
 
 def _adopt(domain: Domain, links: Links, made: Sequence[Made], windows: Windows, units: UnitTable) -> Bound:
     """What all ranks have made becomes part of the domain."""
-    trained = [each for each in made if each.entries]
+    trained, stages = [each for each in made if each.entries], stage_numbers(domain.options.module)
     for each in trained:
         if each.own is None:
             each.shard.window = windows.params[each]
         if each.sums is not None:
             assert links.reducer is not None
-            each.shard.number = links.reducer.add(each.sums, windows.sums[each])
+            each.shard.number = links.reducer.add(each.sums, windows.sums[each], stages.get(each.entries[0].param, 0))
     bound = Bound(tuple(entry for each in trained for entry in each.entries), tuple(each.shard for each in trained))
     domain.adopt(links, bound.shards, bound.entries)
     for each in made:
@@ -175,14 +193,14 @@ def _adopt(domain: Domain, links: Links, made: Sequence[Made], windows: Windows,
 
 
 def unit_table(domain: Domain) -> UnitTable:
-    """Returns each param of the module with its unit and that one's number; empty below stage 3."""
+    """Returns each local param of the module with its unit and that one's number; empty below stage 3."""
     module = domain.options.module
     if module is None or Placements.of_stage(domain.options.stage).param is Placement.REPLICATE:
         return {}
     tuning = domain.options.tuning
-    units = units_of(module, tuning.units)
-    check_names(units, tuning)
-    return {param: (number, unit) for number, unit in enumerate(units) for param in unit.params}
+    check_names(units_of(module, tuning.units), tuning)
+    units = own_units(domain, module, tuning.units)
+    return {domain.locals.of(param): (number, unit) for number, unit in units for param in unit.params}
 
 
 def plan_of(domain: Domain, candidates: Sequence[Candidate], waiting: Waiting, units: UnitTable) -> list[PlannedBucket]:
@@ -198,7 +216,8 @@ def plan_of(domain: Domain, candidates: Sequence[Candidate], waiting: Waiting, u
 
     numbers = {param: number for param, (number, _) in units.items()} if units else None
     kept = _kept_whole(domain)
-    plan = plan_buckets(candidates, domain.rule, domain.options, ranks.size, bucket_bytes, kept, numbers)
+    stages = stage_numbers(domain.options.module)
+    plan = plan_buckets(candidates, domain.rule, domain.options, ranks.size, bucket_bytes, kept, numbers, stages)
     for planned in plan:
         _check_loaded(planned, ranks.rank, waiting)
     return plan
@@ -226,13 +245,18 @@ def frozen_of(
     others: set[torch.Tensor] = {*domain.entries, *_kept_whole(domain), *(param for _, param, _ in candidates)}
     return [
         param
-        for param in module.parameters()
+        for param in map(domain.locals.of, module.parameters())
         if not param.requires_grad
         and param.is_floating_point()
         and param.numel() >= domain.options.tuning.keep_below
-        and not is_sharded(param)
+        and not _is_sharded(domain, param)
         and param not in others
+        and domain.locals.outer_of(param) in domain.members
     ]
+
+
+def _is_sharded(domain: Domain, param: torch.nn.Parameter) -> bool:
+    return is_sharded(domain.locals.outer_of(param))
 
 
 def _frozen_layouts(
@@ -254,7 +278,8 @@ def _kept_whole(domain: Domain) -> Collection[torch.Tensor]:
     """Returns the params that stage 3 would shard if ``Tuning.keep`` did not name them."""
     if Placements.of_stage(domain.options.stage).param is Placement.REPLICATE:
         return frozenset()
-    return matching(domain.options.module, domain.options.tuning.keep)
+    kept = matching(domain.options.module, domain.options.tuning.keep)
+    return frozenset(domain.locals.of(param) for param in kept if isinstance(param, torch.nn.Parameter))
 
 
 # -- the comparison ----------------------------------------------------------------------------------------------------

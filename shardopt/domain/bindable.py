@@ -1,18 +1,23 @@
 """Checks which params a bucket can hold; the errors say why it cannot hold others."""
 
+from __future__ import annotations
+
 import warnings
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ..config import Options
 from ..errors import BindingError
 from ..kernels.formats import format_of
 from ..tensors.strides import dense_strides
-from .param import Candidate, Group, named_params
+from .param import named_params
+
+if TYPE_CHECKING:
+    from ..config import Options
+    from .param import Candidate, Group
 
 
 def check_bindable(candidates: Sequence[Candidate], groups: Sequence[Group], device: torch.device) -> None:
@@ -38,7 +43,7 @@ def check_gradient_format(options: Options, candidates: Sequence[Candidate]) -> 
         if param.dtype not in (torch.bfloat16, torch.float32):
             raise BindingError(
                 f"use bfloat16 params, or gradient_format='fp32': {asked} {name} is {param.dtype}. "
-                "In a sum, its gradients have bits that bfloat16 has not, and would lose them."
+                "In a sum, its gradients have bits that bfloat16 does not have, and would lose them."
             )
     if all(param.dtype is not torch.bfloat16 for param in options.module.parameters()):
         name, param, _ = candidates[0]

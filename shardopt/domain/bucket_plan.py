@@ -1,17 +1,23 @@
 """Plans which params share a bucket, in which order: with integers only, before anything is allocated."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import TYPE_CHECKING
 
 import torch
 
-from ..config import Options
 from ..partition.layout import BucketLayout, split_into_buckets
 from ..partition.placement import Placement, Placements
-from ..rules import Rule
-from .formats import StreamFormats, kept_for
-from .param import Candidate
+from .formats import kept_for
+
+if TYPE_CHECKING:
+    from ..config import Options
+    from ..rules import Rule
+    from .formats import StreamFormats
+    from .param import Candidate
 
 
 @dataclass(frozen=True)
@@ -38,6 +44,7 @@ def plan_buckets(
     bucket_bytes: Callable[[torch.device], int],
     kept_whole: Collection[torch.Tensor] = (),
     unit_of: Mapping[torch.nn.Parameter, int] | None = None,
+    stage_of: Mapping[torch.nn.Parameter, int] | None = None,
 ) -> list[PlannedBucket]:
     """Returns layouts for these params, in backward order.
 
@@ -46,6 +53,8 @@ def plan_buckets(
         kept_whole: the params that ``Tuning.keep`` names.
         unit_of: the number of the unit that each param is gathered with, in the order of the model's modules. A bucket
             of sharded params holds params of one unit, whatever their bytes.
+        stage_of: the number of the pipeline stage of each param, where this rank holds several: a backward reduces the
+            buckets of one.
     """
     shards_params = Placements.of_stage(options.stage).param is Placement.SHARD
     formats: dict[tuple[torch.dtype, bool], StreamFormats] = {}  # once a kind: there may be thousands of params
@@ -56,17 +65,19 @@ def plan_buckets(
             formats[kind] = kept_for(rule, options, param.dtype, param.numel())
         return formats[kind]
 
-    def key(candidate: Candidate) -> tuple[bool, int, str, tuple[str, ...], tuple[str, ...]]:
+    def key(candidate: Candidate) -> tuple[bool, int, int, str, tuple[str, ...], tuple[str, ...], str]:
         _, param, group = candidate
         # A bucket of whole params holds those of many layers: backward fills it last, so it comes last.
         is_whole = not shards_params or param.numel() < options.tuning.keep_below or param in kept_whole
         unit = 0 if is_whole or unit_of is None else -unit_of[param]
-        return is_whole, unit, str(param.dtype), kept_of(param).key, rule.variant(group).states
+        stage = -stage_of.get(param, 0) if stage_of else 0
+        states, name = rule.variant(group).states, rule.of(group).name
+        return is_whole, stage, unit, str(param.dtype), kept_of(param).key, states, name
 
     # Backward runs from the last param to the first; sorting is stable, so each kind keeps that order.
     backward = sorted(reversed(candidates), key=key)
     plan = []
-    for (is_whole, _, _, _, states), same_kind in groupby(backward, key=key):
+    for (is_whole, _, _, _, _, states, _), same_kind in groupby(backward, key=key):
         kind = list(same_kind)
         sizes = [param.numel() * param.element_size() for _, param, _ in kind]
         most = bucket_bytes(kind[0][1].device) if is_whole or unit_of is None else sum(sizes)

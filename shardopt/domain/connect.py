@@ -1,22 +1,29 @@
 """Connects the ranks of a domain at its first binding, and opens to each other what they allocated."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 
-from ..offload.gradients import HostLanding
-from ..partition.comm.all_gather import Window
 from ..partition.comm.transport import Transport
 from ..partition.gatherer import Gatherer
 from ..partition.placement import Placement, Placements
 from ..partition.reducer import Reducer
-from .allocate import Made
-from .domain import Domain, Links
+from .domain import Links
 from .remote_states import RemoteStates
 from .sharded_params import ShardedParams
 from .units import gathering_budget
+
+if TYPE_CHECKING:
+    from ..offload.gradients import HostLanding
+    from ..partition.comm.all_gather import Window
+    from .allocate import Made
+    from .domain import Domain
 
 
 @dataclass(frozen=True)
@@ -41,8 +48,16 @@ def connect(domain: Domain, device: torch.device, landing: HostLanding | None, u
     if Placements.of_stage(options.stage).param is Placement.SHARD:
         # Offloaded params lie in no memory that other ranks could read.
         transport = Transport(mesh.shard, device) if domain.offloads_params(device) else shards
-        gatherer = Gatherer(transport, gathering_budget(tuning, transport.overlaps))
-        sharded = ShardedParams(gatherer, domain.gather, domain.fetcher, domain.name_of)
+        shared = domain.leader.gatherer if domain.leader is not None else None
+        if shared is None:
+            # With a norm_group, backwards of other micro-batches of a pipeline follow.
+            is_pipeline = options.norm_group is not None
+            gatherer = Gatherer(gathering_budget(tuning, transport.overlaps), outlives_backward=is_pipeline)
+            gatherer.waiting = partial(domain.clock.phase, "unshard")
+        else:
+            gatherer = shared
+        of_domain = (transport, domain.gather, domain.fetcher, domain.name_of)
+        sharded = ShardedParams(gatherer, *of_domain, leads=shared is None)
     remote = RemoteStates.meet(domain) if mesh.shard.size > 1 else None
     if remote is not None:
         undo.callback(remote.close)
@@ -62,5 +77,5 @@ def open_windows(links: Links, made: Sequence[Made]) -> Windows:
     for each in made:
         if each.own is not None:
             assert links.sharded is not None
-            windows.params[each] = links.sharded.gatherer.window(each.shard.bucket, each.own)
+            windows.params[each] = links.sharded.window(each.shard.bucket, each.own)
     return windows

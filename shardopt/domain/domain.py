@@ -6,34 +6,49 @@ fills it; a bound param never changes its place. Each fact that changes later ha
 :class:`Domain`.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, fields, replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 
-from ..config import Options
-from ..errors import OffloadError
-from ..offload.gradients import HostLanding
-from ..offload.store import ShardStorage, Store
-from ..partition.comm.group import Ranks
-from ..partition.comm.transport import Transport
-from ..partition.gatherer import Gatherer
-from ..partition.mesh import Mesh
-from ..partition.reducer import Reducer
-from ..rules import Rule
+from ..errors import CommunicationError, OffloadError
+from ..partition.comm.group import Traffic
 from .agreement import StepDigest, agree
-from .epoch import Epoch, Moment
+from .arriving import Arriving
+from .epoch import Epoch
 from .listed import ListedParams
-from .param import Candidate, Group, ParamRecord, named_params
+from .members import Members
+from .param import named_params
 from .param_names import name_of
-from .remote_states import Fetch, RemoteStates
-from .shard import Shard
-from .sharded_params import ShardedParams
+from .remote_states import Fetch
 from .tiers import make_store, offloads_params
-from .timings import Clock, Timings
+from .timings import Clock
+
+if TYPE_CHECKING:
+    from ..config import Options
+    from ..offload.gradients import HostLanding
+    from ..offload.store import ShardStorage, Store
+    from ..partition.comm.group import Ranks
+    from ..partition.comm.late_gather import LateGather
+    from ..partition.comm.transport import Transport
+    from ..partition.gatherer import Gatherer
+    from ..partition.mesh import Mesh
+    from ..partition.reducer import Reducer
+    from ..rules import Rule
+    from .dtensors import DTensorLocals
+    from .epoch import Moment
+    from .param import Candidate, Group, ParamRecord
+    from .remote_states import RemoteStates
+    from .shard import Shard
+    from .sharded_params import ShardedParams
+    from .timings import Timings
 
 
 @dataclass(frozen=True)
@@ -70,14 +85,21 @@ class Domain:
     ``broken``, ``is_half_loaded``                :meth:`break_off`, :meth:`make_good`
     ``counted_elsewhere``, ``slice_numbers``      :meth:`note_slice`
     ``remote``                                    :meth:`retire`, :meth:`release`
+    ``arriving``                                  :meth:`leave`, :meth:`settle`
+    ``members``, ``leader``                       :func:`.experts.set_members`
     what :meth:`listed` returns                   :meth:`adopt`, :meth:`release`, :meth:`note_slice`, other param groups
     ============================================  ==========================================
     """
 
-    def __init__(self, rule: Rule, options: Options, mesh: Mesh):
+    def __init__(self, rule: Rule, options: Options, mesh: Mesh, locals_: DTensorLocals):
+        """
+        Args:
+            locals_: the plain tensors behind DTensor params. A domain knows params by these.
+        """
         self.rule = rule
         self.options = options
         self.mesh = mesh
+        self.locals = locals_
         self.epoch = Epoch()  # the moment of the states
         self.clock = Clock()
         self._links: Links | None = None
@@ -90,6 +112,11 @@ class Domain:
         self._counted_elsewhere: set[torch.nn.Parameter] = set()
         self._slice_numbers: dict[torch.nn.Parameter, int] = {}
         self._listed: ListedParams | None = None
+        self._arriving: Arriving | None = None
+        self.members = Members()  # of the module's params; all, unless experts have domains of their own
+        self.leader: Domain | None = None  # the main domain, where experts share what gathers units with it
+        # Begins an arrival and prepares the module for it, or returns False: the step must wait. Set by the takeover.
+        self.on_leave: Callable[[Callable[[], Arriving]], bool] = lambda _: False
 
     # -- what is bound ---------------------------------------------------------------------------------------------
 
@@ -164,7 +191,7 @@ class Domain:
 
     def name_of(self, param: torch.Tensor) -> str | None:
         """Returns the user's name of a param; None unless the module was handed over."""
-        return name_of(self.options.module, param)
+        return name_of(self.options.module, self.locals.outer_of(param))
 
     # -- facts of a training ---------------------------------------------------------------------------------------
 
@@ -212,6 +239,45 @@ class Domain:
             self._counted_elsewhere.add(local)
         if number is not None and self._slice_numbers.get(local) != number:
             self._slice_numbers[local], self._listed = number, None
+
+    # -- params under way ------------------------------------------------------------------------------------------
+
+    @property
+    def overlaps_gather(self) -> bool:
+        """True if gathers after an update may be left behind; the same on all ranks."""
+        options = self.options
+        is_asked = options.tuning.overlap_gather and options.module is not None and not options.release_gradients
+        return is_asked and self.sharded is None and self.transport.overlaps
+
+    def leave(self, gather: LateGather, shards: Sequence[Shard]) -> bool:
+        """Lets the params of these shards arrive while this rank goes on. Returns False if it must wait for them.
+
+        What ``detach()`` or ``state_dict()`` returned before the step shows the same memory, and nothing guards it.
+        """
+        if self._slice_numbers or any(shard.bucket.is_viewed for shard in shards):
+            return False
+
+        def begin() -> Arriving:
+            gather.tell(failed=False)
+            self._arriving = Arriving(gather, shards, self.clock, self.break_off)
+            return self._arriving
+
+        return self.on_leave(begin)
+
+    @property
+    def arriving(self) -> Arriving | None:
+        """What a step left behind."""
+        return self._arriving
+
+    def settle(self) -> None:
+        """Waits until all params have arrived.
+
+        Raises:
+            CommunicationError: a rank failed, died or is late.
+        """
+        if self._arriving is not None:
+            self._arriving.settle()
+            self._arriving = None
 
     # -- the store of states ---------------------------------------------------------------------------------------
 
@@ -291,8 +357,16 @@ class Domain:
             raise
         self.store.commit()
 
+    def traffic(self) -> dict[str, int]:
+        """Bytes that this rank has received from others, by kind."""
+        counted = [] if self._links is None else [self._links.shards.traffic, self._links.replicas.traffic]
+        if self.sharded is not None and all(self.sharded.transport.traffic is not each for each in counted):
+            counted.append(self.sharded.transport.traffic)  # offloaded slices have a transport of their own
+        return {kind.name: sum(getattr(each, kind.name) for each in counted) for kind in fields(Traffic)}
+
     def timings(self) -> Timings:
-        return self.clock.read(None if self._store is None else self._store.note)
+        rank = dist.get_rank() if dist.is_initialized() else 0  # of the whole training: traces are shown together
+        return self.clock.read(rank, None if self._store is None else self._store.note)
 
     def end_step(self) -> None:
         """Marks the end of a step on this rank."""
@@ -303,6 +377,8 @@ class Domain:
 
     def retire(self) -> None:
         """Ends this rank's reading: the optimizer is gone. Other ranks may still read its states."""
+        with suppress(CommunicationError):  # raised where a param is read
+            self.settle()
         if self._links is not None and self._links.remote is not None:
             self._links.remote.retire()
             self._links = replace(self._links, remote=None)  # which refers to this domain, and would keep it alive
@@ -335,7 +411,7 @@ class Domain:
         except OffloadError as error:
             problem = error
         if not self.store.is_final:
-            agree(StepDigest("read", dict, problem), ranks, self.device)
+            agree(StepDigest("read", dict, problem), ranks)
         return own
 
     def gather_slices(self, shard: Shard, own: torch.Tensor, name: str) -> torch.Tensor:

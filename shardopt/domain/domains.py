@@ -11,39 +11,38 @@ more exchange decides for the whole model: the norm, in which every element coun
 or NaN, and whether some rank cannot step.
 """
 
-from collections.abc import Callable, Sequence
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..config import Options
-from ..errors import BindingError, CheckpointError
+from ..errors import BindingError
 from ..partition.comm.group import Ranks
 from ..partition.mesh import everyone_of
 from .agreement import Consensus, StepDigest, agree
-from .domain import Domain
 from .dtensors import (
-    DTensorLocals,
     any_dtensor,
     is_counted_here,
     is_dtensor,
     mesh_of,
     slice_number,
 )
-from .param import Group, named_params
+from .experts import check_experts, set_members
+from .param import named_params
 
-
-class ExpertGroup(NamedTuple):
-    """The expert group of this rank, among the groups that partition the data-parallel ranks."""
-
-    number: int
-    total: int
-
-    def __str__(self) -> str:
-        return f"{self.number}of{self.total}"
+if TYPE_CHECKING:
+    from ..config import Options
+    from .domain import Domain
+    from .dtensors import (
+        DTensorLocals,
+    )
+    from .param import Group
 
 
 @dataclass
@@ -62,7 +61,6 @@ class Domains:
     _norm_ranks: Ranks | None = None
     _has_compared: bool = False
     _tensor_ranks: tuple[Ranks, ...] = ()  # of the main domain's tensor mesh, in each of its dimensions
-    _expert_groups: dict[Any, ExpertGroup] = field(default_factory=dict)  # by process group
 
     @property
     def domains(self) -> list[Domain]:
@@ -88,6 +86,7 @@ class Domains:
             own = group.get("process_group")
             if own is not None and own not in self.others:
                 self.others[own] = make(own)
+        set_members(self.main, self.others, groups)
         found: list[tuple[Domain, Sequence[Group]]] = []
         for own, domain in ((None, self.main), *self.others.items()):
             # Every domain gets all groups, with the params of others removed: the numbers of groups in messages stay,
@@ -97,31 +96,10 @@ class Domains:
                 self.locals.of_group(group) if group.get("process_group") == own else {**group, "params": []}
                 for group in groups
             ]
-            if any(group["params"] for group in mine):
+            # The main domain of a module without params that train: rounds and gathers of experts run beside its own.
+            if any(group["params"] for group in mine) or (domain is self.main and self.options.module is not None):
                 found.append((domain, mine))
         return found or [(self.main, list(groups))]  # nothing to update, but the step still takes place
-
-    def number_expert_groups(self) -> None:
-        """Collective over the main ranks: numbers the process groups of param groups by their first rank, once."""
-        if len(self._expert_groups) == len(self.others):
-            return
-        everyone = set(_ranks(self.main.mesh.world))
-        beyond = {rank for domain in self.others.values() for rank in _ranks(domain.mesh.world)} - everyone
-        if beyond:
-            raise CheckpointError(
-                f"give the experts an optimizer, and a checkpoint, of their own: ranks {sorted(beyond)} share params "
-                f"of a group with this one and are not in the optimizer's process_group, {sorted(everyone)}, whose "
-                "ranks make a checkpoint together. These params could not be told apart by name."
-            )
-        own = [_ranks(domain.mesh.world) for domain in self.others.values()]
-        told = self.main.mesh.world.exchange_json(own, self.main.device, "numbering process groups")
-        for index, group in enumerate(self.others):
-            distinct = sorted({tuple(theirs[index]) for theirs in told})
-            self._expert_groups[group] = ExpertGroup(distinct.index(tuple(own[index])), len(distinct))
-
-    def expert_group_of(self, group: Group) -> ExpertGroup | None:
-        """The expert group that holds a param group; None if the main ranks hold it, or before the numbering."""
-        return self._expert_groups.get(group.get("process_group"))
 
     def world_of(self, group: Group) -> Ranks:
         """Returns the ranks that hold the same params of a group."""
@@ -137,7 +115,7 @@ class Domains:
         if self._has_compared:
             return
         given = {"options.norm_group": self.options.norm_group is not None}
-        agree(StepDigest(given, lambda: given, problem), self.main.mesh.world, self.main.device)
+        agree(StepDigest(given, lambda: given, problem), self.main.mesh.world)
         self._has_compared = True
 
     def look(self, groups: Sequence[Group]) -> None:
@@ -164,25 +142,39 @@ class Domains:
             self.whole = (self._norm_ranks,)
         if problem is not None:
             raise problem
-        self._check_composable()
+        self._check_composable(mesh)
         self._note_copies(groups, mesh)
         if self._norm_ranks is not None:
             self._check_within(self._norm_ranks, "norm_group", mesh)
         else:
             self._check_within(self.main.mesh.world, "the optimizer's process_group")
 
-    def _check_composable(self) -> None:
+    def _check_composable(self, mesh: DeviceMesh | None) -> None:
         if self.options.module is not None:
+            everyone = _ranks(self.main.mesh.world)
+            check_experts(self.options, everyone, [_ranks(each.mesh.world) for each in self.others.values()])
+        if self.options.module is not None and mesh is not None and self.others:
             raise BindingError(
                 "give module.parameters() instead of the module (stage 1), and average gradients over the "
-                "data-parallel ranks, by DDP or all_reduce: the module is composed with tensor, pipeline or expert "
-                "parallelism, and its gradients would be reduced over one process group, at every micro-batch."
+                "data-parallel ranks, by DDP or all_reduce: the module has both DTensors over other ranks and param "
+                "groups with their own process_group, whose gradients are not reduced together yet."
             )
-        if self.options.rests is not None and self.options.rests.directory is not None:
-            raise BindingError(
-                'use offload="cpu", or none: states are offloaded to a disk, and the model is composed with tensor, '
-                "pipeline or expert parallelism. A full disk would undo the step on some ranks of the model only."
-            )
+
+    @contextmanager
+    def told(self, call: str) -> Iterator[None]:
+        """Collective at its end: an error inside, which all ranks of the main domain meet, reaches the tensor mesh.
+
+        The ranks of a tensor mesh run one forward together; other stages of a pipeline come to theirs later.
+        """
+        problem: Exception | None = None
+        try:
+            yield
+        except Exception as error:
+            if not self._tensor_ranks:
+                raise
+            problem = error
+        if self._tensor_ranks:
+            agree_on_whole(StepDigest(call, dict, problem), (self.main.mesh.world, *self._tensor_ranks))
 
     def agree_on_gradients(self, groups: Sequence[Group], problem: Exception | None) -> None:
         """Collective over the tensor mesh: its ranks agree before they finish sums of gradients together.
@@ -197,14 +189,14 @@ class Domains:
             return
         placed = {name: _placement(param.grad) for name, param, _ in named_params(groups) if is_dtensor(param)}
         own = StepDigest("problem" if problem else placed, lambda: {"placements of gradients": placed}, problem)
-        agree_on_whole(own, self._tensor_ranks, self.main.device)
+        agree_on_whole(own, self._tensor_ranks)
 
     def sum_over(self, mesh: DeviceMesh, dim: int, tensor: torch.Tensor) -> None:
         """Collective over one dimension of a tensor mesh: sums in place."""
         self._ranks_of(mesh.get_group(dim)).add_up(tensor, "summing gradients over the tensor mesh")
 
     def _ranks_of(self, group: dist.ProcessGroup) -> Ranks:
-        return Ranks(group, self.options.tuning.deadline, self.main.mesh.world.device)
+        return Ranks(group, self.options.tuning.deadline)
 
     def _tensor_mesh(self, groups: Sequence[Group]) -> tuple[DeviceMesh | None, Exception | None]:
         """Returns the mesh of DTensors with ranks beyond the main domain's world, and the error if it is unusable."""
@@ -257,7 +249,9 @@ class Domains:
             domain = self.main if own is None else self.others[own]
             is_slice = is_dtensor(param)
             is_counted = is_counted_here(param) if is_slice else first or own is not None
-            domain.note_slice(self.locals.of(param), is_counted, slice_number(param) if is_slice else None)
+            # Other experts have other elements, whose noise is drawn apart: by the first rank that holds them.
+            apart = None if own is None else min(_ranks(domain.mesh.world))
+            domain.note_slice(self.locals.of(param), is_counted, slice_number(param) if is_slice else apart)
 
     def _check_within(self, ranks: Ranks, what: str, mesh: DeviceMesh | None = None) -> None:
         neighbours = [_ranks(domain.mesh.world) for domain in self.domains]
@@ -277,7 +271,7 @@ def _placement(grad: Any) -> str:
     return "absent" if grad is None else f"{getattr(grad, 'placements', 'plain')} {grad.dtype}"
 
 
-def agree_on_whole(view: StepDigest, whole: Sequence[Ranks], device: torch.device) -> Consensus:
+def agree_on_whole(view: StepDigest, whole: Sequence[Ranks]) -> Consensus:
     """Collective, over one set of ranks after the other: sums, and the problem of any rank, reach all ranks.
 
     Raises:
@@ -287,9 +281,17 @@ def agree_on_whole(view: StepDigest, whole: Sequence[Ranks], device: torch.devic
     agreed = Consensus(view.overflow, view.nonfinite, view.limbs, bool(view.written), proposes_order=False)
     problem = view.problem
     for ranks in whole:
-        joined = StepDigest(view.key, view.describe, problem, agreed.overflow, agreed.nonfinite, limbs=agreed.limbs)
+        joined = StepDigest(
+            view.key,
+            view.describe,
+            problem,
+            agreed.overflow,
+            agreed.nonfinite,
+            written=int(agreed.written),
+            limbs=agreed.limbs,
+        )
         try:
-            agreed = agree(joined, ranks, device, one_copy=range(ranks.size))
+            agreed = agree(joined, ranks, one_copy=range(ranks.size))
         except Exception as error:  # the ranks of the next exchange wait for this one, and must be told
             problem = error
     if problem is not None:

@@ -6,17 +6,23 @@ a param like any other. This module knows the mesh: which gradients must be summ
 that several ranks hold, and how a state looks from outside.
 """
 
+from __future__ import annotations
+
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..errors import BindingError, ShardoptError, StateError
+from ..tensors.part import Part
 from ..tensors.strides import with_own_storage
-from .param import Group
+
+if TYPE_CHECKING:
+    from .hyperparameters import Group
 
 DTensor = Any  # torch's: see :func:`is_dtensor`
 
@@ -37,15 +43,16 @@ def any_dtensor(values: Iterable[Any]) -> bool:
 class _Local:
     param: DTensor  # the user's
     local: torch.nn.Parameter
-    shown: torch.Tensor  # the DTensor's local tensor, a view of ``local``
+    # The DTensor's local tensor, a view of ``local``. Weak: a bucket that puts another one there frees its memory.
+    shown: weakref.ref[torch.Tensor]
     versions: tuple[int, int]  # of ``param`` and ``local``, when they were last compared
     gradient: torch.Tensor | None = None  # its local tensor; a copy if it has to be summed over the mesh
     sums: Sequence[int] = ()  # the dimensions of the mesh over which it is to be summed
 
     def follow(self) -> None:
         """Makes the local param follow the DTensor, which may have been moved, cast, loaded or frozen."""
-        if self.param._local_tensor is not self.shown:
-            self.shown = self.local.data = self.param._local_tensor
+        if self.param._local_tensor is not self.shown():
+            self.local.data = self.param._local_tensor
         if self.param._version != self.versions[0]:
             torch.autograd.graph.increment_version([self.local])
         self.local.requires_grad_(self.param.requires_grad)
@@ -53,15 +60,15 @@ class _Local:
 
     def show(self) -> None:
         """Makes the DTensor follow the local param, which may have moved to or from a bucket, or have been updated."""
-        if self.local.data_ptr() != self.shown.data_ptr():
+        if self.local.data_ptr() != self.param._local_tensor.data_ptr():
             # It shares the version counter, so that a write to to_local() is noticed.
-            self.shown = self.param._local_tensor = self.local.detach()
+            self.param._local_tensor = self.local.detach()
         if self.local._version != self.versions[1]:
             torch.autograd.graph.increment_version([self.param])
         self._look()
 
     def _look(self) -> None:
-        self.versions = self.param._version, self.local._version
+        self.versions, self.shown = (self.param._version, self.local._version), weakref.ref(self.param._local_tensor)
 
 
 class DTensorLocals:
@@ -69,6 +76,11 @@ class DTensorLocals:
 
     def __init__(self) -> None:
         self._table: dict[torch.nn.Parameter, _Local] = {}
+        self._outer: dict[torch.Tensor, torch.nn.Parameter] = {}  # by local param
+
+    def outer_of(self, local: Any) -> Any:
+        """Returns the DTensor param behind which this local param is; a plain param itself."""
+        return self._outer.get(local, local)
 
     def of(self, param: torch.nn.Parameter) -> torch.nn.Parameter:
         if not is_dtensor(param):
@@ -78,7 +90,9 @@ class DTensorLocals:
             values: DTensor = param
             tensor = values._local_tensor
             local = torch.nn.Parameter(tensor.detach(), requires_grad=param.requires_grad)
-            self._table[param] = found = _Local(param, local, tensor, (param._version, local._version))
+            versions = param._version, local._version
+            self._table[param] = found = _Local(param, local, weakref.ref(tensor), versions)
+            self._outer[local] = param
         else:
             found.follow()
         return found.local
@@ -106,6 +120,9 @@ class DTensorLocals:
             if each.param.grad is not None:
                 _check_gradient(each.param)
                 each.sums = _sums_to_make(each.param)
+                each.gradient = each.param.grad._local_tensor
+                if isinstance(each.gradient, Part):  # of the module that was handed over, reduced already
+                    continue
                 each.gradient = each.param.grad.to_local().detach()
                 if each.sums:
                     each.gradient = each.gradient.clone()
@@ -123,7 +140,9 @@ class DTensorLocals:
             for dim in each.sums:
                 assert each.gradient is not None
                 sum_over(each.param.device_mesh, dim, each.gradient)
-            each.local.grad = each.gradient if each.sums else _placed_gradient(each.param, each.gradient)
+            if each.gradient is not None and not each.sums and each.param.grad.placements != each.param.placements:
+                each.gradient = local_tensor(placed_gradient(each.param)).detach()
+            each.local.grad = each.gradient
 
     def drop_gradients(self) -> None:
         for each in self._table.values():
@@ -137,7 +156,7 @@ class DTensorLocals:
         if not is_dtensor(param):
             return dict(state)
         return {
-            name: _placed_as(param, tensor)
+            name: shown_as(param, tensor)
             if isinstance(tensor, torch.Tensor) and tensor.shape == param._local_tensor.shape and name != "step"
             else tensor
             for name, tensor in state.items()
@@ -166,12 +185,15 @@ class DTensorLocals:
         return found
 
 
-def _placed_as(param: DTensor, tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the DTensor with the local tensor ``tensor`` and the placements of ``param``."""
+def shown_as(param: Any, tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the DTensor with the local tensor ``tensor`` and the placements of ``param``; of a plain param it."""
+    if not is_dtensor(param):
+        return tensor
     if tensor.storage_offset():  # torch.save fails for a DTensor whose local tensor is a view
         tensor = with_own_storage(tensor)
     meta = param._spec.tensor_meta._replace(dtype=tensor.dtype)
-    placed: torch.Tensor = type(param)(tensor, replace(param._spec, tensor_meta=meta), requires_grad=False)
+    kind = sys.modules["torch.distributed.tensor"].DTensor  # the param's own class may be that of a guard
+    placed: torch.Tensor = kind(tensor, replace(param._spec, tensor_meta=meta), requires_grad=False)
     return placed
 
 
@@ -216,11 +238,15 @@ def mesh_of(param: DTensor, name: str) -> DeviceMesh:
     return mesh
 
 
+def local_tensor(tensor: Any) -> torch.Tensor:
+    """Returns this rank's tensor of a DTensor; any other tensor itself."""
+    found: torch.Tensor = tensor._local_tensor if is_dtensor(tensor) else tensor
+    return found
+
+
 def local_gradient(param: torch.nn.Parameter) -> torch.Tensor | None:
     """Returns this rank's tensor of the param's gradient, summed or not; None without a gradient."""
-    grad: Any = param.grad
-    local: torch.Tensor | None = grad._local_tensor if is_dtensor(grad) else grad
-    return local
+    return None if param.grad is None else local_tensor(param.grad)
 
 
 def _check_gradient(param: DTensor) -> None:
@@ -242,9 +268,22 @@ def _sums_to_make(param: DTensor) -> list[int]:
     return dims if plain else []
 
 
-def _placed_gradient(param: DTensor, gradient: torch.Tensor | None) -> torch.Tensor | None:
-    """Returns the local tensor of the gradient, placed as the param. Collective if its placements differ."""
-    if param.grad is None or param.grad.placements == param.placements:
-        return gradient
-    moved: torch.Tensor = param.grad.redistribute(param.device_mesh, param.placements).to_local()
-    return moved.detach()
+@torch.no_grad()
+def placed_as(param: Any, tensor: Any) -> torch.Tensor:
+    """Returns the tensor as ``param`` is placed. Collective over the mesh if it is a DTensor placed otherwise."""
+    found: torch.Tensor = tensor
+    if is_dtensor(tensor) and not is_dtensor(param):
+        found = tensor.full_tensor()
+    elif is_dtensor(tensor) and tensor.placements != param.placements:
+        found = tensor.redistribute(param.device_mesh, param.placements)
+    return found
+
+
+def placed_gradient(param: DTensor) -> torch.Tensor:
+    """Returns the gradient of a DTensor param, placed as the param. Collective over the mesh if its placements differ.
+
+    Raises:
+        ShardoptError: the gradient is no DTensor of the param's mesh.
+    """
+    _check_gradient(param)
+    return placed_as(param, param.grad)

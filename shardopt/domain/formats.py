@@ -1,12 +1,14 @@
 """Chooses the formats of a param's master, states and gradient: as the options say, if the rule tolerates them."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import get_args
+from typing import TYPE_CHECKING, get_args
 
 import torch
 
-from ..config import Options, StateFormat
+from ..config import StateFormat
 from ..errors import BindingError
 from ..kernels.formats import (
     BF16,
@@ -16,10 +18,15 @@ from ..kernels.formats import (
     SPLIT,
     SPLIT24,
     UNSIGNED8,
-    Format,
 )
-from ..rules import Rule
 from ..rules.rule import EMA
+
+if TYPE_CHECKING:
+    from ..config import Options
+    from ..kernels.formats import (
+        Format,
+    )
+    from ..rules import Rule
 
 _PRECISIONS = get_args(StateFormat)  # from exact to coarse
 # The formats of most states, and of those that are never negative: second moments, which are dithered.

@@ -1,10 +1,14 @@
 """Finds the param group of a param without a walk through all groups."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
-from .param import Group
+if TYPE_CHECKING:
+    from .param import Group
 
 
 class GroupIndex:

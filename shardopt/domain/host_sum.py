@@ -13,16 +13,21 @@ Within a round a sum is in a slot (a staging buffer on the device), which the ne
 ends when all sums are in host memory: between rounds they are plain tensors, and who reads one has nothing to wait for.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
+from typing import TYPE_CHECKING
 
 import torch
 
-from ..offload.gradients import HostLanding
-from ..offload.streams import Slot
 from ..partition.comm.reduce_scatter import Reduction
-from ..partition.mesh import Mesh
 from ..partition.reduce_buckets import Sink
+
+if TYPE_CHECKING:
+    from ..offload.gradients import HostLanding
+    from ..offload.streams import Slot
+    from ..partition.mesh import Mesh
 
 
 class HostSum(Sink):

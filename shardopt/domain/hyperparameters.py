@@ -1,13 +1,17 @@
 """The hyper-parameters of a param group, as plain numbers."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from ..errors import RuleError, ShardoptError
-from ..rules.rule import Rule
+
+if TYPE_CHECKING:
+    from ..rules.rule import Rule
 
 Group = Mapping[str, Any]  # a param group, as torch has it
 

@@ -1,16 +1,20 @@
 """The params of the param groups with their records, looked up once for as long as the groups list the same params."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from operator import attrgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..errors import BindingError
-from ..partition.bucket import Bucket
-from .hyperparameters import Group
-from .param import ParamRecord
-from .shard import Shard
+
+if TYPE_CHECKING:
+    from ..partition.bucket import Bucket
+    from .hyperparameters import Group
+    from .param import ParamRecord
+    from .shard import Shard
 
 _LOOKS = (torch.Tensor.size, torch.Tensor.stride, attrgetter("device"), attrgetter("dtype"))
 

@@ -5,14 +5,20 @@ of a master; a loaded one that does not round to its param waits in ``Shard.unma
 it here.
 """
 
+from __future__ import annotations
+
 from collections import defaultdict
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from ..kernels import codecs
 from ..partition.memory import return_free_pages
-from .domain import Domain
-from .param import MasterState, ParamRecord
-from .shard import IsRounded, Shard
+from .param import MasterState
+
+if TYPE_CHECKING:
+    from .domain import Domain
+    from .param import ParamRecord
+    from .shard import IsRounded, Shard
 
 
 def follow_written_params(domain: Domain) -> None:

@@ -1,13 +1,18 @@
 """The memory of an optimizer on this rank: bytes by kind and tier."""
 
+from __future__ import annotations
+
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
-from ..config import Offload
 from ..tensors.part import Part
-from .domain import Domain
+
+if TYPE_CHECKING:
+    from ..config import Offload
+    from .domain import Domain
 
 Memory = dict[str, dict[str, int]]
 KINDS = ("param", "gradient", "buffer", "master", "state")
@@ -42,12 +47,26 @@ def memory_of(
     return {kind: dict(tiers) for kind, tiers in found.items()}
 
 
+def memory_in_words(memory: Memory) -> str:
+    """Returns "device: 1.50 MB (param 1.00, master 0.50), host: 2.00 GB (state 2.00)"; MB are 10^6 bytes."""
+    told = []
+    for tier in dict.fromkeys(tier for each in memory.values() for tier in each):
+        kinds = {kind: each[tier] for kind, each in memory.items() if each.get(tier)}
+        total = sum(kinds.values())
+        unit, name = (1e9, "GB") if total >= 1e9 else (1e6, "MB") if total >= 1e6 else (1e3, "kB")
+        listed = ", ".join(f"{kind} {nbytes / unit:.2f}" for kind, nbytes in kinds.items())
+        told += [f"{tier}: {total / unit:.2f} {name} ({listed})"] * bool(kinds)
+    return ", ".join(told)
+
+
 def _is_bound(domain: Domain, param: torch.nn.Parameter) -> bool:
-    return param in domain.entries or (domain.sharded is not None and param in domain.sharded.where)
+    return param in domain.entries or (
+        domain.sharded is not None and domain.locals.outer_of(param) in domain.sharded.where
+    )
 
 
 def _add_shards(found: dict[str, Counter[str]], domain: Domain, slices: str) -> None:
-    found["buffer"]["device"] += sum(shard.tables.row_of_block.nbytes for shard in domain.shards)
+    found["buffer"]["device"] += sum(shard.tables.nbytes for shard in domain.shards)
     for shard in (*domain.shards, *domain.frozen_shards):
         found["param"]["device"] += shard.bucket.resident_bytes
         if shard.param_bytes:

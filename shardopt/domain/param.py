@@ -1,18 +1,24 @@
 """The record of one bound param, and the list of params before they are bound."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import TYPE_CHECKING
 
 import torch
 
 from ..errors import BindingError
 from ..rules.rule import EMA
-from ..tensors.gradient_slice import GradientSlice
 from ..tensors.part import Part
+from .dtensors import local_gradient, placed_gradient, shown_as
 from .hyperparameters import Group as Group
-from .param_state import ParamState
-from .shard import Shard
+
+if TYPE_CHECKING:
+    from ..tensors.gradient_slice import GradientSlice
+    from .param_state import ParamState
+    from .shard import Shard
 
 Candidate = tuple[str, torch.nn.Parameter, Group]  # name for messages, param, its group
 
@@ -49,7 +55,9 @@ class ParamRecord:
     Attributes:
         name: for messages.
         index: in the shard's bucket.
+        outer: the param as the model has it: a DTensor whose local tensor is ``param``, else ``param`` itself.
         initial: what states hold before the first step, by name; empty if the rule makes its states in a step.
+        rule: the name of the rule whose states the shard was made for.
         version: of the param's data when the master last followed it; None in every state but FOLLOWS.
         step: updates so far. It is an int: a float counter stops counting (bf16 at 256, fp32 at 2**24).
         carried: scalars that the rule hands on from step to step.
@@ -61,7 +69,9 @@ class ParamRecord:
     name: str
     shard: Shard
     index: int
+    outer: torch.nn.Parameter
     initial: Mapping[str, float] = field(default_factory=dict)
+    rule: str = ""
     version: int | None = None
     master_state: MasterState = MasterState.LOADED
     step: int = 0
@@ -72,6 +82,24 @@ class ParamRecord:
 
     def __post_init__(self) -> None:
         self.has_state = bool(self.initial)
+
+    # -- the gradient ----------------------------------------------------------------------------------------------
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        """What ``outer.grad`` shows; of a DTensor the local tensor."""
+        return self.outer.grad if self.outer is self.param else local_gradient(self.outer)
+
+    def place_gradient(self) -> None:
+        """Gives the gradient of a DTensor the placements of the param. Collective over its mesh if they differ.
+
+        Sequence parallelism brings sums still to be made (``Partial``), at each backward.
+        """
+        self.outer.grad = placed_gradient(self.outer)
+
+    def show_gradient(self, grad: torch.Tensor | None) -> None:
+        """Sets ``outer.grad``; for a DTensor to one with this local tensor."""
+        self.outer.grad = grad if grad is None or self.outer is self.param else shown_as(self.outer, grad)
 
     # -- the master and the average --------------------------------------------------------------------------------
 

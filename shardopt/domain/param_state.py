@@ -1,15 +1,19 @@
 """The state of one param outside of its shard, as ``state_dict()`` shows it and ``load_state_dict()`` takes it."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..errors import StateError
-from ..rules import Rule
 from ..rules.rule import EMA
-from ..tensors.part import Part
+
+if TYPE_CHECKING:
+    from ..rules import Rule
+    from ..tensors.part import Part
 
 # The largest whole number up to which fp32 can count.
 _FP32_COUNTS_TO = 1 << 24
@@ -42,19 +46,20 @@ class ParamState:
         carried = {name: torch.tensor(value, dtype=torch.float64) for name, value in self.carried.items()}
         return {**counters, **carried, **self.tensors}
 
-    def copy(self) -> "ParamState":
+    def copy(self) -> ParamState:
         tensors = {name: tensor.detach().clone() for name, tensor in self.tensors.items()}
         return ParamState(self.step, dict(self.carried), tensors)
 
     @staticmethod
     def from_torch(
         state: Mapping[str, Any], rule: Rule, group: Mapping[str, Any], param: torch.Tensor, name: str
-    ) -> "ParamState":
+    ) -> ParamState:
         """Reads what :meth:`to_torch` or a torch class wrote for ``param``.
 
         Raises:
             StateError: ``rule`` keeps no such state for this param.
         """
+        rule = rule.of(group)
         # torch.optim.SGD writes None for a momentum before its first step.
         tensors = {key: value for key, value in state.items() if value is not None}
         counters = ("step",) if rule.counts_steps else ()

@@ -1,17 +1,23 @@
 """Moves masters and states to another tier between two steps: on all ranks or on none."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from typing import TYPE_CHECKING
 
-from ..config import Offload
 from ..errors import OffloadError, ShardoptError
 from ..offload.disk.pipeline import SLOTS
-from ..offload.store import ResidentStorage, ShardStorage, Store
+from ..offload.store import ResidentStorage
 from ..partition.memory import return_free_pages
 from .agreement import StepDigest, agree
-from .domain import Domain
-from .shard import Shard
 from .tiers import check_offload, make_store, tier_of
+
+if TYPE_CHECKING:
+    from ..config import Offload
+    from ..offload.store import ShardStorage, Store
+    from .domain import Domain
+    from .shard import Shard
 
 
 def move_states(domains: Sequence[Domain], to: Offload | None) -> bool:
@@ -57,7 +63,7 @@ def relocate(domain: Domain, tier: str, open_store: Callable[[], Store]) -> None
             _copy(domain, store, storages)
         except Exception as error:
             problem = error
-        agree(StepDigest(view, lambda: view, problem), domain.mesh.world, domain.device)
+        agree(StepDigest(view, lambda: view, problem), domain.mesh.world)
     except BaseException:
         if store is not None:
             _close(store)

@@ -6,21 +6,25 @@ rank that has not come to the moment waits, one that is past it says so, and wha
 still the same after the reading.
 """
 
+from __future__ import annotations
+
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 
 from ..errors import StateError
-from ..partition.comm.group import Ranks
-from ..partition.mesh import Mesh
-from .epoch import Epoch, Moment
 from .serve import Peers
-from .shard import Shard
+
+if TYPE_CHECKING:
+    from ..partition.comm.group import Ranks
+    from ..partition.mesh import Mesh
+    from .epoch import Epoch, Moment
+    from .shard import Shard
 
 
 class Shown(Protocol):
@@ -47,7 +51,7 @@ class Fetch:
     Equal ones read the same tensor.
     """
 
-    remote: "RemoteStates"
+    remote: RemoteStates
     shard: Shard
     index: int
     name: str
@@ -68,7 +72,7 @@ class RemoteStates:
         self._is_closed = False
 
     @staticmethod
-    def meet(domain: Shown) -> "RemoteStates | None":
+    def meet(domain: Shown) -> RemoteStates | None:
         """Collective. Returns None if some rank can open no socket: one rank alone can then read nothing."""
         remote = RemoteStates(domain)
         peers = Peers.meet(domain.mesh.shard, remote.slice_at)

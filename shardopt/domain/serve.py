@@ -16,6 +16,8 @@ A rank that is done (its optimizer was collected, or its interpreter ends) says 
 answering until all of them did: rank 0 may still be saving.
 """
 
+from __future__ import annotations
+
 import atexit
 import hmac
 import json
@@ -29,14 +31,16 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from multiprocessing import connection
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from ..errors import CommunicationError, ShardoptError, StateError
-from ..partition.comm.group import Ranks
 from .epoch import Moment
 from .listener import Listener
+
+if TYPE_CHECKING:
+    from ..partition.comm.group import Ranks
 
 MAX_REQUEST = 4096  # bytes; a rank sends no longer one
 CHUNK = 64 << 20  # bytes of one answer
@@ -74,10 +78,10 @@ class Shelf:
     ranks: int = 0
     last_asked: float = 0.0  # by the monotonic clock
     _is_retired: bool = False
-    _leaving: "list[connection.Connection[Any, Any]]" = field(default_factory=list)  # peers that said farewell
+    _leaving: list[connection.Connection[Any, Any]] = field(default_factory=list)  # peers that said farewell
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def hear_farewell(self, peer: "connection.Connection[Any, Any]") -> None:
+    def hear_farewell(self, peer: connection.Connection[Any, Any]) -> None:
         """Keeps the connection; this rank answers it once it leaves as well."""
         with self._lock:
             if not self._is_retired:
@@ -93,7 +97,7 @@ class Shelf:
             _answer_farewell(peer)
 
 
-def _answer_farewell(peer: "connection.Connection[Any, Any]") -> None:
+def _answer_farewell(peer: connection.Connection[Any, Any]) -> None:
     with peer, suppress(OSError):
         peer.send_bytes(_OK)
 
@@ -135,7 +139,7 @@ class StateServer:
                 self._admit(peer)
                 threading.Thread(target=self._answer, args=(peer,), name="shardopt-answer", daemon=True).start()
 
-    def _admit(self, peer: "connection.Connection[Any, Any]") -> None:
+    def _admit(self, peer: connection.Connection[Any, Any]) -> None:
         ranks = max((shelf.ranks for shelf in list(self._shelves.values())), default=0)
         with self._lock:
             self._strangers[peer] = time.monotonic() + HANDSHAKE
@@ -150,13 +154,13 @@ class StateServer:
                 self._drop(peer)
             return min((until - now for until in self._strangers.values()), default=None)
 
-    def _drop(self, peer: "connection.Connection[Any, Any]") -> None:
+    def _drop(self, peer: connection.Connection[Any, Any]) -> None:
         """Wakes the thread that reads from a stranger; the thread closes the connection."""
         del self._strangers[peer]
         with suppress(OSError), socket.socket(fileno=os.dup(peer.fileno())) as there:
             there.shutdown(socket.SHUT_RDWR)
 
-    def _answer(self, peer: "connection.Connection[Any, Any]") -> None:
+    def _answer(self, peer: connection.Connection[Any, Any]) -> None:
         # A stranger may send anything.
         with suppress(OSError, EOFError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
             try:
@@ -172,7 +176,7 @@ class StateServer:
                 _send(peer, shelf, request)
         peer.close()
 
-    def _greet(self, peer: "connection.Connection[Any, Any]") -> Shelf | None:
+    def _greet(self, peer: connection.Connection[Any, Any]) -> Shelf | None:
         """Returns the shelf that the peer asks for, once both have proved that they know its key."""
         greeting = json.loads(peer.recv_bytes(MAX_REQUEST))
         shelf = self._shelves.get(str(greeting["token"]))
@@ -185,7 +189,7 @@ class StateServer:
         return shelf if hmac.compare_digest(str(answer), _proof(shelf.key, challenge, "client")) else None
 
 
-def _send(peer: "connection.Connection[Any, Any]", shelf: Shelf, request: dict[str, Any]) -> None:
+def _send(peer: connection.Connection[Any, Any], shelf: Shelf, request: dict[str, Any]) -> None:
     shelf.last_asked = time.monotonic()
     try:
         readable = shelf.readable
@@ -225,12 +229,11 @@ class Peers:
         self._leaving: threading.Thread | None = None
 
     @staticmethod
-    def meet(ranks: Ranks, readable: Readable) -> "Peers | None":
+    def meet(ranks: Ranks, readable: Readable) -> Peers | None:
         """Collective. Returns None if some rank can open no socket: one rank alone can then read nothing."""
-        cpu = torch.device("cpu")
         # Every rank makes a token and a key; all take those of rank 0.
         card = [own_machine(), secrets.token_hex(16), secrets.token_hex(32)]
-        cards = ranks.exchange_json(card, cpu, "sharing a key for state_dict()")
+        cards = ranks.exchange_json(card, "sharing a key for state_dict()")
         family = "AF_UNIX" if all(machine == cards[0][0] for machine, _, _ in cards) else "AF_INET"
         _, token, key = cards[0]
         shelf = Shelf(token, bytes.fromhex(key), readable, ranks.size)
@@ -238,7 +241,7 @@ class Peers:
         with suppress(OSError):
             own = server(family)
         address = None if own is None else own.address
-        addresses = ranks.exchange_json(address, cpu, "exchanging addresses for state_dict()")
+        addresses = ranks.exchange_json(address, "exchanging addresses for state_dict()")
         if own is None or None in addresses:
             return None
         own.show(shelf)
@@ -282,13 +285,13 @@ class Peers:
                 f"while {phase}: {error or 'it hung up'}. consolidate_state_dict() on every rank reads by another way."
             ) from error
 
-    def _check_status(self, peer: "connection.Connection[Any, Any]", phase: str) -> None:
+    def _check_status(self, peer: connection.Connection[Any, Any], phase: str) -> None:
         self._await(peer)
         status = peer.recv_bytes(1 << 16)
         if status[:1] == _ERROR:
             raise StateError(f"while {phase}: {status[1:].decode(errors='replace')}")
 
-    def _await(self, peer: "connection.Connection[Any, Any]") -> None:
+    def _await(self, peer: connection.Connection[Any, Any]) -> None:
         if not peer.poll(self._seconds):
             raise TimeoutError("no answer")
 
@@ -345,7 +348,7 @@ class Peers:
         self._leaving.join(max(end - time.monotonic(), 0))
 
 
-def _connect(address: Any, shelf: Shelf) -> "connection.Connection[Any, Any]":
+def _connect(address: Any, shelf: Shelf) -> connection.Connection[Any, Any]:
     peer = connection.Client(tuple(address) if isinstance(address, list) else address)
     try:
         challenge = secrets.token_hex(32)

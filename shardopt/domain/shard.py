@@ -1,29 +1,38 @@
 """A shard: this rank's slice of a bucket, with the masters and states that belong to it."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
 from ..kernels import codecs
-from ..kernels.formats import BF16, BF16_RANDOM, FP32, BlockFormat, Format
+from ..kernels.formats import BF16, BF16_RANDOM, FP32, BlockFormat
 from ..kernels.formats import format_of as dtype_format
 from ..kernels.spec import StepSpec
-from ..kernels.tables import BLOCK, Gradients
-from ..offload.store import Chunk, Plane, ShardStorage, Store
-from ..partition.bucket import Bucket
-from ..partition.comm.all_gather import Window
-from ..partition.gatherer import Gatherer
+from ..kernels.tables import BLOCK
+from ..offload.store import Chunk, Plane
 from ..partition.layout import Piece
 from ..partition.memory import zeros
-from ..partition.reduce_buckets import DeviceSum, PassingSum
-from ..partition.unit import GatheredBucket, MemorySlice, Unit
-from ..partition.unit import Slice as GatheredSlice
-from ..rules import Variant
+from ..partition.unit import MemorySlice
 from ..rules.rule import EMA
 from ..tensors.strides import dense_strides, flattened, in_storage_order
-from .formats import StreamFormats
-from .host_sum import HostSum
 from .shard_tables import ShardTables
+
+if TYPE_CHECKING:
+    from ..kernels.formats import Format
+    from ..kernels.tables import Gradients
+    from ..offload.store import ShardStorage, Store
+    from ..partition.bucket import Bucket
+    from ..partition.comm.all_gather import Window
+    from ..partition.gatherer import Gatherer
+    from ..partition.reduce_buckets import DeviceSum, PassingSum
+    from ..partition.unit import GatheredBucket, Unit
+    from ..partition.unit import Slice as GatheredSlice
+    from ..rules import Variant
+    from .formats import StreamFormats
+    from .host_sum import HostSum
 
 IsRounded = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 

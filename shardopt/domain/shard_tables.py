@@ -1,12 +1,17 @@
 """The tables by which kernels find the params of a shard: where gradients lie, what noise depends on."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from ..kernels.tables import BLOCK, Gradients
-from ..partition.layout import Piece
+from ..kernels.tables import BLOCK, Gradients, joined_blocks
+
+if TYPE_CHECKING:
+    from ..partition.layout import Piece
 
 
 class ShardTables:
@@ -27,13 +32,30 @@ class ShardTables:
             rows[piece.shard_start // BLOCK : -(-piece.shard_end // BLOCK)] = row
         self.host_row_of_block = torch.from_numpy(rows)
         self.row_of_block = self.host_row_of_block.to(device)
+        self._joined: dict[tuple[int, ...], torch.Tensor] = {}
 
     @property
     def num_rows(self) -> int:
         return len(self._pieces) + 1
 
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the tables that stay, on the device of the params."""
+        return sum(each.nbytes for each in (self.row_of_block, *self._joined.values()))
+
+    def joined_with(self, others: Sequence[ShardTables]) -> torch.Tensor:
+        """Returns the row of each block: first the blocks of this shard, then those of the others in their order."""
+        if not others:
+            return self.row_of_block
+        key = tuple(map(id, others))  # which live as long as this one
+        if key not in self._joined:
+            every = (self, *others)
+            found = joined_blocks([each.host_row_of_block for each in every], [each.num_rows for each in every])
+            self._joined = {key: found.to(self._device)}
+        return self._joined[key]
+
     def gradients(self, grads: Mapping[int, tuple[torch.Tensor, int]], at_rest: bool = False) -> Gradients:
-        """Returns the table for these gradients, all of one dtype.
+        """Returns the table for these gradients, all of one dtype, with its rows in host memory.
 
         Args:
             grads: row of the piece -> dense gradient in storage order, and which element of the param is its first.
@@ -48,15 +70,15 @@ class ShardTables:
         aligned = not np.any(rows[:, 0] % 16)
         if at_rest:
             return Gradients(self.host_row_of_block, torch.from_numpy(rows), aligned)
-        return Gradients(self.row_of_block, torch.from_numpy(rows).to(self._device), aligned)
+        return Gradients(self.row_of_block, torch.from_numpy(rows), aligned)
 
     def gradients_in(self, total: torch.Tensor) -> Gradients:
         """Returns the table for a sum of gradients of the whole shard, 1D [shard_numel]."""
         rows = enumerate(self._pieces)
         return self.gradients({row: (total[piece.shard_start :], piece.start) for row, piece in rows})
 
-    def noise(self, counters: Mapping[int, tuple[int, int, int]], device: torch.device) -> torch.Tensor:
-        """Returns the table of noise (:func:`noise_from` tells its columns), on the device that updates.
+    def noise(self, counters: Mapping[int, tuple[int, int, int]]) -> torch.Tensor:
+        """Returns the table of noise (:func:`noise_from` tells its columns), in host memory.
 
         Args:
             counters: row of the piece -> (key, key, phase), on which the noise of a row depends beside the element.
@@ -65,4 +87,17 @@ class ShardTables:
         for row, (key, other_key, phase) in counters.items():
             piece = self._pieces[row]
             rows[row] = (key, other_key, piece.start - piece.shard_start, phase)
-        return torch.from_numpy(rows.astype(np.int32)).to(device)
+        return torch.from_numpy(rows.astype(np.int32))
+
+
+def joined_table(shards: Sequence[ShardTables], tables: Sequence[Gradients], itemsize: int) -> Gradients:
+    """Returns the table of several shards of one device as if they were one, with its rows in host memory.
+
+    Args:
+        tables: of each shard, with rows in host memory.
+        itemsize: bytes of an element of the gradients.
+    """
+    if len(shards) == 1:
+        return tables[0]
+    first, *others = shards
+    return Gradients.joined(tables, itemsize, first.joined_with(others))

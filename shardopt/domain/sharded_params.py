@@ -3,21 +3,31 @@
 A frozen param (the base of a LoRA model) is sharded like any other, and has no master, no state and no gradient.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 
 from ..errors import OffloadError
-from ..partition.comm.all_gather import Window
-from ..partition.gatherer import Gatherer
-from ..partition.unit import GatheredBucket, Slice, Unit
+from ..partition.unit import Unit
 from ..tensors.part import ParamPart, Part
 from ..tensors.strides import flattened
-from ..tensors.unsharded_guard import Read, Write, mark_sharded, mark_whole
+from ..tensors.unsharded_guard import mark_sharded, mark_whole
+from .dtensors import local_tensor, placed_as, shown_as
 from .shard import Shard
-from .units import UnitPlan
+
+if TYPE_CHECKING:
+    from ..partition.bucket import Bucket
+    from ..partition.comm.all_gather import Window
+    from ..partition.comm.transport import Transport
+    from ..partition.gatherer import Gatherer
+    from ..partition.unit import GatheredBucket, Slice
+    from ..tensors.unsharded_guard import Read, Write
+    from .units import UnitPlan
 
 Gather = Callable[[Shard, str], torch.Tensor]
 Namer = Callable[[torch.Tensor], str | None]
@@ -25,15 +35,30 @@ Fetcher = Callable[[Shard, int, str], Callable[[], torch.Tensor] | None]
 
 
 class ShardedParams:
-    """The table from sharded params to their buckets."""
+    """The table from sharded params to their buckets.
 
-    def __init__(self, gatherer: Gatherer, gather: Gather, fetcher: Fetcher, name_of: Namer):
+    Attributes:
+        gatherer: of the module; experts share it with the main domain, which leads.
+    """
+
+    def __init__(
+        self,
+        gatherer: Gatherer,
+        transport: Transport,
+        gather: Gather,
+        fetcher: Fetcher,
+        name_of: Namer,
+        leads: bool = True,
+    ):
         """
         Args:
+            transport: by which the params are gathered.
             name_of: the user's name of a param.
+            leads: this domain compares the orders of units.
         """
-        self.gatherer = gatherer
-        self.where: dict[torch.nn.Parameter, GatheredBucket] = {}
+        self.gatherer, self.transport, self.leads = gatherer, transport, leads
+        gatherer.connect(transport)
+        self.where: dict[torch.nn.Parameter, GatheredBucket] = {}  # of params as the model has them
         self.frozen: list[Shard] = []  # of params that do not train
         # Gathers a resharded param for a call that no module has announced; see :func:`mark_sharded`.
         self.gather_for_call: Callable[[torch.nn.Parameter, bool], bool] = lambda *_: False
@@ -46,17 +71,24 @@ class ShardedParams:
 
     @property
     def units(self) -> list[Unit]:
-        return list(self.gatherer.units.values())
+        return [unit for unit in self.gatherer.units.values() if unit.transport is self.transport]
+
+    def window(self, bucket: Bucket, own: Slice) -> Window:
+        """Collective: opens a window on a bucket; ``own`` holds this rank's slice."""
+        if own.memory is None:
+            return self.transport.open(bucket.flat, bucket.layout.shard_numel)
+        return self.transport.open_detached(bucket.flat, own.memory)
 
     def shard_params(
         self, shard: Shard, own: Slice, window: Window, unit: tuple[int, UnitPlan], is_frozen: bool
     ) -> None:
         """Keeps this rank's slice of the shard's params in ``own``, and frees the rest."""
         number, plan = unit
-        gathered = shard.part_with_params(self.gatherer, own, window, Unit(plan.name, number, plan.is_spread, []))
+        new = Unit(plan.name, number, self.transport, plan.is_spread, called=plan.called)
+        gathered = shard.part_with_params(self.gatherer, own, window, new)
         if is_frozen:
             self.frozen.append(shard)
-        for index, param in enumerate(shard.bucket.params):
+        for index, param in enumerate(shard.bucket.outers):
             self.where[param] = gathered
             read, write = self._stand_in(shard, index, param)
             mark_sharded(param, read, write, partial(self._gather_for, param), partial(self.name_of, param))
@@ -113,24 +145,29 @@ class ShardedParams:
         for param in self.where:
             mark_whole(param)
         self.gatherer.barrier()
+        self.gatherer.give_up(self.units)
         for shard in self.frozen:
             shard.bucket.release()
 
-    def _stand_in(self, shard: Shard, index: int, param: torch.nn.Parameter) -> tuple[Read, Write]:
-        """Returns how a resharded param is read as a part, and written from a whole tensor."""
-        where = shard.slice_of(index)
+    def _stand_in(self, shard: Shard, index: int, outer: torch.nn.Parameter) -> tuple[Read, Write]:
+        """Returns how a resharded param is read as a part, and written from a whole tensor.
+
+        Of a DTensor both are DTensors, with the part or the whole of the local tensor inside.
+        """
+        where, param = shard.slice_of(index), shard.bucket.params[index]
 
         def gather(_: torch.Tensor) -> torch.Tensor:
             return shard.as_param(self._gather(shard, "param"), index).clone()
 
         def read() -> torch.Tensor:
             fetch = self._fetcher(shard, index, "param")
-            return ParamPart.of(Part(shard.read("param", index), where.start, param, gather, fetch=fetch), write)
+            part = Part(shard.read("param", index), where.start, param, gather, fetch=fetch)
+            return shown_as(outer, ParamPart.of(part, write))
 
         def write(whole: torch.Tensor) -> None:
-            cast = whole.detach().to(shard.device, shard.bucket.dtype)
+            cast = local_tensor(placed_as(outer, whole.detach())).to(shard.device, shard.bucket.dtype)
             values = flattened(shard.ordered(index, cast.expand(param.size())))
-            self.gatherer.write_slice(self.where[param].unit, lambda: shard.write("param", index, 0, values))
+            self.gatherer.write_slice(self.where[outer].unit, lambda: shard.write("param", index, 0, values))
             torch.autograd.graph.increment_version([param])
 
         return read, write

@@ -5,11 +5,13 @@ in :func:`tier_of` and :func:`make_store`. ``opt.memory()``, checkpoints and ``o
 planner (``tools/plan.py``) has a list of its own: the tiers that it has numbers for.
 """
 
+from __future__ import annotations
+
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
-from ..config import Offload, Tuning
 from ..errors import BindingError
 from ..offload.cpu_step import CpuStepStore
 from ..offload.disk.store import DiskStore
@@ -18,9 +20,13 @@ from ..offload.host import HostStore
 from ..offload.measured import MeasuredStore
 from ..offload.pinned import Pages, register_with_cuda
 from ..offload.ring import RingStore
-from ..offload.store import ResidentStore, Store
+from ..offload.store import ResidentStore
 from ..offload.streams import CopyStreams
 from ..partition.memory import zeros
+
+if TYPE_CHECKING:
+    from ..config import Offload, Tuning
+    from ..offload.store import Store
 
 # Seconds that one transfer of a disk may take, where Tuning.timeout is not set.
 _DISK_SECONDS = 300.0

@@ -13,28 +13,37 @@ blocks has a unit for each module that owns params, if they are large; small one
 
 A call of one of a unit's ``modules`` needs the unit. A tied param belongs to the first unit that holds it, which a call
 of any module that owns the param needs as well.
+
+Of a ``ModuleList`` of pipeline stages each stage has units of its own, as the model that it is: ``0.layers.3``,
+``1.(rest)``.
 """
+
+from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..config import Tuning
 from ..errors import BindingError
-from ..partition.schedule import Budget, budget_of
+from ..partition.schedule import budget_of
+from .called import called_modules
 from .param_names import without_wrappers
+
+if TYPE_CHECKING:
+    from ..config import Tuning
+    from ..partition.schedule import Budget
 
 REST = "(rest)"
 # A module outside of blocks shares a unit with its like if it has fewer bytes than both: each unit costs a message.
 SMALL, SMALL_SHARE = 1 << 20, 1 / 64  # bytes; of the model's
 
-_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 # Modules that read the params of their children without calling them: never split.
 _READS_CHILDREN = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 
@@ -47,11 +56,13 @@ class UnitPlan:
         name: of the module, as in ``model.named_modules()``; "" for the params that the model owns itself.
         modules: a call of one of them needs the unit.
         params: in the order of ``model.parameters()``.
+        called: the name of the module that a script calls, with this unit in it; see :mod:`shardopt.domain.called`.
     """
 
     name: str
     modules: tuple[nn.Module, ...]
     params: tuple[nn.Parameter, ...]
+    called: str = ""
 
     @property
     def is_spread(self) -> bool:
@@ -96,13 +107,15 @@ def units_of(module: nn.Module, given: Sequence[Any] = ()) -> list[UnitPlan]:
     small = min(SMALL, SMALL_SHARE * sum(map(_nbytes, root.parameters())))
     unit_of: dict[nn.Parameter, str] = {}
     modules: dict[str, list[nn.Module]] = {}
-    for name, each, whole in _split(root, "", set(), _said(root, given) if given else None):
+    called_of: dict[str, str] = {}
+    for called, name, each, whole in _split_called(root, given):
         params = [param for param in each.parameters(recurse=whole) if param not in unit_of]
         if params:
             is_small = not whole and sum(map(_nbytes, params)) < small
-            name = REST if is_small else name
+            name = (f"{called}.{REST}" if called else REST) if is_small else name
             modules.setdefault(name, []).append(each)
             unit_of.update(dict.fromkeys(params, name))
+            called_of[name] = called
     inside = {name: {each for unit in units for each in unit.modules()} for name, units in modules.items()}
     for each in root.modules():
         for param in each.parameters(recurse=False):
@@ -113,7 +126,33 @@ def units_of(module: nn.Module, given: Sequence[Any] = ()) -> list[UnitPlan]:
     params_of: dict[str, list[nn.Parameter]] = {name: [] for name in modules}
     for param in root.parameters():
         params_of[unit_of[param]].append(param)
-    return [UnitPlan(name, tuple(modules[name]), tuple(params)) for name, params in params_of.items()]
+    return [UnitPlan(name, tuple(modules[name]), tuple(params), called_of[name]) for name, params in params_of.items()]
+
+
+def params_by_module(root: nn.Module, given: Sequence[Any] = ()) -> dict[nn.Module, tuple[nn.Parameter, ...]]:
+    """Returns the params that the code of each module may read: all of a block, else those that the module owns.
+
+    Args:
+        given: as for :func:`units_of`.
+    """
+    return {each: tuple(each.parameters(recurse=whole)) for _, _, each, whole in _split_called(root, given)}
+
+
+def _split_called(root: nn.Module, given: Sequence[Any]) -> Iterator[tuple[str, str, nn.Module, bool]]:
+    """Yields what ``_split`` does for each module that a script calls, after the name of that module."""
+    said, seen = _said(root, given) if given else None, set[nn.Module]()
+    for called in called_modules(root):
+        if called.name and called.module not in seen and _is_unit(called.module, said):
+            seen.add(called.module)
+            yield called.name, called.name, called.module, True
+            continue
+        for name, each, whole in _split(called.module, called.name, seen, said):
+            yield called.name, name, each, whole
+
+
+def _is_unit(stage: nn.Module, said: set[nn.Module] | None) -> bool:
+    """True if all params of a pipeline stage are one unit."""
+    return _is_layer(stage) or _is_never_split(stage) or (said is not None and stage in said)
 
 
 def _nbytes(param: nn.Parameter) -> int:
@@ -171,9 +210,9 @@ def _split(
 
 def _is_block(module: nn.Module, parent: nn.Module, is_one_of_many: bool) -> bool:
     """True if all params of a module are one unit."""
-    if type(module) in _CONTAINERS:  # a block may be written as a container of layers, in a container of such blocks
-        return type(parent) in _CONTAINERS and is_one_of_many and all(map(_is_layer, module.children()))
-    if type(parent) in _CONTAINERS:
+    if type(module) in CONTAINERS:  # a block may be written as a container of layers, in a container of such blocks
+        return type(parent) in CONTAINERS and is_one_of_many and all(map(_is_layer, module.children()))
+    if type(parent) in CONTAINERS:
         return is_one_of_many or not _is_layer(module)
     return is_one_of_many and not _is_layer(module) and not _holds_blocks(module)
 
@@ -191,8 +230,8 @@ def _is_layer(module: nn.Module) -> bool:
 def _holds_blocks(module: nn.Module) -> bool:
     """True if a container somewhere inside holds several modules that are more than layers: a tower, not a block."""
     for each in module.modules():
-        if type(each) in _CONTAINERS:
-            inner = [child for child in each.children() if type(child) not in _CONTAINERS]
+        if type(each) in CONTAINERS:
+            inner = [child for child in each.children() if type(child) not in CONTAINERS]
             if sum(any(True for _ in child.children()) for child in inner) > 1:
                 return True
     return False

@@ -1,15 +1,19 @@
 """Contexts in which params show whole weights at stage 3, or the moving average of the weights."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..arguments import flag
 from ..errors import ShardoptError
-from ..rules import Rule
 from .agreement import agree_on_call
 from .averaged import averaged, has_average
 from .domain import Domain
+
+if TYPE_CHECKING:
+    from ..rules import Rule
 
 
 @contextmanager
@@ -33,12 +37,13 @@ def unsharded(domains: Sequence[Domain], rule: Rule, ema: object) -> Iterator[No
     if domain is None or (domain.sharded is None and (rule.average is None or asked is False)):
         read()
     else:
-        agree_on_call("unsharded()", read, domain.mesh.world, domain.device)
+        agree_on_call("unsharded()", read, domain.mesh.world)
     with ExitStack() as stack:
         for each in averages:
             stack.enter_context(averaged(each))
-        if not averages and domain is not None and domain.sharded is not None:
-            stack.enter_context(domain.sharded.unsharded())
+        for each in [] if averages else domains:
+            if each.sharded is not None:
+                stack.enter_context(each.sharded.unsharded())
         yield
 
 

@@ -3,7 +3,10 @@
 The bits are the same as the kernels', from a handful of torch operations on whole tensors, on any device.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -14,9 +17,13 @@ from .formats import (
     SMALLEST_SCALE,
     SPLIT,
     BlockFormat,
-    Format,
 )
 from .tables import BLOCK
+
+if TYPE_CHECKING:
+    from .formats import (
+        Format,
+    )
 
 # Elements: whole blocks. It is small beside a model, and large beside the cost of an operation.
 _PIECE = 1024 * BLOCK

@@ -1,19 +1,29 @@
 """Chooses how kernels are executed: native code for CPU tensors, Triton for GPU tensors; the same bits from both."""
 
+from __future__ import annotations
+
 from functools import cache
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from .formats import Format
-from .reductions import BlockSums, Totals
-from .spec import StepSpec
-from .tables import Factors, Gradients, Streams
+from .pass_spec import PassSpec
 from .versions import require
+
+if TYPE_CHECKING:
+    from .formats import Format
+    from .spec import StepSpec
+    from .tables import Factors, Gradients
 
 
 class Backend(Protocol):
-    """One way to execute kernels: ``native_backend.py`` or ``triton_backend.py``."""
+    """One way to execute kernels: ``native_backend.py`` or ``triton_backend.py``.
+
+    Attributes:
+        joins_shards: True if one call of ``step`` takes the streams of several shards.
+    """
+
+    joins_shards: bool
 
     def prepare(self, spec: StepSpec, device: torch.device, aligned: bool) -> None:
         """Compiles the kernel. Called before the ranks agree on a step, so that a failure changes nothing."""
@@ -21,29 +31,49 @@ class Backend(Protocol):
     def step(
         self,
         spec: StepSpec,
-        streams: Streams,
+        streams: Any,  # Streams; or JoinedStreams, if it joins shards
         gradients: Gradients,
         scalars: torch.Tensor,  # 2D [num_rows, len(spec.variant.scalars)] fp32
         factors: Factors,
         noise: torch.Tensor | None = None,  # 2D [num_rows, 4] int32; None if everything is rounded to nearest
     ) -> None:
-        """Updates the shard in place: ``rule(param, grad * unscale * clip, states)``.
+        """Updates the shard in place: ``rule(param, grad * unscale * clip, states)``. Tables are in host memory.
 
         The divisor must be 1 here: gradients were divided before, or their divisor is :meth:`Factors.folded`. A
         quotient an element would be 5 to 7 % of AdamW's step on a CPU.
         """
 
-    def block_sums(self, grad: Format, gradients: Gradients, factors: Factors) -> BlockSums:
-        """Returns sums of squares, largest magnitudes and non-finite counts of ``grad / divisor * unscale``.
+    def prepare_pass(self, spec: PassSpec, device: torch.device, aligned: bool) -> None:
+        """Compiles the kernel of a pass, as ``prepare`` does that of a step."""
 
-        ``factors.clip`` is ignored: it follows from the norm that these sums are for.
+    def run_pass(
+        self,
+        spec: PassSpec,
+        streams: Any,
+        gradients: Gradients,
+        scalars: torch.Tensor,
+        factors: Factors,
+        noise: torch.Tensor | None,
+        totals: torch.Tensor | None,
+    ) -> None:
+        """Runs one pass of a rule over the shard, as ``step`` does a whole one. No device is waited for.
+
+        Args:
+            totals: 3D [len(spec.variant.measured), num_rows, COLUMNS] int64, to which the block sums of each measured
+                value are added, row by row; where the kernel runs. None if the pass measures nothing.
         """
 
-    def totals(self, sums: BlockSums, gradients: Gradients) -> Totals:
-        """Adds up the blocks' sums, for each row of the table that they were taken with."""
+    def add_totals(self, grad: Format, gradients: Gradients, factors: Factors, totals: torch.Tensor) -> None:
+        """Adds what the blocks of ``grad / divisor * unscale`` sum up to, row by row of the table.
 
-    def count_nonfinite(self, grad: Format, gradients: Gradients) -> int:
-        """Returns how many elements of the gradients are Inf or NaN."""
+        ``factors.clip`` is ignored: it follows from the norm that these sums are for. No device is waited for.
+
+        Args:
+            totals: 2D [num_rows, COLUMNS] int64, as :mod:`.reductions` has it; on the device of the table.
+        """
+
+    def count_nonfinite(self, grad: Format, gradients: Gradients, count: torch.Tensor) -> None:
+        """Adds to ``count``, 1D [1] int64, how many elements of the gradients are Inf or NaN."""
 
 
 @cache
@@ -58,3 +88,29 @@ def backend_of(device: torch.device) -> Backend:
     from . import triton_backend
 
     return triton_backend
+
+
+def prepare(spec: StepSpec, device: torch.device, aligned: bool) -> None:
+    """Compiles the kernel of a step or of a pass for tensors on ``device``; see :meth:`Backend.prepare`."""
+    backend = backend_of(device)
+    if isinstance(spec, PassSpec):
+        backend.prepare_pass(spec, device, aligned)
+    else:
+        backend.prepare(spec, device, aligned)
+
+
+def run_kernel(
+    backend: Backend,
+    spec: StepSpec,
+    streams: Any,
+    gradients: Gradients,
+    scalars: torch.Tensor,
+    factors: Factors,
+    noise: torch.Tensor | None,
+    totals: torch.Tensor | None,
+) -> None:
+    """Runs a step, or a pass; ``totals`` are None for a step and for a pass that measures nothing."""
+    if isinstance(spec, PassSpec):
+        backend.run_pass(spec, streams, gradients, scalars, factors, noise, totals)
+    else:
+        backend.step(spec, streams, gradients, scalars, factors, noise)

@@ -4,16 +4,30 @@ Small tables are made in NumPy: a torch operation on a table of some size would 
 spin for milliseconds on the cores that the pool needs.
 """
 
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
 import numpy as np
 import torch
 
-from .formats import Format
+from .native_pass import SUMS, compile_pass
 from .native_reductions import compile_add_blocks, compile_block_sums, compile_count_nonfinite
 from .native_step import compile_step
 from .pool import run_over_blocks
-from .reductions import COLUMNS, BlockSums, Totals
-from .spec import StepSpec
-from .tables import Factors, Gradients, Streams
+from .reductions import BlockSums
+
+if TYPE_CHECKING:
+    from .formats import Format
+    from .pass_spec import PassSpec
+    from .spec import StepSpec
+    from .tables import Factors, Gradients, Streams
+
+joins_shards = False  # a call costs little, and a shard travels to the other ranks once it is updated
+# Blocks whose sums are made before they are added up: few enough to be in the cache then, enough for all threads.
+_BLOCKS_SUMMED = 1 << 14
 
 
 def prepare(spec: StepSpec, device: torch.device, aligned: bool) -> None:
@@ -28,38 +42,96 @@ def step(
     factors: Factors,
     noise: torch.Tensor | None = None,
 ) -> None:
-    assert factors.divisor == 1 and (noise is not None or not spec.needs_noise)
     kernel = compile_step(spec)
+    arguments = _arguments(spec, streams, gradients, scalars, factors, noise)
+    run_over_blocks(lambda first, last: kernel(first, last, *arguments), gradients.num_blocks)
+
+
+def _arguments(
+    spec: StepSpec,
+    streams: Streams,
+    gradients: Gradients,
+    scalars: torch.Tensor,
+    factors: Factors,
+    noise: torch.Tensor | None,
+) -> list[Any]:
+    assert factors.divisor == 1 and (noise is not None or not spec.needs_noise)
     tensors = [gradients.row_of_block, gradients.rows, scalars]
     masters = [] if streams.master is None else [streams.master]
     tables = [*(tensor.data_ptr() for tensor in tensors), 0 if noise is None else noise.data_ptr()]
     scales = [each for each in streams.scales if each is not None]
     pointers = [tensor.data_ptr() for tensor in (streams.param, *masters, *streams.states, *scales)]
-    numbers = (np.float32(factors.unscale), np.float32(factors.clip))
-    run_over_blocks(lambda first, last: kernel(first, last, *tables, *numbers, *pointers), gradients.num_blocks)
+    return [*tables, np.float32(factors.unscale), np.float32(factors.clip), *pointers]
 
 
-def block_sums(grad: Format, gradients: Gradients, factors: Factors) -> BlockSums:
-    kernel = compile_block_sums(grad)
-    columns = [np.zeros(gradients.num_blocks, kind) for kind in (np.int64, np.int32, np.int32, np.int32)]
+def prepare_pass(spec: PassSpec, device: torch.device, aligned: bool) -> None:
+    compile_pass(spec)
+
+
+def run_pass(
+    spec: PassSpec,
+    streams: Streams,
+    gradients: Gradients,
+    scalars: torch.Tensor,
+    factors: Factors,
+    noise: torch.Tensor | None,
+    totals: torch.Tensor | None,
+) -> None:
+    kernel = compile_pass(spec)
+    arguments = _arguments(spec, streams, gradients, scalars, factors, noise)
+    if totals is None:
+        run_over_blocks(lambda first, last: kernel(first, last, *arguments), gradients.num_blocks)
+        return
+    for first in range(0, gradients.num_blocks, _BLOCKS_SUMMED):
+        count = min(first + _BLOCKS_SUMMED, gradients.num_blocks) - first
+        sums = [zero_sums(count) for _ in spec.variant.measured]
+        columns = [getattr(each, name) for each in sums for name in SUMS]
+        at = [column.data_ptr() - first * column.element_size() for column in columns]
+        run_over_blocks(partial(_run_from, kernel, first, [*arguments, *at]), count)
+        for each, into in zip(sums, totals, strict=True):
+            add_blocks(each, gradients.row_of_block, into, first)
+
+
+def _run_from(kernel: Callable[..., None], first: int, arguments: Sequence[Any], start: int, stop: int) -> None:
+    kernel(first + start, first + stop, *arguments)
+
+
+def zero_sums(num_blocks: int) -> BlockSums:
+    kinds = (np.int64, np.int32, np.int32, np.int32)
+    return BlockSums(*(torch.from_numpy(np.zeros(num_blocks, kind)) for kind in kinds))
+
+
+def block_sums(
+    grad: Format, gradients: Gradients, factors: Factors, first: int = 0, last: int | None = None
+) -> BlockSums:
+    """Sums up blocks [first, last) of the table, by default all."""
+    kernel, last = compile_block_sums(grad), gradients.num_blocks if last is None else last
+    columns = [np.zeros(last - first, kind) for kind in (np.int64, np.int32, np.int32, np.int32)]
     tables = (gradients.row_of_block.data_ptr(), gradients.rows.data_ptr())
     numbers = (np.float32(factors.divisor), np.float32(factors.unscale))
-    pointers = [column.ctypes.data for column in columns]
-    run_over_blocks(lambda first, last: kernel(first, last, *tables, *numbers, *pointers), gradients.num_blocks)
+    pointers = [column.ctypes.data - first * column.itemsize for column in columns]
+    run_over_blocks(lambda start, stop: kernel(first + start, first + stop, *tables, *numbers, *pointers), last - first)
     return BlockSums(*map(torch.from_numpy, columns))
 
 
-def totals(sums: BlockSums, gradients: Gradients) -> Totals:
-    table = np.zeros((gradients.num_rows, COLUMNS), np.int64)
-    columns = (gradients.row_of_block, sums.mantissa, sums.exponent, sums.largest, sums.nonfinite)
-    add_blocks = compile_add_blocks()
-    add_blocks(gradients.num_blocks, *(column.data_ptr() for column in columns), table.ctypes.data)
-    return Totals(torch.from_numpy(table))
+def add_blocks(sums: BlockSums, row_of_block: torch.Tensor, totals: torch.Tensor, first: int = 0) -> None:
+    """Adds the sums of blocks, from block ``first`` of the table on, to the rows that they belong to."""
+    columns = (sums.mantissa, sums.exponent, sums.largest, sums.nonfinite)
+    rows = row_of_block.data_ptr() + first * row_of_block.element_size()
+    add = compile_add_blocks()
+    add(len(sums.mantissa), rows, *(column.data_ptr() for column in columns), totals.data_ptr())
 
 
-def count_nonfinite(grad: Format, gradients: Gradients) -> int:
+def add_totals(grad: Format, gradients: Gradients, factors: Factors, totals: torch.Tensor) -> None:
+    for first in range(0, gradients.num_blocks, _BLOCKS_SUMMED):
+        last = min(first + _BLOCKS_SUMMED, gradients.num_blocks)
+        sums = block_sums(grad, gradients, factors, first, last)
+        add_blocks(sums, gradients.row_of_block, totals, first)
+
+
+def count_nonfinite(grad: Format, gradients: Gradients, count: torch.Tensor) -> None:
     kernel = compile_count_nonfinite(grad)
     counts = np.zeros(gradients.num_blocks, np.int32)
     pointers = (gradients.row_of_block.data_ptr(), gradients.rows.data_ptr(), counts.ctypes.data)
     run_over_blocks(lambda first, last: kernel(first, last, *pointers), gradients.num_blocks)
-    return int(counts.sum())
+    count.numpy()[0] += counts.sum()

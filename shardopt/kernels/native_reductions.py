@@ -1,12 +1,14 @@
 """Block sums in native code; ``reductions.py`` defines them."""
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import numba
 from numba import njit, types
 
-from .formats import Format
 from .native_words import (
     COMPILE_OPTIONS,
     FORMATS,
@@ -21,6 +23,9 @@ from .native_words import (
 )
 from .reductions import COLUMNS, LARGEST, LIMB_BITS, NONFINITE
 from .tables import BLOCK
+
+if TYPE_CHECKING:
+    from .formats import Format
 
 
 @functools.cache

@@ -38,22 +38,27 @@ LLVM drops from each loop whatever nothing in it depends on: for AdamW the first
 second one has the root, the divisions and the encoding, which different units of a core do at the same time.
 """
 
+from __future__ import annotations
+
 import functools
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from .formats import GOLDEN, BlockFormat, Format
-from .spec import StepSpec
+from .formats import GOLDEN, BlockFormat
 from .tables import BLOCK
 from .translate import function_from_source, native_body
 
-_compiling = threading.Lock()
+if TYPE_CHECKING:
+    from .formats import Format
+    from .spec import StepSpec
+
+compiling = threading.Lock()
 compilations = 0  # for the test that a changed hyper-parameter compiles nothing
 
-_PARAM, _MASTER, _FIRST_STATE = 1, 2, 3  # streams; the gradient is 0
+_PARAM, _MASTER, FIRST_STATE = 1, 2, 3  # streams; the gradient is 0
 
 
 @functools.cache
@@ -63,16 +68,16 @@ def compile_step(spec: StepSpec) -> Callable[..., None]:
 
     from . import native_formats, native_words
 
-    function = function_from_source(step_source(spec), "native", _names(native_words, native_formats))
+    function = function_from_source(step_source(spec), "native", kernel_words(native_words, native_formats))
     i64, f32 = numba.types.int64, numba.types.float32
-    signature = numba.types.void(*[i64] * 6, f32, f32, *[i64] * len(_pointers(spec)))
-    with _compiling:
+    signature = numba.types.void(*[i64] * 6, f32, f32, *[i64] * len(pointers_of(spec)))
+    with compiling:
         global compilations
         compilations += 1
         return numba.njit(signature, **native_words.COMPILE_OPTIONS)(function)  # type: ignore[no-any-return]
 
 
-def _names(words: ModuleType, formats: ModuleType) -> dict[str, Any]:
+def kernel_words(words: ModuleType, formats: ModuleType) -> dict[str, Any]:
     """Returns all that the text may call; a name that it does not use costs nothing."""
     names = {**vars(formats), **vars(words), **words.RULE_WORDS, "min": min}
     for name, (load, widen, store, narrow) in words.FORMATS.items():
@@ -81,7 +86,7 @@ def _names(words: ModuleType, formats: ModuleType) -> dict[str, Any]:
 
 
 @dataclass
-class _Text:
+class KernelText:
     """The statements of a kernel, by place."""
 
     once: list[str] = field(default_factory=list)
@@ -94,7 +99,7 @@ class _Text:
     reread: dict[str, str] = field(default_factory=dict)  # variable of a state in 8 bits -> how it is read back
 
 
-def _pointers(spec: StepSpec) -> list[str]:
+def pointers_of(spec: StepSpec) -> list[str]:
     states = [f"{name}_at" for name in spec.variant.states]
     scales = [
         f"{name}_scales_at"
@@ -106,21 +111,21 @@ def _pointers(spec: StepSpec) -> list[str]:
 
 def step_source(spec: StepSpec) -> str:
     """Returns the kernel's text."""
-    variant, text = spec.variant, _Text()
+    variant, text = spec.variant, KernelText()
     for index, name in enumerate(variant.scalars):
         text.block.append(f"s_{name} = load_f32(scalars, row * {len(variant.scalars)} + {index}, TABLE)")
     if spec.needs_noise:
-        text.block += [f"{name} = load_i32(noise, row * 4 + {i}, TABLE)" for i, name in enumerate(_NOISE)]
+        text.block += [f"{name} = load_i32(noise, row * 4 + {i}, TABLE)" for i, name in enumerate(NOISE)]
     text.load.append(f"grad = widen_{spec.grad.name}(load_{spec.grad.name}(grad_at, i, 0)) * unscale * clip")
-    _add_param(text, spec)
+    add_param(text, spec)
     for index, (name, format) in enumerate(zip(variant.states, spec.states, strict=True)):
-        stream = _FIRST_STATE + index
+        stream = FIRST_STATE + index
         if isinstance(format, BlockFormat):
             _add_block_state(text, name, format, stream, stream + len(variant.states))
         else:
-            text.load.append(f"state_{name} = {_loaded(f'{name}_at', format, stream)}")
-            text.store.append(_stored(text, f"{name}_at", f"state_{name}", format, stream))
-    arguments = ["first", "last", "row_of_block", "rows", "scalars", "noise", "unscale", "clip", *_pointers(spec)]
+            text.load.append(f"state_{name} = {loaded(f'{name}_at', format, stream)}")
+            text.store.append(stored(text, f"{name}_at", f"state_{name}", format, stream))
+    arguments = ["first", "last", "row_of_block", "rows", "scalars", "noise", "unscale", "clip", *pointers_of(spec)]
     return (
         "\n".join(
             [
@@ -141,38 +146,38 @@ def step_source(spec: StepSpec) -> str:
     )
 
 
-def _loops(text: _Text, rule: list[str]) -> list[str]:
+def _loops(text: KernelText, rule: list[str]) -> list[str]:
     """Returns the loop over the elements of a block, or two loops if a state is in 8 bits."""
     if not text.reread:
-        return _loop([*text.load, *rule, *text.store, *text.advance])
+        return loop_over([*text.load, *rule, *text.store, *text.advance])
     again = list(rule)
     for variable, value in text.reread.items():
         last = max((at for at, line in enumerate(again) if line.startswith(f"{variable} = ")), default=-1)
         again.insert(last + 1, f"{variable} = {value}")
     first, second = [*text.load, *rule, *text.keep], [*text.load, *again, *text.store, *text.advance]
-    return [*_loop(first), *text.scale, *_loop(second)]
+    return [*loop_over(first), *text.scale, *loop_over(second)]
 
 
-def _loop(lines: list[str]) -> list[str]:
+def loop_over(lines: list[str]) -> list[str]:
     return ["for i in range(start, start + count):", *(f"    {line}" for line in lines)]
 
 
-_NOISE = ("key", "other_key", "first_element", "phase")
+NOISE = ("key", "other_key", "first_element", "phase")
 _HALF = "i32(-2147483648)"  # of 32 bits
 
 
-def _loaded(at: str, format: Format, stream: int) -> str:
+def loaded(at: str, format: Format, stream: int) -> str:
     name = format.name if format.rounding == "nearest" else "bf16"
     return f"widen_{name}(load_{name}({at}, i, {stream}))"
 
 
-def _stored(text: _Text, at: str, value: str, format: Format, stream: int) -> str:
+def stored(text: KernelText, at: str, value: str, format: Format, stream: int) -> str:
     if format.rounding != "nearest":
-        return f"store_bf16({at}, i, narrow_bf16_up({value}, {_noise(text, value, format, stream)}), {stream})"
+        return f"store_bf16({at}, i, narrow_bf16_up({value}, {noise_bits(text, value, format, stream)}), {stream})"
     return f"store_{format.name}({at}, i, narrow_{format.name}({value}), {stream})"
 
 
-def _noise(text: _Text, value: str, format: Format, stream: int) -> str:
+def noise_bits(text: KernelText, value: str, format: Format, stream: int) -> str:
     """Returns an expression of 32 bits that are added before lower bits are cut off."""
     if format.rounding == "random":
         return f"draw(add(i32(i), first_element), key, other_key, {stream})"
@@ -184,18 +189,18 @@ def _noise(text: _Text, value: str, format: Format, stream: int) -> str:
     return f"{value}_dither"
 
 
-def _add_param(text: _Text, spec: StepSpec) -> None:
+def add_param(text: KernelText, spec: StepSpec) -> None:
     """Adds the loads and stores of the value that is updated: the param, its master, or both halves of a master."""
     if not spec.has_master:
-        text.load.append(f"param = {_loaded('param_at', spec.param, _PARAM)}")
-        text.store.append(_stored(text, "param_at", "param", spec.param, _PARAM))
+        text.load.append(f"param = {loaded('param_at', spec.param, _PARAM)}")
+        text.store.append(stored(text, "param_at", "param", spec.param, _PARAM))
         return
     assert spec.master is not None
     name = spec.master.name
     if not spec.reads_param:
-        text.load.append(f"param = {_loaded('master_at', spec.master, _MASTER)}")
-        text.store.append(_stored(text, "master_at", "param", spec.master, _MASTER))
-        text.store.append(_stored(text, "param_at", "param", spec.param, _PARAM))
+        text.load.append(f"param = {loaded('master_at', spec.master, _MASTER)}")
+        text.store.append(stored(text, "master_at", "param", spec.master, _MASTER))
+        text.store.append(stored(text, "param_at", "param", spec.param, _PARAM))
         return
     kind = {"split": "i16", "split24": "i8"}[name]
     text.load.append(f"param = join_{name}(load_u16(param_at, i, {_PARAM}), load_{kind}(master_at, i, {_MASTER}))")
@@ -206,7 +211,7 @@ def _add_param(text: _Text, spec: StepSpec) -> None:
     ]
 
 
-def _add_block_state(text: _Text, name: str, format: BlockFormat, stream: int, new_stream: int) -> None:
+def _add_block_state(text: KernelText, name: str, format: BlockFormat, stream: int, new_stream: int) -> None:
     # Formats that have a sign differ by these numbers alone, and so do those without one.
     word = "signed8" if format.has_sign else "unsigned8"
     numbers = f"{format.shift}, {format.offset_bits}, {format.offset!r}"
@@ -224,6 +229,6 @@ def _add_block_state(text: _Text, name: str, format: BlockFormat, stream: int, n
         f"{name}_inverse = inverse_of({name}_new_scale)",
         f"{name}_least = least_of({name}_largest)",
     ]
-    noise = _noise(text, f"state_{name}", format, stream)
+    noise = noise_bits(text, f"state_{name}", format, stream)
     encoded = f"encode_{word}(state_{name}, {name}_inverse, {noise}, {name}_least, {numbers})"
     text.store.append(f"store_u8({name}_at, i, {encoded}, {stream})")

@@ -148,6 +148,16 @@ def where(typing_context: Any, condition: Any, x: Any, y: Any) -> Any:
     return types.float32(types.boolean, types.float32, types.float32), emit
 
 
+@intrinsic
+def fma(typing_context: Any, x: Any, y: Any, z: Any) -> Any:
+    """Multiplies and adds with one rounding, which nothing else here does."""
+
+    def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.fma(*arguments)
+
+    return types.float32(types.float32, types.float32, types.float32), emit
+
+
 @intrinsic(prefer_literal=True)
 def scratch_i32(typing_context: Any, count: Any) -> Any:
     """Returns the address of ``count`` (a Python constant) int32 or fp32 on the thread's own stack."""
@@ -211,6 +221,7 @@ RULE_WORDS = {
     "maximum": maximum,
     "clamp": clamp,
     "where": where,
+    "fma": fma,
 }
 # Format name -> (load, widen, store, narrow); native_formats.py has the formats that take more than a cast.
 FORMATS: dict[str, tuple[Any, Any, Any, Any]] = {

@@ -37,22 +37,28 @@ class BlockSums:
     nonfinite: torch.Tensor  # 1D [num_blocks] int32: count of Inf and NaN
 
 
-@dataclass(frozen=True)
-class Totals:
-    """The sums over the blocks of each row: one row a param, as in ``tables.py``; zeros where nothing was summed.
+def new_totals(num_rows: int, device: torch.device) -> torch.Tensor:
+    """Returns totals of nothing: 2D [num_rows, COLUMNS] int64 of zeros.
 
-    Columns [0, LIMBS) are the limbs of the sum of squares, column LARGEST the bits of the largest finite magnitude in
-    fp32, which sort as it does, column NONFINITE the count of Inf and NaN. All sums are one tensor, so that one message
-    carries them. To join rows of several shards and ranks, add the limbs and the counts, and take the larger magnitude.
+    A row holds the sums over the blocks of one param, as in ``tables.py``. Columns [0, LIMBS) are the limbs of the sum
+    of squares, column LARGEST the bits of the largest finite magnitude in fp32, which sort as it does, column NONFINITE
+    the count of Inf and NaN. All sums are one tensor, so that one message carries them. To join rows of several shards
+    and ranks, add the limbs and the counts, and take the larger magnitude.
     """
+    if device.type == "cpu":  # in NumPy: see native_backend.py
+        return torch.from_numpy(np.zeros((num_rows, COLUMNS), np.int64))
+    return torch.zeros(num_rows, COLUMNS, dtype=torch.int64, device=device)
 
-    table: torch.Tensor  # 2D [num_rows, COLUMNS] int64, on the device of the gradients
 
-    def of_shard(self, uncounted: Sequence[int] = ()) -> tuple[list[int], int]:
-        """Returns the limbs and the count of non-finite elements of all rows; ``uncounted`` rows add only the count."""
-        table = self.table.cpu().numpy()  # in NumPy: see native_backend.py; one copy from a GPU
-        limbs = table[:, :LIMBS].sum(axis=0) - table[list(uncounted), :LIMBS].sum(axis=0)
-        return limbs.tolist(), int(table[:, NONFINITE].sum())
+def sum_of_rows(totals: torch.Tensor, uncounted: Sequence[int] = ()) -> tuple[list[int], int]:
+    """Returns the limbs and the count of non-finite elements of all rows; ``uncounted`` rows add only the count.
+
+    Args:
+        totals: in host memory.
+    """
+    table = totals.numpy()  # in NumPy: see native_backend.py
+    limbs = table[:, :LIMBS].sum(axis=0) - table[list(uncounted), :LIMBS].sum(axis=0)
+    return limbs.tolist(), int(table[:, NONFINITE].sum())
 
 
 def sum_of_squares(limbs: Sequence[int]) -> float:
@@ -61,11 +67,17 @@ def sum_of_squares(limbs: Sequence[int]) -> float:
     return float(np.ldexp(*_mantissa(total), dtype=np.float64))
 
 
-def norms_of_limbs(limbs: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any]":
-    """Returns 2-norms of many sums, 2D [n, 18] int64 to 1D [n] float64: within 2 ulp, and a function of the limbs."""
+def squares_of_limbs(limbs: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any]":
+    """Returns the values of many sums, 2D [n, 18] int64 to 1D [n] float64: within 2 ulp, a function of the limbs."""
     # Scaling by powers of two is exact. The terms are added one by one, from the smallest: sum() has its own order.
-    total = np.add.accumulate(limbs.astype(np.float64) * _LIMB_WEIGHTS, axis=1)[:, -1]
-    return np.sqrt(total)
+    total: np.ndarray[Any, Any] = np.add.accumulate(limbs.astype(np.float64) * _LIMB_WEIGHTS, axis=1)[:, -1]
+    return total
+
+
+def norms_of_limbs(limbs: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any]":
+    """Returns the 2-norms of many sums, as :func:`squares_of_limbs` has them."""
+    norms: np.ndarray[Any, Any] = np.sqrt(squares_of_limbs(limbs))
+    return norms
 
 
 def _mantissa(total: int) -> tuple[float, int]:

@@ -1,9 +1,15 @@
 """What a kernel is compiled for: the rule's variant and the formats of its streams."""
 
-from dataclasses import dataclass
+from __future__ import annotations
 
-from .formats import FP32, Format
-from .translate import Arithmetic
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from .formats import FP32
+
+if TYPE_CHECKING:
+    from .formats import Format
+    from .translate import Arithmetic
 
 
 @dataclass(frozen=True)
@@ -39,3 +45,13 @@ class StepSpec:
     def needs_noise(self) -> bool:
         """True unless everything is rounded to nearest."""
         return any(each.rounding != "nearest" for each in (self.param, *self.states))
+
+    @property
+    def writes_param(self) -> bool:
+        """True if the kernel stores the param, as all do but the first passes of a rule."""
+        return True
+
+    @property
+    def written(self) -> tuple[str, ...]:
+        """The states that the kernel stores."""
+        return self.variant.states

@@ -12,12 +12,15 @@ where backward left them, and a skipped param is a row whose end is 0::
 """
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 BLOCK = 256  # elements: the grain of layouts, norms, scalars and quantization
+_ALIGNED = 16  # bytes; Triton compiles another kernel for a table that begins elsewhere
 
 
 @dataclass(frozen=True)
@@ -29,8 +32,8 @@ class Gradients:
     the shard of the first element after the param; 0 for a param that is skipped.
     """
 
-    row_of_block: torch.Tensor  # 1D [num_blocks] int32
-    rows: torch.Tensor  # 2D [num_rows, 2] int64
+    row_of_block: torch.Tensor  # 1D [num_blocks] int32, where the kernel runs
+    rows: torch.Tensor  # 2D [num_rows, 2] int64; there too, or in host memory until ``there`` sends it
     aligned: bool  # True if every grad_at is a multiple of 16 bytes
 
     @property
@@ -41,6 +44,18 @@ class Gradients:
     def num_rows(self) -> int:
         return self.rows.shape[0]
 
+    def there(self) -> "Gradients":
+        """Returns the table with all of it where the kernel runs."""
+        return replace(self, rows=sent(self.rows, self.row_of_block.device))
+
+    def unless(self, is_spoilt: torch.Tensor) -> "Gradients":
+        """Returns the table where the kernel runs, all of it skipped if this flag there says so; no host decides."""
+        if is_spoilt.device.type == "cpu":  # it is known, and asking for it takes less time than an operation does
+            return replace(self, rows=torch.zeros_like(self.rows)) if is_spoilt else self
+        rows = sent(self.rows, is_spoilt.device)
+        rows[:, 1].masked_fill_(is_spoilt, 0)
+        return replace(self, rows=rows)
+
     def part(self, start: int, stop: int, itemsize: int) -> "Gradients":
         """Returns the table of elements [start, stop) of the shard, as if these were all; ``start`` begins a block.
 
@@ -48,10 +63,38 @@ class Gradients:
         """
         if start == 0 and stop >= self.num_blocks * BLOCK:
             return self
-        moved = torch.tensor([[start * itemsize, -start]], dtype=torch.int64, device=self.rows.device)
+        moved = torch.tensor([[start * itemsize, -start]], dtype=torch.int64)
         row_of_block = blocks_of(self.row_of_block, start, stop)
         # A param that ends before the part gets an end of 0 or less, and so does a skipped one: kernels pass over both.
         return Gradients(row_of_block, self.rows + moved, self.aligned)
+
+    @staticmethod
+    def joined(tables: "Sequence[Gradients]", itemsize: int, row_of_block: torch.Tensor) -> "Gradients":
+        """Returns the table of several shards, with rows in host memory, as if the shards were one.
+
+        Args:
+            row_of_block: as :func:`joined_blocks` makes it of theirs.
+        """
+        rows, first = [], 0
+        for each in tables:
+            # A skipped row ends where its shard begins, before each of its blocks.
+            rows.append(each.rows.numpy() + np.array([[-first * itemsize, first]]))
+            first += each.num_blocks * BLOCK
+        aligned = all(each.aligned for each in tables)
+        return Gradients(row_of_block, torch.from_numpy(np.concatenate(rows)), aligned)
+
+
+def joined_blocks(rows_of_blocks: Sequence[torch.Tensor], rows: Sequence[int]) -> torch.Tensor:
+    """Returns the row of each block of several shards as if they were one: blocks and rows of each behind another's.
+
+    Args:
+        rows_of_blocks: of each shard, in host memory.
+        rows: how many rows each shard has.
+    """
+    firsts = np.cumsum([0, *rows[:-1]], dtype=np.int32)
+    return torch.from_numpy(
+        np.concatenate([each.numpy() + first for each, first in zip(rows_of_blocks, firsts, strict=True)])
+    )
 
 
 def blocks_of(row_of_block: torch.Tensor, start: int, stop: int) -> torch.Tensor:
@@ -60,6 +103,30 @@ def blocks_of(row_of_block: torch.Tensor, start: int, stop: int) -> torch.Tensor
     # Triton compiles another kernel, in mid-step, for an address that is no multiple of 16 bytes: a chunk may begin at
     # any block. Test: test_no_chunk_takes_another_kernel in tests/offload/test_ring.py.
     return part if part.data_ptr() % 16 == 0 else part.clone()
+
+
+def sent(table: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Returns a small table on the device of a kernel; the host does not wait.
+
+    It is copied through pinned memory of torch's own allocator, which hands it to nobody else before the copy has read
+    it. A copy of other memory would wait for all that the device was given to do: a wait for each table of a step.
+    """
+    if device.type != "cuda" or table.device == device:
+        return table.to(device)
+    return table.pin_memory().to(device, non_blocking=True)
+
+
+def sent_together(tables: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+    """Returns small tables of the host on the device of a kernel, by one copy; the host does not wait."""
+    starts = np.cumsum([0, *(-(-each.nbytes // _ALIGNED) * _ALIGNED for each in tables)])
+    packed = np.zeros(starts[-1], np.uint8)
+    for each, start in zip(tables, starts[:-1], strict=True):
+        packed[start : start + each.nbytes] = each.cpu().contiguous().view(-1).numpy().view(np.uint8)
+    there = sent(torch.from_numpy(packed), device)
+    return [
+        there[start : start + each.nbytes].view(each.dtype).view(each.shape)
+        for each, start in zip(tables, starts[:-1].tolist(), strict=True)
+    ]
 
 
 class Factors(NamedTuple):
@@ -94,14 +161,13 @@ def noise_from(noise: torch.Tensor, start: int) -> torch.Tensor:
     param and its step, or is dithered by ``e * golden ratio + phase`` with a phase of the step (``formats.py``).
 
     Args:
-        noise: 2D [num_rows, 4] int32, ``noise[r] = (key, key, first, phase)``: element ``i`` of the shard is element
-            ``i + first`` of the param of row ``r``.
+        noise: 2D [num_rows, 4] int32 in host memory, ``noise[r] = (key, key, first, phase)``: element ``i`` of the
+            shard is element ``i + first`` of the param of row ``r``; ``first`` is a multiple of 256, as blocks are.
     """
     if start == 0:
         return noise
     # Modulo 2**32: elements of a param beyond that share noise with its first ones.
-    moved = torch.tensor([[0, 0, (start + 2**31) % 2**32 - 2**31, 0]], dtype=torch.int32, device=noise.device)
-    return noise + moved
+    return noise + torch.tensor([[0, 0, (start + 2**31) % 2**32 - 2**31, 0]], dtype=torch.int32)
 
 
 @dataclass(frozen=True)
@@ -118,3 +184,12 @@ class Streams:
     def scale(self, index: int) -> torch.Tensor | None:
         """Returns the scales of state ``index``."""
         return self.scales[index] if self.scales else None
+
+
+@dataclass(frozen=True)
+class JoinedStreams:
+    """The streams of several shards that one launch takes as if they were one."""
+
+    shards: Sequence[Streams | None]  # None: nothing of it is updated
+    num_blocks: Sequence[int]  # of each
+    num_rows: Sequence[int]  # of each

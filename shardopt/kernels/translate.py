@@ -37,12 +37,17 @@ def native_body(variant: Arithmetic) -> list[str]:
     return _spell(variant.source, _Native())
 
 
+def triton_lines(variant: Arithmetic) -> list[str]:
+    """Returns the rule as statements on tiles."""
+    return _spell(variant.source, _Triton())
+
+
 def triton_function(variant: Arithmetic) -> str:
     """Returns the rule as the text of a function ``(param, grad, states, scalars) -> (param, states)`` on tiles."""
     lines = [f"def {variant.rule}(param, grad, states, scalars):"]
     lines += [f"    state_{name} = states[{index}]" for index, name in enumerate(variant.states)]
     lines += [f"    s_{name} = scalars[{index}]" for index, name in enumerate(variant.scalars)]
-    lines += [f"    {line}" for line in _spell(variant.source, _Triton())]
+    lines += [f"    {line}" for line in triton_lines(variant)]
     lines += [f"    return param, ({''.join(f'state_{name}, ' for name in variant.states)})"]
     return "\n".join(lines) + "\n"
 
@@ -86,6 +91,6 @@ class _Triton(ast.NodeTransformer):
 
     def visit_Call(self, node: ast.Call) -> ast.expr:
         self.generic_visit(node)
-        name = {"sqrt": "tl.sqrt_rn", "abs": "tl.abs", "where": "tl.where"}
+        name = {"sqrt": "tl.sqrt_rn", "abs": "tl.abs", "where": "tl.where", "fma": "tl.fma"}
         assert isinstance(node.func, ast.Name)
         return _call(name.get(node.func.id, node.func.id), *node.args)

@@ -14,6 +14,7 @@ from .formats import (
     SCALE_DROPPED_BITS,
     SMALLEST_SCALE,
 )
+from .triton_words import column, largest_of
 
 _NAN = tl.constexpr(NAN_BITS)
 _HALF_SCALE = tl.constexpr(1 << (SCALE_DROPPED_BITS - 1))
@@ -51,8 +52,8 @@ def one_nan_bits(x):
 
 @triton.jit
 def join(param, rest, MASTER: tl.constexpr):
-    """Returns the fp32 master; the param comes as its bits in int16."""
-    upper = param.to(tl.int32) << 16
+    """Returns the fp32 master; the param comes as it is widened."""
+    upper = bits_of(param)
     if MASTER == "split":
         return from_bits(upper + rest.to(tl.int32))
     else:
@@ -67,29 +68,32 @@ def part_master(x, MASTER: tl.constexpr):
         upper = shr(bits + 0x8000, 16)
         return upper.to(tl.int16), (bits - (upper << 16)).to(tl.int16)
     else:
-        bits = shr(bits + 0x80, 8)
-        upper = shr(bits + 0x80, 8)
-        return upper.to(tl.int16), (bits - (upper << 8)).to(tl.int8)
+        # Both bytes are cut out of a sum: the upper half of the rounded bits plus 0x80 << 8.
+        return shr(bits + 0x8080, 16).to(tl.int16), shr(bits + 0x80, 8).to(tl.int8)
 
 
 # -- stochastic rounding and dither ------------------------------------------------------------------------------------
 
 
 @triton.jit
-def draw(element, key, other_key, STREAM: tl.constexpr):
-    """Returns 32 random bits: lowbias32 (https://nullprogram.com/blog/2018/07/31) with a key before each half."""
+def draw(first, places, key, other_key, STREAM: tl.constexpr):
+    """Returns 32 random bits: lowbias32 (https://nullprogram.com/blog/2018/07/31) with a key before each half.
+
+    An element is the block's first one, a multiple of 256, plus its place. So the place is all that differs within a
+    block before the first product, and what is done to the bits above it is done once.
+    """
     # Any odd factor will do: it gives the streams of one element (param and states) other bits each.
-    x = element ^ (key + STREAM * 58169239)
-    x = (x ^ shr(x, 16)) * 2146121005
-    x = x + other_key
+    x = first ^ (key + STREAM * 58169239)
+    x = (column(x ^ shr(x, 16)) ^ places) * 2146121005
+    x = x + column(other_key)
     x = (x ^ shr(x, 15)) * -2073254261
     return x ^ shr(x, 16)
 
 
 @triton.jit
-def dither(element, phase, STREAM: tl.constexpr):
+def dither(first, places, phase, STREAM: tl.constexpr):
     """Returns 32 bits that are spread evenly over elements and steps."""
-    return element * _GOLDEN + (phase + STREAM * 58169239)
+    return column(first * _GOLDEN + (phase + STREAM * 58169239)) + places * _GOLDEN
 
 
 @triton.jit
@@ -102,44 +106,78 @@ def narrow_up(x, bits):
 
 
 @triton.jit
-def decode(codes, scales, FORMAT: tl.constexpr):
+def load_codes(pointers, mask, other: tl.constexpr, BLOCK: tl.constexpr):
+    """Returns the codes of blocks [BLOCKS, BLOCK], each in the upper byte of an int32; other codes lie below it."""
+    words = tl.load(
+        column(pointers.to(tl.pointer_type(tl.int32))) + tl.arange(0, BLOCK // 4)[None, :], mask=mask, other=other
+    )
+    codes = tl.join(tl.join(words << 24, words << 8), tl.join(words << 16, words))
+    return tl.reshape(codes, (words.shape[0], BLOCK))
+
+
+@triton.jit
+def decode(codes, scales, unknown_zero, FORMAT: tl.constexpr):
     HAS_SIGN: tl.constexpr = FORMAT[1]
     SHIFT: tl.constexpr = FORMAT[2]
     OFFSET_BITS: tl.constexpr = FORMAT[3]
     OFFSET: tl.constexpr = FORMAT[4]
-    bits = codes.to(tl.int32)
+    TOP: tl.constexpr = 127 if HAS_SIGN else 255
+    # A sum that the compiler cannot know stays in a register: one instruction takes no two constants.
+    offset_bits = OFFSET_BITS + unknown_zero
+    fraction = from_bits((codes >> (24 - SHIFT)) & (TOP << SHIFT) | offset_bits) - OFFSET
+    value = fraction * column(scales)
     if HAS_SIGN:
-        fraction = from_bits(((bits & 127) << SHIFT) + OFFSET_BITS) - OFFSET
-        return from_bits(bits_of(fraction * scales[:, None]) | ((bits & 128) << 24))
+        return from_bits(bits_of(value) | (codes & -(2**31)))
     else:
-        return (from_bits((bits << SHIFT) + OFFSET_BITS) - OFFSET) * scales[:, None]
+        return value
 
 
 @triton.jit
-def encode(x, valid, noise, FORMAT: tl.constexpr):
-    """Returns codes and the scales of their blocks; invalid elements do not count. Noise is 32 bits an element."""
+def encode(x, start, ends, is_whole, noise, FORMAT: tl.constexpr, ROUNDING: tl.constexpr):
+    """Returns codes and the scales of their blocks. Noise is 32 bits an element, where it is dithered.
+
+    Elements behind the ends of their params do not count. Only in a program that has none of them the masks cost
+    nothing.
+    """
     HAS_SIGN: tl.constexpr = FORMAT[1]
     SHIFT: tl.constexpr = FORMAT[2]
     OFFSET_BITS: tl.constexpr = FORMAT[3]
     OFFSET: tl.constexpr = FORMAT[4]
     TO_SCALE: tl.constexpr = FORMAT[5]
     LARGEST_SCALE: tl.constexpr = FORMAT[6]
+    TOP: tl.constexpr = 127 if HAS_SIGN else 255
     if HAS_SIGN:  # noqa: SIM108  decided when it is compiled
         magnitude = bits_of(x) & 0x7FFFFFFF
+    else:  # a NaN may have a sign, and must not become zero
+        magnitude = bits_of(tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL))
+    magnitude = magnitude.to(tl.uint32, bitcast=True)
+    if is_whole:
+        if HAS_SIGN:  # an operation on floats leaves out the signs of both operands at no cost
+            one, other = tl.split(tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)))
+            larger = tl.maximum(tl.abs(one), tl.abs(other), propagate_nan=tl.PropagateNan.ALL)
+            top = largest_of(bits_of(larger).to(tl.uint32, bitcast=True))
+        else:
+            top = largest_of(magnitude)
     else:
-        magnitude = tl.maximum(one_nan_bits(x), 0)  # a NaN may have a sign, and must not become zero
-    largest = from_bits(tl.minimum(tl.max(tl.where(valid, magnitude, 0), axis=1), _NAN))
+        left = column(tl.load(ends, cache_modifier=".cg") - start)
+        top = largest_of(tl.where(tl.arange(0, x.shape[1])[None, :] < left, magnitude, 0))
+    largest = from_bits(tl.minimum(top, _NAN))
     rounded = from_bits((bits_of(largest * TO_SCALE) + _HALF_SCALE) & _KEPT_OF_SCALE)
     rounded = tl.where(rounded < LARGEST_SCALE, rounded, LARGEST_SCALE)
     rounded = tl.where(rounded < _SMALLEST_SCALE, _SMALLEST_SCALE, rounded)
     scales = tl.where(largest == 0.0, 0.0, tl.where(largest <= _LARGEST_FP32, rounded, largest))
     inverses = tl.div_rn(1.0, tl.where(scales < _SMALLEST_SCALE, _SMALLEST_SCALE, scales))
-    bits = bits_of(from_bits(magnitude) * inverses[:, None] + OFFSET) - OFFSET_BITS
-    TOP: tl.constexpr = 127 if HAS_SIGN else 255
-    up = tl.maximum(shr(noise, 32 - SHIFT), bits - ((TOP << SHIFT) - 2 * _BELOW_TOP))
-    codes = shr(bits + up, SHIFT)
+    bits = bits_of(from_bits(magnitude) * column(inverses) + OFFSET)
+    if ROUNDING == "dithered":
+        up = tl.maximum(shr(noise, 32 - SHIFT), bits - (OFFSET_BITS + (TOP << SHIFT) - 2 * _BELOW_TOP))
+    else:  # the largest has the top code by itself
+        up = 1 << (SHIFT - 1)
+    # In one addition with a limit, and unsigned: a NaN is the largest, with a sign too.
+    most: tl.constexpr = OFFSET_BITS + ((TOP + 1) << SHIFT) - 1
+    bits = tl.minimum((bits + up).to(tl.uint32, bitcast=True), most).to(tl.int32, bitcast=True)
     if HAS_SIGN:
-        codes = tl.minimum(codes, 127) | (shr(bits_of(x), 31) << 7)
+        codes = shr(bits - OFFSET_BITS, SHIFT) | (shr(bits_of(x), 24) & 128)
     else:
-        codes = tl.maximum(tl.minimum(codes, 255), tl.minimum(magnitude, 1))
+        bits = tl.where(magnitude > 0, tl.maximum(bits, OFFSET_BITS + (1 << SHIFT)), bits)
+        codes = shr(bits - OFFSET_BITS, SHIFT)
     return codes.to(tl.uint8), scales

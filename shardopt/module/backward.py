@@ -8,31 +8,51 @@ part. A gradient may arrive after its bucket was sent (reentrant activation chec
 more, and a second all-reduce tells the norms of the new sums.
 """
 
+from __future__ import annotations
+
+import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from ..domain.agreement import StepDigest, agree
-from ..domain.domain import Domain
 from ..domain.host_sum import HostSum
-from ..domain.param import ParamRecord
-from ..domain.shard import Shard
 from ..errors import CommunicationError, DisagreementError, ShardoptError
-from ..kernels.formats import Format
-from ..kernels.launch import backend_of
-from ..kernels.reductions import COLUMNS, norms_of_limbs
-from ..kernels.tables import Factors, Gradients
+from ..kernels.reductions import norms_of_limbs
+from ..kernels.tables import Gradients, sent
 from ..partition.streams import last_used
 from ..tensors.gradient import GradientPart
 from ..tensors.gradient_slice import GradientSlice, Norms
 from ..tensors.part import Part
+from ..tensors.pipelining import ZERO_BUBBLE
 from ..tensors.unsharded_guard import keep_pattern
 from .closure import ClosureState
+from .followers import Followers
 from .gradient_report import Arrivals, Report, ReportLayout
+from .gradient_totals import GradientTotals
 from .hooks import call_while_alive
+
+if TYPE_CHECKING:
+    from ..domain.domain import Domain
+    from ..domain.param import ParamRecord
+    from ..domain.shard import Shard
+
+_TELLING = "telling norms of gradients"
+
+
+def _left(report: Report) -> CommunicationError:
+    found = (
+        f"rank {report.failed[0]} left this backward after an error of its own (look at its output), and its gradients "
+        "are missing."
+    )
+    if report.updated:  # release_gradients=True updates buckets within backward
+        return CommunicationError(f"restart from a checkpoint: {found} Some params are updated, others are not.")
+    return CommunicationError(
+        f"call zero_grad() on every rank and go on together: {found} Params and states are unchanged."
+    )
 
 
 class Round(Enum):
@@ -75,7 +95,9 @@ class Backward:
     """Takes the gradients of a domain's params.
 
     Attributes:
-        is_syncing: True if the backward of the last forward is a round; that forward sets it.
+        is_syncing: True if the backward that runs is a round. Each graph says so when its backward begins
+            (:meth:`begin_graph`): the forwards of several micro-batches may come before the backward of the first. In a
+            backward that comes through no output of a forward, what the last forward set.
         on_end: is called when a round ends (True) or is lost (False).
         is_in_forward: True from the beginning of a forward that a backward can follow to its end; one that raises has
             no end.
@@ -83,17 +105,22 @@ class Backward:
         before_round: is called before each round while a ``join()`` is open, with the numbers of the params that hold a
             gradient. It returns the divisor of the round's sums, or None for the number of all ranks.
         closure: the closure of a step, if one runs.
+        followers: of the main domain: the backwards of experts, whose rounds open and end with its own.
     """
 
-    def __init__(self, domain: Domain):
+    def __init__(self, domain: Domain, num_batches: int | None = None):
+        """
+        Args:
+            num_batches: the number of ranks that have a batch; None: of the domain's ranks. Experts have fewer ranks.
+        """
         self._domain = domain
+        self.followers = Followers()
+        self._lead: weakref.ref[Backward] | None = None
         self._entries: list[ParamRecord] = []
         self._rows: dict[Shard, np.ndarray[Any, Any]] = {}  # 1D [pieces]: the number of each piece's entry
-        self._tables: dict[Shard, Gradients] = {}  # the kernels' tables, for sums that stay on the device
-        # The same for sums that are copied to host memory, by their address on the device, and the totals that were
-        # taken before the copy.
+        self._totals = GradientTotals()
+        # The kernels' tables for sums that are copied to host memory, by their address on the device.
         self._staged: dict[tuple[Shard, int], Gradients] = {}
-        self._early_totals: dict[Shard, torch.Tensor] = {}
         self._layout = ReportLayout([], 0, 1)  # where each number lies in the report that ends a round
         self._hooks: list[Any] = []
         self.is_syncing = self.is_in_forward = False
@@ -101,8 +128,15 @@ class Backward:
         self.on_end: Callable[[bool], None] = lambda _: None
         self.before_round: Callable[[list[int]], int | None] | None = None
         self.units: Mapping[str, Sequence[torch.nn.Parameter]] = {}
-        self._divisor = domain.mesh.world.size  # of this round's sums
+        self._num_batches = domain.mesh.world.size if num_batches is None else num_batches
+        self._divisor = self._num_batches  # of this round's sums
+        self._stage: int | None = None  # the pipeline stage whose backward runs; None: of all
+        self._also: frozenset[int] = frozenset()  # the buckets that got late gradients in this round
+        self.has_stages = False  # each backward runs through one of several pipeline stages on this rank
         self.closure = ClosureState()
+        self._unused: Exception | None = None  # why this rank could not use its sums of this round
+        self._beside: Exception | None = None  # why this rank could not end a round of its experts
+        self.found_nonfinite = False  # an Inf or NaN, in the last round
         self._failed = False  # this rank's closure raised: it sends zeros for the rest of the round, and reports it
 
     @property
@@ -117,8 +151,11 @@ class Backward:
         for entry in entries:
             self._entries.append(entry)
             self._attach_slice(entry)
-            hook = call_while_alive(lambda me, entry, _: me.take_gradient(entry), self, entry)
-            self._hooks.append(entry.param.register_post_accumulate_grad_hook(hook))
+            if entry.outer is entry.param:
+                hook = call_while_alive(lambda me, entry, _: me.take_gradient(entry), self, entry)
+            else:
+                hook = call_while_alive(lambda me, entry, _: me.take_placed_gradient(entry), self, entry)
+            self._hooks.append(entry.outer.register_post_accumulate_grad_hook(hook))
         for shard in shards:
             numbers = {entry.index: number for number, entry in enumerate(self._entries) if entry.shard is shard}
             self._rows[shard] = np.array([numbers[piece.param] for piece in shard.pieces], dtype=np.int64)
@@ -128,10 +165,9 @@ class Backward:
         self._layout = ReportLayout(where, mesh.shard.rank, mesh.world.size)
 
     def _watch_sums(self, shard: Shard) -> None:
+        self._totals.watch(shard, self._rows[shard], is_early=isinstance(shard.reduced, HostSum))
         if isinstance(shard.reduced, HostSum):
-            shard.reduced.on_sum = call_while_alive(Backward.total_early, self, shard)
-            return
-        self._tables[shard] = shard.sums
+            shard.reduced.on_sum = call_while_alive(Backward.look_early, self, shard)
 
     def _attach_slice(self, entry: ParamRecord) -> None:
         domain, shard = self._domain, entry.shard
@@ -151,14 +187,15 @@ class Backward:
 
     def detach(self) -> None:
         """Removes all hooks: gradients are autograd's own again."""
+        for each in self.followers:
+            each.detach()
         for hook in self._hooks:
             hook.remove()
         for entry in self._entries:
-            if isinstance(entry.param.grad, Part):
-                entry.param.grad = None
+            if isinstance(entry.grad, Part):
+                entry.outer.grad = None
             entry.gradient_slice = None  # its closures hold the domain: a cycle would outlive the optimizer
-        self._hooks, self._entries, self._rows, self._tables = [], [], {}, {}
-        self._staged, self._early_totals = {}, {}
+        self._hooks, self._entries, self._rows, self._totals, self._staged = [], [], {}, GradientTotals(), {}
         self.is_syncing = False  # the user may still run backward through an older graph
 
     # -- a round ---------------------------------------------------------------------------------------------------
@@ -173,10 +210,18 @@ class Backward:
     @property
     def is_open(self) -> bool:
         """True if a round is open."""
-        return self._domain.reducer is not None and self._domain.reducer.is_open
+        reducer = self._domain.reducer
+        return reducer is not None and reducer.is_open
 
-    def check_whole(self) -> None:
-        """Raises ShardoptError if gradients were reduced in part only."""
+    @property
+    def is_bound(self) -> bool:
+        """True once the domain holds params."""
+        return self._domain.reducer is not None
+
+    def check_reduced(self) -> None:
+        """Raises ShardoptError if a round was broken off."""
+        for each in self.followers:
+            each.check_reduced()
         if self.is_open:
             self.abandon("backward ended before all gradients were reduced")
         if self._lost is not None:
@@ -184,18 +229,27 @@ class Backward:
                 "call zero_grad() on every rank and go on with the next batch: the gradients are those of a part of a "
                 f"backward only, and a step would train on them. {self._lost}."
             )
+
+    def check_whole(self) -> None:
+        """Raises ShardoptError if gradients were reduced in part only."""
+        for each in self.followers:
+            each.check_whole()
+        self.check_reduced()
         shown = ((each, _shown(each)) for each in self._entries)
         waiting = next((each for each, found in shown if found is not None and found.pending is not None), None)
         if waiting is not None:
             raise ShardoptError(
-                "run the last backward before step() outside of no_sync(), or call zero_grad(): gradients of "
-                f"{waiting.name} were accumulated under no_sync() and not reduced, and a step would omit them."
+                "run the last backward before step() outside of no_sync(), or call reduce_gradients(): gradients of "
+                f"{waiting.name} were accumulated under no_sync(), or added by a zero-bubble schedule, and were not "
+                f"reduced, and a step would omit them. {ZERO_BUBBLE}"
             )
 
     def abandon(self, reason: str) -> None:
         """Abandons the open round, which is LOST then. The other ranks hear of it if the transport can tell them."""
         assert self._domain.reducer is not None
-        self._domain.reducer.abandon_round()
+        self.followers.abandon(reason)
+        sharded = self._domain.sharded
+        self._domain.reducer.abandon_round(owes_more=sharded is not None and sharded.gatherer.owes_gathers)
         self._lost = reason
         self.on_end(False)
         for entry in self._entries:
@@ -204,6 +258,8 @@ class Backward:
 
     def forget_gradients(self) -> None:
         """Forgets all gradients: the user set them to None or zero."""
+        for each in self.followers:
+            each.forget_gradients()
         if self.is_open:
             self.abandon("zero_grad() was called in the middle of it")
         self._lost = None
@@ -235,20 +291,24 @@ class Backward:
             return True
         if reducer.tells:
             reducer.fail(self.closure.number)
+            for each in self.followers:
+                each.fail(error, each.rounds)
             if self.is_open:
                 self.abandon(f"{type(error).__name__}: {error}")
             return True
-        if self.is_open and reducer.can_meet:
+        if self.is_open and reducer.on_stream:
+            self.abandon(f"{type(error).__name__}: {error}")
+        elif self.is_open:
             self._failed = True
             try:
-                self._finish()
+                self.finish()
             except CommunicationError:  # raised by the other ranks; this rank raises the closure's own error
                 pass
             finally:
                 self._failed = False
         # In a join() they meet before each forward and backward.
         meets = self.before_round is not None or not self._gathers_by_messages
-        return (reducer.can_meet and meets) or reducer.rounds > rounds
+        return meets or reducer.rounds > rounds
 
     @property
     def _gathers_by_messages(self) -> bool:
@@ -257,24 +317,59 @@ class Backward:
 
     def catch_up(self) -> None:
         """Begins the next round with ranks that abandoned an attempt at it, which this rank did not begin."""
+        for each in self.followers:
+            each.catch_up()
         if self._domain.reducer is not None:
             self._domain.reducer.catch_up()
 
     def open(self) -> None:
         """Opens a round; it ends with the outermost of the graphs that autograd is running."""
-        self._divisor, reducer, told = self._domain.mesh.world.size, self._domain.reducer, None
+        self._divisor, reducer, told = self._num_batches, self._domain.reducer, None
         assert reducer is not None
         if self.before_round is not None:
             told = self.before_round(
                 [number for number, entry in enumerate(self._entries) if _shown(entry) is not None]
             )
             self._divisor = told or self._divisor
-        if told is None and self.closure.is_on and reducer.can_meet and not reducer.tells:
+        if told is None and self.closure.is_on and not reducer.tells:
             with self.closure.meeting():
-                agree(StepDigest("round", dict), self._domain.mesh.world, self._domain.device)
+                agree(StepDigest("round", dict), self._domain.mesh.world)
         reducer.watch(self.closure.number if self.closure.is_on else 0)
-        torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+        torch.autograd.Variable._execution_engine.queue_callback(self.finish)
         self._begin_round()
+        self.followers.open()
+
+    @property
+    def lead(self) -> Backward:
+        """The backward of the main domain, which may be this one."""
+        lead = None if self._lead is None else self._lead()
+        return self if lead is None else lead
+
+    def follow(self, lead: Backward) -> None:
+        """Rounds of this domain open and end with those of the main domain, from now on."""
+        self._lead, self.closure = weakref.ref(lead), lead.closure
+        lead.followers.add(self)
+
+    def join_round(self) -> None:
+        """Opens a round beside that of the main domain."""
+        reducer = self._domain.reducer
+        assert reducer is not None
+        reducer.watch(self.closure.number if self.closure.is_on else 0)
+        self._begin_round()
+
+    def begin_graph(self, syncs: bool, stage: int = 0) -> None:
+        """The backward of a forward begins: the gradient of an output has arrived.
+
+        Args:
+            syncs: this backward is a round. One through several forwards is a round if that of one of them is.
+            stage: the number of the called module that ran.
+        """
+        if syncs or not self.is_open:
+            self.is_syncing = syncs
+        if not self.is_open:
+            # The ranks that run out in a join() follow rounds of all buckets.
+            self._stage = stage if self.has_stages and self.before_round is None else None
+        self.open_early()
 
     def open_early(self) -> None:
         """Opens a round ahead of the first gradient of a param, if the backward that runs will have one."""
@@ -282,6 +377,15 @@ class Backward:
         accumulates = torch.autograd.Variable._execution_engine.is_checkpoint_valid()
         if self.is_syncing and not self.is_open and accumulates:
             self.open()
+
+    def reduce_now(self) -> None:
+        """Collective, outside of a backward: a round of the gradients that were accumulated under ``no_sync()``."""
+        assert self._domain.reducer is not None
+        self._domain.reducer.watch(0)
+        self._divisor, self._stage = self._num_batches, None
+        self._begin_round()
+        self.followers.open()
+        self.finish()
 
     def run_round_of_zeros(self, held: Collection[int], divisor: int) -> None:
         """Runs a round to which this rank adds zeros: it has run out of batches.
@@ -294,10 +398,10 @@ class Backward:
             if entry.gradient_slice is not None:
                 entry.gradient_slice.pending = None
             if number not in held:
-                entry.param.grad = None
-        self._divisor = divisor
+                entry.outer.grad = None
+        self._divisor, self._stage = divisor, None
         self._begin_round()
-        self._finish()
+        self.finish()
 
     def _begin_round(self) -> None:
         reducer = self._domain.reducer
@@ -305,8 +409,8 @@ class Backward:
         held: list[set[int]] = [set() for _ in reducer.buckets]
         absent: list[set[int]] = [set() for _ in reducer.buckets]
         for entry in self._entries:
-            grad, gradient_slice = entry.param.grad, entry.gradient_slice
-            if not entry.param.requires_grad:
+            grad, gradient_slice = entry.grad, entry.gradient_slice
+            if not entry.outer.requires_grad:
                 absent[entry.shard.number].add(entry.index)
             if gradient_slice is None:
                 continue
@@ -319,16 +423,24 @@ class Backward:
             read = gradient_slice.restore_sum(self._divisor)
             if read is not None:
                 last_used(read)  # the stream of the first hook is not the one that allocated it
-        reducer.start_round(held, absent)
+        reducer.start_round(held, absent, self._stage)
+        self._also = frozenset()
         self._lost = None
         if self._domain.sharded is not None:
             self.pass_over(self._domain.sharded.gatherer.past)
+
+    def _takes(self, entry: ParamRecord) -> bool:
+        """True if this round reduces the gradient of a param."""
+        assert self._domain.reducer is not None
+        return self._domain.reducer.reduces(entry.shard.number, self._stage)
 
     def pass_over(self, units: Sequence[str]) -> None:
         """Awaits no more gradients from units that this backward is past: ranks may differ in the params they use."""
         reducer, entries = self._domain.reducer, self._domain.entries
         if units:  # before any gradient, if a skipped unit ends the model: the first gather may wait for a reduction
             self.open_early()
+        for each in self.followers:
+            each.pass_over(units)
         if not self.is_open or reducer is None:
             return
         found = [entries[param] for name in units for param in self.units[name] if param in entries]
@@ -345,28 +457,34 @@ class Backward:
         else:
             # Autograd may pass the same tensor to another param. A round reads it at once; under no_sync() it is kept
             # until a later backward, and a write to the other param's gradient would change it.
-            gradient_slice.pending = grad.detach() if self.is_syncing else grad.detach().clone()
+            gradient_slice.pending = grad.detach() if self.lead.is_syncing else grad.detach().clone()
 
-    def take_gradient(self, entry: ParamRecord) -> None:
-        """Takes the gradient of a param that autograd has just accumulated."""
-        if not self.is_syncing:
-            return
+    def take_placed_gradient(self, entry: ParamRecord) -> None:
+        """Takes the gradient of a DTensor param: its local tensor, placed as the param, is reduced."""
         try:
-            if not self.is_open:
-                self.open()
-            self._deliver(entry)
+            entry.place_gradient()
         except BaseException as error:
             if self.is_open:
                 self.abandon(f"{type(error).__name__}: {error}")
             raise
+        self.take_gradient(entry)
+
+    def take_gradient(self, entry: ParamRecord) -> None:
+        """Takes the gradient of a param that autograd has just accumulated."""
+        lead = self.lead
+        if not lead.is_syncing:
+            return
+        try:
+            if not self.is_open:
+                lead.open()
+            self._deliver(entry)
+        except BaseException as error:
+            if lead.is_open:
+                lead.abandon(f"{type(error).__name__}: {error}")
+            raise
 
     def _deliver(self, entry: ParamRecord) -> None:
-        reducer, param, gathered, gradient_slice = (
-            self._domain.reducer,
-            entry.param,
-            entry.shard.gathered,
-            _shown(entry),
-        )
+        reducer, gathered, gradient_slice = self._domain.reducer, entry.shard.gathered, _shown(entry)
         assert reducer is not None
         if gathered is not None and not gathered.unit.is_here and torch._C._current_graph_task_id() != -1:
             raise ShardoptError(
@@ -375,11 +493,11 @@ class Backward:
                 f"param stays whole: {entry.name} got a gradient while its values were released, so backward may have "
                 "read memory that was freed."
             )
-        grad = param.grad
+        grad = entry.grad
         if gradient_slice is not None:
             grad, gradient_slice.pending = gradient_slice.pending, None
         else:
-            param.grad = None
+            entry.outer.grad = None
         assert grad is not None
         if grad.layout is not torch.strided:
             raise ShardoptError(
@@ -389,7 +507,8 @@ class Backward:
             )
         reducer.deliver(entry.shard.number, entry.index, grad.detach(), entry.shard.strides(entry.index))
 
-    def _finish(self) -> None:
+    def finish(self) -> None:
+        """Collective: ends the round, and before it those of the followers."""
         if not self.is_open:  # abandoned since autograd was asked for this call
             return
         try:
@@ -398,6 +517,7 @@ class Backward:
             with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
                 if self._domain.sharded is not None:  # first: another rank may need a unit for what is reduced next
                     self._domain.gatherer.join_rest()
+                self._beside = self.followers.finish()
                 self._finish_round()
         except BaseException as error:
             if self.is_open:
@@ -412,23 +532,40 @@ class Backward:
             arrivals = self._reduce_rest()
             report = self._report(arrivals)
             if report.late.any():
-                late = (entry for entry, is_late in zip(self._entries, report.late, strict=True) if is_late)
-                reducer.finish_late(sorted({entry.shard.number for entry in late}))
+                late = {entry for entry, is_late in zip(self._entries, report.late, strict=True) if is_late}
+                self._reduce_late({entry.shard.number for entry in late})
                 report = self._report(arrivals)  # finish_late() changed the sums
             reducer.end_round()
             self._show_gradients(report)
+            if self.followers:
+                self.mark_spoilt(report.spoilt)
+            self._stage = None
+
+    def _reduce_late(self, numbers: Collection[int]) -> None:
+        reducer = self._domain.reducer
+        assert reducer is not None
+        if not all(reducer.reduces(number, self._stage) for number in numbers):
+            # A graph ran through several stages, as all ranks know now: from here on each round reduces all buckets.
+            self.has_stages = False
+        self._also = frozenset(numbers)
+        reducer.finish_late(sorted(numbers))
 
     def _reduce_rest(self) -> Arrivals:
         """Reduces the remaining buckets, until every rank's sums are complete."""
         reducer = self._domain.reducer
         assert reducer is not None
-        held = self._deliver_rest()
-        reducer.finish()
+        held, self._unused, self._beside = self._deliver_rest(), self._beside, None
+        try:
+            reducer.finish()
+        except Exception as error:
+            if not reducer.is_reduced:
+                raise
+            self._unused = error  # the other ranks have their sums, and wait for this rank's report
         where = [(entry.shard.number, entry.index) for entry in self._entries]
         present = np.array([reducer.has_arrived(*each) for each in where], dtype=bool)
         return Arrivals(present, held, late=np.array([reducer.is_late(*each) for each in where], dtype=bool))
 
-    def _deliver_rest(self) -> "np.ndarray[Any, Any]":
+    def _deliver_rest(self) -> np.ndarray[Any, Any]:
         """Delivers the gradients of no_sync() that this backward did not touch.
 
         Returns:
@@ -439,7 +576,9 @@ class Backward:
             gradient_slice = entry.gradient_slice
             held[number] = _shown(entry) is not None
             is_pending = gradient_slice is not None and gradient_slice.pending is not None
-            if is_pending or (entry.param.grad is not None and not held[number]):
+            if (is_pending or (entry.outer.grad is not None and not held[number])) and self._takes(entry):
+                if entry.outer is not entry.param:  # a zero-bubble schedule assigns what no hook has placed
+                    entry.place_gradient()
                 self._deliver(entry)
         return held
 
@@ -452,17 +591,11 @@ class Backward:
             CommunicationError: a rank died, is late, or failed in this backward; on every rank but that one.
             DisagreementError: some ranks added to an earlier gradient and others did not; on every rank.
         """
-        mesh = self._domain.mesh
-        report, error = self._own_report(arrivals)
-        mesh.world.add_up(report.vector, "telling norms of gradients")
+        report, error = self._add_reports(arrivals)
         if error is not None:
             raise error
         if report.failed:
-            raise CommunicationError(
-                f"call zero_grad() on every rank and go on together: rank {report.failed[0]} left this backward after "
-                "an error of its own (look at its output), and its gradients are missing. Params and states are "
-                "unchanged."
-            )
+            raise _left(report)
         if report.held_apart.any():
             name = self._entries[int(report.held_apart.argmax())].name
             raise DisagreementError(
@@ -471,74 +604,81 @@ class Backward:
             )
         return report
 
-    def _own_report(self, arrivals: Arrivals) -> tuple[Report, Exception | None]:
-        """Returns this rank's report, and the error that made its sums impossible, which the report tells all ranks."""
-        mesh, report, error = self._domain.mesh, self._layout.blank(), None
+    def _add_reports(self, arrivals: Arrivals) -> tuple[Report, Exception | None]:
+        """Collective: returns the reports of all ranks added up.
+
+        Also the error that made this rank's own sums impossible; the report tells all ranks that there was one.
+        """
+        mesh, device, report = self._domain.mesh, self._domain.device, self._layout.blank()
+        unused, self._unused = self._unused, None  # its traceback refers to this object
         report.fill_arrivals(arrivals)
-        if self._updated():
-            report.mark_updated()
+        if self.followers.found_nonfinite:
+            report.mark_spoilt()
+        if self._failed:
+            report.mark_failed(mesh.world.rank)
+        # Where the ranks' messages travel from device to device, the totals do not come to the host before.
+        stays = device.type != "cpu" and mesh.world.size > 1 and mesh.world.carries(device)
+        vector, error = sent(report.vector, device) if stays else report.vector, None
         try:
-            sums = self._sums()
-            if mesh.world.rank in mesh.one_copy:  # replicas of a shard hold the same sums, which count once
-                report.fill_sums(sums)
+            if unused is not None:
+                raise unused
+            # Replicas of a shard hold the same sums, which count once.
+            self._fill_sums(report, vector, counts=mesh.world.rank in mesh.one_copy)
         except Exception as raised:
             error = raised
-        if self._failed or error is not None:
             report.mark_failed(mesh.world.rank)
+            vector = sent(report.vector, device) if stays else report.vector
+        mesh.world.add_up(vector, _TELLING)
+        if stays:
+            report.vector.copy_(mesh.world.read(vector, _TELLING))  # the one wait of a backward
         return report, error
 
-    def _sums(self) -> "np.ndarray[Any, Any]":
-        """Returns the totals of this rank's slices: 2D [entries, COLUMNS] int64, as in ``Totals``."""
-        sums = np.zeros((len(self._entries), COLUMNS), dtype=np.int64)
-        for shard, gradients in self._tables.items():
-            self._add_totals(sums, shard, shard.kept.gradient, gradients)
-        for shard, table in self._early_totals.items():
-            self._store_rows(sums, shard, table)
-        return sums
+    def _fill_sums(self, report: Report, vector: torch.Tensor, counts: bool) -> None:
+        """Adds the totals of this rank's slices to its report, which may travel from the device.
 
-    def total_early(self, shard: Shard, total: torch.Tensor) -> None:
+        Args:
+            counts: False if another rank's report holds the same totals.
+        """
+        if vector is report.vector:
+            sums = self._totals.read(len(self._entries), self._divisor)
+            if counts:
+                report.fill_sums(sums)
+        elif counts:
+            self._totals.add_to(vector, self._layout, self._divisor)
+
+    def mark_spoilt(self, is_spoilt: bool) -> None:
+        """Says whether gradients of any rank's experts hold an Inf or NaN: GradScalers of all ranks hear."""
+        for each in self.followers:
+            each.mark_spoilt(is_spoilt)
+        for entry in self._entries:
+            if entry.gradient_slice is not None:
+                entry.gradient_slice.is_spoilt_elsewhere = is_spoilt
+
+    def look_early(self, shard: Shard, total: torch.Tensor) -> None:
         """Takes the totals of a sum, 1D on the device, before it is copied to host memory."""
-        if not len(self._rows[shard]):
-            return
         where = shard, total.data_ptr()
-        if where not in self._staged:  # a new table makes the host wait for the device in the middle of backward
-            self._staged[where] = shard.tables.gradients_in(total)
-        self._early_totals[shard] = self._totals(shard, shard.kept.gradient, self._staged[where])
-
-    def _add_totals(self, sums: "np.ndarray[Any, Any]", shard: Shard, grad: Format, gradients: Gradients) -> None:
-        """Writes the totals of the params in one shard to their rows of ``sums``."""
-        if len(self._rows[shard]):
-            self._store_rows(sums, shard, self._totals(shard, grad, gradients))
-
-    def _totals(self, shard: Shard, grad: Format, gradients: Gradients) -> torch.Tensor:
-        """Returns the totals of a shard's gradients: 2D [rows, COLUMNS] int64, on their device."""
-        backend = backend_of(shard.device)
-        blocks = backend.block_sums(grad, gradients, Factors(self._divisor))
-        return backend.totals(blocks, gradients).table
-
-    def _store_rows(self, sums: "np.ndarray[Any, Any]", shard: Shard, table: torch.Tensor) -> None:
-        rows = self._rows[shard]
-        sums[rows] = table[: len(rows)].cpu().numpy()
-
-    def _updated(self) -> bool:
-        """True if the round has changed this rank's params or states."""
-        return False
+        if where not in self._staged:
+            self._staged[where] = shard.tables.gradients_in(total).there()
+        self._totals.look(shard, shard.kept.gradient, self._staged[where], self._divisor)
 
     def _show_gradients(self, report: Report) -> None:
         """Makes ``param.grad`` a part wherever any rank had a gradient."""
         two, largest, counts = norms_of_limbs(report.limbs).tolist(), report.largest.tolist(), report.nonfinite.tolist()
         present, held = report.present.tolist(), report.held.tolist()
+        self.found_nonfinite = any(counts)
         for number, entry in enumerate(self._entries):
             gradient_slice = entry.gradient_slice
             if gradient_slice is None or not (present[number] or held[number]):
                 continue
             gradient_slice.divisor, gradient_slice.is_used = self._divisor, False
-            gradient_slice.norms = Norms(two[number], gradient_slice.rounded(largest[number]), counts[number])
+            if self._stage is None or self._takes(entry) or entry.shard.number in self._also:
+                gradient_slice.norms = Norms(two[number], gradient_slice.rounded(largest[number]), counts[number])
             if not held[number]:
-                entry.param.grad = GradientPart(gradient_slice, entry.param)
+                entry.show_gradient(GradientPart(gradient_slice, entry.param))
 
 
 def _shown(entry: ParamRecord) -> GradientSlice | None:
     """Returns the slice of the param's reduced gradient if ``param.grad`` shows it."""
     found = entry.gradient_slice
-    return found if found is not None and found.shows_in(entry.param.grad) else None
+    grad = entry.param.grad if entry.outer is entry.param else entry.grad  # each param asks several times a backward
+    return found if found is not None and found.shows_in(grad) else None

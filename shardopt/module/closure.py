@@ -4,12 +4,12 @@ A closure runs forward and backward, and backward waits for all ranks. One rank'
 or in the middle of it. How the other ranks hear of that depends on the transport:
 
 * Ranks that read each other's memory see on the failed rank's board that it abandoned the round.
-* With point-to-point messages, all ranks meet before each round of a closure (as they do before they bind), in the same
-  exchange as at the beginning of a step; the rank that failed joins that exchange. In the middle of a round it adds
-  zeros to the remaining buckets, and reports the failure at the end of the round.
-* With a backend's own collectives (NCCL) there is no way to tell: a meeting would make the host wait for the device in
-  every backward. Outside of a ``join()``, forwards at stage 3 that gather by messages have no way either. The failed
-  rank then raises the error at once, and the others notice when its process ends.
+* Otherwise all ranks meet before each round of a closure (as they do before they bind), in the same exchange as at the
+  beginning of a step; the rank that failed joins that exchange. In the middle of a round it adds zeros to the remaining
+  buckets, and tells of the failure at the end of the round: in the report of norms, or, with a backend's own
+  collectives (NCCL), which need not be waited for, in the roll call.
+* Outside of a ``join()``, forwards at stage 3 whose gathers wait for other ranks have no way. The failed rank then
+  raises the error at once, and the others notice at the end of their backward, or when its process ends.
 """
 
 from collections.abc import Iterator

@@ -3,16 +3,19 @@
 DDP goes on to call the module, to broadcast buffers, and to answer ``no_sync()`` and ``state_dict()``.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 from typing import Any, NoReturn, cast
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import BindingError
+
+OnLast = Callable[[Iterable[torch.Tensor]], None]
 
 
 def active_wrapper(module: nn.Module) -> DistributedDataParallel | None:
@@ -52,11 +55,12 @@ def has_reducer(ddp: DistributedDataParallel) -> bool:
     return not isinstance(ddp.reducer, RetiredReducer)
 
 
-def retire_reducer(ddp: DistributedDataParallel, group: dist.ProcessGroup | None) -> None:
+def retire_reducer(ddp: DistributedDataParallel, group: dist.ProcessGroup | None, on_last: OnLast) -> None:
     """Makes DDP ignore gradients, and frees its buckets.
 
     Args:
         group: the group that gradients are averaged over; None if that is not known yet, or one rank.
+        on_last: called with tensors whose backward is about to reduce gradients, whatever their forward said.
 
     Raises:
         BindingError: DDP has an option that only its own reducer can honour, or other ranks than ``group``.
@@ -77,7 +81,7 @@ def retire_reducer(ddp: DistributedDataParallel, group: dist.ProcessGroup | None
         )
     if group is not None:  # DDP may have been wrapped around the module after bind()
         check_same_ranks(group, ddp)
-    ddp.reducer = cast(Any, RetiredReducer())
+    ddp.reducer = cast(Any, RetiredReducer(on_last))
     ddp.logger = RetiredLogger()  # DDP's own logger holds the old reducer, whose buckets would stay allocated
 
 
@@ -91,11 +95,15 @@ def restore_reducer(ddp: DistributedDataParallel) -> None:
 class RetiredReducer:
     """Answers the calls that DDP makes on its reducer in every forward, and ignores gradients."""
 
+    def __init__(self, on_last: OnLast):
+        self._on_last = on_last
+
     def prepare_for_forward(self) -> None:
         pass
 
     def prepare_for_backward(self, outputs: Any) -> None:
-        pass
+        """torch's pipelines call it before the last backward. After a forward that syncs it changes nothing."""
+        self._on_last(outputs)
 
     def _rebuild_buckets(self) -> bool:
         return False

@@ -25,27 +25,36 @@ it made of the param, views included, finds the values. Without a call that runs
 hook tells in which backward the param is needed, and there may be several.
 """
 
+from __future__ import annotations
+
 import itertools
 import math
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from ..domain.domain import Domain
-from ..domain.units import units_of
+from ..domain.dtensors import is_dtensor, local_tensor, shown_as
+from ..domain.experts import own_units
 from ..errors import ReleasedError
-from ..partition.gatherer import Direction, Gatherer
-from ..partition.unit import Unit
+from ..partition.gatherer import Direction
+from ..tensors.pipelining import is_called_by_pipeline
 from ..tensors.strides import with_own_storage
 from ..tensors.unsharded_guard import keep_pattern
 from .hooks import ModuleHook, call_while_alive
+
+if TYPE_CHECKING:
+    from ..domain.called import CalledModule
+    from ..domain.domain import Domain
+    from ..domain.sharded_params import ShardedParams
+    from ..partition.gatherer import Gatherer
+    from ..partition.unit import Unit
 
 _MODULE_FILE = nn.Module.__call__.__code__.co_filename
 
@@ -55,14 +64,20 @@ class Forward:
 
     Attributes:
         backwards: number of backwards that have ended.
-        params: by name of each unit, all params of its modules, those included that are kept whole.
+        params: by name of each unit, all local params of its modules, those included that are kept whole.
         before_gathers: is called while a ``join()`` is open, with what a forward or backward is before it begins, and
             with a unit before a use that the schedule does not have.
     """
 
-    def __init__(self, domain: Domain, root: nn.Module):
-        self._domain = domain
+    def __init__(self, domain: Domain, root: nn.Module, called: Sequence[CalledModule]):
+        """
+        Args:
+            called: the modules that a script calls.
+        """
+        self._domains = [domain]  # the main one, and those of experts
         self._root = root
+        self._called = {each.module: each.name for each in called}
+        self._runs = called[0].name  # the called module whose forward or backward runs, or ran last
         self._hooks: list[Any] = []
         self._units: dict[nn.Module, tuple[Unit, ...]] = {}
         self._frozen: set[Unit] = set()  # units that hold frozen params
@@ -78,20 +93,30 @@ class Forward:
 
     @property
     def _gatherer(self) -> Gatherer:
-        return self._domain.gatherer
+        return self._domains[0].gatherer
+
+    def add_domain(self, domain: Domain) -> None:
+        """Takes along the units of experts, which share the main domain's gatherer."""
+        self._domains.append(domain)
+
+    @property
+    def _sharded(self) -> list[ShardedParams]:
+        """Of the domains that are bound."""
+        return [domain.sharded for domain in self._domains if domain.sharded is not None]
 
     def attach(self) -> None:
         """Puts hooks on modules of units to which params were bound since the last call."""
-        assert self._domain.sharded is not None
         self._remove()
-        bound, where = self._gatherer.units, self._domain.sharded.where
+        bound, every = self._gatherer.units, self._sharded
+        where = {param: gathered for each in every for param, gathered in each.where.items()}
         needed: dict[nn.Module, list[Unit]] = {}
-        for plan in units_of(self._root, self._domain.options.tuning.units):
-            self.params[plan.name] = plan.params
+        given = self._domains[0].options.tuning.units
+        for domain, plan in ((each, unit) for each in self._domains for _, unit in own_units(each, self._root, given)):
+            self.params[plan.name] = tuple(map(domain.locals.of, plan.params))
             for module in plan.modules if plan.name in bound else ():
                 needed.setdefault(module, []).append(bound[plan.name])
         self._units = {module: tuple(units) for module, units in needed.items()}
-        frozen = (param for shard in self._domain.sharded.frozen for param in shard.bucket.params)
+        frozen = (param for each in every for shard in each.frozen for param in shard.bucket.outers)
         self._frozen = {where[param].unit for param in frozen if param in where}
         owned = {
             module: tuple(
@@ -100,11 +125,12 @@ class Forward:
             for module in self._root.modules()
         }
         self._owners = {module: units for module, units in owned.items() if units}
-        self._domain.sharded.gather_for_call = _while_alive(self)
+        for each in every:
+            each.gather_for_call = _while_alive(self)
         self._gatherer.on_demand = call_while_alive(Forward._announce, self)
         self._gatherer.on_drop = call_while_alive(Forward._forget_calls, self)
-        for module in dict.fromkeys((self._root, *self._units)):
-            if module is not self._root:  # ModuleTakeover calls pre_forward() for the root, after it has bound params
+        for module in dict.fromkeys((*self._called, *self._units)):
+            if module not in self._called:  # ModuleTakeover calls pre_forward() for these, after it has bound params
                 hook = module.register_forward_pre_hook(ModuleHook(self.pre_forward), prepend=True, with_kwargs=True)
                 self._hooks.append(hook)
             # always_call: after an exception too, the module's params are needed no more.
@@ -117,8 +143,9 @@ class Forward:
         """Gives gathered params in a state dict storages of their own, as whole params have; see ``Bucket``."""
         for name in module._parameters:
             shown = state_dict.get(prefix + name)
-            if type(shown) is torch.Tensor and _lends_memory_to(self._owners.get(module, ()), shown):
-                state_dict[prefix + name] = with_own_storage(shown)
+            is_plain = type(shown) is torch.Tensor or is_dtensor(shown)
+            if shown is not None and is_plain and _lends_memory_to(self._owners.get(module, ()), shown):
+                state_dict[prefix + name] = shown_as(shown, with_own_storage(local_tensor(shown)))
 
     def _remove(self) -> None:
         for hook in self._hooks:
@@ -142,7 +169,8 @@ class Forward:
     ) -> tuple[Any, dict[str, Any]] | None:
         """Gathers the module's units: a call of the module begins. Returns the inputs if they were replaced."""
         units = self._units.get(module, ())
-        if module is self._root:
+        if module in self._called:
+            self._runs = self._called[module]
             if self._units and not self._running and not _in_backward():
                 evaluates = not torch.is_grad_enabled()
                 self._begin_pass(Direction.EVALUATION if evaluates else Direction.FORWARD)
@@ -151,7 +179,7 @@ class Forward:
         if _in_backward():  # activation checkpointing
             self._begin_backward()
         # The gradient of a frozen param would tell that it was read too late. It has none; its call's inputs have.
-        checks = module is not self._root and torch.is_grad_enabled() and not self._frozen.isdisjoint(units)
+        checks = module not in self._called and torch.is_grad_enabled() and not self._frozen.isdisjoint(units)
         own: set[Any] = set()  # nodes that no other call shares
         if checks:
             arguments = _with_own_nodes(arguments, own)
@@ -166,13 +194,13 @@ class Forward:
 
     def _begin_pass(self, direction: Direction) -> None:
         self._announce(direction)
-        self._gatherer.begin_pass(direction)
+        self._gatherer.begin_pass(direction, self._runs)
 
     def _announce(self, gathers: Direction | Unit) -> None:
         if self.before_gathers is not None:
             self.before_gathers(gathers)
 
-    def _need(self, call: "_Call", unit: Unit) -> None:
+    def _need(self, call: _Call, unit: Unit) -> None:
         self._gatherer.use(unit)
         call.units = (*call.units, unit)
         call.versions += [version for each in unit.buckets for version in each.bucket.versions()]
@@ -196,7 +224,7 @@ class Forward:
         finally:
             for unit in call.units:
                 self._gatherer.done(unit)
-            if module is self._root and not self._running and not _in_backward():
+            if module in self._called and not self._running and not _in_backward():
                 # After an error there is no output. In a join() the other ranks go on until they hear of it.
                 self._gatherer.end_pass(completed=output is not None or self.before_gathers is not None)
         return output
@@ -207,7 +235,7 @@ class Forward:
         Raises:
             ReleasedError: other ranks have slices of the param, and may write something else.
         """
-        sharded = self._domain.sharded
+        sharded = next((each for each in self._sharded if param in each.where), None)
         if sharded is None or sharded.shown:  # unsharded() writes all params back when it ends
             return
         if not self._gatherer.is_alone:
@@ -225,15 +253,14 @@ class Forward:
 
     def read(self, param: nn.Parameter, is_read: bool) -> bool:
         """Gathers a resharded param for a call in the model's code, else returns False; see :func:`mark_sharded`."""
-        assert self._domain.sharded is not None
-        unit = self._domain.sharded.where[param].unit
+        unit = next(each.where[param].unit for each in self._sharded if param in each.where)
         if self._running:
             self._need(self._running[-1], unit)
         elif _in_backward():  # a backward of the user's own, or a hook
             self._begin_backward()
             self._gatherer.use(unit)
             self._using[unit] += 1
-        elif is_read and self._is_in_a_method():
+        elif is_read and (self._is_in_a_method() or is_called_by_pipeline()):
             self._gatherer.use(unit)
             # No hook tells when a backward comes to what was made of the param; there may be several. Without autograd
             # too: the next read, which autograd saves, finds the param shown and is not noticed.
@@ -261,7 +288,11 @@ class Forward:
         if self._gatherer.direction is None:
             self._begin_pass(Direction.BACKWARD)
 
-    def pre_backward(self, call: "_Call") -> None:
+    def begin_graph(self, called: str) -> None:
+        """The backward of a forward of this called module begins."""
+        self._runs = called
+
+    def pre_backward(self, call: _Call) -> None:
         """Gathers the units of a call whose backward begins."""
         for other in [each for each in self._open if each.is_over_before(call)]:
             other.close()
@@ -274,7 +305,7 @@ class Forward:
             if not torch.is_grad_enabled():
                 self._using[unit] += 1
 
-    def post_backward(self, call: "_Call") -> None:
+    def post_backward(self, call: _Call) -> None:
         """Ends the use of the units of a call whose backward is complete."""
         if call in self._open:
             self._open.remove(call)
@@ -288,7 +319,7 @@ class Forward:
         self._gatherer.end_pass(completed)
         for unit, calls in self._using.items():
             for _ in range(calls):
-                self._gatherer.done(unit, reshard=True)
+                self._gatherer.done(unit, reshard=not self._gatherer.keeps_until_step(unit))
         self._using.clear()
         self._open.clear()
         self.backwards += 1
@@ -330,7 +361,8 @@ def _while_alive(forward: Forward) -> Any:
 
 
 def _lends_memory_to(units: Iterable[Unit], tensor: torch.Tensor) -> bool:
-    return any(each.bucket.lends_memory_to(tensor) for unit in units for each in unit.buckets)
+    own = tensor if type(tensor) is torch.Tensor else local_tensor(tensor)
+    return any(each.bucket.lends_memory_to(own) for unit in units for each in unit.buckets)
 
 
 class _Call:
@@ -385,7 +417,7 @@ class _Call:
             self._task = torch._C._current_graph_task_id()
             forward.pre_backward(self)
 
-    def is_over_before(self, other: "_Call") -> bool:
+    def is_over_before(self, other: _Call) -> bool:
         """True if no node of this call runs any more, now that the backward of another call begins.
 
         A backward within a backward, and the thread of another device, go their own way.

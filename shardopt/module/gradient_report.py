@@ -11,18 +11,22 @@ own: only the owner of the piece fills the word in, and each rank takes the maxi
 of P params has at most P + ranks - 1 pieces, and one word more for each empty param.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 
-from ..kernels.reductions import LARGEST, LIMBS, NONFINITE
-from ..partition.layout import BucketLayout
+from ..kernels.reductions import COLUMNS, LARGEST, LIMBS, NONFINITE
 
 if TYPE_CHECKING:
+    from ..partition.layout import BucketLayout
+
     Array = np.ndarray[Any, Any]
 
+_MARKS = 2  # after a word for each rank: "updated", "spoilt"
 # The words of a param: the limbs of its sum of squares, a count of elements, and three counts of ranks.
 _NONFINITE, _PRESENT, _HELD, _LATE, _WORDS = range(LIMBS, LIMBS + 5)
 
@@ -30,9 +34,9 @@ _NONFINITE, _PRESENT, _HELD, _LATE, _WORDS = range(LIMBS, LIMBS + 5)
 class Arrivals(NamedTuple):
     """What happened to the gradient of each param on this rank: 1D [params] bool."""
 
-    present: "Array"  # a gradient arrived in this backward
-    held: "Array"  # a gradient of an earlier backward was there when this one began
-    late: "Array"  # a gradient arrived after its bucket was sent
+    present: Array  # a gradient arrived in this backward
+    held: Array  # a gradient of an earlier backward was there when this one began
+    late: Array  # a gradient arrived after its bucket was sent
 
 
 class ReportLayout:
@@ -58,7 +62,23 @@ class ReportLayout:
         self.own_params = np.flatnonzero(is_own)
         self.own_pieces = (self.first_piece + shard_rank - first)[is_own]
 
-    def blank(self) -> "Report":
+    def places(self, params: Array) -> Array:
+        """Returns where in a report this rank's totals lie: 1D [rows * COLUMNS] int64.
+
+        Args:
+            params: 1D [rows], the param of each row of totals, or -1: its totals are zeros, and may be added anywhere.
+        """
+        head, body = self.ranks + _MARKS, self.num_params * _WORDS
+        places = np.zeros((len(params), COLUMNS), dtype=np.int64)
+        is_param = params >= 0
+        words = head + params[is_param, None] * _WORDS
+        places[is_param, :LIMBS], places[is_param, NONFINITE] = words + np.arange(LIMBS), words[:, 0] + _NONFINITE
+        piece_of = np.full(self.num_params, -1)
+        piece_of[self.own_params] = self.own_pieces
+        places[is_param, LARGEST] = head + body + piece_of[params[is_param]]
+        return places.reshape(-1)
+
+    def blank(self) -> Report:
         """Returns a report of zeros."""
         return Report(self)
 
@@ -71,7 +91,7 @@ class Report:
     """
 
     def __init__(self, layout: ReportLayout):
-        head, body = layout.ranks + 1, layout.num_params * _WORDS
+        head, body = layout.ranks + _MARKS, layout.num_params * _WORDS
         words = np.zeros(head + body + layout.num_pieces, dtype=np.int64)
         self._layout, self.vector = layout, torch.from_numpy(words)
         self._head, self._pieces = words[:head], words[head + body :]
@@ -79,7 +99,7 @@ class Report:
 
     # -- this rank fills in --------------------------------------------------------------------------------------------
 
-    def fill_sums(self, sums: "Array") -> None:
+    def fill_sums(self, sums: Array) -> None:
         """Fills in the totals of this rank's slices.
 
         Only one of the ranks that replicate a shard may do this: the report would count its gradients twice.
@@ -94,39 +114,53 @@ class Report:
         """Fills in what happened to each gradient on this rank."""
         self._params[:, _PRESENT], self._params[:, _HELD], self._params[:, _LATE] = arrivals
 
-    def mark_updated(self) -> None:
-        """Says that this backward has changed this rank's params or states."""
-        self._head[-1] = 1
+    def mark_updated(self, vector: torch.Tensor, is_updated: torch.Tensor) -> None:
+        """Says whether this backward has changed this rank's params or states.
+
+        Args:
+            vector: the report, which may travel from a device.
+            is_updated: 0D bool, there.
+        """
+        vector[self._layout.ranks] = is_updated
 
     def mark_failed(self, rank: int) -> None:
         """Says that this rank's gradients are missing."""
         self._head[rank] = 1
+
+    def mark_spoilt(self) -> None:
+        """Says that gradients of this rank's experts hold an Inf or NaN, of which other ranks know nothing."""
+        self._head[self._layout.ranks + 1] = 1
 
     # -- all ranks read ------------------------------------------------------------------------------------------------
 
     @property
     def failed(self) -> list[int]:
         """The ranks whose gradients are missing."""
-        ranks: list[int] = np.flatnonzero(self._head[:-1]).tolist()
+        ranks: list[int] = np.flatnonzero(self._head[: self._layout.ranks]).tolist()
         return ranks
+
+    @property
+    def spoilt(self) -> bool:
+        """True if gradients of any rank's experts hold an Inf or NaN."""
+        return bool(self._head[self._layout.ranks + 1])
 
     @property
     def updated(self) -> bool:
         """True if this backward has changed params or states of any rank."""
-        return bool(self._head[-1])
+        return bool(self._head[self._layout.ranks])
 
     @property
-    def limbs(self) -> "Array":
+    def limbs(self) -> Array:
         """2D [params, LIMBS] int64, a view: the sums of squares of the finite elements."""
         return self._params[:, :LIMBS]
 
     @property
-    def nonfinite(self) -> "Array":
+    def nonfinite(self) -> Array:
         """1D [params] int64, a view: number of elements that are Inf or NaN."""
         return self._params[:, _NONFINITE]
 
     @property
-    def largest(self) -> "Array":
+    def largest(self) -> Array:
         """1D [params] fp32: the largest magnitude of the finite elements."""
         if not self._layout.num_params:
             return np.zeros(0, dtype=np.float32)
@@ -135,21 +169,21 @@ class Report:
         return bits.astype(np.int32).view(np.float32)
 
     @property
-    def present(self) -> "Array":
+    def present(self) -> Array:
         """1D [params] bool: True if a gradient arrived on any rank."""
         return self._params[:, _PRESENT] > 0
 
     @property
-    def held(self) -> "Array":
+    def held(self) -> Array:
         """1D [params] bool: True if any rank held a gradient of an earlier backward."""
         return self._params[:, _HELD] > 0
 
     @property
-    def held_apart(self) -> "Array":
+    def held_apart(self) -> Array:
         """1D [params] bool: True if some ranks held such a gradient and others did not."""
         return self.held & (self._params[:, _HELD] < self._layout.ranks)
 
     @property
-    def late(self) -> "Array":
+    def late(self) -> Array:
         """1D [params] bool: True if a gradient arrived on any rank after its bucket was sent."""
         return self._params[:, _LATE] > 0

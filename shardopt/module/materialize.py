@@ -7,19 +7,25 @@ stage 3 each rank keeps its slice and frees the bucket's memory before the next 
 leaves out is found: tensors hold NaN before it.
 """
 
+from __future__ import annotations
+
 import copyreg
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from ..arguments import by_name
 from ..domain.agreement import StepDigest, agree
-from ..domain.domain import Domain
+from ..domain.dtensors import is_dtensor
 from ..errors import BindingError
-from ..partition.comm.group import Ranks
+
+if TYPE_CHECKING:
+    from ..domain.domain import Domain
+    from ..partition.comm.group import Ranks
 
 _STATE_DICT = "bind(state_dict=)"
 
@@ -67,6 +73,13 @@ def check_materializable(module: nn.Module, values: Values, fresh: Collection[to
     """
     if values.init_fn is not None and not callable(values.init_fn):
         raise TypeError(f"bind(init_fn=) takes a function of a module, found {type(values.init_fn).__name__}.")
+    placed = next((name for name, param in module.named_parameters() if param.is_meta and is_dtensor(param)), None)
+    if placed is not None:
+        raise BindingError(
+            "call module.to_empty(device=...) and give the params values before the first forward, or parallelize the "
+            f"module after its params have values: {placed} is a DTensor on the meta device, and only plain params get "
+            "memory and values bucket by bucket."
+        )
     state_dict = values.state_dict
     if state_dict is not None:
         _check_names(module, by_name(state_dict, _STATE_DICT))
@@ -236,7 +249,7 @@ def give_values(module: nn.Module, fresh: list[torch.Tensor], domain: Domain, va
             waiting -= set(own)
         if where:
             domain.gatherer.wait_for_writes()
-        agree(StepDigest("values", dict, problem), domain.mesh.world, domain.device)
+        agree(StepDigest("values", dict, problem), domain.mesh.world)
     for shard in domain.shards:
         if any(param in without for param in shard.bucket.params):
             shard.restart_masters()

@@ -3,22 +3,25 @@
 A module that is wrapped in DistributedDataParallel loses DDP's reducer; see :mod:`shardopt.module.ddp`.
 """
 
+from __future__ import annotations
+
 import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..domain.bind import Bound
-from ..domain.domain import Domain
-from ..domain.param import Candidate
+from ..domain.called import CalledModule, called_modules
+from ..domain.dtensors import local_tensor
+from ..domain.members import tensors_of
 from ..errors import BindingError
-from ..partition.comm.group import Ranks
 from ..partition.placement import Placement, Placements
 from ..tensors.unsharded_guard import is_sharded
+from .arrivals import ArrivalHooks
 from .backward import Backward
 from .closure import ClosureState, RaiseNow
 from .ddp import (
@@ -30,8 +33,16 @@ from .ddp import (
 )
 from .forward import Forward, tensors_within
 from .hooks import ModuleHook, call_while_alive
-from .materialize import Values, give_devices, give_values
+from .materialize import give_devices, give_values
 from .tree import ModuleTree
+
+if TYPE_CHECKING:
+    from ..domain.arriving import Arriving
+    from ..domain.bind import Bound
+    from ..domain.domain import Domain
+    from ..domain.param import Candidate, ParamRecord
+    from ..partition.comm.group import Ranks
+    from .materialize import Values
 
 
 class ModuleTakeover:
@@ -39,12 +50,13 @@ class ModuleTakeover:
 
     Attributes:
         module: the module, without DDP around it.
-        ddp: the DDP module around it, if any; one that is wrapped around it later is found at the next forward.
+        called: the modules that a script calls: the module, or the stages of a pipeline in it.
         pauses: how many ``no_sync()`` contexts of the optimizer are open.
         groups: returns the param groups of the optimizer.
         closure: the closure of a step, if one runs.
         backward: takes the gradients, from :meth:`use_domain` on.
         forward: gathers the params at stage 3, from :meth:`use_domain` on.
+        arrivals: waits for params that a step left under way, from :meth:`use_domain` on; below stage 3.
     """
 
     def __init__(
@@ -53,7 +65,7 @@ class ModuleTakeover:
         always_syncs: bool,
         before_forward: Callable[[], None],
         groups: Callable[[], Sequence[Mapping[str, Any]]],
-        takeovers: Callable[[], "Sequence[ModuleTakeover]"],
+        takeovers: Callable[[], Sequence[ModuleTakeover]],
     ):
         """
         Args:
@@ -63,26 +75,36 @@ class ModuleTakeover:
             groups: returns the param groups of the optimizer.
             takeovers: returns those of all optimizers that are in use.
         """
-        self.ddp = module if isinstance(module, DistributedDataParallel) else None
+        self.called = called_modules(module)
         self.module: nn.Module = module.module if isinstance(module, DistributedDataParallel) else module
         self.pauses = 0
         self.closure = ClosureState()
         self.backward: Backward | None = None
         self.forward: Forward | None = None
+        self.arrivals: ArrivalHooks | None = None
         self._domain: Domain | None = None
+        self._experts: dict[Domain, Backward] = {}  # those of experts
         self._fresh: frozenset[torch.Tensor] = frozenset()
         self._tree: ModuleTree | None = None  # of the last binding or check_covered()
         self._covered_by: frozenset[weakref.ref[ModuleTakeover]] = frozenset()  # the sharers at the same time
         self.groups, self._takeovers = groups, takeovers
         self._always_syncs, self._before_forward = always_syncs, before_forward
-        self._hooks = [
-            self.module.register_forward_pre_hook(ModuleHook(self._pre_forward), prepend=True, with_kwargs=True),
-            self.module.register_forward_hook(ModuleHook(self._post_forward)),
-        ]
+        self._called = {each.module: each for each in self.called}
+        self._hooks: list[Any] = []
+        for each in self._called:
+            before, after = ModuleHook(self._pre_forward), ModuleHook(self._post_forward)
+            self._hooks.append(each.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
+            self._hooks.append(each.register_forward_hook(after))
+
+    @property
+    def ddp(self) -> DistributedDataParallel | None:
+        """The DDP module around the module, if any."""
+        found = self._called.get(self.module)
+        return None if found is None else found.ddp
 
     # -- which params are whose ------------------------------------------------------------------------------------
 
-    def _sharers(self) -> "list[ModuleTakeover]":
+    def _sharers(self) -> list[ModuleTakeover]:
         """Returns the takeovers of the module, which may be passed to several optimizers, each with some of its params.
 
         This one is listed while its optimizer is in use.
@@ -91,7 +113,8 @@ class ModuleTakeover:
 
     def check_covers(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Raises BindingError if an unbound param of these groups is not the module's."""
-        own = {*self.module.parameters(), *(() if self._domain is None else self._domain.entries)}
+        domains = [*(() if self._domain is None else (self._domain,)), *self._experts]
+        own = {*self.module.parameters(), *(param for domain in domains for param in _outers(domain.entries))}
         for number, group in enumerate(groups):
             for index, param in enumerate(group["params"]):
                 if param not in own:
@@ -121,10 +144,11 @@ class ModuleTakeover:
 
     def check_free(self, candidates: Sequence[Candidate]) -> None:
         """Raises BindingError if another optimizer takes the gradient of a candidate, whatever module it took over."""
-        backwards = (each.backward for each in self._takeovers() if each is not self)
-        taken = {entry.param for backward in backwards if backward is not None for entry in backward.entries}
+        leads = [each.backward for each in self._takeovers() if each is not self and each.backward is not None]
+        backwards = [backward for lead in leads for backward in (lead, *lead.followers)]
+        taken = {entry.outer for backward in backwards for entry in backward.entries}
         for name, param, _ in candidates:
-            if param in taken:
+            if self._domain is not None and self._domain.locals.outer_of(param) in taken:
                 raise BindingError(
                     "give a param to one optimizer, or close() the other one first: another optimizer already takes "
                     f"the gradient of {name}, and each would see some of its gradients."
@@ -132,30 +156,45 @@ class ModuleTakeover:
 
     def process_group(self, given: Any) -> Any:
         """Returns the group to average over: the optimizer's own, else DDP's."""
-        self._find_ddp()
-        if self.ddp is None:
-            return given
-        if given is None:
-            return self.ddp.process_group
-        check_same_ranks(given, self.ddp)
+        for called in self.called:
+            self._find_ddp(called)
+            if called.ddp is not None:
+                if given is None:
+                    given = called.ddp.process_group
+                check_same_ranks(given, called.ddp)
         return given
 
     def use_domain(self, domain: Domain, backward: Backward) -> None:
         """Says which domain the params are bound to; :meth:`attach` follows for each binding."""
         self._domain, self.backward = domain, backward
         backward.closure = self.closure
+        backward.has_stages = len(self.called) > 1 and not domain.options.release_gradients
         if Placements.of_stage(domain.options.stage).param is Placement.SHARD:
-            self.forward = Forward(domain, self.module)
+            self.forward = Forward(domain, self.module, self.called)
             backward.on_end, backward.units = self.forward.end_backward, self.forward.params
+        elif domain.options.tuning.overlap_gather and self.module in self._called:
+            self.arrivals = ArrivalHooks(domain, self.module)
+            domain.on_leave = _while_alive(self.arrivals)
 
-    def attach(self, bound: Bound) -> None:
+    def add_domain(self, domain: Domain, backward: Backward) -> None:
+        """Says that experts are bound to a domain of their own; after :meth:`use_domain`."""
+        assert self.backward is not None
+        backward.follow(self.backward)
+        self._experts[domain] = backward
+        if self.forward is not None:
+            self.forward.add_domain(domain)
+            backward.units = self.forward.params
+
+    def attach(self, domain: Domain, bound: Bound) -> None:
         """Puts hooks on params that were just bound."""
         assert self.backward is not None
         self._tree = ModuleTree(self.module)
-        self.backward.attach(bound.entries, bound.shards)
+        self._experts.get(domain, self.backward).attach(bound.entries, bound.shards)
         if self.forward is not None and self._domain is not None:
             self.forward.attach()
             self._domain.gatherer.on_past = call_while_alive(Backward.pass_over, self.backward)
+        if self.arrivals is not None:
+            self.arrivals.attach()
 
     # -- values of params and buffers on the meta device -----------------------------------------------------------
 
@@ -177,21 +216,31 @@ class ModuleTakeover:
     def describe(self) -> dict[str, Any]:
         """Returns what ranks must have in common before values are shared; JSON-able."""
         named = (*self.module.named_parameters(), *self.module.named_buffers())
-        return {name: [list(tensor.shape), str(tensor.dtype)] for name, tensor in named if not is_sharded(tensor)}
+        experts = {tensor for domain in self._experts for tensor in tensors_of(self.module, domain.members)}
+        shown = ((name, tensor) for name, tensor in named if tensor not in experts and not is_sharded(tensor))
+        return {name: [list(tensor.shape), str(tensor.dtype)] for name, tensor in shown}
 
-    def share_values(self, ranks: Ranks) -> None:
-        """Collective: broadcasts rank 0's params and buffers, as DDP does when it wraps a module."""
-        if self.ddp is None:
-            # Another optimizer may have sharded some params at stage 3: their values agree already.
-            params = [param for param in self.module.parameters() if not is_sharded(param)]
-            ranks.broadcast([*params, *self.module.buffers()], "sharing rank 0's params")
+    def share_values(self) -> None:
+        """Collective: broadcasts rank 0's params and buffers, as DDP does when it wraps a module.
+
+        Those of experts are broadcast by the first rank that holds them.
+        """
+        assert self._domain is not None
+        if not all(called.ddp for called in self.called):
+            for domain in (self._domain, *self._experts):
+                # Another optimizer may have sharded some params at stage 3: their values agree already.
+                own = [tensor for tensor in tensors_of(self.module, domain.members) if not is_sharded(tensor)]
+                domain.mesh.world.broadcast(list(map(local_tensor, own)), "sharing rank 0's params")
 
     # -- forward ---------------------------------------------------------------------------------------------------
 
     def _pre_forward(self, module: nn.Module, arguments: Any, keywords: dict[str, Any]) -> None:
-        if module is not self.module:  # a shallow copy shares hooks
+        called = self._called.get(module)
+        if called is None:  # a shallow copy shares hooks
             return
-        self._prepare()
+        if self.arrivals is not None:
+            self.arrivals.pre_forward()
+        self._prepare(called)
         if self.fresh:
             raise BindingError(
                 "call optimizer.bind() again, on every rank: it failed before all params that were on the meta device "
@@ -200,25 +249,29 @@ class ModuleTakeover:
         if self.forward is not None:
             self.forward.pre_forward(module, arguments, keywords)
 
-    def _prepare(self) -> None:
+    def _prepare(self, called: CalledModule) -> None:
         # In a backward this is activation checkpointing, which runs the forward again.
         if not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
             return
-        self._find_ddp()
-        self.retire_reducer()
+        self._find_ddp(called)
+        self._retire_reducer(called)
         self._before_forward()
         if self.backward is not None:
             if self.backward.is_open:
                 self.backward.abandon("a new forward began before its backward had ended")
             self.backward.is_in_forward = True
-            self.expect_backward()
+            self.backward.is_syncing = self._syncs(called)
 
     def expect_backward(self) -> None:
-        """Decides whether the next backward reduces gradients; it may follow the forward of a submodule alone, too."""
+        """Decides whether the next backward reduces gradients, if it follows the forward of a submodule alone."""
         assert self.backward is not None
+        self.backward.is_syncing = all(map(self._syncs, self.called))
+
+    def _syncs(self, called: CalledModule) -> bool:
+        """True if the backward of a forward that runs now reduces gradients."""
         # Nothing is bound while all params are frozen; gradients of other modules may come through.
-        self.backward.is_syncing = self._has_reducer and (
-            self._always_syncs or (not self.pauses and (self.ddp is None or self.ddp.require_backward_grad_sync))
+        return self._has_reducer and (
+            self._always_syncs or (not self.pauses and (called.ddp is None or called.ddp.require_backward_grad_sync))
         )
 
     @property
@@ -227,16 +280,28 @@ class ModuleTakeover:
 
     def _post_forward(self, module: nn.Module, arguments: Any, output: Any) -> None:
         """Lets the gradient of the output open the round: in the outermost graph, even where all is checkpointed."""
-        backward = self.backward
-        if backward is None or module is not self.module or torch._C._current_graph_task_id() != -1:
+        called = self._called.get(module)
+        if self.backward is None or called is None or torch._C._current_graph_task_id() != -1:
             return
-        backward.is_in_forward = False
-        if not backward.is_syncing:
-            return
-        hook = call_while_alive(lambda me, _: me.open_early(), backward)
-        for tensor in tensors_within(output):
+        self.backward.is_in_forward = False
+        if torch.is_grad_enabled():
+            self._mark_graph(called, tensors_within(output), self._syncs(called))
+
+    def _mark_graph(self, called: CalledModule, outputs: Iterable[torch.Tensor], syncs: bool) -> None:
+        """Says of the backward through these tensors whether it reduces gradients."""
+        begin = partial(ModuleTakeover._begin_graph, called=called, syncs=syncs)
+        hook = call_while_alive(lambda me, _: begin(me), self)
+        for tensor in outputs:
             if tensor.grad_fn is not None:
                 tensor.grad_fn.register_prehook(hook)
+
+    def _begin_graph(self, called: CalledModule, syncs: bool) -> None:
+        if not self._hooks:  # closed: the user may still run backward through an older graph
+            return
+        if self.forward is not None:
+            self.forward.begin_graph(called.name)
+        if self.backward is not None:
+            self.backward.begin_graph(syncs, self.called.index(called))
 
     # -- a step ----------------------------------------------------------------------------------------------------
 
@@ -266,14 +331,24 @@ class ModuleTakeover:
 
     # -- DDP -------------------------------------------------------------------------------------------------------
 
-    def _find_ddp(self) -> None:
-        if self.ddp is None:
-            self.ddp = active_wrapper(self.module)
+    def _find_ddp(self, called: CalledModule) -> None:
+        if called.ddp is None:
+            called.ddp = active_wrapper(called.module)
 
     def retire_reducer(self) -> None:
-        """Makes DDP ignore gradients, if it has a reducer."""
-        if self.ddp is not None and has_reducer(self.ddp):
-            retire_reducer(self.ddp, None if self._domain is None else self._domain.mesh.world.group)
+        """Makes DDP ignore gradients, where it has a reducer."""
+        for called in self.called:
+            self._retire_reducer(called)
+
+    def _retire_reducer(self, called: CalledModule) -> None:
+        if called.ddp is not None and has_reducer(called.ddp):
+            on_last = call_while_alive(ModuleTakeover._mark_last, self, called)
+            retire_reducer(called.ddp, None if self._domain is None else self._domain.mesh.world.group, on_last)
+
+    def _mark_last(self, called: CalledModule, outputs: Iterable[torch.Tensor]) -> None:
+        """A pipeline has called the module under DDP's ``no_sync()``, and its last backward through it follows."""
+        if self._has_reducer and not self.pauses:
+            self._mark_graph(called, outputs, syncs=True)
 
     # -- the end ---------------------------------------------------------------------------------------------------
 
@@ -298,5 +373,20 @@ class ModuleTakeover:
         if self.forward is not None:
             self.forward.close()
         others = any(each is not self for each in self._sharers())
-        if self.ddp is not None and not has_reducer(self.ddp) and not others:
-            restore_reducer(self.ddp)
+        for called in self.called if not others else ():
+            if called.ddp is not None and not has_reducer(called.ddp):
+                restore_reducer(called.ddp)
+
+
+def _outers(entries: Mapping[torch.nn.Parameter, ParamRecord]) -> Iterator[torch.nn.Parameter]:
+    return (entry.outer for entry in entries.values())
+
+
+def _while_alive(arrivals: ArrivalHooks) -> Callable[[Callable[[], Arriving]], bool]:
+    method = weakref.WeakMethod(arrivals.leave)
+
+    def leave(begin: Callable[[], Arriving]) -> bool:
+        found = method()
+        return found is not None and found(begin)
+
+    return leave

@@ -15,16 +15,23 @@ The store wraps a store of host memory or of a disk. A disk's updates hold only 
 params are copied to the device after the vote. Not measured on a GPU yet.
 """
 
+from __future__ import annotations
+
 import weakref
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 
-from .pinned import Pages
-from .store import Chunk, Fetched, ShardStorage, Store
-from .streams import CopyStreams, Mark, Slot
+from .store import Fetched, Store
+from .streams import Slot
+
+if TYPE_CHECKING:
+    from .pinned import Pages
+    from .store import Chunk, ShardStorage
+    from .streams import CopyStreams, Mark
 
 SLOTS = 3  # one that an update reads, two that copies fill
 

@@ -7,10 +7,17 @@ ever in use at a time: one for each reduction under way, and one for the sum tha
 yet.
 """
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 import torch
 
-from .pinned import Pages
-from .streams import CopyStreams, Mark, Slot
+from .streams import Slot
+
+if TYPE_CHECKING:
+    from .pinned import Pages
+    from .streams import CopyStreams, Mark
 
 SLOTS = 2  # at least: a sum is reduced in one slot while the last sum is copied out of the other
 

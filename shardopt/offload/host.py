@@ -4,13 +4,19 @@ The store around this one chooses where the update runs: on the device (``ring.p
 where it takes less time (``measured.py``).
 """
 
+from __future__ import annotations
+
 import weakref
 from collections.abc import Callable, Collection, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
-from .pinned import Pages
-from .store import Chunk, Fetched, ResidentStorage, Store
+from .store import Fetched, ResidentStorage, Store
+
+if TYPE_CHECKING:
+    from .pinned import Pages
+    from .store import Chunk
 
 _FP32 = 4  # bytes
 
@@ -18,7 +24,7 @@ _FP32 = 4  # bytes
 class HostStorage(ResidentStorage):
     """Streams in host memory. Reads and writes wait for copies to it that are under way."""
 
-    def __init__(self, store: "HostStore", numel: int):
+    def __init__(self, store: HostStore, numel: int):
         super().__init__(numel, store.pages.zeros, store.tier, torch.device("cpu"))
         self._store = store
 

@@ -3,18 +3,24 @@
 Both give the same bits, so each rank may choose for itself.
 """
 
+from __future__ import annotations
+
 import logging
 import time
 import weakref
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
 from .cpu_step import CpuStepStore
-from .host import HostStore
 from .ring import RingStore
-from .store import Chunk, Fetched, ShardStorage, Store
-from .streams import CopyStreams
+from .store import Store
+
+if TYPE_CHECKING:
+    from .host import HostStore
+    from .store import Chunk, Fetched, ShardStorage
+    from .streams import CopyStreams
 
 TRIALS = 3  # steps on each device; the least time counts, as the first step compiles kernels and makes slots
 

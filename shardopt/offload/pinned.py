@@ -43,14 +43,15 @@ class Pages:
         device: the GPU; None: the current one.
         """
         self._make, self._register, self._device = zeros, register, device
-        self._registered: dict[int, int] = {}  # address -> bytes
+        # By address. Their memory stays until it is unregistered, whoever else drops the tensors.
+        self._registered: dict[int, torch.Tensor] = {}
         self._has_warned = False
         _ALL.add(self)
-        weakref.finalize(self, _give_back, device, self._registered).atexit = False
+        weakref.finalize(self, _give_back_unused, device, self._registered).atexit = False
 
     @property
     def pinned_bytes(self) -> int:
-        return sum(self._registered.values())
+        return sum(each.nbytes for each in self._registered.values())
 
     def zeros(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         tensor = self._make(numel, dtype)
@@ -60,7 +61,7 @@ class Pages:
             return tensor
         pinned = sum(each.pinned_bytes for each in _ALL)
         if pinned + nbytes <= _MOST_PINNED * memory_limit() and self._registers(address, nbytes):
-            self._registered[address] = nbytes
+            self._registered[address] = tensor
             # A fork copies all pages that are pinned, at once: as many bytes again for each worker of a DataLoader.
             # Test: test_a_fork_copies_no_pinned_page in tests/offload/test_pinned.py.
             show_to_forks(address, False)
@@ -82,9 +83,9 @@ class Pages:
     def give_back(self, tensors: Iterable[torch.Tensor]) -> None:
         """Unpins tensors that no copy uses any more. Their memory lives as long as somebody refers to it."""
         for tensor in tensors:
-            nbytes = self._registered.pop(tensor.data_ptr(), None)
-            if nbytes is not None:
-                _give_back(self._device, {tensor.data_ptr(): nbytes})
+            registered = self._registered.pop(tensor.data_ptr(), None)
+            if registered is not None:
+                _give_back(self._device, {tensor.data_ptr(): registered})
 
 
 def _on(device: torch.device | None) -> AbstractContextManager[Any]:
@@ -96,7 +97,18 @@ def _on(device: torch.device | None) -> AbstractContextManager[Any]:
     return nullcontext() if device is None or device.type != "cuda" else torch.cuda.device(device)
 
 
-def _give_back(device: torch.device | None, registered: dict[int, int]) -> None:
+def _give_back_unused(device: torch.device | None, registered: dict[int, torch.Tensor]) -> None:
+    """Unpins what is left of pages that were dropped, once no copy can use it any more.
+
+    An optimizer that nobody closed may leave copies under way, and these would read and write memory that is gone, or
+    is another's by now. Test: test_dropped_pages_stay_until_copies_have_ended in tests/offload/test_pinned.py.
+    """
+    if registered and device is not None and device.type == "cuda":
+        torch.cuda.synchronize(device)
+    _give_back(device, registered)
+
+
+def _give_back(device: torch.device | None, registered: dict[int, torch.Tensor]) -> None:
     addresses = list(registered)
     with _on(device) if registered else nullcontext():
         _unregister(registered)
@@ -118,7 +130,7 @@ def register_with_cuda(address: int, nbytes: int) -> bool:
     return _worked(torch.cuda.cudart().cudaHostRegister(address, nbytes, _PORTABLE))
 
 
-def _unregister(registered: dict[int, int]) -> None:
+def _unregister(registered: dict[int, torch.Tensor]) -> None:
     for address in list(registered):
         _worked(torch.cuda.cudart().cudaHostUnregister(address))
         del registered[address]

@@ -11,15 +11,23 @@ load of a step waits for the last store of the step before, which may be of the 
 yet.
 """
 
+from __future__ import annotations
+
 import weakref
 from collections import deque
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
-from .host import HostStorage, HostStore, views_of
-from .store import Chunk, Fetched, ShardStorage, Store
-from .streams import CopyStreams, Mark, Slot
+from .host import views_of
+from .store import Fetched, Store
+from .streams import Slot
+
+if TYPE_CHECKING:
+    from .host import HostStorage, HostStore
+    from .store import Chunk, ShardStorage
+    from .streams import CopyStreams, Mark
 
 SLOTS = 3  # one that is loaded, one that is updated, one that is stored
 
@@ -95,7 +103,8 @@ class RingStore(Store):
     def write_back(self, chunk: Chunk) -> None:
         if _moves(chunk):
             slot = self._staged.pop(chunk)
-            copies = [*zip(views_of(chunk), slot.staged, strict=False)]  # without the gradients
+            pairs = zip(chunk.names, views_of(chunk), slot.staged, strict=False)  # without the gradients
+            copies = [(on_host, staged) for name, on_host, staged in pairs if name not in chunk.unwritten]
             slot.mark = self._stored = self._streams.to_host(copies, self._streams.now())
             self._load(slot)
 

@@ -121,6 +121,7 @@ class Chunk:
     gradients: tuple[torch.Tensor, ...] = ()
     written: tuple[slice, ...] = ()  # elements whose params are copied back to the device, if updates_on_host
     reads_param: bool = True  # False if a stream holds a whole master
+    unwritten: frozenset[str] = frozenset()  # streams that the update leaves as they are
 
 
 class Fetched(NamedTuple):

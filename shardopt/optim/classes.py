@@ -2,22 +2,23 @@
 
 A class here is its signature: :func:`like` lets the torch class of the same name check the arguments and name the keys
 of the param groups, so that defaults and error messages are torch's to the letter, and hands over the rule. What the
-keywords after torch's mean is told by :class:`shardopt.config.Options`.
+keywords after torch's mean is told by :class:`shardopt.config.Options`; ``scripts/options.py`` writes them into each
+docstring, and ``help()`` has their meanings.
 """
+
+from __future__ import annotations
 
 import functools
 import inspect
 import math
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import Any, TypeVar, Unpack, cast
+from typing import TYPE_CHECKING, Any, TypeVar, Unpack, cast
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import ParamsT
 
 from ..arguments import flag, number, plain
-from ..config import OptionKeywords
 from ..rules.adadelta import adadelta
 from ..rules.adagrad import adagrad
 from ..rules.adam import adam
@@ -28,9 +29,13 @@ from ..rules.nadam import nadam
 from ..rules.radam import radam
 from ..rules.rmsprop import rmsprop
 from ..rules.rprop import rprop
-from ..rules.rule import Rule
 from ..rules.sgd import sgd
 from .optimizer import ShardedOptimizer
+
+if TYPE_CHECKING:
+    from ..config import OptionKeywords
+    from ..rules.rule import Rule
+    from .param_groups import Params
 
 __all__ = [
     "ShardedASGD",
@@ -54,26 +59,40 @@ Defaults = Callable[..., dict[str, Any]]
 _RECIPES: dict[Callable[..., None], tuple[Rule, Callable[[], dict[str, Any]]]] = {}
 
 
-def like(made: type[torch.optim.Optimizer] | Defaults, rule: Rule) -> Callable[[Init], Init]:
+def like(
+    made: type[torch.optim.Optimizer] | Defaults, rule: Rule, chosen_by: Mapping[str, Callable[[], Rule]] | None = None
+) -> Callable[[Init], Init]:
     """Make the ``__init__`` of a sharded optimizer out of its bare signature ``(self, params, ..., **options)``.
 
     Args:
         made: the torch class whose arguments these are, or what makes the defaults of param groups of them; it raises
             what is wrong with them.
+        chosen_by: numbers above 0 that torch's class does not take, None by default: each is a key of the param groups
+            when it is given, and the rule is the one that is returned then.
     """
+    choosers = chosen_by or {}
 
     def decorate(signature_only: Init) -> Init:
         signature = inspect.signature(signature_only)
-        own = {name: each for name, each in signature.parameters.items() if name not in ("self", "params", "options")}
+        others = ("self", "params", "options", *choosers)
+        own = {name: each for name, each in signature.parameters.items() if name not in others}
 
-        def check_group(group: Mapping[str, Any]) -> dict[str, Any]:
+        def check_group(chosen: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, Any]:
             """What a param group says of the arguments, checked as they are."""
             arguments = {name: _checked(each, group[name]) for name, each in own.items() if name in group}
-            _defaults(made, arguments)
+            defaults_of(made, arguments)
+            for name in choosers:
+                if name in chosen and name in group:
+                    arguments[name] = number(group[name], name, above=0)
+                elif group.get(name) is not None:
+                    raise ValueError(
+                        f"give {name} to the optimizer too, {name}=inf for groups without it: a param group says "
+                        f"{name}={group[name]!r}, which the optimizer's rule does not read."
+                    )
             return arguments
 
         def default_group() -> dict[str, Any]:
-            return _defaults(made, {name: each.default for name, each in own.items()})
+            return defaults_of(made, {name: each.default for name, each in own.items()})
 
         @functools.wraps(signature_only)
         def __init__(self: ShardedOptimizer, *positional: Any, **keywords: Any) -> None:
@@ -81,14 +100,30 @@ def like(made: type[torch.optim.Optimizer] | Defaults, rule: Rule) -> Callable[[
             bound.apply_defaults()
             arguments = bound.arguments
             params, options = arguments["params"], arguments["options"]
-            defaults = _defaults(made, {name: _checked(each, arguments[name]) for name, each in own.items()})
-            self._check_group = check_group
-            ShardedOptimizer.__init__(self, params, defaults, rule=rule, **options)
+            given = {name: _checked(each, arguments[name]) for name, each in own.items()}
+            defaults = defaults_of(made, given)
+            chosen = {name: arguments[name] for name in choosers if arguments[name] is not None}
+            defaults |= {name: number(value, name, above=0) for name, value in chosen.items()}
+            self._check_group, self._given = functools.partial(check_group, chosen), given
+            of_these = next((choosers[name]() for name in chosen), rule)
+            ShardedOptimizer.__init__(self, params, defaults, rule=of_these, **options)
 
         _RECIPES[__init__] = rule, default_group
         return cast(Init, __init__)
 
     return decorate
+
+
+def checked_for(kind: type[ShardedOptimizer], arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns arguments of a class of this module as its constructor takes them, or raises its errors."""
+    signature = inspect.signature(kind.__init__)
+    return {name: _checked(signature.parameters[name], value) for name, value in arguments.items()}
+
+
+def _stable_adamw() -> Rule:
+    from ..rules.stable_adamw import stable_adamw  # not at the top: test_fresh_process.py limits what an import loads
+
+    return stable_adamw
 
 
 def recipe(kind: type[ShardedOptimizer]) -> tuple[Rule, dict[str, Any]]:
@@ -107,6 +142,8 @@ def _checked(parameter: inspect.Parameter, value: Any) -> Any:
         TypeError: it is not a number, flag or tuple of numbers, as the parameter's default is.
     """
     default, name = parameter.default, parameter.name
+    if "str" in str(parameter.annotation) or "Mapping" in str(parameter.annotation):
+        return value  # for what makes the defaults to judge
     if default is None or isinstance(default, bool):
         return None if value is None and default is None else flag(value, name, or_none=" or None" * (default is None))
     may_be_tensor = "Tensor" in str(parameter.annotation)
@@ -144,11 +181,11 @@ def _refuse_nan(arguments: Mapping[str, Any]) -> None:
                 number(each, name)
 
 
-def _defaults(made: type[torch.optim.Optimizer] | Defaults, arguments: dict[str, Any]) -> dict[str, Any]:
+def defaults_of(made: type[torch.optim.Optimizer] | Defaults, arguments: dict[str, Any]) -> dict[str, Any]:
     """The param groups' defaults, as torch makes them of these arguments, or torch's error."""
     if isinstance(made, type):
         construct = cast(Callable[..., torch.optim.Optimizer], _bare(made))
-        defaults = construct([torch.empty(0, device="cpu")], **arguments).defaults
+        defaults = construct([torch.empty(0, 0, device="cpu")], **arguments).defaults
     else:
         defaults = made(**arguments)
     _refuse_nan(arguments)
@@ -163,16 +200,22 @@ class ShardedAdamW(ShardedOptimizer):
         \theta_t &= \theta_{t-1} (1 - \gamma\lambda)
             - \gamma \frac{m_t / (1 - \beta_1^t)}{\sqrt{v_t / (1 - \beta_2^t)} + \epsilon}
 
-    Arguments are those of :class:`torch.optim.AdamW`, then shardopt's keywords.
+    Arguments are those of :class:`torch.optim.AdamW`, and ``clip_update`` (StableAdamW, arXiv 2304.13013): where the
+    root of the mean of :math:`g_t^2 / \max(\hat v_t, \epsilon^2)` over a whole param passes it (1.0 is usual), the
+    param's learning rate is divided by their quotient. A step takes two passes over the shards then.
+
+    Keywords of :class:`shardopt.config.Options`: module=None, stage=1, process_group=None, norm_group=None,
+    master='fp32', state_format='fp32', gradient_format='fp32', ema=None, max_grad_norm=None, release_gradients=False,
+    reduce_dtype=None, offload=None, tuning=Tuning().
 
     Example:
         >>> optimizer = ShardedAdamW(model.parameters(), lr=3e-4, weight_decay=0.1)
     """
 
-    @like(torch.optim.AdamW, rule=adam)
+    @like(torch.optim.AdamW, rule=adam, chosen_by={"clip_update": _stable_adamw})
     def __init__(
         self,
-        params: ParamsT,
+        params: Params,
         lr: float | Tensor = 1e-3,
         betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
         eps: float = 1e-8,
@@ -184,6 +227,7 @@ class ShardedAdamW(ShardedOptimizer):
         capturable: bool = False,
         differentiable: bool = False,
         fused: bool | None = None,
+        clip_update: float | None = None,
         **options: Unpack[OptionKeywords],
     ) -> None: ...
 
@@ -201,7 +245,11 @@ class ShardedAdam(ShardedOptimizer):
         m_t &= \beta_1 m_{t-1} + (1 - \beta_1) g_t, \qquad v_t = \beta_2 v_{t-1} + (1 - \beta_2) g_t^2 \\
         \theta_t &= \theta_{t-1} - \gamma \frac{m_t / (1 - \beta_1^t)}{\sqrt{v_t / (1 - \beta_2^t)} + \epsilon}
 
-    Arguments are those of :class:`torch.optim.Adam`, then shardopt's keywords.
+    Arguments are those of :class:`torch.optim.Adam`.
+
+    Keywords of :class:`shardopt.config.Options`: module=None, stage=1, process_group=None, norm_group=None,
+    master='fp32', state_format='fp32', gradient_format='fp32', ema=None, max_grad_norm=None, release_gradients=False,
+    reduce_dtype=None, offload=None, tuning=Tuning().
 
     Example:
         >>> optimizer = ShardedAdam(model.parameters(), lr=1e-3, betas=(0.9, 0.95))
@@ -210,7 +258,7 @@ class ShardedAdam(ShardedOptimizer):
     @like(torch.optim.Adam, rule=adam)
     def __init__(
         self,
-        params: ParamsT,
+        params: Params,
         lr: float | Tensor = 1e-3,
         betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
         eps: float = 1e-8,
@@ -235,7 +283,11 @@ class ShardedSGD(ShardedOptimizer):
         b_t &= \mu b_{t-1} + (1 - \tau) g_t, \qquad b_1 = g_1 \\
         \theta_t &= \theta_{t-1} - \gamma b_t
 
-    Arguments are those of :class:`torch.optim.SGD`, then shardopt's keywords.
+    Arguments are those of :class:`torch.optim.SGD`.
+
+    Keywords of :class:`shardopt.config.Options`: module=None, stage=1, process_group=None, norm_group=None,
+    master='fp32', state_format='fp32', gradient_format='fp32', ema=None, max_grad_norm=None, release_gradients=False,
+    reduce_dtype=None, offload=None, tuning=Tuning().
 
     Example:
         >>> optimizer = ShardedSGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True)
@@ -244,7 +296,7 @@ class ShardedSGD(ShardedOptimizer):
     @like(torch.optim.SGD, rule=sgd)
     def __init__(
         self,
-        params: ParamsT,
+        params: Params,
         lr: float | Tensor = 1e-3,
         momentum: float = 0,
         dampening: float = 0,
@@ -266,7 +318,11 @@ class ShardedAdagrad(ShardedOptimizer):
         g_t &\leftarrow g_t + \lambda \theta_{t-1}, \qquad G_t = G_{t-1} + g_t^2 \\
         \theta_t &= \theta_{t-1} - \frac{\gamma}{1 + (t - 1) \eta} \frac{g_t}{\sqrt{G_t} + \epsilon}
 
-    Arguments are those of :class:`torch.optim.Adagrad`, then shardopt's keywords.
+    Arguments are those of :class:`torch.optim.Adagrad`.
+
+    Keywords of :class:`shardopt.config.Options`: module=None, stage=1, process_group=None, norm_group=None,
+    master='fp32', state_format='fp32', gradient_format='fp32', ema=None, max_grad_norm=None, release_gradients=False,
+    reduce_dtype=None, offload=None, tuning=Tuning().
 
     Example:
         >>> optimizer = ShardedAdagrad(model.parameters(), lr=0.01)
@@ -275,7 +331,7 @@ class ShardedAdagrad(ShardedOptimizer):
     @like(torch.optim.Adagrad, rule=adagrad)
     def __init__(
         self,
-        params: ParamsT,
+        params: Params,
         lr: float | Tensor = 1e-2,
         lr_decay: float = 0,
         weight_decay: float = 0,
@@ -298,7 +354,11 @@ class ShardedRMSprop(ShardedOptimizer):
         b_t &= \mu b_{t-1} + g_t / (\sqrt{v_t} + \epsilon) \\
         \theta_t &= \theta_{t-1} - \gamma b_t
 
-    Arguments are those of :class:`torch.optim.RMSprop`, then shardopt's keywords.
+    Arguments are those of :class:`torch.optim.RMSprop`.
+
+    Keywords of :class:`shardopt.config.Options`: module=None, stage=1, process_group=None, norm_group=None,
+    master='fp32', state_format='fp32', gradient_format='fp32', ema=None, max_grad_norm=None, release_gradients=False,
+    reduce_dtype=None, offload=None, tuning=Tuning().
 
     Example:
         >>> optimizer = ShardedRMSprop(model.parameters(), lr=0.01, momentum=0.9, centered=True)
@@ -307,7 +367,7 @@ class ShardedRMSprop(ShardedOptimizer):
     @like(torch.optim.RMSprop, rule=rmsprop)
     def __init__(
         self,
-        params: ParamsT,
+        params: Params,
         lr: float | Tensor = 1e-2,
         alpha: float = 0.99,
         eps: float = 1e-8,
@@ -331,8 +391,11 @@ class ShardedNAdam(ShardedOptimizer):
             + \frac{(1 - \mu_t) g_t}{1 - \prod_{i \le t} \mu_i} \\
         \theta_t &= \theta_{t-1} - \gamma \frac{\hat m_t}{\sqrt{v_t / (1 - \beta_2^t)} + \epsilon}
 
-    with Adam's moments :math:`m` and :math:`v`. Arguments are those of :class:`torch.optim.NAdam`, then shardopt's
-    keywords.
+    with Adam's moments :math:`m` and :math:`v`. Arguments are those of :class:`torch.optim.NAdam`.
+
+    Keywords of :class:`shardopt.config.Options`: module=None, stage=1, process_group=None, norm_group=None,
+    master='fp32', state_format='fp32', gradient_format='fp32', ema=None, max_grad_norm=None, release_gradients=False,
+    reduce_dtype=None, offload=None, tuning=Tuning().
 
     Example:
         >>> optimizer = ShardedNAdam(model.parameters(), lr=2e-3)
@@ -341,7 +404,7 @@ class ShardedNAdam(ShardedOptimizer):
     @like(torch.optim.NAdam, rule=nadam)
     def __init__(
         self,
-        params: ParamsT,
+        params: Params,
         lr: float | Tensor = 2e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
@@ -365,8 +428,11 @@ class ShardedRAdam(ShardedOptimizer):
             \cdot r_t \frac{\sqrt{1 - \beta_2^t}}{\sqrt{v_t} + \epsilon}
 
     with Adam's moments :math:`m` and :math:`v`; the factor after the dot is left out while the variance of the second
-    moment is intractable, :math:`\rho_t \le 5`. Arguments are those of :class:`torch.optim.RAdam`, then shardopt's
-    keywords.
+    moment is intractable, :math:`\rho_t \le 5`. Arguments are those of :class:`torch.optim.RAdam`.
+
+    Keywords of :class:`shardopt.config.Options`: module=None, stage=1, process_group=None, norm_group=None,
+    master='fp32', state_format='fp32', gradient_format='fp32', ema=None, max_grad_norm=None, release_gradients=False,
+    reduce_dtype=None, offload=None, tuning=Tuning().
 
     Example:
         >>> optimizer = ShardedRAdam(model.parameters(), lr=1e-3, weight_decay=0.01, decoupled_weight_decay=True)
@@ -375,7 +441,7 @@ class ShardedRAdam(ShardedOptimizer):
     @like(torch.optim.RAdam, rule=radam)
     def __init__(
         self,
-        params: ParamsT,
+        params: Params,
         lr: float | Tensor = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
@@ -397,7 +463,11 @@ class ShardedAdamax(ShardedOptimizer):
         m_t &= \beta_1 m_{t-1} + (1 - \beta_1) g_t, \qquad u_t = \max(\beta_2 u_{t-1}, |g_t| + \epsilon) \\
         \theta_t &= \theta_{t-1} - \frac{\gamma}{1 - \beta_1^t} \frac{m_t}{u_t}
 
-    Arguments are those of :class:`torch.optim.Adamax`, then shardopt's keywords.
+    Arguments are those of :class:`torch.optim.Adamax`.
+
+    Keywords of :class:`shardopt.config.Options`: module=None, stage=1, process_group=None, norm_group=None,
+    master='fp32', state_format='fp32', gradient_format='fp32', ema=None, max_grad_norm=None, release_gradients=False,
+    reduce_dtype=None, offload=None, tuning=Tuning().
 
     Example:
         >>> optimizer = ShardedAdamax(model.parameters(), lr=2e-3)
@@ -406,7 +476,7 @@ class ShardedAdamax(ShardedOptimizer):
     @like(torch.optim.Adamax, rule=adamax)
     def __init__(
         self,
-        params: ParamsT,
+        params: Params,
         lr: float | Tensor = 2e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
@@ -428,7 +498,11 @@ class ShardedAdadelta(ShardedOptimizer):
         \Delta_t = \frac{\sqrt{u_{t-1} + \epsilon}}{\sqrt{v_t + \epsilon}} \, g_t \\
         u_t &= \rho u_{t-1} + (1 - \rho) \Delta_t^2, \qquad \theta_t = \theta_{t-1} - \gamma \Delta_t
 
-    Arguments are those of :class:`torch.optim.Adadelta`, then shardopt's keywords.
+    Arguments are those of :class:`torch.optim.Adadelta`.
+
+    Keywords of :class:`shardopt.config.Options`: module=None, stage=1, process_group=None, norm_group=None,
+    master='fp32', state_format='fp32', gradient_format='fp32', ema=None, max_grad_norm=None, release_gradients=False,
+    reduce_dtype=None, offload=None, tuning=Tuning().
 
     Example:
         >>> optimizer = ShardedAdadelta(model.parameters(), rho=0.95)
@@ -437,7 +511,7 @@ class ShardedAdadelta(ShardedOptimizer):
     @like(torch.optim.Adadelta, rule=adadelta)
     def __init__(
         self,
-        params: ParamsT,
+        params: Params,
         lr: float | Tensor = 1.0,
         rho: float = 0.9,
         eps: float = 1e-6,
@@ -459,8 +533,11 @@ class ShardedASGD(ShardedOptimizer):
         \eta_{t+1} = \gamma / (1 + \lambda \gamma t)^\alpha \\
         a_t &= a_{t-1} + \mu_t (\theta_t - a_{t-1}), \qquad \mu_{t+1} = 1 / \max(1, t - t_0)
 
-    The average :math:`a` is the state ``ax``. Arguments are those of :class:`torch.optim.ASGD`, then shardopt's
-    keywords.
+    The average :math:`a` is the state ``ax``. Arguments are those of :class:`torch.optim.ASGD`.
+
+    Keywords of :class:`shardopt.config.Options`: module=None, stage=1, process_group=None, norm_group=None,
+    master='fp32', state_format='fp32', gradient_format='fp32', ema=None, max_grad_norm=None, release_gradients=False,
+    reduce_dtype=None, offload=None, tuning=Tuning().
 
     Example:
         >>> optimizer = ShardedASGD(model.parameters(), lr=0.01, t0=1000)
@@ -469,7 +546,7 @@ class ShardedASGD(ShardedOptimizer):
     @like(torch.optim.ASGD, rule=asgd)
     def __init__(
         self,
-        params: ParamsT,
+        params: Params,
         lr: float | Tensor = 1e-2,
         lambd: float = 1e-4,
         alpha: float = 0.75,
@@ -491,7 +568,11 @@ class ShardedRprop(ShardedOptimizer):
         \theta_t &= \theta_{t-1} - \operatorname{sign}(g_t) \Delta_t
 
     :math:`\eta_t` is ``etas[1]`` where the gradient kept its sign, ``etas[0]`` where it changed (:math:`g_t` then
-    counts as 0), else 1. Arguments are those of :class:`torch.optim.Rprop`, then shardopt's keywords.
+    counts as 0), else 1. Arguments are those of :class:`torch.optim.Rprop`.
+
+    Keywords of :class:`shardopt.config.Options`: module=None, stage=1, process_group=None, norm_group=None,
+    master='fp32', state_format='fp32', gradient_format='fp32', ema=None, max_grad_norm=None, release_gradients=False,
+    reduce_dtype=None, offload=None, tuning=Tuning().
 
     Example:
         >>> optimizer = ShardedRprop(model.parameters(), lr=0.01)
@@ -500,7 +581,7 @@ class ShardedRprop(ShardedOptimizer):
     @like(torch.optim.Rprop, rule=rprop)
     def __init__(
         self,
-        params: ParamsT,
+        params: Params,
         lr: float | Tensor = 1e-2,
         etas: tuple[float, float] = (0.5, 1.2),
         step_sizes: tuple[float, float] = (1e-6, 50),
@@ -545,7 +626,10 @@ class ShardedLion(ShardedOptimizer):
         betas: of the interpolation and of the momentum.
         weight_decay: decoupled, as AdamW's; three to ten times as large for the same ``lr * weight_decay``.
         maximize: ascend instead of descend.
-        options: shardopt's keywords.
+
+    Keywords of :class:`shardopt.config.Options`: module=None, stage=1, process_group=None, norm_group=None,
+    master='fp32', state_format='fp32', gradient_format='fp32', ema=None, max_grad_norm=None, release_gradients=False,
+    reduce_dtype=None, offload=None, tuning=Tuning().
 
     Example:
         >>> optimizer = ShardedLion(model.parameters(), lr=1e-4, weight_decay=0.1)
@@ -554,7 +638,7 @@ class ShardedLion(ShardedOptimizer):
     @like(_lion_defaults, rule=lion)
     def __init__(
         self,
-        params: ParamsT,
+        params: Params,
         lr: float | Tensor = 1e-4,
         betas: tuple[float, float] = (0.9, 0.99),
         weight_decay: float = 0.0,

@@ -109,7 +109,7 @@ class JoinableOptimizer(Joinable):
             return {name: flag(divide_by_initial_world_size, f"join({name}=)")}
 
         by_all = self._meet("join()", read)[name]
-        (number,), *_ = self.engine.ranks().exchange([next(_NUMBERS)], self.join_device, "entering join()")
+        (number,), *_ = self.engine.ranks().exchange([next(_NUMBERS)], "entering join()")
         if self._shadow is not None:
             self._shadow.leave()
         self._shadow = Shadow(self.engine, by_all, number)

@@ -1,10 +1,14 @@
 """An optimizer that schedulers, scalers, DDP scripts and frameworks take for torch's own."""
 
+from __future__ import annotations
+
 import copy
 import dataclasses
 import os
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
 import torch
@@ -12,18 +16,26 @@ import torch
 # torch.compiler.disable would import all of Dynamo here; this, which torch.optim uses too, waits for the first call.
 from torch._compile import _disable_dynamo
 
-from ..config import OptionKeywords, Options
+from ..arguments import number, whole
+from ..arguments import path as directory_path
+from ..config import Options
 from ..errors import StateError
-from ..rules import Rule
+from ..option import keywords_in_words
 from .joinable import JoinableOptimizer, take_along
-from .param_groups import check_added, check_given, copied, matched, read_arguments
+from .param_groups import Params, check_added, check_given, copied, matched, read_arguments
 
 if TYPE_CHECKING:
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from ..config import OptionKeywords
     from ..domain.timings import Timings
     from ..engine import Engine
     from ..partition.schedule import Schedule
     from ..partition.unit_view import UnitView
+    from ..rules import Rule
     from ..states.table import StateView
+    from .reports import Handle, Writer
 
 Optimizer = TypeVar("Optimizer", bound="ShardedOptimizer")
 Closure = Callable[[], Any]
@@ -44,16 +56,24 @@ class ShardedOptimizer(torch.optim.Optimizer, JoinableOptimizer):
         params: tensors, named tensors or param groups, as for ``torch.optim``; or a module, to hand it over.
         defaults: hyper-parameters of groups that do not set their own.
         rule: the arithmetic, made by :func:`shardopt.rules.rule`.
-        **options: see :class:`shardopt.config.Options`.
+        **options: shardopt's keywords.
+
+    Keywords of :class:`shardopt.config.Options`: module=None, stage=1, process_group=None, norm_group=None,
+    master='fp32', state_format='fp32', gradient_format='fp32', ema=None, max_grad_norm=None, release_gradients=False,
+    reduce_dtype=None, offload=None, tuning=Tuning().
+
     """
 
     _check_group: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None
     """Checks the arguments that a param group gives, for classes with torch's arguments. Returns them."""
 
-    def __init__(self, params: Any, defaults: dict[str, Any], *, rule: Rule, **options: Unpack[OptionKeywords]):
-        params, rule, given = read_arguments(type(self).__name__, params, defaults, rule, options)
+    _given: Mapping[str, Any] = MappingProxyType({})
+    """The arguments of the constructor, for classes with torch's arguments."""
+
+    def __init__(self, params: Params, defaults: dict[str, Any], *, rule: Rule, **options: Unpack[OptionKeywords]):
+        given_params, rule, given = read_arguments(type(self).__name__, params, defaults, rule, options)
         self.engine = _engine(self, rule, given)
-        super().__init__(params, defaults)
+        super().__init__(given_params, defaults)
         self._begin()
 
     def _begin(self) -> None:
@@ -114,10 +134,42 @@ class ShardedOptimizer(torch.optim.Optimizer, JoinableOptimizer):
     def no_sync(self) -> AbstractContextManager[None]:
         """Context for gradient accumulation at stages 0 and 1: backwards inside do not reduce.
 
-        DDP's own ``no_sync()`` does the same. The last backward before a step must be outside. From stage 2 on, and
-        without the module, it does nothing: every backward is reduced into the shards, which is what saves memory.
+        DDP's own ``no_sync()`` does the same. The last backward before a step must be outside, or
+        :meth:`reduce_gradients` follow. From stage 2 on, and without the module, it does nothing: every backward is
+        reduced into the shards, which is what saves memory.
         """
         return self.engine.no_sync()
+
+    def reduce_gradients(self) -> None:
+        """Reduces what backwards under :meth:`no_sync` accumulated, or the script assigned. Collective; stages 0 and 1.
+
+        A whole schedule of a pipeline may run under ``no_sync()``; ``param.grad`` is this rank's own until this call,
+        and the mean over ``process_group`` after it. From stage 2 on it does nothing: every backward is reduced.
+
+        Raises:
+            ShardoptError: there is no module, or a backward was broken off.
+            DisagreementError: another rank makes another call.
+        """
+        self.engine.reduce_gradients()
+
+    def sum_tied(self, param: torch.nn.Parameter, group: dist.ProcessGroup | DeviceMesh) -> None:
+        """Sums the gradient of a weight that stages of a pipeline hold copies of (tied embeddings). Collective.
+
+        For each such weight, after the last backward and before :meth:`step`: ``param.grad`` becomes the sum of the
+        copies' gradients, on all of them. In the norm of ``norm_group`` the weight counts once. Copies that start alike
+        then stay alike, but for ``master="none"``, whose rounding draws other noise on each stage.
+
+        Args:
+            param: this stage's copy.
+            group: a rank of each stage that holds a copy, ``mesh["pp"].get_group()`` where these are all. Every rank
+                that shares the states of ``param`` makes the call, with the group that it is in.
+
+        Raises:
+            ShardoptError: ``param`` is not of this optimizer.
+            DisagreementError: some ranks have no gradient of it, or one of another shape.
+            TypeError: ``group`` is no group.
+        """
+        self.engine.sum_tied(param, group)
 
     def unsharded(self, ema: bool = False) -> AbstractContextManager[None]:
         """Context with whole params on every rank, for ``generate()``, evaluation and export. Collective at both ends.
@@ -143,7 +195,7 @@ class ShardedOptimizer(torch.optim.Optimizer, JoinableOptimizer):
             ShardoptError: the group asks for ``capturable``, ``differentiable`` or a process group beside a module.
             TypeError: a param is complex, or a hyper-parameter is not a number.
         """
-        check_given(param_group, self.defaults, self.options, type(self).__name__)
+        check_given(param_group, self.defaults, type(self).__name__)
         super().add_param_group(param_group)
         try:
             check_added(self.param_groups[-1], self.rule, self.engine.check_arguments)
@@ -185,7 +237,7 @@ class ShardedOptimizer(torch.optim.Optimizer, JoinableOptimizer):
         self.engine.refresh_masters()
 
     @property  # type: ignore[override]
-    def state(self) -> "StateView":
+    def state(self) -> StateView:
         """Mapping from param to its state in torch's form; empty before the first step, except where torch's is not.
 
         Tensors are views of the shard on one rank, else parts. ``state[param] = {...}`` loads one param's state; every
@@ -262,6 +314,7 @@ class ShardedOptimizer(torch.optim.Optimizer, JoinableOptimizer):
         """Copies the optimizer with its states; its params are those that ``memo`` maps to, as in torch."""
         other = type(self).__new__(type(self))
         memo[id(self)] = other
+        other._given = self._given
         module = copy.deepcopy(self.options.module, memo)
         other.engine = _engine(other, self.rule, dataclasses.replace(self.options, module=module))
         for group in self.param_groups:
@@ -289,7 +342,7 @@ class ShardedOptimizer(torch.optim.Optimizer, JoinableOptimizer):
         self.engine.close()
 
     @property
-    def units(self) -> dict[str, "UnitView"]:
+    def units(self) -> dict[str, UnitView]:
         """The units of stage 3 by name: ``opt.units["layers.0"].unshard()``. Empty below stage 3, and before
         ``bind()`` or the first forward.
 
@@ -297,7 +350,7 @@ class ShardedOptimizer(torch.optim.Optimizer, JoinableOptimizer):
         """
         return self.engine.units()
 
-    def schedule(self) -> "Schedule":
+    def schedule(self) -> Schedule:
         """Returns which units are gathered during each use of a unit; ``print(opt.schedule())`` shows a table.
 
         The first step shows the order of uses. A step that uses units in another order makes another schedule. Empty
@@ -305,9 +358,50 @@ class ShardedOptimizer(torch.optim.Optimizer, JoinableOptimizer):
         """
         return self.engine.schedule()
 
-    def timings(self) -> "Timings":
+    def timings(self) -> Timings:
         """Returns the seconds of each phase of a step, medians of the last 100. The profiler shows the phases too."""
         return self.engine.timings()
+
+    def log(self, writer: Writer, every: int = 10) -> Handle:
+        """Tells a writer after each so many steps what this rank knows. Local.
+
+        Numbers by name: ``step``, ``updates``, ``skipped``, ``grad_norm`` where the norm is known, ``seconds/<phase>``,
+        ``memory/<kind>/<tier>`` and ``traffic/<kind>`` in bytes, the last ones received in a step.
+
+        Args:
+            writer: a ``SummaryWriter`` of TensorBoard (names then begin with ``shardopt/``), or a function of a dict.
+            every: how many steps lie between two reports.
+
+        Returns:
+            A handle, whose ``remove()`` ends it.
+
+        Raises:
+            TypeError: ``writer`` is neither.
+            ValueError: ``every`` is not a number of steps.
+        """
+        from .reports import log
+
+        return log(self, self.engine, writer, whole(every, "every (steps between two reports)", least=1))
+
+    def monitor(self, path: str | os.PathLike[str], every: float = 1.0) -> Handle:
+        """Writes what :meth:`log` tells to a small file, which ``shardopt top PATH`` shows while training runs. Local.
+
+        Args:
+            path: a directory, made if missing; each rank that calls this has a file in it. One directory takes one
+                optimizer. Where a file cannot be written later, a warning says so and training goes on.
+            every: seconds between two reports, at least.
+
+        Returns:
+            A handle, whose ``remove()`` ends it.
+
+        Raises:
+            TypeError, ValueError: ``path`` is no path, or ``every`` not a number of seconds.
+            OSError: the directory cannot be made.
+        """
+        from .reports import monitor
+
+        directory = Path(directory_path(path, "path"))
+        return monitor(self, self.engine, directory, number(every, "every (seconds between two reports)", least=0))
 
     def memory(self) -> dict[str, dict[str, int]]:
         """Returns bytes on this rank by kind (param, gradient, master, state, buffer) and tier (device, host, disk)."""
@@ -317,7 +411,10 @@ class ShardedOptimizer(torch.optim.Optimizer, JoinableOptimizer):
         return f"{super().__repr__()[:-1]}Sharded ({self.engine.describe()})\n)"
 
 
-def _engine(optimizer: ShardedOptimizer, rule: Rule, options: Options) -> "Engine":
+ShardedOptimizer.__init__.__doc__ = keywords_in_words(Options)  # help() shows it for every class of optimizers
+
+
+def _engine(optimizer: ShardedOptimizer, rule: Rule, options: Options) -> Engine:
     # Not at the top: the engine loads all that a step needs. test_fresh_process.py limits what an import loads.
     from ..engine import Engine
 

@@ -1,17 +1,25 @@
 """Param groups: what a new one may hold, and how those of a loaded state dict match the optimizer's own."""
 
+from __future__ import annotations
+
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
+from torch.optim.optimizer import ParamsT
 
-from ..config import OptionKeywords, Options, check_process_group
+from ..config import Options, check_process_group
 from ..domain.hyperparameters import check_group
 from ..errors import ShardoptError
 from ..rules import Rule
 
+if TYPE_CHECKING:
+    from ..config import OptionKeywords
+
 Group = dict[str, Any]
+Params: TypeAlias = ParamsT | torch.nn.Module
+"""What a constructor takes: tensors, named tensors or param groups, as torch; or a module, which is handed over."""
 
 # Accepted by torch, wrong here: what would go wrong, what to do.
 _REFUSED_FLAGS = {
@@ -52,13 +60,16 @@ def read_arguments(
         params = list(params.parameters())
     elif not isinstance(params, Iterable):
         raise TypeError(f"params takes a module, tensors or param groups, found {type(params).__name__}.")
+    from .matrices import check_matrix_options
+
     given = Options(**options)
+    check_matrix_options(rule, given)
     if given.ema is not None:
         rule = rule.averaging(given.ema)
     return params, rule, given
 
 
-def check_given(group: Any, defaults: Mapping[str, Any], options: Options, name: str) -> None:
+def check_given(group: Any, defaults: Mapping[str, Any], name: str) -> None:
     """What can be wrong with a new param group before torch has filled in the defaults.
 
     Args:
@@ -73,14 +84,7 @@ def check_given(group: Any, defaults: Mapping[str, Any], options: Options, name:
     for flag, reason in _REFUSED_FLAGS.items():
         if group.get(flag, defaults.get(flag)):
             raise ShardoptError(f"{name} was given {flag}=True: {reason}.")
-    own = group.get("process_group")
-    check_process_group(own, "process_group of a param group")
-    if own is not None and options.module is not None:
-        raise ShardoptError(
-            "a param group has its own process_group, and the module was handed over, whose gradients are reduced "
-            "over one group: those of this group would be averaged with other params. Give the params without the "
-            "module (stage 1), and average each group's gradients over its process_group."
-        )
+    check_process_group(group.get("process_group"), "process_group of a param group")
 
 
 def check_added(
@@ -93,9 +97,15 @@ def check_added(
 
     Raises:
         TypeError: a param is complex, or a hyper-parameter is not a number.
-        ValueError: a hyper-parameter is out of its range, or makes a scalar of the update Inf or NaN.
+        ValueError: a hyper-parameter is out of its range, or makes a scalar of the update Inf or NaN; or the rule takes
+            norms of whole params, and a param is a tensor-parallel slice.
     """
+    from ..domain.norm_rules import check_whole
+    from .matrices import check_matrices  # not at the top: test_fresh_process.py limits what an import loads
+
     check_group(rule, group, check_arguments)
+    check_matrices(rule, group)
+    check_whole(rule, group["params"])
     if any(param.is_complex() for param in group["params"]):
         raise TypeError(
             "complex params are not supported: the fused update would drop their imaginary part. Use "
@@ -118,7 +128,7 @@ def matched(given: Sequence[Group], groups: Sequence[Group], defaults: Mapping[s
         )
     for new, own in zip(saved, groups, strict=True):
         new["params"] = own["params"]
-        for key in ("param_names", "process_group"):
+        for key in ("param_names", "process_group", "rule", "matrices"):  # torch's dicts know nothing of the last two
             if key in own:
                 new.setdefault(key, own[key])
         for key, value in defaults.items():  # a dict saved before torch knew the flag

@@ -16,12 +16,14 @@ of a backward in the round. A gather of an evaluation, or outside of any forward
 the schedule of a forward or backward lacks is an error: until the pass ends, such a rank hears nothing.
 """
 
+from __future__ import annotations
+
 import functools
 import traceback
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -30,13 +32,18 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..domain.dtensors import any_dtensor
 from ..domain.hyperparameters import plain_numbers
-from ..engine import Engine, live_engines
+from ..engine import live_engines
 from ..errors import DisagreementError, ShardoptError
 from ..module.backward import Backward
-from ..partition.comm.group import Ranks
-from ..partition.gatherer import Direction, Gatherer
-from ..partition.unit import Unit, UnitState
+from ..partition.gatherer import Direction
+from ..partition.unit import UnitState
 from ..step.step import Call
+
+if TYPE_CHECKING:
+    from ..engine import Engine
+    from ..partition.comm.group import Ranks
+    from ..partition.gatherer import Gatherer
+    from ..partition.unit import Unit
 
 _OFF = _JoinConfig.construct_disabled_join_config()
 _PHASE = "telling ranks that have run out of batches"
@@ -254,7 +261,7 @@ class Shadow(JoinHook):
         gatherer = _gatherer(engine)
         gathered = [] if gatherer is None or not gatherer.waits_for_others else gatherer.gathered
         row = {"kind": kind, "setup": setup, "gathered": gathered, **facts}
-        told = Told(self._ranks.exchange_json(row, engine.device, _PHASE))
+        told = Told(self._ranks.exchange_json(row, _PHASE))
         self._is_complete = told.is_complete
         return told
 
@@ -413,7 +420,7 @@ def edits_of(backward: Backward) -> dict[str, Any]:
     written = None
     for number, entry in enumerate(backward.entries):
         slot = entry.gradient_slice
-        if slot is None or not slot.shows_in(entry.param.grad):
+        if slot is None or not slot.shows_in(entry.grad):
             continue
         if slot.edits:
             edits[str(number)], slot.edits = slot.edits, []

@@ -1,13 +1,20 @@
 """A bucket: one flat buffer that params of one device and dtype are views of."""
 
-from collections.abc import Collection, Sequence
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 import torch
 
+from ..tensors.arriving_guard import Arrival, mark_arriving
 from ..tensors.strides import dense_strides, with_own_storage
 from ..tensors.unsharded_guard import released_class
-from .layout import BucketLayout
 from .memory import Memory
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Sequence
+
+    from .layout import BucketLayout
 
 
 class Bucket:
@@ -27,15 +34,20 @@ class Bucket:
         layout: BucketLayout,
         fresh: Collection[torch.Tensor] = (),
         is_released: bool = False,
+        outers: Sequence[torch.nn.Parameter] | None = None,
     ):
         """
         Args:
         fresh: params that have no values yet.
         is_released: True if the bucket is freed between uses. If all of its params are fresh, it begins freed.
+        outers: the params as the model has them: DTensors where ``params`` are their local tensors; by default
+            ``params``.
         """
         self.params = tuple(params)
-        self._classes = [(type(param), released_class(type(param))) for param in params]
+        self.outers = self.params if outers is None else tuple(outers)
+        self._classes = [(type(outer), released_class(type(outer))) for outer in self.outers]
         self._present = list(range(len(self.params)))  # indices of params that were not removed
+        self._arrival = Arrival()
         self.layout = layout
         first = params[0]
         self.memory = Memory(layout.numel, first.dtype, first.device)
@@ -57,7 +69,14 @@ class Bucket:
                 view = with_own_storage(view)
             if param not in fresh:
                 view.copy_(param)
-            param.data = view  # frees the old storage: at most one bucket has two copies at a time
+            self._point(index, view)  # frees the old storage: at most one bucket has two copies at a time
+
+    def _point(self, index: int, values: torch.Tensor) -> None:
+        """Makes a param, and the DTensor whose local tensor it is, show these values."""
+        param, outer = self.params[index], self.outers[index]
+        param.data = values
+        if outer is not param:
+            outer._local_tensor = param.detach()  # type: ignore[attr-defined]
 
     @property
     def nbytes(self) -> int:
@@ -80,7 +99,7 @@ class Bucket:
     def hide(self) -> None:
         """Makes reading a param an error."""
         for index in self._present:
-            self.params[index].__class__ = self._classes[index][1]
+            self.outers[index].__class__ = self._classes[index][1]
 
     def allocate(self, freed: Memory | None = None) -> None:
         """Allocates the memory again, perhaps at another address; it holds anything. See :meth:`Memory.allocate`."""
@@ -89,17 +108,38 @@ class Bucket:
     def show(self) -> None:
         """Lets params be read again: their values are whole."""
         for index in self._present:
-            self.params[index].__class__ = self._classes[index][0]
+            self.outers[index].__class__ = self._classes[index][0]
+
+    def expect(self, wait: Callable[[], None]) -> None:
+        """Params wait for values that are under way: the first call that needs some of them calls ``wait``."""
+        self._arrival.wait = wait
+        for index in self._present:
+            mark_arriving(self.outers[index], self._classes[index][0], self._arrival)
+
+    def arrived(self) -> None:
+        """Params hold their values, and nobody waits for them any more."""
+        self.show()
+        self._arrival.wait = None
+
+    @property
+    def is_viewed(self) -> bool:
+        """True if another tensor (what ``detach()`` or ``state_dict()`` returned) uses the storage of a param."""
+        params, alone = (self.params[index] for index in self._present), _uses(_ALONE)
+        return any(_uses(param) > alone for param in params if param.numel())
 
     def versions(self) -> list[tuple[torch.nn.Parameter, int]]:
         """Returns each param with its version counter. The bucket must be allocated."""
         return [(self.params[index], self.params[index]._version) for index in self._present]
 
-    def remove_param(self, param: torch.nn.Parameter) -> None:
-        """Gives one param a storage of its own; its place stays empty. The bucket must be allocated."""
+    def remove_param(self, outer: torch.nn.Parameter) -> None:
+        """Gives one of ``outers`` a storage of its own; its place stays empty. The bucket must be allocated."""
+        place = next(index for index in self._present if self.outers[index] is outer)
+        self._give_storage(place)
+        self._present.remove(place)
+
+    def _give_storage(self, index: int) -> None:
         with torch.no_grad():
-            param.data = param.detach().clone(memory_format=torch.preserve_format)
-        self._present.remove(next(index for index in self._present if self.params[index] is param))
+            self._point(index, self.params[index].detach().clone(memory_format=torch.preserve_format))
 
     def lends_memory_to(self, tensor: torch.Tensor) -> bool:
         """True if the tensor is a param of this bucket, or a view of one."""
@@ -110,7 +150,7 @@ class Bucket:
     @property
     def holders(self) -> int:
         """The number of tensors that use the memory."""
-        return int(torch._C._storage_Use_Count(self.flat.untyped_storage()._cdata))
+        return _uses(self.flat)
 
     def move_params_out(self) -> None:
         """Moves the params to new memory, without their values. Other views keep the old memory."""
@@ -118,7 +158,7 @@ class Bucket:
         self.flat = self.memory.tensor
         with torch.no_grad():
             for index in self._present:
-                self.params[index].data = self.view(self.flat, index, self.params[index])
+                self._point(index, self.view(self.flat, index, self.params[index]))
 
     @property
     def device(self) -> torch.device:
@@ -153,7 +193,15 @@ class Bucket:
         """Gives every param a storage of its own again; params of a freed bucket have no values and keep none."""
         if not self.memory.is_allocated:
             self.show()
-        with torch.no_grad():
-            for index, param in enumerate(self.params):
-                if index in self._present and self.holds(index) and self.memory.is_allocated:
-                    param.data = param.detach().clone(memory_format=torch.preserve_format)
+        if self._arrival.wait is not None:  # it will never arrive: another rank died
+            self.arrived()
+        for index in self._present:
+            if self.holds(index) and self.memory.is_allocated:
+                self._give_storage(index)
+
+
+_ALONE = torch.empty(1)  # nobody else uses its storage
+
+
+def _uses(tensor: torch.Tensor) -> int:
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))

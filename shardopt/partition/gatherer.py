@@ -8,32 +8,50 @@ A connection by which ranks read each other's memory needs nobody else for a gat
 all ranks. There the schedule issues the gathers, in its order: a rank that did not use a unit joins its gather once it
 uses a later one, or the pass ends. A use that the schedule does not have is gathered on demand, and the order is
 compared among ranks by the step, which adopts it.
+
+A script may call several modules, the stages of a pipeline that this rank holds: each has passes, and a schedule, of
+its own. Units that stay from forward to backward (``Budget.resharded``) then stay until the step, for backwards of
+other micro-batches follow.
+
+Units of experts are gathered over fewer ranks than the rest, by a transport of their own. They have their place in the
+one order of all units, so that gathers of ranks that overlap cannot wait for each other.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from enum import Enum
+from typing import TYPE_CHECKING
 
 import torch
 
 from ..errors import CommunicationError, DisagreementError
-from .bucket import Bucket
-from .comm.all_gather import Window
-from .comm.transport import Transport, barrier
-from .memory import Memory
+from ..profiler import label
+from .comm.transport import barrier
 from .schedule import (
-    Budget,
     Schedule,
-    Use,
     assumed_orders,
     contradiction,
+    in_sequence,
     is_part_of,
     merge_orders,
     plan_schedule,
 )
-from .unit import GatheredBucket, Slice, Unit, UnitState
+from .unit import GatheredBucket, UnitState
+
+if TYPE_CHECKING:
+    from .bucket import Bucket
+    from .comm.all_gather import Window
+    from .comm.transport import Transport
+    from .memory import Memory
+    from .schedule import (
+        Budget,
+        Use,
+    )
+    from .unit import Slice, Unit
 
 # How long a gather waits for a rank that does not join it, where the user set no deadline: half an hour, the process
 # group's own timeout, is long to wait for a rank that took another way.
@@ -58,6 +76,7 @@ class Pass:
 
     direction: Direction
     uses: tuple[Use, ...] = ()  # of the schedule
+    called: str = ""  # the name of the called module
     at: int = 0  # the first of ``uses`` that has not begun
     is_traced: bool = True  # its order counts: what ranks do in ``unsharded()`` or to evaluate may differ
     order: list[str] = field(default_factory=list)  # of the units that were used
@@ -70,20 +89,32 @@ class Pass:
         return next((at for at in range(self.at, len(self.uses)) if self.uses[at].unit == unit.name), None)
 
 
-class Gatherer:
-    """Gathers units and reshards them."""
+def _shown(unit: Unit) -> str:
+    return unit.name or "the params of the model itself"
 
-    def __init__(self, transport: Transport, budget: Budget):
+
+class Gatherer:
+    """Gathers units and reshards them.
+
+    Attributes:
+        waits_for_others: True if a rank that gathers some unit waits until the others gather it.
+    """
+
+    def __init__(self, budget: Budget, outlives_backward: bool = False):
         """
         Args:
-            transport: if any slice is offloaded, a transport by which no rank reads another's memory.
+            outlives_backward: what stays from forward to backward stays until the step.
         """
-        self._transport, self.budget = transport, budget
+        self.budget, self._outlives_backward = budget, outlives_backward
+        self._transports: list[Transport] = []  # in one order on all ranks
+        self.waits_for_others = False
         self.units: dict[str, Unit] = {}
-        self.schedule = Schedule()
+        self._schedules: dict[str, Schedule] = {}  # by the name of the called module
         self.on_past: Callable[[Sequence[str]], None] = lambda _: None  # is called with what was added to ``past``
         # Is called before a use that the schedule does not have, or of which it does not know: by hand.
         self.on_demand: Callable[[Unit], None] = lambda _: None
+        # The context of a wait for a unit of this name.
+        self.waiting: Callable[[str], AbstractContextManager[object]] = lambda _: nullcontext()
         self.on_drop: Callable[[], None] = lambda: None  # is called when no unit has a user any more
         self.shown = 0  # contexts that are open in which all units are gathered
         self._is_guess = True  # the schedule was made before any step
@@ -94,13 +125,12 @@ class Gatherer:
         self._freed: list[Memory] = []  # by this use; the next gather takes their pages
         self._has_new = False  # this step used a unit that the schedule does not have
         self._refused = False  # the step refused the departures
-        self._was_written = False  # True if slices were written since the last barrier
+        self._written: set[Transport] = set()  # by which slices were written since the last barrier
 
-    def window(self, bucket: Bucket, own: Slice) -> Window:
-        """Collective: opens a window on a bucket; ``own`` holds this rank's slice."""
-        if own.memory is None:
-            return self._transport.open(bucket.flat, bucket.layout.shard_numel)
-        return self._transport.open_detached(bucket.flat, own.memory)
+    def connect(self, transport: Transport) -> None:
+        """Adds a transport by which units will be gathered."""
+        self._transports.append(transport)
+        self.waits_for_others = self.waits_for_others or transport.overlaps
 
     def add(self, bucket: Bucket, own: Slice, window: Window, unit: Unit) -> GatheredBucket:
         """Adds a bucket to a unit, and frees the bucket's memory; ``own`` holds this rank's slice."""
@@ -108,13 +138,14 @@ class Gatherer:
         unit = self.units.setdefault(unit.name, unit)
         self._reshard(unit)  # its other buckets may still be gathered
         unit.buckets.append(GatheredBucket(bucket, own, window, unit))
-        self.schedule, self._is_guess = Schedule(), True
+        self._schedules, self._is_guess = {}, True
         return unit.buckets[-1]
 
     @property
-    def waits_for_others(self) -> bool:
-        """True if a rank that gathers a unit waits until the others gather it."""
-        return self._transport.overlaps
+    def schedule(self) -> Schedule:
+        """Of all modules that a script calls, in the order of the model."""
+        schedules = list(self._schedules.values())
+        return schedules[0] if len(schedules) == 1 else in_sequence(schedules)
 
     @property
     def buffers(self) -> list[torch.Tensor]:
@@ -216,13 +247,14 @@ class Gatherer:
     def _ask(self, unit: Unit) -> None:
         """Starts to gather a unit."""
         self._gathered[unit] = self._gathered.pop(unit, None)  # now the most recently used
+        unit.is_pinned |= self.keeps_until_step(unit)
         if unit.state is not UnitState.SHARDED:
             return
-        gathering = self._transport.all_gather(f"gathering {unit.name or 'the params of the model itself'}", PATIENCE)
+        gathering = unit.transport.all_gather(f"gathering {_shown(unit)}", PATIENCE)
         try:
             for each in unit.buckets:
                 each.bucket.allocate(self._pages_for(each.bucket))
-                each.slice.read(each.bucket.shard(self._transport.ranks.rank))
+                each.slice.read(each.bucket.shard(unit.transport.ranks.rank))
         except BaseException:  # the slice is read from a disk
             for each in unit.buckets:
                 each.bucket.drop()
@@ -230,16 +262,18 @@ class Gatherer:
             raise
         # Before it starts: after an error in the middle, memory is freed only once what was started has arrived.
         unit.gathering, unit.state = gathering, UnitState.UNSHARDING
-        for each in unit.buckets:
-            gathering.start(each.window)
-            self._transport.traffic.params += each.window.nbytes_received
+        with label("gather", _shown(unit)):
+            for each in unit.buckets:
+                gathering.start(each.window)
+                unit.transport.traffic.params += each.window.nbytes_received
 
     def _wait(self, unit: Unit) -> None:
         if unit.state is not UnitState.UNSHARDING:
             return
         assert unit.gathering is not None
         try:
-            unit.gathering.finish()
+            with self.waiting(_shown(unit)):
+                unit.gathering.finish()
         except BaseException as error:
             # Its memory is not freed: what other ranks have sent may still arrive there.
             unit.gathering, unit.state = None, UnitState.SHARDED
@@ -294,8 +328,12 @@ class Gatherer:
 
     # -- passes ----------------------------------------------------------------------------------------------------
 
-    def begin_pass(self, direction: Direction) -> None:
-        """Begins a forward or a backward. It has an order of uses from here on, until :meth:`end_pass`."""
+    def begin_pass(self, direction: Direction, called: str = "") -> None:
+        """Begins a forward or a backward. It has an order of uses from here on, until :meth:`end_pass`.
+
+        Args:
+            called: the name of the called module that runs.
+        """
         # A backward under no_sync() does not say when it ends; a forward that still runs has failed.
         self.end_pass(completed=self.direction is Direction.BACKWARD)
         if self._refused and direction is Direction.FORWARD:
@@ -303,10 +341,10 @@ class Gatherer:
         if self.shown or direction is Direction.EVALUATION:
             self._pass = Pass(direction, is_traced=False)
             return
-        if self.waits_for_others and not self.schedule.forward:
+        if self.waits_for_others and not self._schedules:
             self._guess()
-        is_forward = direction is Direction.FORWARD
-        self._pass = Pass(direction, self.schedule.forward if is_forward else self.schedule.backward)
+        schedule, is_forward = self._schedules.get(called, Schedule()), direction is Direction.FORWARD
+        self._pass = Pass(direction, schedule.forward if is_forward else schedule.backward, called=called)
 
     @property
     def direction(self) -> Direction | None:
@@ -326,7 +364,7 @@ class Gatherer:
             at = now.find(unit)
             if at is None and any(use.unit == unit.name for use in now.uses):
                 now.departed = True
-            elif at is None and now.is_traced:
+            elif at is None and now.is_traced and not self._has_use(unit, now.direction):
                 self._has_new = True
         if now is None or at is None:
             self.on_demand(unit)
@@ -365,6 +403,13 @@ class Gatherer:
             self._join(self._pass, len(self._pass.uses))
 
     @property
+    def owes_gathers(self) -> bool:
+        """True if other ranks wait in this backward for gathers that this rank has not issued."""
+        now = self._pass
+        is_done = now is not None and now.direction is Direction.BACKWARD and now.at == len(now.uses)
+        return self.waits_for_others and not is_done
+
+    @property
     def past(self) -> Sequence[str]:
         """The names of the units that this rank uses no more in this backward, or omitted."""
         now = self._pass
@@ -376,8 +421,18 @@ class Gatherer:
         for name in (use.unit, *use.ahead):
             self._ask(self.units[name])
 
+    def _has_use(self, unit: Unit, direction: Direction) -> bool:
+        """True if the schedule of the unit's own called module has a use of it: a graph may run through several."""
+        schedule = self._schedules.get(unit.called, Schedule())
+        uses = schedule.forward if direction is Direction.FORWARD else schedule.backward
+        return any(use.unit == unit.name for use in uses)
+
     def _is_kept(self, unit: Unit) -> bool:
         return self.budget.keeps(unit.name)
+
+    def keeps_until_step(self, unit: Unit) -> bool:
+        """True if a unit, once it is gathered, stays until the step."""
+        return self._outlives_backward and self._is_kept(unit)
 
     def _stays_for_now(self, unit: Unit) -> bool:
         """True if a unit stays in this pass above the budget although the schedule does not say so."""
@@ -406,13 +461,16 @@ class Gatherer:
         if now is None:
             return
         if not completed:
+            if self._outlives_backward:  # ranks may have come to different units before the error
+                for unit in self._gathered:
+                    unit.is_pinned = False
             with suppress(CommunicationError):  # the error that ended the pass says more
                 self._reshard_all_but(())
             return
         if self.waits_for_others:
             self._join(now, len(now.uses))
         if now.direction is Direction.FORWARD and now.uses:
-            self._reshard_all_but(self.schedule.kept)
+            self._reshard_all_but(self._schedules.get(now.called, Schedule()).kept)
         elif now.direction is not Direction.BACKWARD and not self.waits_for_others:
             self._reshard_over_budget(None, lambda unit: now.direction is Direction.FORWARD and self._is_kept(unit))
         else:  # ranks go on from the same state, whatever each of them did
@@ -475,24 +533,36 @@ class Gatherer:
                         f"another order, so no rank took the step and nothing changed. The forward of rank 0 used "
                         f"{pair[0]} before {pair[1]}, that of rank {rank} after it."
                     )
-        orders = [_last(passes) for passes in everyones]
-        if not (self._is_guess or self._departures):
-            orders.append(self.schedule.orders)
-        guesses = self._order_of_modules()
-        forward, backward = (
-            _common(each, guess) for each, guess in zip(zip(*orders, strict=True), guesses, strict=True)
-        )
-        if forward and backward:
-            self.schedule, self._is_guess = self._planned(forward, backward, self.budget), False
+        keeps_own = not (self._is_guess or self._departures)
+        for called, guesses in self._orders_of_modules().items():
+            orders = [_last(self._passes_of(called, passes)) for passes in everyones]
+            if keeps_own:
+                orders.append(self._schedules.get(called, Schedule()).orders)
+            forward, backward = (
+                _common(each, guess) for each, guess in zip(zip(*orders, strict=True), guesses, strict=True)
+            )
+            if forward and backward:
+                self._schedules[called], self._is_guess = self._planned(forward, backward, self.budget), False
         self._has_new = False
 
-    def _order_of_modules(self) -> tuple[list[str], list[str]]:
-        units = sorted(self.units.values(), key=lambda unit: unit.number)
-        return assumed_orders((unit.name, unit.is_spread) for unit in units)
+    def _passes_of(self, called: str, passes: Sequence[Order]) -> list[Order]:
+        """Returns the uses of the units of one called module, without the passes of others."""
+        own = [(kind, [name for name in order if self.units[name].called == called]) for kind, order in passes]
+        return [each for each, (_, whole) in zip(own, passes, strict=True) if each[1] or not whole]
+
+    def _orders_of_modules(self) -> dict[str, tuple[list[str], list[str]]]:
+        """Returns by called module the order of uses that its modules suggest."""
+        by_called: dict[str, list[tuple[str, bool]]] = {}
+        for unit in sorted(self.units.values(), key=lambda unit: unit.number):
+            by_called.setdefault(unit.called, []).append((unit.name, unit.is_spread))
+        return {called: assumed_orders(units) for called, units in by_called.items()}
 
     def _guess(self) -> None:
-        """Makes a schedule from the order of modules. Nothing is gathered ahead, for the order may be another."""
-        self.schedule = self._planned(*self._order_of_modules(), replace(self.budget, looks_ahead=False))
+        """Makes schedules from the order of modules. Nothing is gathered ahead, for the order may be another."""
+        silent = replace(self.budget, looks_ahead=False)
+        self._schedules = {
+            called: self._planned(*orders, silent) for called, orders in self._orders_of_modules().items()
+        }
 
     def _planned(self, forward: Sequence[str], backward: Sequence[str], budget: Budget) -> Schedule:
         nbytes = {unit.name: unit.nbytes for unit in self.units.values()}
@@ -509,39 +579,42 @@ class Gatherer:
     @property
     def is_alone(self) -> bool:
         """True if no other rank reads this rank's slices, so that it may write them at any time."""
-        return self._transport.ranks.size == 1
+        return all(each.ranks.size == 1 for each in self._transports)
 
     def write_back(self, unit: Unit) -> None:
         """Collective: writes this rank's slices of a unit whose whole params were written on every rank."""
-        self._before_write()
+        self._before_write(unit.transport)
         for each in unit.buckets:
-            each.slice.write(each.bucket.shard(self._transport.ranks.rank))
+            each.slice.write(each.bucket.shard(unit.transport.ranks.rank))
 
     def write_slice(self, unit: Unit, write: Callable[[], None]) -> None:
         """Collective: calls ``write``, which writes slices of a unit that nobody uses; every rank must write the same.
 
         It may be called in a forward, by a module that writes to a param of another one: other units stay.
         """
-        self._before_write()
+        self._before_write(unit.transport)
         self.reshard(unit)  # the gathered values are out of date
         write()
 
     def before_writes(self) -> None:
         """Collective: reshards all units and waits until no rank gathers, before slices are written."""
-        self._before_write()
+        for each in self._transports:
+            self._before_write(each)
         self.drop_all()
 
-    def _before_write(self) -> None:
+    def _before_write(self, transport: Transport) -> None:
         """Collective at the first of several writes: waits until no rank reads the old values."""
-        if not self._was_written:
-            self._transport.barrier("waiting for ranks that still gather params")
-            self._was_written = True
+        if transport not in self._written:
+            transport.barrier("waiting for ranks that still gather params")
+            self._written.add(transport)
 
     def wait_for_writes(self) -> None:
         """Collective if slices were written: waits until every rank has written its own."""
-        if self._was_written:
-            self._was_written = False
-            self._transport.barrier("waiting for params that were written")
+        if self._written:
+            written, self._written = self._written, set()
+            for each in self._transports:
+                if each in written:
+                    each.barrier("waiting for params that were written")
 
     def confirm_writes(self, problem: Exception | None) -> None:
         """Collective: tells all ranks if one could not write its slices.
@@ -550,17 +623,28 @@ class Gatherer:
             Exception: this rank's problem.
             CommunicationError: the problem is another rank's.
         """
-        try:
-            barrier(self._transport.ranks, problem is not None, "writing offloaded params")
-        except CommunicationError:
+        is_known = False
+        for each in self._transports:
+            try:
+                barrier(each.ranks, problem is not None, "writing offloaded params")
+            except CommunicationError:
+                is_known = True
+        if is_known:
             raise problem or CommunicationError(
                 "load a checkpoint: another rank could not write its slices of the params, and its output says why. "
                 "The slices of the ranks may now belong to different steps."
-            ) from None
+            )
 
     def barrier(self) -> None:
         """Collective: waits until no rank gathers any more."""
-        self._transport.barrier("giving params back")
+        for each in self._transports:
+            each.barrier("giving params back")
+
+    def give_up(self, units: Iterable[Unit]) -> None:
+        """Forgets units whose params are whole from now on."""
+        for each in units:
+            self._gathered.pop(each, None)
+            del self.units[each.name]
 
 
 def _last(passes: Sequence[Order]) -> tuple[Sequence[str], Sequence[str]]:

@@ -14,7 +14,6 @@ the two ends of hybrid sharding, so no code asks for the stage.
 from dataclasses import dataclass
 from datetime import timedelta
 
-import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -45,15 +44,11 @@ class Mesh:
         group: dist.ProcessGroup | DeviceMesh | None,
         sharded: bool,
         deadline: timedelta | None,
-        device: torch.device | None = None,
     ) -> "Mesh":
-        """Returns the mesh of a group (one row, or one column without sharding) or of a 2D (replicate, shard) mesh.
-
-        ``device``: of the params, see :class:`Ranks`.
-        """
+        """Returns the mesh of a group (one row, or one column without sharding) or of a 2D (replicate, shard) mesh."""
         if isinstance(group, DeviceMesh):
-            return _of_device_mesh(group, sharded, deadline, device)
-        world = Ranks(group, deadline, device)
+            return _of_device_mesh(group, sharded, deadline)
+        world = Ranks(group, deadline)
         if sharded:
             return Mesh(world, world, Ranks.alone(), tuple(range(world.size)))
         return Mesh(world, Ranks.alone(), world, (0,))
@@ -71,13 +66,13 @@ def everyone_of(group: dist.ProcessGroup | DeviceMesh) -> dist.ProcessGroup:
     return group._flatten().get_group()
 
 
-def _of_device_mesh(mesh: DeviceMesh, sharded: bool, deadline: timedelta | None, device: torch.device | None) -> Mesh:
+def _of_device_mesh(mesh: DeviceMesh, sharded: bool, deadline: timedelta | None) -> Mesh:
     if mesh.ndim == 1:
-        return Mesh.of(mesh.get_group(), sharded, deadline, device)
-    world = Ranks(everyone_of(mesh), deadline, device)
+        return Mesh.of(mesh.get_group(), sharded, deadline)
+    world = Ranks(everyone_of(mesh), deadline)
     if not sharded:
         return Mesh(world, Ranks.alone(), world, (0,))
     assert world.group is not None
     first_row = tuple(dist.get_group_rank(world.group, int(each)) for each in mesh.mesh[0])
-    columns, rows = (Ranks(mesh.get_group(dim), deadline, device) for dim in (0, 1))
+    columns, rows = (Ranks(mesh.get_group(dim), deadline) for dim in (0, 1))
     return Mesh(world, rows, columns, first_row)

@@ -7,19 +7,23 @@
 ======================  ================================================================================================
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from ..tensors.strides import in_storage_order
 from .comm.all_gather import Window
-from .comm.reduce_scatter import Reduction
+from .comm.reduce_scatter import Blank, Reduction
 from .layout import BucketLayout
 from .memory import zeros
-from .mesh import Mesh
 from .streams import last_used
+
+if TYPE_CHECKING:
+    from .mesh import Mesh
 
 Open = Callable[[torch.Tensor, int], Window]
 """See :meth:`Transport.open`."""
@@ -111,6 +115,11 @@ class DeviceSum(Sink):
             return Reduction(buffer, self._partial[: self._shard_numel], add=False)
         return Reduction(buffer, self.total if self._mesh.shard.size > 1 else self._padded[self._part], add)
 
+    @property
+    def blank_across(self) -> Blank:
+        """The size of the reduction over the second direction of the mesh."""
+        return Blank(self._padded.numel(), self.part_numel, torch.float32, self._padded.device)
+
     def reduction_across(self, add: bool) -> Reduction:
         """Returns the reduction over the second direction of the mesh, which follows the first."""
         assert self._partial is not None
@@ -169,11 +178,17 @@ class GradientBucket:
         layout = BucketLayout(tuple(numels), num_slices)
         self.dtype, self.device, self.sink = dtype, device, sink
         self.offsets, self.buffer_numel = layout.offsets, layout.numel
+        self._slice_numel = layout.shard_numel
         self._start = mesh.shard.rank * shard_numel
 
     @property
     def num_params(self) -> int:
         return len(self.offsets) - 1
+
+    @property
+    def blank(self) -> Blank:
+        """The size of the bucket's reduction over the first direction of the mesh."""
+        return Blank(self.buffer_numel, self._slice_numel, self.dtype, self.device)
 
     def is_filled_by(self, grad: torch.Tensor, strides: tuple[int, ...]) -> bool:
         """True if the gradient can be the buffer: it is the bucket's only one, in dtype and storage order."""

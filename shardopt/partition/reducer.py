@@ -12,24 +12,34 @@ and no rank takes one bucket for another. A full buffer lives only while it is f
 The order is that in which buckets were full in their first round, on rank 0; in that round it is backward order. A
 bucket is reduced once every gradient that this rank has ever produced for it has arrived. A bucket whose sum cannot be
 added to waits for all of its params.
+
+Of several pipeline stages on a rank, a backward runs through one. Its round reduces that stage's buckets, in an order
+of their own, and leaves the others' sums as they are. A gradient that comes for another bucket is late.
 """
+
+from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from ..profiler import label
 from ..tensors.strides import flattened
-from .comm.all_gather import Window
-from .comm.reduce_scatter import ReduceScatter, Reduction
-from .comm.transport import Transport
+from .comm.reduce_scatter import PHASE
 from .memory import return_free_pages, zeros
-from .mesh import Mesh
-from .reduce_buckets import DeviceSum, GradientBucket
+from .reduce_buckets import DeviceSum
 from .streams import ReductionBuffer, Uses, last_used
+
+if TYPE_CHECKING:
+    from .comm.all_gather import Window
+    from .comm.reduce_scatter import ReduceScatter, Reduction
+    from .comm.transport import Transport
+    from .mesh import Mesh
+    from .reduce_buckets import GradientBucket
 
 # Reductions that may be under way at once: enough that a rank need not wait for each bucket of another rank, little
 # beside a model. Two buckets in any case: one is reduced while the next is filled.
@@ -40,7 +50,7 @@ BUCKETS_UNDER_WAY = 2
 # is better than a deadlock.
 PATIENCE = 2.0
 
-_REDUCERS: "weakref.WeakSet[Reducer]" = weakref.WeakSet()
+_REDUCERS: weakref.WeakSet[Reducer] = weakref.WeakSet()
 
 
 class _Reducing(NamedTuple):
@@ -70,6 +80,9 @@ class Reducer:
     A round: ``start_round``; ``deliver`` each gradient; ``finish``. If any rank then has gradients that arrived after
     their bucket was reduced: ``finish_late`` on all ranks. ``end_round`` closes it. After an error in between:
     ``abandon_round``.
+
+    Attributes:
+        is_reduced: True once every rank has what its sums need from this rank, so that all go on to what follows.
     """
 
     def __init__(self, mesh: Mesh, shards: Transport, replicas: Transport):
@@ -83,16 +96,19 @@ class Reducer:
         self._across: ReduceScatter | None = replicas.reduce_scatter() if mesh.is_hybrid else None
         self._mechanisms = [each for each in (self._reduce_scatter, self._across) if each is not None]
         self.buckets: list[GradientBucket] = []
-        self.is_open = False
+        self.is_open = self.is_reduced = False
+        self._stages: list[int] = []  # of each bucket
         self._order: list[int] = []
-        self._is_ordered = True
+        self._turn: list[int] = []  # the buckets of this round, in their order
+        self._stage: int | None = None  # whose buckets these are; None: all
+        self._ordered: set[int | None] = set()  # the stages of which the ranks have agreed on the order
         self._rounds = 0  # rounds that all ranks finished
         self._windows: list[Window | None] = []  # on the sums, for the ranks that replicate them
         # Params that each bucket waits for: all, or those of which this rank ever had a gradient.
         self._seen: list[set[int]] = []
         self._filling: list[_Filling] = []
         self._sums = Uses(torch.device("cpu"))  # by the stream that opened the round
-        self._started = 0
+        self._started = self._started_across = 0
         self._completed: list[int] = []
         self._pool: dict[torch.dtype, list[ReductionBuffer]] = {}
         # By id of the memory, while it is reduced: an empty tensor has no address.
@@ -105,13 +121,14 @@ class Reducer:
         """Collective: opens a window on the sum of a bucket that ``add`` takes next. None: no other rank reads it."""
         return bucket.sink.window(self._replicas.open)
 
-    def add(self, bucket: GradientBucket, window: Window | None) -> int:
-        """Adds a bucket, between rounds. Returns its number."""
+    def add(self, bucket: GradientBucket, window: Window | None, stage: int = 0) -> int:
+        """Adds a bucket, between rounds, of this pipeline stage. Returns its number."""
         self._windows.append(window)
         self.buckets.append(bucket)
         self._order.append(len(self.buckets) - 1)
+        self._stages.append(stage)
         self._seen.append(set(range(bucket.num_params)))
-        self._is_ordered = False
+        self._ordered.clear()
         self._pool.clear()  # its buffers may be too small
         return self._order[-1]
 
@@ -126,9 +143,9 @@ class Reducer:
         return all(each.tells for each in self._mechanisms)
 
     @property
-    def can_meet(self) -> bool:
-        """True if ranks can exchange a message before a round without making a host wait for its device."""
-        return not any(each.on_stream for each in self._mechanisms)
+    def on_stream(self) -> bool:
+        """True if the current stream waits for the sums, and the host does not."""
+        return any(each.on_stream for each in self._mechanisms)
 
     @property
     def has_started(self) -> bool:
@@ -145,26 +162,38 @@ class Reducer:
 
     # -- a round ---------------------------------------------------------------------------------------------------
 
-    def start_round(self, held: Sequence[AbstractSet[int]], absent: Sequence[AbstractSet[int]]) -> None:
+    def reduces(self, number: int, stage: int | None) -> bool:
+        """True if a round of this stage (None: of all) reduces bucket ``number``."""
+        return stage is None or self._stages[number] == stage
+
+    def start_round(
+        self, held: Sequence[AbstractSet[int]], absent: Sequence[AbstractSet[int]], stage: int | None = None
+    ) -> None:
         """Starts a round, and forgets an unfinished one.
 
         Args:
             held: by bucket, the params whose sum of earlier rounds this round adds to.
             absent: by bucket, params that get no gradient any more: they were frozen.
+            stage: whose buckets are reduced; None: all. The same on all ranks.
         """
+        self._stage, self._turn = stage, [number for number in self._order if self.reduces(number, stage)]
         self._filling = [
             _Filling(sums, seen - frozen) for sums, seen, frozen in zip(held, self._seen, absent, strict=True)
         ]
+        for number, filling in enumerate(self._filling):
+            if not self.reduces(number, stage):
+                filling.awaited, filling.started = set(), True
         # Halved after every round that used it up: ranks of a program that wait for each other do so in every round.
         self._patience = self._most_patience if self._was_patient else self._patience / 2
         self._was_patient = True
-        self._started, self._completed, self.is_open = 0, [], True
-        if self.buckets:
-            self._sums = Uses(self.buckets[0].device)
-            self._sums.mark()  # this stream may have scaled them
+        self._started, self._started_across, self._completed, self.is_open = 0, 0, [], True
+        self.is_reduced = False
         self._reducing.clear()
         for mechanism in self._mechanisms:
             mechanism.start_round(self._rounds)
+        if self.buckets:
+            self._sums = Uses(self.buckets[0].device)
+            self._sums.mark()  # this stream may have scaled them, and waited for an abandoned round
         self._expect_next()
 
     def deliver(self, number: int, index: int, grad: torch.Tensor, strides: tuple[int, ...]) -> None:
@@ -229,7 +258,8 @@ class Reducer:
         memory = buffer.memory[: bucket.buffer_numel]
         reduction = bucket.sink.reduction(memory, add)
         self._reducing[id(memory)] = _Reducing(buffer, number, reduction)
-        self._reduce_scatter.start(reduction)
+        with label("reduce bucket", number):
+            self._reduce_scatter.start(reduction)
         while self._may_wait and self._is_much_under_way():
             self._drain(len(self._reducing) - 1)
 
@@ -263,8 +293,8 @@ class Reducer:
 
     def start_completed(self) -> None:
         """Starts the reductions of the buckets that await nothing, in their order."""
-        while self._started < len(self._order):
-            number = self._order[self._started]
+        while self._started < len(self._turn):
+            number = self._turn[self._started]
             if not self._filling[number].arrived >= self._filling[number].awaited:
                 break
             self._start(number)
@@ -290,12 +320,17 @@ class Reducer:
 
     def _expect_next(self) -> None:
         """Begins to load the sum that the next bucket adds to, while that bucket is filled."""
-        if self._started < len(self._order):
-            number = self._order[self._started]
+        if self._started < len(self._turn):
+            number = self._turn[self._started]
             if self._filling[number].held:
                 self.buckets[number].sink.expect()
 
     def _wait_for_copies(self) -> None:
+        world, device = self._mesh.world, self.buckets[0].device if self.buckets else None
+        if device is not None and device.type != "cpu" and any(each.sink.is_on_host for each in self.buckets):
+            # Sums are copied behind the collectives that make them: the wait for those has a deadline, that for the
+            # copies has none.
+            world.wait_for_stream(device, PHASE)
         for bucket in self.buckets:
             bucket.sink.wait_for_copies()
 
@@ -305,15 +340,20 @@ class Reducer:
         Raises:
             CommunicationError: a rank died, is late, or abandoned the round.
         """
-        while self._started < len(self._order):
-            self._start(self._order[self._started])
-        self._recycle(self._reduce_scatter.finish())
-        self._sum_across(range(len(self.buckets)), [bool(filling.held) for filling in self._filling])
+        while self._started < len(self._turn):
+            self._start(self._turn[self._started])
+        free = self._reduce_scatter.finish()
+        spreads = self._mesh.replicate.size > 1 and any(window is not None for window in self._windows)
+        self.is_reduced = not spreads  # else the other ranks wait for that first
+        self._recycle(free)
+        turn = sorted(self._turn)
+        self._sum_across(turn, [bool(self._filling[number].held) for number in turn])
         self._wait_for_copies()
-        for bucket, filling, seen in zip(self.buckets, self._filling, self._seen, strict=True):
-            if not bucket.sink.accumulates:
+        for number in turn:
+            filling, seen = self._filling[number], self._seen[number]
+            if not self.buckets[number].sink.accumulates:
                 continue
-            if not self._is_ordered:
+            if self._stage not in self._ordered:
                 seen.clear()
             seen |= filling.arrived | filling.late.keys() | filling.passed_over
 
@@ -326,18 +366,25 @@ class Reducer:
         return index in self._filling[number].late
 
     def finish_late(self, numbers: Sequence[int]) -> None:
-        """Reduces these buckets once more, for gradients that arrived late on any rank."""
-        for number in numbers:
+        """Reduces these buckets once more, for gradients that arrived late on any rank.
+
+        Buckets of another stage are reduced for the first time: to what they hold of earlier rounds.
+        """
+        adds = [self.reduces(number, self._stage) or bool(self._filling[number].held) for number in numbers]
+        for number, add in zip(numbers, adds, strict=True):
             bucket, filling = self.buckets[number], self._filling[number]
+            for index in range(bucket.num_params) if not self.reduces(number, self._stage) and add else ():
+                if index not in filling.held:
+                    bucket.zero(index)
             buffer = self._take_buffer(bucket)
             buffer.join()
             buffer.memory.zero_()
             for index, (grad, strides) in filling.late.items():
                 _fill(buffer, bucket.offsets[index], grad, strides, self._reduce_scatter.share(bucket.dtype))
             filling.late = {}
-            self._start_reduction(number, buffer, add=True)
+            self._start_reduction(number, buffer, add)
         self._recycle(self._reduce_scatter.finish())
-        self._sum_across(numbers, [True] * len(numbers))
+        self._sum_across(numbers, adds)
         self._wait_for_copies()
 
     def _sum_across(self, numbers: Sequence[int], add: Sequence[bool]) -> None:
@@ -349,6 +396,7 @@ class Reducer:
                 sink = self.buckets[number].sink
                 assert isinstance(sink, DeviceSum)
                 self._across.start(sink.reduction_across(each))
+                self._started_across += 1
                 self._across.drain(BUCKETS_UNDER_WAY, PATIENCE)
             self._across.finish()
         gather = self._replicas.gather("spreading sums of gradients")
@@ -359,10 +407,11 @@ class Reducer:
 
     def end_round(self) -> None:
         """Closes the round, which all ranks finished."""
-        if not self._is_ordered:
-            mine = [*self._completed, *(n for n in range(len(self.buckets)) if n not in self._completed)]
-            first = self._mesh.world.exchange(mine, self.buckets[0].device, "agreeing on the order of buckets")[0]
-            self._order, self._is_ordered = first, True
+        if self._stage not in self._ordered:
+            mine = [*self._completed, *(number for number in sorted(self._turn) if number not in self._completed)]
+            first = self._mesh.world.exchange(mine, "agreeing on the order of buckets")[0]
+            self._order = [*(number for number in self._order if number not in first), *first]
+            self._ordered.add(self._stage)
             # Without the order, buckets may have waited for each other and taken more buffers.
             for buffers in self._pool.values():
                 del buffers[BUCKETS_UNDER_WAY:]
@@ -371,12 +420,29 @@ class Reducer:
         self._rounds += 1
         self.is_open, self._filling = False, []
 
-    def abandon_round(self) -> None:
-        """Abandons an open round after an error on this rank."""
-        for mechanism in self._mechanisms:
-            mechanism.abandon_round(self._rounds)
+    def abandon_round(self, owes_more: bool = False) -> None:
+        """Abandons an open round after an error on this rank, or one that this rank should have opened.
+
+        Args:
+            owes_more: the other ranks wait for collectives of this rank that are no reductions.
+        """
+        if not self.is_open:
+            self._started, self._started_across, self._turn = 0, 0, self._order
+        first, across = [self.buckets[number].blank for number in self._turn[self._started :]], []
+        for number in sorted(self._turn)[self._started_across :] if self._across is not None else ():
+            sink = self.buckets[number].sink
+            assert isinstance(sink, DeviceSum)
+            across.append(sink.blank_across)
+        for mechanism, rest in zip(self._mechanisms, (first, across), strict=False):
+            if not self.is_open and mechanism.on_stream:
+                mechanism.start_round(self._rounds)
+            mechanism.abandon_round(self._rounds, None if owes_more else rest)
         for bucket in self.buckets:
             bucket.sink.abandon()
+        for filling in self._filling:
+            if filling.buffer is not None:  # several streams may have filled it
+                filling.buffer.join()
+                last_used(filling.buffer.memory)
         self._filling = []
         self._reducing.clear()
         self.is_open = False

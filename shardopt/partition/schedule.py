@@ -139,6 +139,15 @@ def plan_schedule(
     )
 
 
+def in_sequence(schedules: Sequence[Schedule]) -> Schedule:
+    """Returns one schedule of several modules that are called one after the other."""
+    return Schedule(
+        tuple(use for each in schedules for use in each.forward),
+        tuple(use for each in reversed(schedules) for use in each.backward),
+        tuple(unit for each in schedules for unit in each.kept),
+    )
+
+
 def assumed_orders(units: Iterable[tuple[str, bool]]) -> tuple[list[str], list[str]]:
     """Returns the order of uses in a forward and a backward before any was seen.
 

@@ -22,6 +22,11 @@ from typing import Any
 import torch
 
 
+def current_stream(device: torch.device) -> "torch.cuda.Stream | None":
+    """Returns the stream on which this thread computes; None on a CPU."""
+    return torch.cuda.current_stream(device) if device.type == "cuda" else None
+
+
 class Uses:
     """The streams that have used some memory, and up to where."""
 

@@ -1,13 +1,17 @@
 """A unit of stage 3: the buckets that are gathered together, and what is known of them on this rank."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from .bucket import Bucket
-from .comm.all_gather import AllGather, Window
+if TYPE_CHECKING:
+    from .bucket import Bucket
+    from .comm.all_gather import AllGather, Window
+    from .comm.transport import Transport
 
 
 class Slice(Protocol):
@@ -69,7 +73,7 @@ class GatheredBucket:
     bucket: Bucket
     slice: Slice
     window: Window  # on the bucket's buffer; the ranks' own slices lie elsewhere
-    unit: "Unit"
+    unit: Unit
 
 
 @dataclass(eq=False)
@@ -78,21 +82,26 @@ class Unit:
 
     Attributes:
         name, number: of the unit in the model, see :mod:`shardopt.domain.units`.
+        transport: between the ranks over which it is gathered; if any of their slices is offloaded, one by which no
+            rank reads another's memory.
         is_spread: True if modules use it early and late in a pass. Without a schedule it stays between them.
         users: calls that run now and need it.
         stays_shown: True if its params may be read without a call, until it is resharded by hand or the next step.
         is_pinned: True if it stays gathered that long.
+        called: the name of the module that a script calls, with this unit in it. Each has passes of its own.
         gathering: the all-gather that was started and not waited for.
     """
 
     name: str
     number: int
+    transport: Transport
     is_spread: bool
     buckets: list[GatheredBucket] = field(default_factory=list)
     state: UnitState = UnitState.SHARDED
     users: int = 0
     stays_shown: bool = False
     is_pinned: bool = False
+    called: str = ""
     gathering: AllGather | None = None
 
     @property

@@ -1,7 +1,12 @@
 """A unit as ``optimizer.units`` shows it."""
 
-from .gatherer import Gatherer
-from .unit import Unit
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .gatherer import Gatherer
+    from .unit import Unit
 
 
 class UnitView:
@@ -30,7 +35,7 @@ class UnitView:
         """True if this rank holds whole values of its params."""
         return self._unit.is_here
 
-    def unshard(self, async_op: bool = False) -> "UnitView | None":
+    def unshard(self, async_op: bool = False) -> UnitView | None:
         """Gathers the unit; its params may be read then.
 
         Args:

@@ -6,6 +6,22 @@ a tier.
 """
 
 from .rule import Rule, Variant, rule
-from .words import abs, clamp, maximum, minimum, sign, sqrt, where
+from .words import Value, abs, clamp, fma, max_abs, maximum, mean_square, minimum, norm, sign, sqrt, where
 
-__all__ = ["Rule", "Variant", "abs", "clamp", "maximum", "minimum", "rule", "sign", "sqrt", "where"]
+__all__ = [
+    "Rule",
+    "Value",
+    "Variant",
+    "abs",
+    "clamp",
+    "fma",
+    "max_abs",
+    "maximum",
+    "mean_square",
+    "minimum",
+    "norm",
+    "rule",
+    "sign",
+    "sqrt",
+    "where",
+]

@@ -14,7 +14,7 @@ from typing import Any
 
 from ..errors import RuleError
 from . import words
-from .words import WORDS
+from .words import REDUCTIONS, WORDS
 
 _ARITHMETIC: dict[type[ast.operator], str] = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/"}
 _LOGIC: dict[type[ast.operator], str] = {ast.BitAnd: "&", ast.BitOr: "|"}
@@ -55,6 +55,9 @@ class RuleReader:
         flags: names of all flags that the body asks for, in order; from :meth:`check` on.
         scalars_seen: names of the scalars that the last flattened form reads, in order of first use.
         states_seen: names of the states that it reads or writes.
+        reductions: the words on all elements of the param that it calls, in order. The result of call ``k`` is named
+            ``s_<k>``, which no scalar of the user can be named.
+        takes_norms: True if it calls one under any setting of the flags; from :meth:`check` on.
     """
 
     def __init__(self, function: Callable[..., Any], tree: ast.FunctionDef, states: tuple[str, ...]):
@@ -66,6 +69,9 @@ class RuleReader:
         self.flags: dict[str, None] = {}  # an ordered set
         self.scalars_seen: dict[str, None] = {}
         self.states_seen: set[str] = set()
+        self.reductions: list[str] = []
+        self.takes_norms = False
+        self._ahead: list[str] = []  # assignments that the next statement needs before it
         self.kinds: dict[str, str] = {}  # name in the source -> "number" or "truth"
         self._name_arguments()
 
@@ -93,18 +99,20 @@ class RuleReader:
         self.flags = dict.fromkeys(_flag_names(self.tree, self.flag))
         for values in itertools.product((False, True), repeat=len(self.flags)):
             self.flatten(dict(zip(self.flags, values, strict=True)))
+            self.takes_norms |= bool(self.reductions)
 
     def flatten(self, flags: Mapping[str, bool]) -> list[str]:
         """Returns the straight-line source under one setting of the flags, a list of assignments."""
         self.kinds = {"param": "number", "grad": "number"}
-        self.scalars_seen, self.states_seen = {}, set()
+        self.scalars_seen, self.states_seen, self.reductions, self._ahead = {}, set(), [], []
         body = self.tree.body
         if isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant):
             body = body[1:]
         if not body or not isinstance(body[-1], ast.Return) or body[-1].value is None:
             raise self._refuse(self.tree, "must end with `return <the new param>`")
         lines = self._statements(body[:-1], flags)
-        return [*lines, f"param = {self._number(body[-1].value)}"]
+        param = f"param = {self._number(body[-1].value)}"
+        return [*lines, *self._take_ahead(), param]
 
     def _statements(self, statements: list[ast.stmt], flags: Mapping[str, bool]) -> list[str]:
         lines: list[str] = []
@@ -113,13 +121,19 @@ class RuleReader:
                 taken = statement.body if self._flag(statement.test, flags) else statement.orelse
                 lines += self._statements(taken, flags)
             elif isinstance(statement, ast.Assign) and len(statement.targets) == 1:
-                lines.append(self._assign(statement.targets[0], statement.value))
+                assignment = self._assign(statement.targets[0], statement.value)
+                lines += [*self._take_ahead(), assignment]
             elif isinstance(statement, ast.AugAssign):
                 value = ast.BinOp(statement.target, statement.op, statement.value)
-                lines.append(self._assign(statement.target, ast.copy_location(value, statement)))
+                assignment = self._assign(statement.target, ast.copy_location(value, statement))
+                lines += [*self._take_ahead(), assignment]
             elif not isinstance(statement, ast.Pass):
                 raise self._refuse(statement, "only assignments and `if flags.<name>:` may stand before the return")
         return lines
+
+    def _take_ahead(self) -> list[str]:
+        ahead, self._ahead = self._ahead, []
+        return ahead
 
     def _assign(self, target: ast.expr, value: ast.expr) -> str:
         text, kind = self._expression(value)
@@ -131,7 +145,7 @@ class RuleReader:
             raise self._refuse(target, "assign to a local name or to state.<name>")
         if target.id in (self.state, self.scalar, self.flag):
             raise self._refuse(target, "this argument cannot be assigned")
-        if target.id in WORDS:
+        if target.id in WORDS or target.id in REDUCTIONS:
             raise self._refuse(target, "this is a word of the vocabulary; choose another name")
         name = self._in_source(target)
         if self.kinds.setdefault(name, kind) != kind:
@@ -233,17 +247,23 @@ class RuleReader:
 
     def _call(self, node: ast.Call) -> str:
         word = node.func.id if isinstance(node.func, ast.Name) else None
-        if word not in WORDS or node.keywords:
-            raise self._refuse(node, f"only {', '.join(WORDS)} can be called, without keywords")
+        takes = {**WORDS, **REDUCTIONS}
+        if word not in takes or node.keywords:
+            raise self._refuse(node, f"only {', '.join(takes)} can be called, without keywords")
         bound = _bound(self.function, word)
         if bound not in (None, getattr(words, word), getattr(builtins, word, None)):
             raise self._refuse(node, f"{word} is {bound!r} here, not the word; import it from shardopt.rules")
-        if len(node.args) != WORDS[word]:
-            raise self._refuse(node, f"{word} takes {WORDS[word]} arguments")
+        if len(node.args) != takes[word]:
+            raise self._refuse(node, f"{word} takes {takes[word]} arguments")
         texts = [
             self._truth(argument) if word == "where" and index == 0 else self._number(argument)
             for index, argument in enumerate(node.args)
         ]
+        if word in REDUCTIONS:
+            result = f"s_{len(self.reductions)}"
+            self.reductions.append(word)
+            self._ahead.append(f"{result} = {word}({texts[0]})")
+            return result
         return f"{word}({', '.join(texts)})"
 
 

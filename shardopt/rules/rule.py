@@ -14,7 +14,9 @@ What a body may hold:
 
 * ``state.<name>`` to read and assign a state, ``s.<name>`` to read a run-time scalar of this param and step;
 * local names, ``+ - * /``, one comparison at a time, ``&`` and ``|`` between comparisons, number literals;
-* the words of ``rules/words.py``: ``sqrt abs sign minimum maximum clamp where``;
+* the words of ``rules/words.py``: ``sqrt abs sign minimum maximum clamp where fma``;
+* ``norm mean_square max_abs`` of an expression over all elements of the param: the kernel is cut into passes there, see
+  ``rules/passes.py``;
 * ``if flags.<name>:`` (with ``not`` and ``else``), resolved before anything is compiled: the flag is the truth of the
   param group's value of that name, so ``flags.momentum`` is ``group["momentum"] != 0``;
 * one ``return``, last: the new param.
@@ -22,7 +24,8 @@ What a body may hold:
 
 import ast
 import functools
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, get_args
 
@@ -34,11 +37,15 @@ from .language import RuleReader, parse_rule
 # (param group, step counted from 1, what was carried from the last step) -> scalars by name, in float64.
 ScalarFunction = Callable[[Mapping[str, Any], int, Mapping[str, float]], Mapping[str, float]]
 
+Shape = Sequence[int]
+
 EMA = "ema"
 _EMA_RATE = "ema_rate"
 _ROUNDS_TO_INF = 2.0**128 - 2.0**103  # the least float64 that rounds to an infinite fp32 number
 # Other keys of a param's state in a state dict, and names of the kernels' other streams.
 _RESERVED = ("step", "master", EMA, "param", "grad")
+# What ``scalars`` may be told of a param: of its whole, on whichever ranks its elements lie.
+FACTS: dict[str, Callable[[Shape], float]] = {"ndim": len, "numel": math.prod}
 # A native kernel tells 32 streams apart: gradient, param, master, tables, and two for each state (its old and its new
 # values). With one more state for the average of the weights that leaves room for 12.
 MAX_STATES = 12
@@ -51,13 +58,15 @@ class Variant:
 
     ``source`` holds one assignment a line on the names ``param``, ``grad``, ``state_<name>``, ``s_<name>`` and
     ``local_<name>``, so that no name of the rule can meet one of the kernel's; it ends with ``param = ...``.
-    Equal variants share their kernels.
+    Equal variants share their kernels. ``reductions`` are words on all elements of the param: the source assigns the
+    result of number ``k`` to ``s_<k>``, and no one kernel can run it but those of its passes.
     """
 
     rule: str
     states: tuple[str, ...]  # names, in torch's order
     scalars: tuple[str, ...]  # names, in order of first use
     source: str = field(repr=False)
+    reductions: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -77,6 +86,8 @@ class Rule:
     average: float | None = None  # decay of the weights' moving average, where there is one
     # State -> hyper-parameter that fills it as soon as its param is bound. Other states are made at a first step.
     initial: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False, hash=False)
+    takes_norms: bool = False  # True if some flags make it look at all elements of a param
+    of_param: tuple[str, ...] = ()  # facts of each param, which ``scalars`` finds in the group
 
     def averaging(self, decay: float) -> "Rule":
         r"""The same rule with a moving average of the weights as its last state, ``ema``.
@@ -91,6 +102,10 @@ class Rule:
         # A step changes the average by a thousandth of a difference, which 8 bits would round away.
         tolerated = {**self.tolerated, EMA: "bf16"}
         return replace(self, states=(*self.states, EMA), tolerated=tolerated, average=decay)
+
+    def of(self, group: Mapping[str, Any]) -> "Rule":
+        """Returns the rule of a param group: this one, unless an optimizer holds several."""
+        return self
 
     def tolerates(self, state: str) -> str:
         """Returns the coarsest :data:`shardopt.config.StateFormat` that the state may be stored in."""
@@ -117,13 +132,14 @@ class Rule:
         return variant if self.average is None else _averaging(variant)
 
     def evaluate(
-        self, variant: Variant, group: Mapping[str, Any], step: int, carried: Mapping[str, float]
+        self, variant: Variant, group: Mapping[str, Any], step: int, carried: Mapping[str, float], shape: Shape = ()
     ) -> tuple[tuple[float, ...], dict[str, float]]:
         """Computes the scalars of ``variant`` for one param.
 
         Args:
             step: of this param, counted from 1.
             carried: scalars from the param's last step.
+            shape: of the whole param, for rules that ask for facts of it.
 
         Returns:
             The scalars in the order of the variant, and those carried to the param's next step.
@@ -132,6 +148,8 @@ class Rule:
             ShardoptError: a scalar is no finite fp32 number: every param of the group would become Inf or NaN.
             RuleError: the rule's scalars function does not return one of them.
         """
+        if self.of_param:
+            group = {**group, **{name: FACTS[name](shape) for name in self.of_param}}
         try:
             values = dict(self.scalars(group, step, carried))
         except (ArithmeticError, TypeError, ValueError) as error:
@@ -172,6 +190,7 @@ def rule(
     nonnegative: tuple[str, ...] = (),
     tolerates: Mapping[str, str] | None = None,
     initial: Mapping[str, str] | None = None,
+    of_param: tuple[str, ...] = (),
 ) -> Callable[[Callable[..., Any]], Rule]:
     """Makes a rule of a function ``(param, grad, state, s)`` or ``(param, grad, state, s, flags)``.
 
@@ -189,6 +208,8 @@ def rule(
         initial: states that ``state_dict()`` shows before a param's first step, and the key of the param group that
             tells their value, as torch's Adagrad does from its construction on. Only ``state_dict()`` and loading use
             it: at a first step the body meets zeros or this value, so give it a scalar for ``step == 1``.
+        of_param: facts of each param that ``scalars`` finds in its group, among :data:`FACTS`: ``"ndim"``, the number
+            of its dimensions, and ``"numel"``, that of its elements.
 
     Raises:
         RuleError: the body leaves the vocabulary; the message names file and line.
@@ -201,6 +222,9 @@ def rule(
     nonnegative = texts(nonnegative, "nonnegative", '("square",)')
     tolerates = mapping(tolerates, "tolerates", "{'sum': 'fp32'}")
     initial = mapping(initial, "initial", "{'sum': 'start'}")
+    of_param = texts(of_param, "of_param", '("ndim",)')
+    if not set(of_param) <= FACTS.keys():
+        raise RuleError(f"name facts of a param among {', '.join(FACTS)} in of_param, found {of_param}.")
     counts_steps = flag(counts_steps, "counts_steps")
     names = (*states, *carried)
     for index, name in enumerate(names):
@@ -230,6 +254,8 @@ def rule(
             nonnegative=frozenset(nonnegative),
             tolerated=dict(tolerates or {}),
             initial=dict(initial or {}),
+            takes_norms=reader.takes_norms,
+            of_param=of_param,
             scalars=scalars,
             function=function,
             tree=tree,
@@ -271,4 +297,5 @@ def _variant(of: Rule, flag_values: tuple[bool, ...]) -> Variant:
         states=tuple(name for name in of.states if name in reader.states_seen),
         scalars=tuple(reader.scalars_seen),
         source="\n".join(lines),
+        reductions=tuple(reader.reductions),
     )

@@ -1,6 +1,8 @@
 """Arithmetic that the scalars of several rules share, in float64 on the host."""
 
 import math
+from collections.abc import Mapping
+from typing import Any
 
 
 def one_minus_power(beta: float, step: int) -> float:
@@ -19,3 +21,8 @@ def lerp(weight: float) -> dict[str, float]:
     """
     from_end = weight >= 0.5
     return {"lerp": weight - 1 if from_end else weight, "lerp_from_end": float(from_end)}
+
+
+def trusts(group: Mapping[str, Any]) -> float:
+    """Returns 1 if the trust ratio of a param (``ndim`` dimensions) is that of its norms, 0 if it is 1."""
+    return float(bool(group["trust"]) or group["ndim"] >= 2)

@@ -1,18 +1,23 @@
 """Gathers every state on one rank, with the help of all ranks."""
 
+from __future__ import annotations
+
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..arguments import whole
 from ..domain.agreement import agree_on_call
-from ..domain.domain import Domain
-from ..domain.param import Group, ParamRecord, named_params
+from ..domain.param import named_params
 from ..domain.param_state import ParamState
-from ..domain.shard import Shard
 from .shard_io import names_of
+
+if TYPE_CHECKING:
+    from ..domain.domain import Domain
+    from ..domain.param import Group, ParamRecord
+    from ..domain.shard import Shard
 
 
 def consolidate(domain: Domain, to: object, groups: Sequence[Group]) -> dict[torch.nn.Parameter, ParamState] | None:
@@ -27,7 +32,7 @@ def consolidate(domain: Domain, to: object, groups: Sequence[Group]) -> dict[tor
     def read() -> dict[str, Any]:
         return {"rank to gather on": rank_to_gather_on(to, world.size), "states of buckets": names}
 
-    given = agree_on_call("consolidate_state_dict()", read, world, domain.device)
+    given = agree_on_call("consolidate_state_dict()", read, world)
     return _gathered(domain, given["rank to gather on"], names, groups)
 
 
@@ -54,7 +59,7 @@ def _gathered(
     members: dict[Shard, list[ParamRecord]] = defaultdict(list)
     for param in states:
         members[domain.entries[param].shard].append(domain.entries[param])
-    (coordinate,) = domain.mesh.world.exchange([domain.mesh.shard.rank], domain.device, "finding a rank")[to]
+    (coordinate,) = domain.mesh.world.exchange([domain.mesh.shard.rank], "finding a rank")[to]
     # One state of one bucket at a time, so that this rank never holds the other ranks' slices of all of them.
     for shard, its_names in zip(domain.shards, names, strict=True):
         for name in its_names:

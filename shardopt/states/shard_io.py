@@ -1,14 +1,19 @@
 """Reads and writes the states of bound params, in torch's shapes: a sharded state is shown as parts."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import torch
 
-from ..domain.domain import Domain
-from ..domain.epoch import Moment
-from ..domain.param import Group, ParamRecord
 from ..domain.param_state import ParamState, check_part
 from ..tensors.part import Part
+
+if TYPE_CHECKING:
+    from ..domain.domain import Domain
+    from ..domain.epoch import Moment
+    from ..domain.param import Group, ParamRecord
 
 
 def read_state(domain: Domain, entry: ParamRecord, group: Group) -> ParamState:

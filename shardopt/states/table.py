@@ -3,24 +3,29 @@
 ``optimizer.state`` is a view of this table: a mapping as torch's, made when it is read.
 """
 
+from __future__ import annotations
+
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NoReturn, Protocol, TypeGuard
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeGuard
 
 import torch
 
-from ..config import Options
-from ..domain.domain import Domain
-from ..domain.domains import Domains
 from ..domain.dtensors import DTensorLocals
 from ..domain.formats import counts_steps
 from ..domain.group_index import GroupIndex
-from ..domain.param import Group, named_params
+from ..domain.param import named_params
 from ..domain.param_state import ParamState
 from ..errors import StateError
-from ..rules import Rule
 from .shard_io import check_parts, load_states, names_of, put_state, read_state
+
+if TYPE_CHECKING:
+    from ..config import Options
+    from ..domain.domain import Domain
+    from ..domain.domains import Domains
+    from ..domain.param import Group
+    from ..rules import Rule
 
 States = dict[torch.nn.Parameter, ParamState]
 
@@ -170,11 +175,13 @@ class StateView(Mapping[Any, Any]):
 
     def __init__(self, engine: Viewed):
         self._engine = engine
-        self._counts_steps = counts_steps(engine.rule, engine.options)
 
     @property
     def _states(self) -> StateTable:
         return self._engine.states
+
+    def _counts_steps(self, group: Group) -> bool:
+        return counts_steps(self._engine.rule.of(group), self._engine.options)
 
     def _group_of(self, param: torch.nn.Parameter) -> Group:
         group = self._states.places.group_of(self._engine.groups, param)
@@ -187,7 +194,7 @@ class StateView(Mapping[Any, Any]):
             return self._states.own[param]
         group = self._group_of(param)
         state = self._states.find(param, group)
-        shown = {} if state is None else DTensorLocals.outside(param, state.to_torch(self._counts_steps))
+        shown = {} if state is None else DTensorLocals.outside(param, state.to_torch(self._counts_steps(group)))
         return MappingProxyType(shown)
 
     def __setitem__(self, param: Any, state: Any) -> None:
@@ -208,7 +215,7 @@ class StateView(Mapping[Any, Any]):
     def __iter__(self) -> Iterator[Any]:
         grouped = {param: group for group in self._engine.groups for param in group["params"]}
         has = self._states.has
-        found = [param for param, group in grouped.items() if has(param, group, self._counts_steps)]
+        found = [param for param, group in grouped.items() if has(param, group, self._counts_steps(group))]
         return iter([*found, *self._states.own])
 
     def __len__(self) -> int:
@@ -218,7 +225,7 @@ class StateView(Mapping[Any, Any]):
         if not _is_param(param):
             return param in self._states.own
         group = self._states.places.group_of(self._engine.groups, param)
-        return group is not None and self._states.has(param, group, self._counts_steps)
+        return group is not None and self._states.has(param, group, self._counts_steps(group))
 
     def __repr__(self) -> str:
         return f"StateView({dict(self)!r})"

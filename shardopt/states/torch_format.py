@@ -1,14 +1,19 @@
 """State dicts in torch's format: params by number, states by name."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..domain.param import Group, named_params, without_process_group
-from ..domain.param_state import ParamState
+from ..domain.param import named_params, without_process_group
 from ..errors import StateError
-from .table import StateTable
+
+if TYPE_CHECKING:
+    from ..domain.param import Group
+    from ..domain.param_state import ParamState
+    from .table import StateTable
 
 
 def to_state_dict(groups: Sequence[Group], states: Mapping[Any, Any]) -> dict[str, Any]:

@@ -1,25 +1,47 @@
-"""The plan of a step: the tables of its launches, and which params each one updates, with which scalars and noise."""
+"""The plan of a step: the tables of its launches, and which params each one updates, with which scalars and noise.
+
+A GPU takes longer to be told of a kernel than to update a small shard. There, launches of several shards are made as
+one. The shards lie one behind the other, as do the rows of their tables::
+
+    shard          |  A A A A | B B | C C C |        one character a block
+    row_of_block   |  0 0 1 2 | 3 4 | 5 5 6 |
+    gradients      |  A's rows, B's, C's |           addresses of what would be element 0, were all one shard
+    streams        |  likewise |
+
+All shards that are kept alike take part, also those that nothing is updated in: their rows are skipped. So the table of
+blocks, the only long one, is the same in every step.
+"""
+
+from __future__ import annotations
 
 import hashlib
 import struct
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 
-from ..domain.domain import Domain
 from ..domain.param import ParamRecord
-from ..domain.shard import Shard
+from ..domain.shard_tables import joined_table
 from ..kernels.formats import ROOT2, format_of
-from ..kernels.launch import backend_of
+from ..kernels.launch import backend_of, prepare
 from ..kernels.reductions import LIMBS
-from ..kernels.spec import StepSpec
-from ..kernels.tables import Gradients
-from ..rules import Variant
-from ..tensors.gradient_slice import GradientSlice
+from ..kernels.tables import BLOCK, Gradients, JoinedStreams, Streams, noise_from
+from ..rules.matrix import MatrixVariant
+from .matrix_passes import accumulate_spec, plan_apply, shape_for
+from .pass_specs import pass_specs
+
+if TYPE_CHECKING:
+    from ..domain.domain import Domain
+    from ..domain.shard import Shard
+    from ..kernels.spec import StepSpec
+    from ..rules import Variant
+    from ..tensors.gradient_slice import GradientSlice
+    from .matrix_passes import Apply
 
 _NO_GRADIENT = torch.empty(0)
 
@@ -56,7 +78,7 @@ class Launch:
     """One kernel launch over one shard.
 
     Its params share one variant of the rule. Their gradients share dtype, divisor and device: they stay where backward
-    left them. All other tables are where the kernel runs.
+    left them. The tables are in host memory until the launch.
     """
 
     shard: Shard
@@ -67,6 +89,9 @@ class Launch:
     divisor: int  # of every gradient: how many were added up
     noise: torch.Tensor | None  # 2D [num_rows, 4] int32; None if everything is rounded to nearest
     is_on_host: bool  # true if the gradients are in host memory and the shard is on a device
+    apply: Apply | None = None  # of a rule of whole matrices: the pass that follows
+    # Of a pass that measures: 3D [measured values, num_rows, COLUMNS] int64, where the kernel runs.
+    totals: torch.Tensor | None = None
 
 
 class GradientStats(NamedTuple):
@@ -93,16 +118,20 @@ class StepPlan:
 
 
 def scalars_of(domain: Domain, numbers: Sequence[dict[str, Any]], updates: Sequence[ParamUpdate]) -> Scalars:
-    """Evaluates the rule's scalars, once for all params that share group, step and carried values."""
-    rule = domain.rule
+    """Evaluates the rule's scalars, once for all params that share group, step, carried values and facts."""
+    rule, variants = domain.rule, [domain.rule.variant(group) for group in numbers]
+    matrices = [shape_for(variant, group) for variant, group in zip(variants, numbers, strict=True)]
     known: dict[tuple[Any, ...], tuple[tuple[float, ...], dict[str, float]]] = {}
     scalars: Scalars = {}
     for each in updates:
         entry = each.entry
-        key = (each.group, entry.step, *entry.carried.values())
+        matrix_of = matrices[each.group]
+        matrix = None if matrix_of is None else matrix_of(entry.param)
+        shape = tuple(entry.param.shape) if rule.of_param else ()
+        key = (each.group, entry.step, matrix, shape, *entry.carried.values())
         if key not in known:
-            group = numbers[each.group]
-            known[key] = rule.evaluate(rule.variant(group), group, entry.step + 1, entry.carried)
+            group = numbers[each.group] if matrix is None else {**numbers[each.group], "shape": matrix}
+            known[key] = rule.evaluate(variants[each.group], group, entry.step + 1, entry.carried, shape)
         scalars[entry] = known[key]
     return scalars
 
@@ -137,8 +166,9 @@ def launches_of(
         if each is not None:
             rows[first_with[each.group], each.grad.dtype, each.divisor, each.is_on_host][row] = each
     for (kind, dtype, divisor, is_on_host), members in rows.items():
-        variant = variants[kind]
-        spec = shard.spec(variant, format_of(dtype, "a gradient"))
+        whole, format = variants[kind], format_of(dtype, "a gradient")
+        variant = whole.accumulate if isinstance(whole, MatrixVariant) else whole
+        spec = accumulate_spec(shard, whole, format) if isinstance(whole, MatrixVariant) else shard.spec(whole, format)
         is_whole = not is_on_host and len(members) == len(shard.pieces)
         if is_whole and all(each.gradient_slice is not None for each in members.values()):
             gradients = shard.sums  # of the reducer, which lie where they lay at every step
@@ -146,7 +176,8 @@ def launches_of(
             grads = {row: (each.grad, each.start) for row, each in members.items()}
             gradients = shard.tables.gradients(grads, is_on_host)
         device = shard.home.device
-        backend_of(device).prepare(spec, device, gradients.aligned)
+        for each_pass in pass_specs(spec):
+            prepare(each_pass, device, gradients.aligned)
         table = np.zeros((shard.tables.num_rows, len(variant.scalars)), dtype=np.float32)
         # Few are evaluated, by scalars_of(): the rows of each are filled together.
         alike: dict[int, tuple[tuple[float, ...], list[int]]] = {}
@@ -154,9 +185,13 @@ def launches_of(
             values = scalars[each.entry][0]
             alike.setdefault(id(values), (values, []))[1].append(row)
         for values, of_rows in alike.values():
-            table[of_rows] = values
+            table[of_rows] = values[: len(variant.scalars)]
         noise = _noise(seed, shard, members) if spec.needs_noise else None
-        yield Launch(shard, spec, gradients, torch.from_numpy(table).to(device), members, divisor, noise, is_on_host)
+        apply = None
+        if isinstance(whole, MatrixVariant):
+            noise_of = partial(_noise, seed, shard, members)
+            apply = plan_apply(shard, whole, alike.values(), noise_of)
+        yield Launch(shard, spec, gradients, torch.from_numpy(table), members, divisor, noise, is_on_host, apply)
 
 
 def _noise(seed: int, shard: Shard, members: Mapping[int, ParamUpdate]) -> torch.Tensor:
@@ -167,4 +202,97 @@ def _noise(seed: int, shard: Shard, members: Mapping[int, ParamUpdate]) -> torch
         told = struct.pack("<qqq", seed, each.number, step)
         key, other_key = struct.unpack("<ii", hashlib.blake2b(told, digest_size=8).digest())
         counters[row] = (key, other_key, step * ROOT2 % 2**32)
-    return shard.tables.noise(counters, shard.home.device)
+    return shard.tables.noise(counters)
+
+
+class JoinedLaunch(NamedTuple):
+    """Launches that share spec and divisor, of one shard or of all that are kept alike."""
+
+    shards: Sequence[Shard]
+    launches: Sequence[Launch | None]  # of each shard; None: nothing of it is updated
+    gradients: Gradients  # of all, with rows in host memory
+
+    @property
+    def spec(self) -> StepSpec:
+        return self._first.spec
+
+    @property
+    def divisor(self) -> int:
+        return self._first.divisor
+
+    @property
+    def _first(self) -> Launch:
+        return next(each for each in self.launches if each is not None)
+
+    @property
+    def scalars(self) -> torch.Tensor:
+        """2D [num_rows, len(spec.variant.scalars)] fp32, in host memory."""
+        width = len(self.spec.variant.scalars)
+        return self._stacked([None if each is None else each.scalars for each in self.launches], width, np.float32)
+
+    @property
+    def noise(self) -> torch.Tensor | None:
+        """2D [num_rows, 4] int32, in host memory; None if everything is rounded to nearest."""
+        if not self.spec.needs_noise:
+            return None
+        tables: list[torch.Tensor | None] = []
+        first = 0
+        for shard, launch in zip(self.shards, self.launches, strict=True):
+            own = None if launch is None else launch.noise
+            tables.append(None if own is None else noise_from(own, -first))
+            first += shard.numel
+        return self._stacked(tables, 4, np.int32)
+
+    def streams(self, of_shard: Mapping[Shard, Streams]) -> JoinedStreams:
+        """Returns the streams of all; of shards that are not named nothing is updated."""
+        num_blocks = [shard.numel // BLOCK for shard in self.shards]
+        num_rows = [shard.tables.num_rows for shard in self.shards]
+        return JoinedStreams([of_shard.get(shard) for shard in self.shards], num_blocks, num_rows)
+
+    def new_totals(self) -> torch.Tensor | None:
+        """Returns totals of nothing for the rows of all, where the kernel runs; None if nothing is measured."""
+        like = self._first.totals
+        if like is None or len(self.launches) == 1:
+            return like
+        return like.new_zeros(len(like), sum(shard.tables.num_rows for shard in self.shards), like.shape[2])
+
+    def hand_out(self, totals: torch.Tensor | None) -> None:
+        """Gives each launch the totals of its rows."""
+        if totals is None or len(self.launches) == 1:
+            return
+        first = 0
+        for shard, launch in zip(self.shards, self.launches, strict=True):
+            last = first + shard.tables.num_rows
+            if launch is not None and launch.totals is not None:
+                launch.totals.copy_(totals[:, first:last])
+            first = last
+
+    def _stacked(self, tables: Sequence[torch.Tensor | None], width: int, kind: type) -> torch.Tensor:
+        each = [
+            np.zeros((shard.tables.num_rows, width), kind) if table is None else table.numpy()
+            for shard, table in zip(self.shards, tables, strict=True)
+        ]
+        return torch.from_numpy(each[0] if len(each) == 1 else np.concatenate(each))
+
+
+def joined(shards: Sequence[Shard], launches: Sequence[Launch]) -> Iterator[JoinedLaunch]:
+    """Yields the launches, joined where the backend takes several shards at a time.
+
+    Args:
+        shards: all of the domain.
+    """
+    alike: dict[tuple[StepSpec, int], dict[Shard, Launch]] = {}
+    for each in launches:
+        device = each.gradients.row_of_block.device
+        if device == each.shard.device and backend_of(device).joins_shards:
+            alike.setdefault((each.spec, each.divisor), {})[each.shard] = each
+        else:
+            yield JoinedLaunch([each.shard], [each], each.gradients)
+    for (spec, _), found in alike.items():
+        like = next(iter(found))
+        kept = [each for each in shards if (each.device, each.format) == (like.device, like.format)]
+        kept = [each for each in kept if each in found or each.kept == like.kept]
+        members = [found.get(each) for each in kept]
+        pairs = zip(kept, members, strict=True)
+        tables = [shard.tables.gradients({}) if each is None else each.gradients for shard, each in pairs]
+        yield JoinedLaunch(kept, members, joined_table([each.tables for each in kept], tables, spec.grad.itemsize))

@@ -5,8 +5,8 @@
 3. agree: one small message: same call on all ranks, overflow, norm;
 4. decide: skip on all ranks, or the factors that every gradient is multiplied by;
 5. update: sums of gradients are divided where a kernel cannot, and shards are updated chunk by chunk through the store;
-   in memory that is one launch for each shard. What does not lie in memory is agreed on once more: it is kept on all
-   ranks, or rolled back on all;
+   in memory that is one launch for each shard, or on a GPU one for all that are kept alike. What does not lie in memory
+   is agreed on once more: it is kept on all ranks, or rolled back on all;
 6. gather: the updated shards travel to the other ranks, each as soon as it is updated;
 7. commit: step counts, and versions, so that autograd sees that the params were written.
 
@@ -14,27 +14,34 @@ Phases 2 to 4 change nothing, and phase 1 nothing that a second attempt would no
 until then is raised on all of them.
 """
 
+from __future__ import annotations
+
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..domain.agreement import Consensus, StepDigest, agree, checksum
+from ..domain.agreement import StepDigest, agree, checksum
 from ..domain.domain import Domain
 from ..domain.domains import agree_on_whole
 from ..domain.hyperparameters import check_numbers, plain_numbers
 from ..domain.masters import follow_written_params
-from ..domain.param import Candidate, Group, ParamRecord
+from ..domain.param import Candidate, Group
 from ..errors import DisagreementError, ShardoptError
 from ..kernels.reductions import sum_of_squares
 from ..kernels.tables import Factors
-from ..partition.comm.group import Ranks
-from .launches import ParamUpdate, StepPlan
+from .launches import StepPlan
 from .survey import survey
 from .update import update_and_gather
+
+if TYPE_CHECKING:
+    from ..domain.agreement import Consensus
+    from ..domain.param import ParamRecord
+    from ..partition.comm.group import Ranks
+    from .launches import ParamUpdate
 
 # Keeps a norm of zero from dividing, as in torch.nn.utils.clip_grad_norm_.
 _CLIP_EPS = 1e-6
@@ -90,9 +97,10 @@ def run_step(
             plan.domain.end_step()
         return False, norm
     # 5. update, 6. gather
-    undone = _update(plans, Factors(unscale=1.0 / call.scale, clip=_clip(plans[0].domain, norm)))
+    undone = _update(plans, Factors(unscale=1.0 / call.scale, clip=_clip(plans[0].domain, norm)), whole)
     if undone is not None:
-        plans[0].domain.end_step()
+        for plan in plans:
+            plan.domain.end_step()
         raise undone
     # 7. commit
     for plan in plans:
@@ -119,10 +127,12 @@ def _survey_and_agree(
     problem, overflow, plans = call.problem, False, []
     for domain, groups in by_domain:
         try:
-            plan, consensus = _survey_and_agree_in(domain, groups, call, bind)
+            plan, consensus = _survey_and_agree_in(domain, groups, call, bind, is_part=bool(whole))
             overflow |= consensus.overflow
         except Exception as error:
-            if not whole:
+            # Where the main domain has all ranks, all of them raise here. One that failed in its closure may have met
+            # the others in a backward, which go to no other exchange.
+            if not whole or (len(whole) == 1 and whole[0] is domain.mesh.world):
                 raise
             plan, problem = StepPlan(domain), problem or error  # the rest of the model waits, and must hear of it
         plans.append(plan)
@@ -139,7 +149,7 @@ def _survey_and_agree(
     limbs = tuple(map(sum, zip(*(_limbs_of_one_copy(plan) for plan in plans), strict=True)))
     digest = StepDigest(key, lambda: key, problem, overflow, nonfinite, limbs=limbs)
     with main.clock.phase("agree"):
-        return plans, agree_on_whole(digest, whole, main.device)
+        return plans, agree_on_whole(digest, whole)
 
 
 def _limbs_of_one_copy(plan: StepPlan) -> tuple[int, ...]:
@@ -147,7 +157,10 @@ def _limbs_of_one_copy(plan: StepPlan) -> tuple[int, ...]:
     return limbs if mesh.world.rank in mesh.one_copy else (0,) * len(limbs)
 
 
-def _survey_and_agree_in(domain: Domain, groups: Sequence[Group], call: Call, bind: Bind) -> tuple[StepPlan, Consensus]:
+def _survey_and_agree_in(
+    domain: Domain, groups: Sequence[Group], call: Call, bind: Bind, is_part: bool
+) -> tuple[StepPlan, Consensus]:
+    """Collective over one domain; ``is_part``: it is not all of the model."""
     problem = call.problem
     numbers: list[dict[str, Any]] = []
     candidates: list[Candidate] = []
@@ -165,13 +178,13 @@ def _survey_and_agree_in(domain: Domain, groups: Sequence[Group], call: Call, bi
         try:
             with domain.clock.phase("survey"):
                 follow_written_params(domain)
-                plan = survey(domain, groups, numbers, call.scale, call.overflow)
+                plan = survey(domain, groups, numbers, call.scale, call.overflow, is_part)
         except Exception as error:
             problem = error
     digest = digest_of(plan, call, problem)
     with domain.clock.phase("agree"):
         try:
-            consensus = agree(digest, domain.mesh.world, domain.device, domain.mesh.one_copy)
+            consensus = agree(digest, domain.mesh.world, domain.mesh.one_copy)
         except DisagreementError:
             if domain.sharded is not None:
                 domain.gatherer.refuse_orders()
@@ -212,7 +225,7 @@ def digest_of(plan: StepPlan, call: Call, problem: Exception | None = None) -> S
             "loss scale (the GradScaler's update() must see the same overflow on all ranks)": call.scale,
         }
 
-    sharded = domain.sharded
+    sharded = None if domain.sharded is None or not domain.sharded.leads else domain.sharded
     departures = [] if sharded is None else sharded.gatherer.departures
     proposes = sharded is not None and sharded.gatherer.proposes
     key: list[Any] | None = None
@@ -228,7 +241,7 @@ def digest_of(plan: StepPlan, call: Call, problem: Exception | None = None) -> S
 
 def _adopt_order(domain: Domain) -> None:
     """Collective: makes a schedule for stage 3 from the orders in which ranks used the units in this step."""
-    everyones = domain.mesh.world.exchange_json(domain.gatherer.passes, domain.device, "comparing orders of units")
+    everyones = domain.mesh.world.exchange_json(domain.gatherer.passes, "comparing orders of units")
     domain.gatherer.adopt(everyones)
 
 
@@ -240,10 +253,10 @@ def _compare_written(plan: StepPlan) -> None:
     domain, entries = plan.domain, list(plan.domain.entries.values())
     written = {entry for entry in plan.written if entry.shard.gathered is None}
     mine = [index for index, entry in enumerate(entries) if entry in written]
-    everyones = domain.mesh.world.exchange_json(mine, domain.device, "comparing weights that were written")
+    everyones = domain.mesh.world.exchange_json(mine, "comparing weights that were written")
     union = sorted({index for theirs in everyones for index in theirs})
     sums = {f"weights (sum of bits) of {entries[index].name}": checksum(entries[index].param) for index in union}
-    agree(StepDigest(sums, lambda: sums), domain.mesh.world, domain.device)
+    agree(StepDigest(sums, lambda: sums), domain.mesh.world)
 
 
 # -- 4. decide ---------------------------------------------------------------------------------------------------------
@@ -268,8 +281,8 @@ def _holds_nan(plans: Sequence[StepPlan], whole: Sequence[Ranks]) -> bool:
     digest = StepDigest("NaN", dict, nonfinite=sum(bool(each.grad.isnan().any()) for each in _gradients(plans)))
     with main.clock.phase("agree"):
         if whole:
-            return agree_on_whole(digest, whole, main.device).nonfinite > 0
-        return agree(digest, main.mesh.world, main.device).nonfinite > 0
+            return agree_on_whole(digest, whole).nonfinite > 0
+        return agree(digest, main.mesh.world).nonfinite > 0
 
 
 def _changes_nothing(plan: StepPlan) -> bool:
@@ -278,7 +291,8 @@ def _changes_nothing(plan: StepPlan) -> bool:
     torch's ``get_state_dict()`` takes such a step if it finds no state. What was read before it stays valid.
     """
     domain = plan.domain
-    if not plan.updates or domain.rule.counts_steps or any(plan.states.values()):
+    counts_steps = any(domain.rule.of(group).counts_steps for group in plan.numbers)
+    if not plan.updates or counts_steps or any(plan.states.values()):
         return False
     is_assigned = all(each.gradient_slice is None and each.entry.gradient_slice is not None for each in plan.updates)
     return is_assigned and domain.mesh.world.size > 1 and not any(group.get("lr", 1) for group in plan.numbers)
@@ -326,18 +340,14 @@ def _clip(domain: Domain, norm: float | None) -> float:
 # -- 5. update, 6. gather, 7. commit -----------------------------------------------------------------------------------
 
 
-def _update(plans: Sequence[StepPlan], factors: Factors) -> Exception | None:
+def _update(plans: Sequence[StepPlan], factors: Factors, whole: Sequence[Ranks]) -> Exception | None:
     """See :func:`update_and_gather`. After an error all domains are broken."""
     try:
-        for plan in plans:
-            undone = update_and_gather(plan, factors)
-            if undone is not None:  # states are on a disk, which is refused for more than one domain
-                return undone
+        return update_and_gather(plans, factors, whole)
     except BaseException as error:
         for plan in plans:
             plan.domain.break_off(f"{type(error).__name__}: {error}")
         raise
-    return None
 
 
 def commit(plan: StepPlan) -> None:

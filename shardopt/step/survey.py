@@ -5,31 +5,38 @@ table that does not fit the device) fails here. The ranks have not agreed yet, s
 them.
 """
 
+from __future__ import annotations
+
 import math
-import struct
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..domain.domain import Domain
-from ..domain.listed import ListedParams
-from ..domain.param import Group, ParamRecord
-from ..domain.shard import Shard
 from ..errors import ShardoptError
 from ..kernels.formats import GRADIENT_DTYPES, format_of
 from ..kernels.launch import backend_of
-from ..kernels.reductions import LIMBS
+from ..kernels.reductions import COLUMNS, LIMBS, new_totals, sum_of_rows
 from ..kernels.tables import BLOCK, Factors
+from ..rules.choice import KEY, RuleChoice
 from ..tensors.gradient import GradientPart
+from ..tensors.pipelining import ZERO_BUBBLE
 from .launches import (
     GradientStats,
+    JoinedLaunch,
     Launch,
     ParamUpdate,
     StepPlan,
+    joined,
     plan_launches,
     scalars_of,
 )
+
+if TYPE_CHECKING:
+    from ..domain.domain import Domain
+    from ..domain.listed import ListedParams
+    from ..domain.param import Group, ParamRecord
+    from ..domain.shard import Shard
 
 
 def survey(
@@ -38,6 +45,7 @@ def survey(
     numbers: Sequence[dict[str, Any]],
     scale: float = 1.0,
     overflow: bool = False,
+    is_part: bool = False,
 ) -> StepPlan:
     """Plans the step of one domain.
 
@@ -45,17 +53,33 @@ def survey(
         numbers: the hyper-parameters of each group, as plain numbers.
         scale: the loss scale.
         overflow: true if a GradScaler has found an Inf or NaN, so that nobody need look for one.
+        is_part: true if other ranks have other gradients of the model: the norm is summed over all, exactly.
 
     Raises:
         ShardoptError: this rank cannot take the step.
     """
     listed = domain.listed(groups)
+    _check_rules(domain, listed, numbers)
     updates = list(_with_gradients(domain, listed))
     scalars = scalars_of(domain, numbers, updates)
     launches = plan_launches(domain, numbers, updates, scalars)
-    stats = _stats_of(domain, launches, updates, scale, overflow)
+    stats = _stats_of(domain, launches, updates, scale, overflow, is_part and domain.options.max_grad_norm is not None)
     states, written = states_of_shards(domain, listed, numbers), written_params(domain)
     return StepPlan(domain, numbers, updates, launches, scalars, states, written, stats)
+
+
+def _check_rules(domain: Domain, listed: ListedParams, numbers: Sequence[dict[str, Any]]) -> None:
+    """Raises ShardoptError if a param group names another rule than when its params were bound."""
+    if not isinstance(domain.rule, RuleChoice):
+        return
+    names = [domain.rule.of(group).name for group in numbers]
+    for entry, group in zip(listed.entries, listed.groups, strict=True):
+        if entry.rule != names[group]:
+            raise ShardoptError(
+                f"construct the optimizer anew to change the rule of {entry.name}: it is bound with the states of "
+                f"{entry.rule!r}, and its param group now says {KEY}={numbers[group].get(KEY)!r}, which would update "
+                "it with states that it does not have."
+            )
 
 
 def written_params(domain: Domain) -> list[ParamRecord]:
@@ -103,12 +127,14 @@ def _with_gradient(domain: Domain, update: ParamUpdate, grad: torch.Tensor) -> P
         return ParamUpdate(entry, update.group, update.number, own.total, own.start, own, own.divisor, is_on_host)
     # Zeros are their own mean, if all ranks have them: one that has other values raises this on all of them. So torch's
     # get_state_dict() and set_state_dict() make states: they assign zeros and take a step.
-    if entry.gradient_slice is not None and domain.mesh.world.size > 1 and not _is_zero(grad):
+    with_a_batch = (domain.leader or domain).mesh.world  # an expert's group may be one rank
+    if entry.gradient_slice is not None and with_a_batch.size > 1 and not _is_zero(grad):
         raise ShardoptError(
-            "leave no_sync() for the last backward before step() (or call zero_grad()), and call optimizer.bind() "
-            f"before a backward that no forward of the whole module precedes: the gradient of {entry.name} is this "
-            "rank's own, not the mean over ranks, so each rank would update its slice with another batch's. It was "
-            "accumulated under no_sync(), came from a submodule, or was assigned by hand."
+            "leave no_sync() for the last backward before step(), or call optimizer.reduce_gradients() (or "
+            "zero_grad()), and call optimizer.bind() before a backward that no forward of the whole module precedes: "
+            f"the gradient of {entry.name} is this rank's own, not the mean over ranks, so each rank would update its "
+            "slice with another batch's. It was accumulated under no_sync(), came from a submodule, or was assigned by "
+            f"hand or by a zero-bubble schedule. {ZERO_BUBBLE}"
         )
     return update._replace(grad=_usable(entry, grad))
 
@@ -147,45 +173,92 @@ def states_of_shards(
 
 
 def _stats_of(
-    domain: Domain, launches: Sequence[Launch], updates: Sequence[ParamUpdate], scale: float, overflow: bool
+    domain: Domain,
+    launches: Sequence[Launch],
+    updates: Sequence[ParamUpdate],
+    scale: float,
+    overflow: bool,
+    needs_limbs: bool,
 ) -> GradientStats:
+    """``needs_limbs``: a norm that backward told is of no use: it is rounded, and only this domain's."""
     options = domain.options
     slices = [each.gradient_slice for each in updates]
     norms = [each.norms for each in slices if each is not None and each.norms is not None]
-    if updates and len(norms) == len(updates):
+    if updates and len(norms) == len(updates) and not needs_limbs:
         # The last backward told every rank. One rank reports the count: the agreement adds up what ranks report.
         reports = domain.mesh.world.rank == domain.mesh.one_copy[0]
         # fsum rounds once, so that the order of params cannot show.
         norm = math.sqrt(math.fsum(each.two * each.two for each in norms))
         return GradientStats(nonfinite=sum(each.nonfinite for each in norms) if reports else 0, norm=norm)
-    witness = 0 if domain.reducer is not None else _witness(domain, updates)
-    if options.max_grad_norm is None and (options.tuning.nonfinite == "propagate" or overflow):
-        return GradientStats(witness=witness)
-    nonfinite, limbs = 0, [0] * LIMBS
-    unscale = 1.0 / scale
-    for launch in launches:
-        backend = backend_of(launch.gradients.rows.device)
-        if options.max_grad_norm is None:
-            nonfinite += backend.count_nonfinite(launch.spec.grad, launch.gradients)
-        else:
-            sums = backend.block_sums(launch.spec.grad, launch.gradients, Factors(launch.divisor, unscale))
-            uncounted = [row for row, each in launch.updates.items() if each.entry.param in domain.counted_elsewhere]
-            own, bad = backend.totals(sums, launch.gradients).of_shard(uncounted)
-            nonfinite += bad
-            limbs = [mine + other for mine, other in zip(limbs, own, strict=True)]
+    sampled = [] if domain.reducer is not None else _sample(domain, updates)
+    together = list(joined(domain.shards, launches))
+    if options.max_grad_norm is not None:
+        looked = [_totals(each, 1.0 / scale) for each in together]
+    elif options.tuning.nonfinite == "propagate" or overflow:
+        looked = []
+    else:
+        looked = _counts(together)
+    found = _on_host([*sampled, *looked])
+    witness, found = int(found[0]) if sampled else 0, found[len(sampled) :]
+    if options.max_grad_norm is None:
+        return GradientStats(sum(map(int, found)), witness=witness)
+    limbs, nonfinite = [0] * LIMBS, 0
+    for each, totals in zip(together, found, strict=True):
+        own, bad = sum_of_rows(totals.view(-1, COLUMNS), list(_counted_elsewhere(domain, each)))
+        limbs, nonfinite = [mine + other for mine, other in zip(limbs, own, strict=True)], nonfinite + bad
     return GradientStats(nonfinite, tuple(limbs), witness)
 
 
-def _witness(domain: Domain, updates: Sequence[ParamUpdate]) -> int:
-    """Returns the sum of magnitudes of one block of one gradient, another param every step, as bits of a float64.
+def _counted_elsewhere(domain: Domain, joined: JoinedLaunch) -> Iterator[int]:
+    """Yields the rows of params whose norm another rank counts."""
+    first = 0
+    for shard, launch in zip(joined.shards, joined.launches, strict=True):
+        updates = {} if launch is None else launch.updates
+        yield from (first + row for row, each in updates.items() if each.entry.param in domain.counted_elsewhere)
+        first += shard.tables.num_rows
+
+
+def _totals(launch: JoinedLaunch, unscale: float) -> torch.Tensor:
+    """Returns the totals of the gradients of a launch, 1D, on their device."""
+    table = launch.gradients
+    found = new_totals(table.num_rows, table.row_of_block.device)
+    backend_of(found.device).add_totals(launch.spec.grad, table, Factors(launch.divisor, unscale), found)
+    return found.view(-1)
+
+
+def _counts(launches: Sequence[JoinedLaunch]) -> list[torch.Tensor]:
+    """Returns how many elements of all gradients are Inf or NaN, 1D [1] for each device that holds some."""
+    counts: dict[torch.device, torch.Tensor] = {}
+    for each in launches:
+        device = each.gradients.row_of_block.device
+        if device not in counts:
+            counts[device] = torch.zeros(1, dtype=torch.int64, device=device)
+        backend_of(device).count_nonfinite(each.spec.grad, each.gradients, counts[device])
+    return list(counts.values())
+
+
+def _on_host(numbers: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Returns these 1D tensors of int64 in host memory, by one copy, and one wait, for each device."""
+    by_device: dict[torch.device, list[torch.Tensor]] = {}
+    for each in numbers:
+        by_device.setdefault(each.device, []).append(each)
+    copies = {
+        device: iter(torch.cat(of_device).cpu().split([len(each) for each in of_device]))
+        for device, of_device in by_device.items()
+    }
+    return [next(copies[each.device]) for each in numbers]
+
+
+def _sample(domain: Domain, updates: Sequence[ParamUpdate]) -> list[torch.Tensor]:
+    """Returns the sum of magnitudes of one block of one gradient, another param every step: the bits of a float64.
 
     Without the module shardopt does not reduce gradients. If nobody does (no DDP, or ``no_sync()`` around the last
     backward) every rank would update its slice with its own gradients; averaged ones are alike on all ranks.
     """
     if domain.mesh.world.size == 1 or not updates:
-        return 0
+        return []
     sample = updates[domain.rounds % len(updates)].grad
     if sample.numel() == 0:
-        return 0
-    value = float(sample.as_strided((min(sample.numel(), BLOCK),), (1,), sample.storage_offset()).double().abs().sum())
-    return int.from_bytes(struct.pack("<d", value), "little", signed=True)
+        return []
+    block = sample.as_strided((min(sample.numel(), BLOCK),), (1,), sample.storage_offset())
+    return [block.double().abs().sum(dim=0, keepdim=True).view(torch.int64)]

@@ -18,31 +18,30 @@ meets a version that moved on, and autograd's own error. An activation checkpoin
 again in backward, with what the param is by then.
 """
 
+from __future__ import annotations
+
 import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from ..domain.agreement import StepDigest, agree, checksum
-from ..domain.domain import Domain
 from ..domain.hyperparameters import check_numbers, plain_numbers
 from ..domain.masters import follow_written_params
 from ..domain.param import Group, ParamRecord
-from ..domain.shard import Shard
 from ..errors import BindingError, ShardoptError
 from ..kernels.formats import format_of
-from ..kernels.reductions import COLUMNS, NONFINITE, norms_of_limbs
+from ..kernels.reductions import NONFINITE
 from ..kernels.tables import Factors
 from ..module.backward import Backward
-from ..module.gradient_report import Report
-from ..rules import Variant
+from ..partition.comm.group import Ranks
 from ..tensors.gradient_slice import divide_
 from ..tensors.released_gradient import ReleasedGradient, second_backward
+from .found_in_backward import found_in, tell_problem
 from .launches import (
     GradientStats,
     Launch,
@@ -63,6 +62,12 @@ from .step import (
 from .survey import placed_params, states_of_shards, written_params
 from .update import chunks_of, update_and_gather, update_chunks
 
+if TYPE_CHECKING:
+    from ..domain.domain import Domain
+    from ..domain.shard import Shard
+    from ..module.gradient_report import Report
+    from ..rules import Variant
+
 
 @dataclass
 class _Round:
@@ -72,15 +77,17 @@ class _Round:
     variants: list[Variant]
     updates: dict[ParamRecord, ParamUpdate]  # of all bound params of the groups, without gradients
     states: dict[Shard, dict[str, None]]
+    whole: Sequence[Ranks]  # see run_step()
     written: list[ParamRecord]  # params that others wrote since the last step
     bits: dict[str, int]  # sums of the bits of these weights, to be compared between ranks
-    sums: "np.ndarray[Any, Any]"  # 2D [entries, COLUMNS] int64: totals of this rank's slices
     # Sums of buckets for which not all gradients came on this rank: other ranks may have had the rest.
     waiting: dict[Shard, torch.Tensor] = field(default_factory=dict)
-    updated: bool = False
+    # Of each bucket that was updated: whether its sum held an Inf or NaN, 0D bool on its device. The launch passed over
+    # it then. No host decides that: it would wait for the device in mid-backward.
+    spoilt: list[torch.Tensor] = field(default_factory=list)
 
 
-Begin = Callable[[], tuple[Sequence[Group], Mapping[str, Any]]]
+Begin = Callable[[], tuple[Sequence[Group], Mapping[str, Any], Sequence[Ranks]]]
 
 
 class UpdateInBackward(Backward):
@@ -89,7 +96,8 @@ class UpdateInBackward(Backward):
     def __init__(self, domain: Domain, begin: Begin):
         """
         Args:
-            begin: called when a backward begins to update; returns the param groups and their defaults.
+            begin: called when a backward begins to update; returns the param groups and their defaults, and
+                the ranks over which the whole model decides (empty: over the domain's alone).
 
         Raises:
             BindingError: gradients are summed in two directions of a mesh.
@@ -111,6 +119,7 @@ class UpdateInBackward(Backward):
         """Does nothing: no gradient is ever shown."""
 
     def _watch_sums(self, shard: Shard) -> None:
+        self._totals.watch(shard, self._rows[shard], is_early=True)
         me, there = weakref.ref(self), weakref.ref(shard)  # weak: a cycle would keep masters and states alive
 
         def use(total: torch.Tensor, arrived: AbstractSet[int]) -> None:
@@ -175,7 +184,7 @@ class UpdateInBackward(Backward):
         super().open()
 
     def _prepare(self) -> _Round:
-        domain, (groups, defaults) = self._domain, self._begin()
+        domain, (groups, defaults, whole) = self._domain, self._begin()
         is_streaming = domain.device.type != "cpu" and domain.store.tier != "device"
         if not domain.store.is_final or is_streaming:
             raise ShardoptError(
@@ -197,8 +206,7 @@ class UpdateInBackward(Backward):
             bits = {f"weights (sum of bits) of {entry.name}": checksum(entry.param) for entry in written}
         variants = [domain.rule.variant(group) for group in numbers]
         states = states_of_shards(domain, listed, numbers)
-        sums = np.zeros((len(self._entries), COLUMNS), dtype=np.int64)
-        return _Round(numbers, variants, updates, states, written, bits, sums)
+        return _Round(numbers, variants, updates, states, whole, written, bits)
 
     def _use(self, shard: Shard, total: torch.Tensor, arrived: AbstractSet[int]) -> None:
         """Updates with the sum of a bucket, once it is reduced.
@@ -210,28 +218,28 @@ class UpdateInBackward(Backward):
         current, domain = self._round, self._domain
         assert current is not None
         with torch.no_grad(), domain.clock.phase("update"):
-            if not self._is_usable(shard, total):
-                return
+            is_spoilt = self._look(shard, total)
             if domain.mesh.world.size > 1 and len(arrived) < len(shard.bucket.params):
                 current.waiting[shard] = total
                 return
             launches = self._launches(shard, total, arrived)
-            current.updated |= bool(launches)
-            self._update_shard(shard, launches)
+            if launches:
+                current.spoilt.append(is_spoilt)
+            masked = [replace(each, gradients=each.gradients.unless(is_spoilt)) for each in launches]
+            self._update_shard(shard, masked)
             # Also of params of which other ranks hold all: whoever still needs one meets the same error on all ranks.
             params = [shard.bucket.params[index] for index in arrived]
             torch.autograd.graph.increment_version(
                 [param for param in params if domain.entries[param] in current.updates]
             )
 
-    def _is_usable(self, shard: Shard, total: torch.Tensor) -> bool:
-        """Notes the norms of a sum. False if it holds an Inf or NaN that must not reach params."""
-        assert self._round is not None
-        self._add_totals(
-            self._round.sums, shard, format_of(total.dtype, "a gradient"), shard.tables.gradients_in(total)
-        )
-        nonfinite = self._round.sums[self._rows[shard], NONFINITE].any()
-        return not nonfinite or self._domain.options.tuning.nonfinite == "propagate"
+    def _look(self, shard: Shard, total: torch.Tensor) -> torch.Tensor:
+        """Notes the norms of a sum. Returns whether it holds an Inf or NaN that must not reach params: 0D bool."""
+        grad, world = format_of(total.dtype, "a gradient"), self._domain.mesh.world
+        totals = self._totals.look(shard, grad, shard.tables.gradients_in(total), world.size)
+        if totals is None or self._domain.options.tuning.nonfinite == "propagate":
+            return torch.zeros((), dtype=torch.bool, device=total.device)
+        return totals[:, NONFINITE].any()
 
     def _launches(self, shard: Shard, total: torch.Tensor, present: AbstractSet[int]) -> list[Launch]:
         """Makes the launches that update the present params of a shard with their sum over ranks."""
@@ -262,28 +270,31 @@ class UpdateInBackward(Backward):
 
     # -- its end ---------------------------------------------------------------------------------------------------
 
-    def _sums(self) -> "np.ndarray[Any, Any]":
+    def _fill_sums(self, report: Report, vector: torch.Tensor, counts: bool) -> None:
         assert self._round is not None
-        return self._round.sums.copy()
-
-    def _updated(self) -> bool:
-        return self._round is not None and self._round.updated
+        if self._round.spoilt:
+            report.mark_updated(vector, ~torch.stack(self._round.spoilt).all())
+        super()._fill_sums(report, vector, counts)
 
     def _finish_round(self) -> None:
         reducer, current = self._domain.reducer, self._round
         assert reducer is not None and current is not None
-        with self._domain.clock.phase("reduce"):
-            report = self._report(self._reduce_rest())
-        self._check_in_time(report)
+        try:
+            with self._domain.clock.phase("reduce"):
+                report = self._report(self._reduce_rest())
+            self._check_in_time(report)
+        except Exception as error:
+            tell_problem(error, current.whole)
+            raise
+        found = found_in(self._domain, self._entries, report, current.whole)
         present = [entry for entry, is_there in zip(self._entries, report.present, strict=True) if is_there]
         if not present:  # on no rank: it was another module's backward, and no step
             reducer.end_round()
             self._round = None
             return
-        nonfinite = int(report.nonfinite.sum())
-        norm = math.inf if nonfinite else _norm(report)
+        nonfinite, norm = found.nonfinite, math.inf if found.nonfinite else found.norm
         is_skipped = bool(nonfinite) and self._domain.options.tuning.nonfinite != "propagate"
-        if is_skipped and report.updated:
+        if is_skipped and found.updated:
             raise ShardoptError(
                 "construct model and optimizer anew and load a checkpoint, without release_gradients (such a step is "
                 'then skipped or refused as a whole) or with Tuning(nonfinite="propagate"), which goes on as torch '
@@ -295,7 +306,7 @@ class UpdateInBackward(Backward):
         reducer.end_round()
         self._round = None
         for entry in present:
-            entry.param.grad = ReleasedGradient(entry.name, entry.param)
+            entry.outer.grad = ReleasedGradient(entry.name, entry.outer)
         if is_skipped:
             self._keep_versions(current)
             skip(self._domain.options.tuning.nonfinite, nonfinite, self._where(report))
@@ -317,7 +328,8 @@ class UpdateInBackward(Backward):
             )
 
     def _where(self, report: Report) -> str:
-        return f" (first in {self._entries[int((report.nonfinite > 0).argmax())].name})"
+        found = report.nonfinite > 0  # the element may be another tensor-parallel rank's
+        return f" (first in {self._entries[int(found.argmax())].name})" if found.any() else ""
 
     def _close(self, current: _Round, present: Sequence[ParamRecord], norm: float) -> None:
         """Collective: the rest of the step."""
@@ -331,7 +343,7 @@ class UpdateInBackward(Backward):
         plan = StepPlan(domain, current.numbers, updates, launches, scalars, current.states, current.written, stats)
         self._agree(replace(digest_of(plan, Call({})), consequence=_TOO_LATE), current.bits)
         domain.count_round()
-        update_and_gather(plan, Factors())
+        update_and_gather([plan], Factors())
         commit(plan)
 
     def _agree(self, digest: StepDigest, bits: Mapping[str, int]) -> None:
@@ -340,11 +352,11 @@ class UpdateInBackward(Backward):
         Args:
             bits: sums of the bits of weights that others had written, from before the updates.
         """
-        world, device = self._domain.mesh.world, self._domain.device
+        world = self._domain.mesh.world
         with self._domain.clock.phase("agree"):
-            consensus = agree(digest, world, device)
+            consensus = agree(digest, world)
             if consensus.written and world.size > 1:
-                agree(replace(digest, key=bits, describe=lambda: dict(bits)), world, device)
+                agree(replace(digest, key=bits, describe=lambda: dict(bits)), world)
 
 
 _TOO_LATE = (
@@ -369,9 +381,3 @@ def drop_gradients(params: Sequence[torch.nn.Parameter]) -> None:
             )
     for param in params:
         param.grad = None
-
-
-def _norm(report: Report) -> float:
-    """Returns the 2-norm of all gradients."""
-    # fsum rounds once, so that the order of params cannot show.
-    return math.sqrt(math.fsum((norms_of_limbs(report.limbs) ** 2).tolist()))

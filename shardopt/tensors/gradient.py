@@ -13,10 +13,12 @@ unscaling, zeroing and reading a norm need no communication and give the same re
 On a rank that holds the whole gradient, every operation that only reads works, too.
 """
 
+from __future__ import annotations
+
 import itertools
 import math
 from collections.abc import Callable, MutableMapping
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor
@@ -24,8 +26,12 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..errors import StateError
-from .gradient_slice import GradientSlice, Norms, divide_
+from .gradient_slice import Norms, divide_
 from .part import Mask, Part, refusal, writes_to
+from .pipelining import is_called_by_pipeline
+
+if TYPE_CHECKING:
+    from .gradient_slice import GradientSlice
 
 aten = torch.ops.aten
 
@@ -54,11 +60,11 @@ class GradientPart(Part):
 
     gradient_slice: GradientSlice
     whole_numel: int
-    _origin: "GradientPart | None"  # the part that this is an alias of
+    _origin: GradientPart | None  # the part that this is an alias of
     _param_dtype: torch.dtype  # torch checks it when the part is assigned to param.grad
 
     @staticmethod
-    def __new__(cls, gradient_slice: GradientSlice, like: Tensor) -> "GradientPart":
+    def __new__(cls, gradient_slice: GradientSlice, like: Tensor) -> GradientPart:
         """Returns the part that shows the slice for the param ``like`` from now on; older parts become stale."""
         assert gradient_slice.gather is not None or gradient_slice.total.numel() == like.numel()
         part = gradient_slice.part = cls._showing(gradient_slice, like, like.dtype, None)
@@ -66,8 +72,8 @@ class GradientPart(Part):
 
     @classmethod
     def _showing(
-        cls, gradient_slice: GradientSlice, like: Tensor, param_dtype: torch.dtype, origin: "GradientPart | None"
-    ) -> "GradientPart":
+        cls, gradient_slice: GradientSlice, like: Tensor, param_dtype: torch.dtype, origin: GradientPart | None
+    ) -> GradientPart:
         device = like.device
         part = cls._wrapper(like, param_dtype, device)
         part.gradient_slice, part.device, part.whole_numel = gradient_slice, device, like.numel()
@@ -214,8 +220,13 @@ def _multiply(function: Any, part: GradientPart, other: Any) -> GradientPart:
 
 
 def _divide(function: Any, part: GradientPart, other: Any) -> GradientPart:
-    gradient_slice = part.whole_slice()
+    gradient_slice = part.live_slice()
+    pending = gradient_slice.pending
+    if pending is not None and not is_called_by_pipeline():
+        gradient_slice = part.whole_slice()
     divisor = _number(function, other, gradient_slice)
+    if pending is not None:  # scale_grads() of a zero-bubble schedule
+        gradient_slice.pending = pending / divisor
     gradient_slice.divide()
     divide_(gradient_slice.total, divisor)
     gradient_slice.edits.append(["div_", divisor])
@@ -254,7 +265,7 @@ def _clamp(function: Any, part: GradientPart, *bounds: Any, **named_bounds: Any)
 def _accumulate(function: Any, part: GradientPart, other: Any, *, alpha: float = 1) -> GradientPart:
     """Answers ``param.grad += grad``, as autograd does in a second backward."""
     gradient_slice = part.live_slice()
-    in_backward = torch._C._current_graph_task_id() >= 0
+    in_backward = torch._C._current_graph_task_id() >= 0 or is_called_by_pipeline()
     is_gradient = isinstance(other, Tensor) and not isinstance(other, Part) and other.size() == part.size()
     if not (in_backward and is_gradient and alpha == 1):
         raise StateError(
@@ -291,7 +302,8 @@ def _unscale(function: Any, tensors: list[Tensor], found_inf: Tensor, inverse: T
         function(plain, found_inf, inverse)
     factor = inverse.item() if parts else 1.0  # once for all parts: on a GPU, each item() waits for the device
     for part, count in zip(parts, counts, strict=True):
-        if count or (count is None and not part.gradient_slice.lend().isfinite().all()):
+        is_finite = part.gradient_slice.lend().isfinite().all() if count is None else count == 0
+        if part.gradient_slice.is_spoilt_elsewhere or not is_finite:
             found_inf.fill_(1.0)
         _multiply(function, part, factor)
 
@@ -367,6 +379,11 @@ def _alias(function: Any, part: GradientPart) -> GradientPart:
     return GradientPart._showing(part.live_slice(), part, part._param_dtype, origin)
 
 
+def _view(function: Any, part: GradientPart, size: Any) -> Any:
+    """Answers a view of the same shape, which ``to_local()`` of a DTensor makes of what is inside."""
+    return _alias(function, part) if tuple(size) == tuple(part.size()) else NotImplemented
+
+
 def _copy(function: Any, part: GradientPart, *, memory_format: Any = None, **keywords: Any) -> Any:
     """Returns a copy of the slice as a ``Part``, or a plain tensor where this rank holds the whole gradient."""
     gradient_slice = part.whole_slice()
@@ -438,6 +455,7 @@ _ANSWERS: dict[Any, Callable[..., Any]] = {
     aten.isnan.default: _is_inf_or_nan,
     aten.detach.default: _alias,
     aten.alias.default: _alias,
+    aten.view.default: _view,
     aten.clone.default: _copy,
     aten._to_copy.default: _copy,
 } | {

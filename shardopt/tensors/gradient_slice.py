@@ -77,6 +77,7 @@ class GradientSlice:
         edits: in-place edits of the mean since the last round: each the name of a method of the part and its arguments.
         pending: this rank's own gradient (the param's shape), which autograd added to the part under ``no_sync()``; the
             next round reduces it.
+        is_spoilt_elsewhere: gradients of other ranks' experts hold an Inf or NaN.
     """
 
     def __init__(
@@ -95,6 +96,7 @@ class GradientSlice:
         self.is_used = False
         self.edits: list[list[Any]] = []
         self.pending: Tensor | None = None
+        self.is_spoilt_elsewhere = False
         self._norms: Norms | None = None
         self._lent: Tensor | None = None
         self._lent_version = 0
@@ -140,6 +142,12 @@ class GradientSlice:
         mean = self.undivided.clone()
         divide_(mean, self._undivided_by)
         return torch.where(self.total == mean, self.undivided, self.total * self._undivided_by), self._undivided_by
+
+    def replace(self, mean: Tensor) -> None:
+        """Makes this the mean, 1D. Its norms are not known."""
+        self.divide()
+        self.total.copy_(mean)
+        self.norms = None
 
     def restore_sum(self, count: int) -> Tensor | None:
         """Makes ``total`` the sum of ``count`` ranks again, so that a round can add to it.

@@ -85,6 +85,7 @@ class Part(torch.Tensor):
 
     @property
     def local(self) -> torch.Tensor:
+        """This rank's slice: 1D, empty where it has none."""
         return self._local
 
     def full_tensor(self) -> torch.Tensor:
@@ -125,6 +126,7 @@ class Part(torch.Tensor):
         raise self._refused("map_()")
 
     def map2_(self, *arguments: Any) -> Self:
+        """Refused, as :meth:`map_` is."""
         raise self._refused("map2_()")
 
     def const_data_ptr(self) -> int:

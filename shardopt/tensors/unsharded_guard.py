@@ -4,7 +4,6 @@ A read of freed memory would crash the process or, worse, train on stale numbers
 the param's class is :class:`ReleasedParameter`. A change of class costs a tenth of a microsecond.
 """
 
-import types
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
@@ -14,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..errors import ReleasedError
+from .guard_class import guard_class
 
 Read = Callable[[], torch.Tensor]
 Write = Callable[[torch.Tensor], None]
@@ -64,7 +64,8 @@ _METHODS = """
     register_hook register_post_accumulate_grad_hook requires_grad_ __hash__ is_shared is_signed ndimension
     get_device data_ptr untyped_storage new_empty new_full new_ones new_tensor new_zeros
 """
-_ALLOWED = {
+# What a guarded param may be asked without a look at its values.
+READS_NO_VALUES = {
     *(getattr(getattr(_Tensor, name, None), "__get__", None) for name in _PROPERTIES.split()),
     *(getattr(getattr(_Tensor, name, None), "__set__", None) for name in ("grad", "requires_grad", "grad_dtype")),
     *(getattr(getattr(_Tensor, name, None), "__delete__", None) for name in ("grad",)),
@@ -91,9 +92,8 @@ def released_class(own: type) -> type:
     """Returns the class of a released param of class ``own``: a subclass of it and of :class:`ReleasedParameter`."""
     if own is torch.nn.Parameter or issubclass(own, ReleasedParameter):
         return ReleasedParameter
-    # Without __slots__ the layout would differ, and Python would refuse the assignment to __class__.
-    body: dict[str, Any] = {"__slots__": ()}
-    return types.new_class(f"Released{own.__name__}", (ReleasedParameter, own), {}, lambda space: space.update(body))
+    guard = ReleasedDTensor if hasattr(own, "_local_tensor") else ReleasedParameter
+    return guard_class(guard, own, f"Released{own.__name__}")
 
 
 class ReleasedParameter(torch.nn.Parameter):
@@ -107,7 +107,7 @@ class ReleasedParameter(torch.nn.Parameter):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        if function in _ALLOWED:
+        if function in READS_NO_VALUES:
             with torch._C.DisableTorchFunctionSubclass():
                 return function(*args, **(kwargs or {}))
         first = args[0] if args else None
@@ -135,6 +135,26 @@ class ReleasedParameter(torch.nn.Parameter):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"ReleasedParameter(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
+
+
+class ReleasedDTensor(ReleasedParameter):
+    """The methods by which a DTensor hands out what is inside, where ``__torch_function__`` is not asked."""
+
+    def to_local(self, **keywords: Any) -> Any:
+        return _gathered(self, "to_local").to_local(**keywords)
+
+    def full_tensor(self, **keywords: Any) -> Any:
+        return _gathered(self, "full_tensor").full_tensor(**keywords)
+
+    def redistribute(self, *arguments: Any, **keywords: Any) -> Any:
+        return _gathered(self, "redistribute").redistribute(*arguments, **keywords)
+
+
+def _gathered(param: Any, call: str) -> Any:
+    """Returns the param, which has its own class again."""
+    if param in _SHARDED and _SHARDED[param][2](True):
+        return param
+    raise _refusal(call, param)
 
 
 _CASTS = {

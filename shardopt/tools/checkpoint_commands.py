@@ -1,18 +1,17 @@
-"""``python -m shardopt inspect | verify | export``: checkpoints on the command line."""
+"""``shardopt inspect | verify | export``: checkpoints on the command line."""
 
 import argparse
-import os
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 from ..checkpoint.export import export_states, export_weights
-from ..checkpoint.inspect import data_bytes, describe, size, verify
+from ..checkpoint.inspect import as_data, data_bytes, describe, size, verify
 from ..checkpoint.publish import find, published
 from ..checkpoint.reader import Checkpoint
-from ..errors import ShardoptError
+from ..errors import CheckpointError
 from .progress import progress
+from .terminal import Answer
 from .values import index
 
 _DIRECTORY = "a directory that save_checkpoint() was given (its newest checkpoint is taken), or one checkpoint in it"
@@ -52,65 +51,29 @@ def add_commands(commands: Any) -> None:
     export.set_defaults(run=_export)
 
 
-EXIT_CODES = """exit codes:
-  0    done, and all is well
-  1    the answer is no (bits differ, damaged, nothing fits), or what was asked for could not be done
-  2    the command line is wrong; nothing was done
-  3    a bug in shardopt: `python -X dev -m shardopt ...` shows where
-  130  interrupted"""
+def _inspect(options: argparse.Namespace) -> Answer:
+    return Answer(as_data(options.directory), "\n".join(describe(options.directory)))
 
 
-def run(options: argparse.Namespace) -> int:
-    """Runs the command that was given; prints errors on one line, without a traceback."""
-    try:
-        code = int(options.run(options))
-        sys.stdout.flush()
-        return code
-    except BrokenPipeError:  # `| head` has ended; without devnull Python fails again when it flushes at its end
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
-    except (ShardoptError, OSError, MemoryError) as error:
-        print(f"error: {str(error) or type(error).__name__}", file=sys.stderr)
-        return 1
-    except Exception as error:
-        if sys.flags.dev_mode:
-            raise
-        print(
-            f"error: a bug in shardopt, please report it ({type(error).__name__}: {error}). python -X dev -m shardopt "
-            "shows where.",
-            file=sys.stderr,
-        )
-        return 3
-
-
-def _inspect(options: argparse.Namespace) -> int:
-    for line in describe(options.directory):
-        print(line)
-    return 0
-
-
-def _verify(options: argparse.Namespace) -> int:
+def _verify(options: argparse.Namespace) -> Answer:
     paths = published(options.directory) if options.all else [find(options.directory)]
     if not paths:
-        print(f"error: {options.directory} holds no checkpoint", file=sys.stderr)
-    failed = not paths
+        raise CheckpointError(f"{options.directory} holds no checkpoint")
+    lines, read = [], []
     for path in paths:
         total = sum(each.stat().st_size for each in path.glob("*.safetensors"))
         start = time.monotonic()
         with progress(f"reading {path.name}", total) as advance:
             problems = verify(path, advance)
-        for problem in problems:
-            print(f"DAMAGED  {problem}")
-        if not problems:
-            print(f"whole    {path}: {size(total)} in {time.monotonic() - start:.1f} s")
-        failed = failed or bool(problems)
-    return int(failed)
+        seconds = time.monotonic() - start
+        lines += [f"DAMAGED  {problem}" for problem in problems]
+        lines += [] if problems else [f"whole    {path}: {size(total)} in {seconds:.1f} s"]
+        read.append({"path": str(path), "bytes": total, "seconds": seconds, "problems": problems})
+    is_whole = not any(each["problems"] for each in read)
+    return Answer({"whole": is_whole, "checkpoints": read}, "\n".join(lines), is_whole)
 
 
-def _export(options: argparse.Namespace) -> int:
+def _export(options: argparse.Namespace) -> Answer:
     with Checkpoint(find(options.directory)) as checkpoint:
         start = time.monotonic()
         with progress(f"writing {options.output}", data_bytes(checkpoint.manifest)) as advance:
@@ -118,6 +81,6 @@ def _export(options: argparse.Namespace) -> int:
                 export_states(checkpoint, options.output, options.optimizer, advance)
             else:
                 export_weights(checkpoint, options.output, advance)
-        seconds = time.monotonic() - start
-        print(f"{options.output}: {size(options.output.stat().st_size)} from {checkpoint.path} in {seconds:.1f} s")
-    return 0
+        seconds, nbytes = time.monotonic() - start, options.output.stat().st_size
+        data = {"path": str(options.output), "bytes": nbytes, "from": str(checkpoint.path), "seconds": seconds}
+        return Answer(data, f"{options.output}: {size(nbytes)} from {checkpoint.path} in {seconds:.1f} s")

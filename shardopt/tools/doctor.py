@@ -1,5 +1,6 @@
-"""``python -m shardopt doctor``: prints what a bug report needs, and what the machine can do. Takes under 3 s."""
+"""``shardopt doctor``: prints what a bug report needs, and what the machine can do. Takes under 3 s."""
 
+import argparse
 import contextlib
 import importlib.metadata
 import mmap
@@ -10,18 +11,43 @@ import shutil
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from .terminal import Answer
+
 _PACKAGES = ("shardopt", "torch", "triton", "numba", "numpy", "transformers", "accelerate", "lightning")
 
 
-def report(path: Path) -> str:
-    """Returns one fact a line. ``path``: a directory in which direct I/O is tried."""
-    return "\n".join(f"{name:<18} {value}" for name, value in _facts(path))
+def add_doctor(commands: Any) -> None:
+    """Adds the command to the subparsers of the command line."""
+    doctor = commands.add_parser(
+        "doctor",
+        help="print versions, devices, limits: what a report of a bug needs",
+        description="Prints versions, devices, backends, limits of memory, and whether direct I/O works in a folder.",
+    )
+    doctor.add_argument("path", nargs="?", type=Path, default=Path(), help="to try direct I/O in (default: here)")
+    doctor.set_defaults(run=_doctor)
+
+
+def _doctor(options: argparse.Namespace) -> Answer:
+    facts = facts_of(options.path)
+    problem = f"{options.path} is not a directory, so direct I/O was not tried" * (not options.path.is_dir())
+    return Answer(facts, report(facts), problem=problem)
+
+
+def report(facts: Mapping[str, str]) -> str:
+    """Returns one fact a line."""
+    return "\n".join(f"{name:<18} {value}" for name, value in facts.items())
+
+
+def facts_of(path: Path) -> dict[str, str]:
+    """Returns what there is, by name. ``path``: a directory in which direct I/O is tried."""
+    return dict(_facts(path))
 
 
 def _facts(path: Path) -> Iterator[tuple[str, str]]:

@@ -1,19 +1,24 @@
-"""``python -m shardopt import``: turns checkpoints of other libraries into ours."""
+"""``shardopt import``: turns checkpoints of other libraries into ours."""
+
+from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..checkpoint.foreign.from_dcp import INDEX, read_dcp
 from ..checkpoint.foreign.from_deepspeed import find_tag, read_deepspeed
 from ..checkpoint.foreign.from_torch import Hints, read_torch
 from ..checkpoint.foreign.import_foreign import plan_import, write_import
 from ..checkpoint.foreign.recognise import optimizer_names, recognise
-from ..checkpoint.foreign.source import Foreign
 from ..checkpoint.inspect import size
 from ..errors import CheckpointError
 from .progress import progress
+from .terminal import Answer
+
+if TYPE_CHECKING:
+    from ..checkpoint.foreign.source import Foreign
 
 KINDS = ("torch", "dcp", "deepspeed")
 
@@ -57,15 +62,16 @@ def add_import(commands: Any) -> None:
     command.set_defaults(run=_import)
 
 
-def _import(options: argparse.Namespace) -> int:
+def _import(options: argparse.Namespace) -> Answer:
     """Raises CheckpointError: nothing was written."""
     foreign = _read(options)
     plan = plan_import(foreign, *recognise(foreign, options.optimizer))
     total = sum(piece.nbytes for piece in plan.pieces)
     with progress(f"writing {options.output}", total) as advance:
         path = write_import(plan, options.output, advance)
-    print(f"{path}: {size(total)} from {foreign.origin}")
-    return 0
+    return Answer(
+        {"path": str(path), "bytes": total, "from": str(foreign.origin)}, f"{path}: {size(total)} from {foreign.origin}"
+    )
 
 
 def _read(options: argparse.Namespace) -> Foreign:

@@ -4,33 +4,40 @@ The layouts are those that the optimizer makes, so padding, small params that st
 will be. Activations, and what the allocator and the communication library keep, are not.
 """
 
+from __future__ import annotations
+
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from torch import nn
 
 from ..arguments import whole
-from ..config import GradientFormat, Master, Options, StateFormat, Tuning
+from ..config import Options
 from ..domain.bucket_plan import PlannedBucket, plan_buckets
-from ..domain.formats import StreamFormats, kept_for
-from ..domain.param import Candidate
+from ..domain.formats import kept_for
 from ..domain.param_names import matching
 from ..domain.units import gathering_budget, units_of
-from ..kernels.formats import BlockFormat, Format
+from ..kernels.formats import BlockFormat
 from ..offload import gradients as landing
 from ..offload.disk.file_io import PAGE, padded
 from ..offload.disk.pipeline import SLOTS
-from ..optim.optimizer import ShardedOptimizer
 from ..option import choices_of, planned
 from ..partition.layout import BLOCK, BucketLayout
 from ..partition.placement import Placement, Placements
 from ..partition.reducer import BUCKETS_UNDER_WAY, BYTES_UNDER_WAY
 from ..partition.schedule import assumed_orders, plan_schedule
-from ..rules import Rule
+
+if TYPE_CHECKING:
+    from ..config import GradientFormat, Master, Stage, StateFormat, Tuning
+    from ..domain.formats import StreamFormats
+    from ..domain.param import Candidate
+    from ..kernels.formats import Format
+    from ..optim.optimizer import ShardedOptimizer
+    from ..rules import Rule
 
 _FP32 = 4
 KINDS = ("param", "gradient", "master", "state", "buffer", "window", "ddp")
@@ -52,7 +59,7 @@ class Way:
         sums_rest: sums of gradients are offloaded to host memory (``Offload(gradients="cpu")``).
     """
 
-    stage: int
+    stage: Stage
     has_module: bool
     dtype: torch.dtype
     master: Master = "fp32"
@@ -118,10 +125,9 @@ class Need:
         return 2 * self.on("disk")
 
 
+_STAGES: tuple[tuple[Stage, bool], ...] = ((0, False), (0, True), (1, False), (1, True), (2, True), (3, True))
 WAYS = tuple(
-    Way(stage, has_module, dtype)
-    for dtype in (torch.float32, torch.bfloat16)
-    for stage, has_module in ((0, False), (0, True), (1, False), (1, True), (2, True), (3, True))
+    Way(stage, has_module, dtype) for dtype in (torch.float32, torch.bfloat16) for stage, has_module in _STAGES
 )
 
 
@@ -203,6 +209,7 @@ class Planner:
         alike, kept, window, gathered = self._lay(way)
         copies = 1 if Placements.of_stage(way.stage).state is Placement.SHARD else ranks
         kinds: dict[str, dict[str, int]] = {kind: {} for kind in KINDS}
+        is_lone = sum(count for _, count in alike) == 1
 
         def add(kind: str, tier: str, nbytes: int) -> None:
             kinds[kind][tier] = kinds[kind].get(tier, 0) + nbytes
@@ -216,7 +223,8 @@ class Planner:
                 way.tier,
                 count * sum(int(shard * _itemsize(bucket.kept.states[each])) for each in bucket.states),
             )
-            add("buffer", "device", count * shard // BLOCK * 4)  # the row of each block
+            # The row of each block: of a shard, and of shards that one launch takes.
+            add("buffer", "device", count * shard // BLOCK * 4 * (1 if is_lone else 2))
             if way.has_module:
                 # Copies of one shard sum its gradients in equal parts.
                 sums = BucketLayout((shard,), copies).numel * bucket.kept.gradient.itemsize

@@ -1,9 +1,15 @@
-"""``python -m shardopt plan``: prints the table, draws the chart."""
+"""What ``shardopt plan`` shows: the table, the chart, the cheapest way, data."""
 
-from collections.abc import Sequence
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from .plan import KINDS, TIERS, Need, Way, cheapest, cost, fits, possible
+from .plan import KINDS, TIERS, cheapest, cost, fits, possible
+
+if TYPE_CHECKING:
+    from .plan import Need, Way
 
 _HATCHES = {"device": None, "host": "//", "disk": "xx"}
 
@@ -38,21 +44,40 @@ def call(optimizer: str, way: Way) -> str:
     return f"Sharded{optimizer}({'model' if way.has_module else 'model.parameters()'}, {', '.join(keywords)})"
 
 
-def advice(needs: Sequence[Need], optimizer: str, device_bytes: int, host_bytes: int | None = None) -> tuple[str, bool]:
-    """Returns the cheapest way that fits, in words; and True if there is one."""
+def found(needs: Sequence[Need], device_bytes: int, host_bytes: int | None = None) -> dict[str, Need]:
+    """Returns the cheapest way that fits, and the cheapest of less precision where it moves less; by title."""
     best = cheapest(needs, device_bytes, host_bytes)
     if best is None:
-        least = min(needs, key=lambda need: need.on("device"))
-        rest = f" and {least.on('host') / 1e9:.1f} GB of the host's" if least.on("host") else ""
-        return (
-            f"none fits: {least.way} needs least, {least.on('device') / 1e9:.1f} GB of the device{rest}. Take more "
-            "ranks or larger devices."
-        ), False
-    lines = [_line("cheapest that fits", best, optimizer, device_bytes)]
+        return {}
     coarse = cheapest([need for need in needs if not need.way.is_exact], device_bytes, host_bytes)
     if best.way.is_exact and coarse is not None and cost(coarse) < cost(best):
-        lines.append(_line("with less precision", coarse, optimizer, device_bytes))
-    return "\n".join(lines), True
+        return {"cheapest that fits": best, "with less precision": coarse}
+    return {"cheapest that fits": best}
+
+
+def in_words(best: Mapping[str, Need], needs: Sequence[Need], optimizer: str, device_bytes: int) -> str:
+    """Returns what was :func:`found` among ``needs``, with the line of code that makes each."""
+    if best:
+        return "\n".join(_line(title, need, optimizer, device_bytes) for title, need in best.items())
+    least = min(needs, key=lambda need: need.on("device"))
+    rest = f" and {least.on('host') / 1e9:.1f} GB of the host's" if least.on("host") else ""
+    return (
+        f"none fits: {least.way} needs least, {least.on('device') / 1e9:.1f} GB of the device{rest}. Take more ranks "
+        "or larger devices."
+    )
+
+
+def as_data(need: Need, optimizer: str, device_bytes: int | None, host_bytes: int | None = None) -> dict[str, Any]:
+    """Returns one way for ``--json``: bytes, and the line of code that makes it."""
+    return {
+        "way": str(need.way),
+        "call": call(optimizer, need.way),
+        "formula": need.formula,
+        "bytes": need.bytes,
+        "moved": need.moved,
+        **{tier: need.on(tier) for tier in TIERS},
+        "fits": None if device_bytes is None else fits(need, device_bytes, host_bytes),
+    }
 
 
 def _line(title: str, need: Need, optimizer: str, device_bytes: int) -> str:

@@ -3,29 +3,41 @@
 On a machine with a GPU the Triton kernel is the compiled one; elsewhere Triton's interpreter runs it on the CPU.
 """
 
+from __future__ import annotations
+
 import os
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from ..kernels.formats import FP32, format_of
-from ..kernels.launch import Backend, backend_of
+from ..kernels.launch import backend_of
 from ..kernels.spec import StepSpec
 from ..kernels.tables import BLOCK, Factors, Gradients, Streams
-from ..rules import Rule
+from .one_shard import run_alone
+
+if TYPE_CHECKING:
+    from ..kernels.launch import Backend
+    from ..rules import Rule
 
 # Params of one shard: a partial block, one element, exactly a block, several blocks with a rest.
 NUMELS = (300, 1, BLOCK, 3 * BLOCK + 77)
 
 
 def compare(
-    rule: Rule, groups: Sequence[dict[str, Any]], dtype: torch.dtype, steps: int = 3, seed: int = 0
+    rule: Rule,
+    groups: Sequence[dict[str, Any]],
+    dtype: torch.dtype,
+    steps: int = 3,
+    seed: int = 0,
+    advance: Callable[[int], None] = lambda steps: None,
 ) -> dict[str, tuple[int, int]]:
     """Takes ``steps`` steps of ``rule`` natively and with Triton, on four params that take turns in ``groups``.
 
-    Returns, for each tensor that the steps wrote, its elements, and how many of them have bits that differ.
+    ``advance`` is told of each step. Returns, for each tensor that the steps wrote, its elements, and how many of them
+    have bits that differ.
     """
     device = triton_device()
     variant = rule.variant(groups[0])
@@ -33,9 +45,11 @@ def compare(
     native = _ShardOn(spec, torch.device("cpu"), seed)
     triton = _ShardOn(spec, device, seed)
     for step in range(1, steps + 1):
-        scalars = [rule.evaluate(variant, groups[index % len(groups)], step, {})[0] for index in range(len(NUMELS))]
+        facts = [(groups[index % len(groups)], (numel, 1)) for index, numel in enumerate(NUMELS)]
+        scalars = [rule.evaluate(variant, group, step, {}, shape)[0] for group, shape in facts]
         for run, backend in ((native, backend_of(torch.device("cpu"))), (triton, triton_on(device))):
             run.step(backend, scalars, step)
+        advance(1)
     return {
         name: (mine.numel(), int((_bits(mine) != _bits(theirs.cpu())).sum()))
         for (name, mine), theirs in zip(native.tensors().items(), triton.tensors().values(), strict=True)
@@ -94,7 +108,8 @@ class _ShardOn:
         )
         table = torch.tensor(scalars, dtype=torch.float32).to(self.device)
         streams = Streams(self.param, self.master, tuple(self.states.values()))
-        backend.step(self.spec, streams, gradients, table, Factors(unscale=1 / 3, clip=0.7))
+        factors = Factors(unscale=1 / 3, clip=0.7)
+        run_alone(backend, self.spec, streams, gradients, table, factors, None, NUMELS)
         if self.device.type == "cuda":
             torch.cuda.synchronize()  # the gradients of this step may be freed from here on
 

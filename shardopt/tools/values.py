@@ -23,7 +23,7 @@ def parse_size(text: str) -> int:
     unit = plain[-1:].upper()
     power = list(_THOUSANDS).index(unit) + 1 if unit in _THOUSANDS else 0
     if binary and not power:
-        raise ValueError(f"{text!r} is no size: write 80G, 80GiB or 8e10.")
+        raise ValueError(f"{text!r} is not a size: write 80G, 80GiB or 8e10.")
     factor = 2 ** (10 * power) if binary else 10 ** (3 * power)
     return _scaled(plain[:-1] if power else plain, factor, text, "size: write 80G, 80GiB or 8e10.")
 
@@ -45,7 +45,7 @@ def _scaled(number: str, factor: int, text: str, wanted: str) -> int:
     except (ValueError, OverflowError):
         value = math.nan
     if not 0 <= value < math.inf:
-        raise ValueError(f"{text!r} is no {wanted}")
+        raise ValueError(f"{text!r} is not a {wanted}")
     return round(value)
 
 
@@ -61,7 +61,7 @@ def memory(text: str) -> int:
     """Returns bytes, at least one."""
     found = _parsed(parse_size, text)
     if found < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no memory: omit it for any.")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a memory size: omit it for any.")
     return found
 
 
@@ -101,7 +101,7 @@ def _whole(text: str, least: int, most: int) -> int:
     except ValueError:
         found = least - 1
     if not least <= found <= most:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from {least} to {most}")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {least} to {most}")
     return found
 
 

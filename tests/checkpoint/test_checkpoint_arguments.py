@@ -42,6 +42,10 @@ WRONG: list[tuple[str, dict[str, Any]]] = [
     ("optimizer", {"optimizer": 7}),
     ("optimizer", {"optimizer": "twice"}),
     ("torch's|shardopt's", {"optimizer": "torch's"}),
+    ("names takes a dict", {"names": ["layers.0"]}),
+    ("names takes a dict", {"names": {"0": "layers.0"}}),
+    ("names takes a dict", {"names": {nn.Linear(1, 1): 3}}),
+    ("names takes modules within", {"names": {nn.Linear(1, 1): "layers.0"}}),
 ]
 ONLY_SAVED: list[tuple[str, dict[str, Any]]] = [
     ("keep", {"keep": math.nan}),

@@ -183,6 +183,7 @@ def test_staging_memory_is_no_larger_than_what_is_saved(tmp_path: Path) -> None:
     with (
         patch("torch.cuda.cudart", lambda: runtime),
         patch("torch.cuda.device", runtime.device),
+        patch("torch.cuda.synchronize"),
         patch("torch.cuda.is_available", lambda: True),
         patch("shardopt.checkpoint.save._device_of", lambda module: gpu),
     ):

@@ -77,6 +77,28 @@ def about(content: Content) -> Any:
     return content["params"]["0.weight"]
 
 
+def in_blocks(content: Content, blocks: list[Any]) -> None:
+    """The param is made up of blocks: of each there is a tensor of its shape, which has bytes of its own."""
+    about(content).update(shape=[64, 16], blocks=blocks)
+    params, done = content["tensors"]["params"], 0
+    kinds = params.pop("0.weight")
+    for (row, _), (rows, _) in blocks:
+        name = f"0.weight[{row}:{row + rows}, 0:16]"
+        params[name] = {kind: rows_of(tensor, done, rows) for kind, tensor in kinds.items()}
+        done += rows
+
+
+def rows_of(tensor: Any, first: int, rows: int) -> Any:
+    (whole,) = tensor["ranges"]
+    span = {**whole, "start": 0, "stop": 16 * rows, "offset": whole["offset"] + 64 * first}
+    return {**tensor, "shape": [rows, 16], "ranges": [span]}
+
+
+def in_blocks_of_another_shape(content: Content) -> None:
+    in_blocks(content, [[[0, 0], [32, 16]], [[32, 0], [32, 16]]])
+    content["tensors"]["params"]["0.weight[0:32, 0:16]"]["exp_avg"].update(shape=[16, 32], strides=[32, 1])
+
+
 def group(content: Content) -> Any:
     return content["optimizers"][0]["groups"][0]
 
@@ -146,6 +168,14 @@ SAYS: dict[str, Forge] = {
     "an optimizer that is not there": lambda c: about(c).update(optimizer=3),
     "an optimizer in words": lambda c: about(c).update(optimizer="0"),
     "a place that is a number": lambda c: about(c).update(place=3),
+    "blocks that are a number": lambda c: about(c).update(shape=[64, 16], blocks=3),
+    "blocks without a shape": lambda c: about(c).update(blocks=[[[0, 0], [64, 16]]]),
+    "blocks that are one": lambda c: about(c).update(shape=[64, 16], blocks=[[[0, 0], [64, 16]]]),
+    "blocks that leave a gap": lambda c: in_blocks(c, [[[0, 0], [32, 16]], [[33, 0], [31, 16]]]),
+    "blocks that overlap": lambda c: in_blocks(c, [[[0, 0], [32, 16]], [[31, 0], [32, 16]]]),
+    "blocks before the first element": lambda c: in_blocks(c, [[[-32, 0], [32, 16]], [[0, 0], [32, 16]]]),
+    "blocks behind the last element": lambda c: in_blocks(c, [[[0, 0], [32, 16]], [[1 << 61, 0], [32, 16]]]),
+    "blocks of other shapes than their tensors": in_blocks_of_another_shape,
     "a turn of one number": lambda c: about(c).update(turn=[0]),
     "optimizers that are a dict": lambda c: c.update(optimizers={}),
     "an optimizer that is a list": lambda c: c["optimizers"].__setitem__(0, []),
@@ -242,7 +272,7 @@ def test_json_that_python_cannot_bear_is_refused(saved: Path) -> None:
     ):
         assert wrong != text
         write(saved, wrong)
-        with raises(CheckpointError, "no manifest that shardopt wrote", "Nothing was loaded"):
+        with raises(CheckpointError, "not a manifest that shardopt wrote", "Nothing was loaded"):
             shardopt.load_checkpoint(saved, model, optimizer)
         assert verify(saved)
     assert facts(model, optimizer) == before

@@ -250,17 +250,17 @@ def test_auto_is_one_dict_to_fill_in(tmp_path: Path) -> None:
 def test_files_that_are_no_configs_are_named(tmp_path: Path) -> None:
     path = tmp_path / "bad.json"
     for content, words in (
-        ('{"a": 1,}', ("no JSON", "line 1 column")),
-        ("", ("no JSON",)),
+        ('{"a": 1,}', ("is not JSON", "line 1 column")),
+        ("", ("is not JSON",)),
         ('{"optimizer": {}, "optimizer": {}}', ("'optimizer' is there twice",)),
         ("[1]", ("a JSON object", "list")),
-        ("[" * 100_000, ("no JSON",)),
+        ("[" * 100_000, ("is not JSON",)),
     ):
         path.write_text(content)
         with raises(ShardoptError, str(path), *words):
             from_deepspeed_config(path, Net())
     path.write_bytes(b"\xff\xfe{")
-    with raises(ShardoptError, str(path), "no JSON"):
+    with raises(ShardoptError, str(path), "is not JSON"):
         from_deepspeed_config(str(path), Net())
     for wrong in (None, 3, ["ds.json"]):
         with raises(ShardoptError, "a dict, or the path of a JSON file", type(wrong).__name__):
@@ -301,6 +301,8 @@ def test_the_scripts_own_optimizer() -> None:
     make = shardopt.ShardedAdamW
     run = from_deepspeed_config(config, module, groups_of(list(module.parameters())), optimizer=make)
     assert type(run.optimizer) is ShardedAdamW and [group["lr"] for group in run.optimizer.param_groups] == [LR / 2, LR]
+    muon = from_deepspeed_config(config, Net(), optimizer=shardopt.ShardedMuon).optimizer  # it takes matrices alone
+    assert {group["rule"] for group in muon.param_groups} >= {"adamw"}
 
 
 def test_optimizers_that_cannot_be_taken_over_are_refused() -> None:

@@ -6,16 +6,17 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import Parameter
 
 import shardopt
 from shardopt.tools.twins import compare
 from tests.support.cases import CASES
+from tests.support.chain import train_chain
 from tests.support.ranks import Pool
 from tests.support.through_host import through_host
 from tests.support.training import raw
+from tests.support.without_gpu import sized
 
 pytestmark = pytest.mark.gpu
 
@@ -66,7 +67,7 @@ def test_whole_optimizers(name: str, dtype: torch.dtype) -> None:
 
 def test_a_step_waits_for_nothing_but_its_decision() -> None:
     """Gradients may be freed right after the step: their memory is not reused before the kernel has read them."""
-    param = Parameter(torch.zeros(1 << 24, device="cuda"))
+    param = Parameter(torch.zeros(sized(1 << 24, 1 << 18), device="cuda"))
     optimizer = shardopt.ShardedSGD([param], lr=1.0, tuning=shardopt.Tuning(nonfinite="propagate"))
     for _ in range(5):
         param.grad = torch.ones_like(param)
@@ -76,48 +77,9 @@ def test_a_step_waits_for_nothing_but_its_decision() -> None:
     assert torch.equal(param, torch.full_like(param, -5.0))
 
 
-class Link(nn.Module):
-    """Adds the sum of its weight times integers, which are its gradient: the same on every device."""
-
-    def __init__(self, numel: int):
-        super().__init__()
-        self.weight = Parameter(torch.linspace(-1, 1, numel))
-
-    def forward(self, x: Tensor, salt: int) -> Tensor:
-        generator = torch.Generator().manual_seed(salt)
-        factors = torch.randint(-8, 9, self.weight.shape, generator=generator).float()
-        return x + (self.weight * factors.to(x.device)).sum()
-
-
-class Chain(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.links = nn.ModuleList(Link(numel) for numel in (300, 1, 2000, 257, 70_000))
-
-    def forward(self, x: Tensor, salt: int) -> Tensor:
-        for number, link in enumerate(self.links):
-            x = link(x, 100 * salt + number)
-        return x
-
-
 def trains(stage: int, device: str, offload: Any = None) -> list[bytes]:
     with through_host() if device == "cuda" else nullcontext():
-        return _trains(stage, device, offload)
-
-
-def _trains(stage: int, device: str, offload: Any) -> list[bytes]:
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    model = Chain().to(device)
-    tuning = shardopt.Tuning(bucket_bytes=4000, keep_below=500, live_bytes=0)
-    optimizer = shardopt.ShardedAdamW(model, lr=0.01, stage=stage, max_grad_norm=100.0, tuning=tuning, offload=offload)
-    for step in range(8):  # after six of them it is known which step is faster
-        optimizer.zero_grad()
-        for turn in range(1 + step % 2):
-            model(torch.zeros((), device=device), 10 * step + 3 * rank + turn).backward()
-        optimizer.step()
-    assert optimizer.grad_norm is not None and optimizer.grad_norm > 100.0
-    with optimizer.unsharded():
-        return [raw(param.detach().cpu()) for param in model.parameters()]
+        return train_chain(stage, device, offload)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -179,7 +141,7 @@ def test_stages_with_states_elsewhere(ranks: Pool, stage: int, tmp_path: Path) -
 
 
 def test_offload_frees_the_device_and_reload_takes_it_back() -> None:
-    param = Parameter(torch.zeros(64 << 20, device="cuda"))
+    param = Parameter(torch.zeros(sized(64 << 20, 1 << 20), device="cuda"))
     optimizer = shardopt.ShardedAdamW([param])
     expected = shardopt.ShardedAdamW([Parameter(param.detach().clone())])
     other = expected.param_groups[0]["params"][0]

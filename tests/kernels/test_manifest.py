@@ -6,19 +6,26 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from shardopt.kernels import triton_backend
-from tests.kernels import test_on_ptx
+from tests.kernels import test_on_ptx, test_passes
 from tests.support.paths import ROOT
 from tests.support.ptx.process import Compiling
 
 STEPS, SUMS = "test_every_rule_and_format", "test_reductions"
+LARGE = "test_programs_of_any_size"  # where a program has a vector of blocks
+PASSES = "test_every_pass_as_compiled"  # of test_passes.py
 # What Triton compiles -> the test of test_on_ptx.py that executes it.
 EXECUTED = {
+    "triton_step.stream_at": STEPS,
     "triton_step.step_kernel": STEPS,
     "triton_step.rule_function": STEPS,  # makes a function of each rule
+    "triton_words.column": LARGE,
+    "triton_words.none_of": LARGE,
+    "triton_words.largest_of": STEPS,
     "triton_words.sign": STEPS,
     "triton_words.minimum": STEPS,
     "triton_words.maximum": STEPS,
     "triton_words.clamp": STEPS,
+    "triton_words.load_bf16": STEPS,
     "triton_words.widen": STEPS,
     "triton_words.narrow": STEPS,
     "triton_formats.bits_of": STEPS,
@@ -30,15 +37,28 @@ EXECUTED = {
     "triton_formats.draw": STEPS,
     "triton_formats.dither": STEPS,
     "triton_formats.narrow_up": STEPS,
+    "triton_formats.load_codes": STEPS,
     "triton_formats.decode": STEPS,
     "triton_formats.encode": STEPS,
     "triton_reductions.load_gradients": SUMS,
-    "triton_reductions.block_sums_kernel": SUMS,
+    "triton_reductions.sums_of": SUMS,
+    "triton_reductions.sum_of_squares": SUMS,
+    "triton_reductions.row_of_block_sums": SUMS,
+    "triton_reductions.add_to_row": SUMS,
+    "triton_reductions.totals_kernel": SUMS,
     "triton_reductions.count_nonfinite_kernel": SUMS,
+    "triton_pass.keep": PASSES,
+    "triton_pass.pass_kernel": PASSES,
+    "triton_pass.pass_function": PASSES,  # makes a function of each pass
 }
+MAKERS = ("triton_step.rule_function", "triton_pass.pass_function")  # whose functions have lines of their own
 # What a backend is asked for -> the test that does, or why none does.
-ENTRIES = {"step": STEPS, "block_sums": SUMS, "totals": SUMS, "count_nonfinite": SUMS}
-EXEMPT = {"prepare": "a step over one skipped block, launched for what it compiles"}
+ENTRIES = {"step": STEPS, "add_totals": SUMS, "count_nonfinite": SUMS, "run_pass": PASSES}
+EXEMPT = {
+    "prepare": "a step over one skipped block, launched for what it compiles",
+    "prepare_pass": "likewise",
+    "joins_shards": "a fact",
+}
 # Rules that together use every word.
 CASES = ("AdamW", "Lion", "Rprop")
 
@@ -59,7 +79,7 @@ def test_every_kernel_has_a_row() -> None:
     assert {name for name, _, _ in jit_functions()} == EXECUTED.keys()
     assert set(triton_backend.__all__) == ENTRIES.keys() | EXEMPT.keys()
     for test in {*EXECUTED.values(), *ENTRIES.values()}:
-        assert callable(getattr(test_on_ptx, test)), test
+        assert callable(getattr(test_passes if test == PASSES else test_on_ptx, test)), test
 
 
 def test_what_is_said_to_be_executed_is(compiling: Compiling) -> None:
@@ -67,12 +87,14 @@ def test_what_is_said_to_be_executed_is(compiling: Compiling) -> None:
     texts: dict[str, set[str]] = {
         STEPS: compiling(test_on_ptx.in_rows, [row for row in test_on_ptx.rows(True) if row[0] in CASES]),
         SUMS: compiling(test_on_ptx.in_reductions, 1),
+        LARGE: compiling(test_on_ptx.in_programs_of, 2, 1),
+        PASSES: compiling(test_passes.in_rows, (test_passes.SPECIAL,), ("LAMB in 8 bits",)),
     }
     lines = {
         test: {(file, int(line)) for text in each for file, line in re.findall(r'loc\("([^"]+)":(\d+):', text)}
         for test, each in texts.items()
     }
     for name, path, span in jit_functions():
-        if name != "triton_step.rule_function":  # whose functions have lines of their own
+        if name not in MAKERS:
             assert any((str(path), line) in lines[EXECUTED[name]] for line in span), name
     assert len({file for file, _ in lines[STEPS] if file.startswith("<shardopt triton ")}) >= len(CASES)

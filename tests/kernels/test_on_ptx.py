@@ -22,14 +22,24 @@ from hypothesis import strategies as st
 from shardopt.config import Options
 from shardopt.domain.formats import kept_for
 from shardopt.kernels import triton_reductions, triton_step
-from shardopt.kernels.formats import BF16, BF16_RANDOM, FP16, FP32, SIGNED8, SPLIT24, UNSIGNED8, format_of
+from shardopt.kernels.formats import (
+    BF16,
+    BF16_DITHERED,
+    BF16_RANDOM,
+    FP16,
+    FP32,
+    SIGNED8,
+    SPLIT24,
+    UNSIGNED8,
+    format_of,
+)
 from shardopt.kernels.spec import StepSpec
 from shardopt.kernels.tables import Factors
 from tests.kernels.test_kernels import ADAM_RULE, ADAMW, KEPT, NASTY, SHAPES, group_of
 from tests.kernels.test_reductions import SHAPES as SHAPES_TO_REDUCE
 from tests.support.cases import CASES, GRADIENTS, MASTERS, STATE_FORMATS
 from tests.support.ptx.process import Compiling
-from tests.support.ptx.shards import check_reductions, check_step
+from tests.support.ptx.shards import check_joined, check_reductions, check_step
 from tests.support.shards import Shape
 from tests.support.sweep import drawn, grid
 
@@ -132,19 +142,37 @@ def test_any_shard(compiling: Compiling, examples: int) -> None:
     compiling(in_any_shard, examples)
 
 
+# -- several shards ----------------------------------------------------------------------------------------------------
+
+
+def in_joined_shards() -> None:
+    others = (replace(NASTY, members=NASTY.members[:2], empty_blocks=2), replace(NASTY, members=NASTY.members[::-1]))
+    shapes = [replace(each, grads="special", seed=seed) for seed, each in enumerate((NASTY, *others))]
+    for formats in (KEPT[2], KEPT[6], (BF16_RANDOM, BF16, None, (BF16, BF16_DITHERED))):
+        check_joined(shapes, StepSpec(ADAM_RULE.variant(ADAMW), *formats), ADAMW, ADAM_RULE)
+
+
+def test_several_shards_at_a_time(compiling: Compiling) -> None:
+    """Each gets what it would get alone, its noise too."""
+    compiling(in_joined_shards)
+
+
 # -- programs of several blocks ----------------------------------------------------------------------------------------
 
 
-def in_programs_of(blocks: int, warps: int) -> None:
+def in_programs_of(blocks: int, warps: int) -> set[str]:
+    executed = set()
     with pytest.MonkeyPatch.context() as patch:
         for module in (triton_step, triton_reductions):
             patch.setattr(module, "BLOCKS_PER_PROGRAM", blocks)
             patch.setattr(module, "NUM_WARPS", warps)
         shape = replace(NASTY, grads="special")
         for formats in (KEPT[2], KEPT[6]):
-            check_step(shape, StepSpec(ADAM_RULE.variant(ADAMW), *formats), ADAMW, ADAM_RULE)
+            driver = check_step(shape, StepSpec(ADAM_RULE.variant(ADAMW), *formats), ADAMW, ADAM_RULE)
+            executed |= {each.ttir for each in driver.executed}
         check_reductions(shape, FP32)
         check_reductions(shape, BF16)
+    return executed
 
 
 @pytest.mark.parametrize(("blocks", "warps"), [(2, 1), (4, 4), pytest.param(8, 4, marks=pytest.mark.slow)])

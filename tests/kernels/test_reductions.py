@@ -9,16 +9,28 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import triton
+import triton.language as tl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardopt.kernels import native_backend
+from shardopt.kernels import native_backend, triton_backend
 from shardopt.kernels.formats import BF16, FP16, FP32, Format
 from shardopt.kernels.launch import Backend
+from shardopt.kernels.reductions import (
+    COLUMNS,
+    LIMB_BITS,
+    LIMBS,
+    NONFINITE,
+    BlockSums,
+    new_totals,
+    sum_of_rows,
+    sum_of_squares,
+)
 from shardopt.kernels.reductions import LARGEST as LARGEST_AT
-from shardopt.kernels.reductions import LIMBS, NONFINITE, BlockSums, Totals, sum_of_squares
 from shardopt.kernels.spec import StepSpec
 from shardopt.kernels.tables import BLOCK, Factors, Gradients
+from shardopt.kernels.triton_reductions import add_to_row, row_of_block_sums
 from tests.support.cases import ADAM_KEYWORDS, CASES, GRADIENTS
 from tests.support.shards import BACKENDS, HandmadeShard, Member, Shape, bits, lone, scaled
 
@@ -44,14 +56,14 @@ def blocks_of(shard: HandmadeShard) -> list[np.ndarray]:
     return blocks
 
 
-def reference(block: np.ndarray) -> tuple[int, int, int, int]:
-    """(S, E, bits of the largest, non-finite count) of one block, in float64 and Python's integers."""
+def reference(block: np.ndarray) -> tuple[int, int, int]:
+    """(what the limbs stand for, bits of the largest, non-finite count) of one block, in Python's integers."""
     finite = np.abs(block[np.isfinite(block)])
     largest = np.max(finite, initial=np.float32(0))
     exponent = max(math.frexp(largest)[1] + 126, 1) if largest else 1
     whole = np.floor(np.ldexp(finite.astype(np.float64), 153 - exponent))  # exact: a power of two
     total = sum(int(q) ** 2 for q in whole)
-    return total, exponent, int(largest.view(np.int32)), len(block) - len(finite)
+    return total << 2 * exponent - 2, int(largest.view(np.int32)), len(block) - len(finite)
 
 
 def exact(sums: BlockSums, rows: Sequence[int] | None = None, row: int = 0) -> Fraction:
@@ -68,9 +80,31 @@ def value(limbs: torch.Tensor) -> int:
     return sum(limb << (32 * index) for index, limb in enumerate(limbs.tolist()))
 
 
-def shard_norm(backend: Backend, sums: BlockSums, gradients: Gradients) -> float:
+def totals_of(backend: Backend, fmt: Format, gradients: Gradients, factors: Factors) -> torch.Tensor:
+    found = new_totals(gradients.num_rows, gradients.row_of_block.device)
+    with np.errstate(all="ignore"):
+        backend.add_totals(fmt, gradients, factors, found)
+    return found
+
+
+def count_of(backend: Backend, fmt: Format, gradients: Gradients) -> int:
+    found = torch.zeros(1, dtype=torch.int64, device=gradients.row_of_block.device)
+    with np.errstate(all="ignore"):
+        backend.count_nonfinite(fmt, gradients, found)
+    return int(found)
+
+
+def of_each_block(backend: Backend, fmt: Format, gradients: Gradients, factors: Factors) -> list[tuple[int, int, int]]:
+    """As ``reference`` has them: by a table in which each block has a row of its own."""
+    rows = gradients.rows[gradients.row_of_block.long()].contiguous()
+    own = torch.arange(gradients.num_blocks, dtype=torch.int32, device=rows.device)
+    found = totals_of(backend, fmt, Gradients(own, rows, gradients.aligned), factors)
+    return [(value(row[:LIMBS]), int(row[LARGEST_AT]), int(row[NONFINITE])) for row in found]
+
+
+def square_of(totals: torch.Tensor) -> float:
     """The square of the norm of the whole shard."""
-    return sum_of_squares(backend.totals(sums, gradients).of_shard()[0])
+    return sum_of_squares(sum_of_rows(totals.cpu())[0])
 
 
 MEMBERS = st.builds(
@@ -120,14 +154,14 @@ def kernels_equal_the_reference(shape: Shape, fmt: Format) -> None:
     for backend, device in BACKENDS:
         memory = shard.memory.copy_to(device)
         gradients = shard.gradients(memory)
-        with np.errstate(all="ignore"):
-            sums = backend.block_sums(fmt, gradients, shape.factors._replace(clip=0.5))  # of no effect
-            count = backend.count_nonfinite(fmt, gradients)
-        columns = [column.tolist() for column in (sums.mantissa, sums.exponent, sums.largest, sums.nonfinite)]
-        assert list(zip(*columns, strict=True)) == expected, type(backend).__name__
-        assert int(count) == raw, "of the gradients as they are, before the loss scale"
-        squares = shard_norm(backend, sums, gradients)
-        assert squares == float(exact(sums))
+        factors = shape.factors._replace(clip=0.5)  # of no effect
+        assert of_each_block(backend, fmt, gradients, factors) == expected, type(backend).__name__
+        assert count_of(backend, fmt, gradients) == raw, "of the gradients as they are, before the loss scale"
+        totals = totals_of(backend, fmt, gradients, factors)
+        limbs, nonfinite = sum_of_rows(totals.cpu())
+        assert value(torch.tensor(limbs)) == sum(each[0] for each in expected)
+        assert nonfinite == sum(each[2] for each in expected)
+        squares = square_of(totals)
         finite = np.concatenate([block[np.isfinite(block)] for block in [np.zeros(0, np.float32), *blocks]])
         truth = math.sqrt(math.fsum(float(each) ** 2 for each in finite))
         assert math.sqrt(squares) == pytest.approx(truth, rel=RTOL, abs=0)
@@ -148,23 +182,69 @@ def test_the_divisor_is_divided_by(fmt: Format, divisor: float) -> None:
     alone[:, 17] = grad
     for backend, device in BACKENDS:
         gradients, _grad = lone(alone.view(-1).to(device), fmt)
-        sums = backend.block_sums(fmt, gradients, Factors(divisor))
-        assert torch.equal(sums.largest.cpu(), bits(torch.from_numpy(np.abs(quotients)))), type(backend).__name__
-        found = list(zip(sums.mantissa.tolist(), sums.exponent.tolist(), strict=True))
-        assert found == [reference(quotients[index : index + 1])[:2] for index in range(len(quotients))]
+        found = of_each_block(backend, fmt, gradients, Factors(divisor))
+        assert found == [reference(quotients[index : index + 1]) for index in range(len(quotients))]
+        assert [each[1] for each in found] == bits(torch.from_numpy(np.abs(quotients))).tolist()
 
 
 # -- totals ------------------------------------------------------------------------------------------------------------
 
 
-def made_up(mantissas: Sequence[int], exponents: Sequence[int], rows: Sequence[int]) -> tuple[BlockSums, Gradients]:
-    """Sums that no kernel made, and tables with two rows more than those that have a block."""
-    zeros = torch.zeros(len(rows), dtype=torch.int32)
-    sums = BlockSums(
+def made_up(mantissas: Sequence[int], exponents: Sequence[int]) -> BlockSums:
+    """Sums that no kernel made."""
+    zeros = torch.zeros(len(mantissas), dtype=torch.int32)
+    return BlockSums(
         torch.tensor(mantissas, dtype=torch.int64), torch.tensor(exponents, dtype=torch.int32), zeros, zeros
     )
-    table = torch.zeros(max(rows, default=0) + 3, 2, dtype=torch.int64)
-    return sums, Gradients(torch.tensor(rows, dtype=torch.int32), table, True)
+
+
+@triton.jit
+def add_made_up(
+    rows_ptr,
+    mantissa_ptr,
+    exponent_ptr,
+    largest_ptr,
+    nonfinite_ptr,
+    totals_ptr,
+    num_blocks,
+    COLUMNS: tl.constexpr,
+    LARGEST: tl.constexpr,
+    NONFINITE: tl.constexpr,
+    LIMB_BITS: tl.constexpr,
+    LANES: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    """What the kernel of totals does with the sums of a block, for many blocks at a time."""
+    blocks = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)[:, None]
+    inside = blocks < num_blocks
+    mantissa = tl.load(mantissa_ptr + blocks, mask=inside, other=0)
+    exponent = tl.load(exponent_ptr + blocks, mask=inside, other=0)
+    nonfinite = tl.load(nonfinite_ptr + blocks, mask=inside, other=0)
+    added = row_of_block_sums(mantissa, exponent, nonfinite, NONFINITE, LIMB_BITS, LANES)
+    row = tl.load(rows_ptr + blocks, mask=inside, other=0).to(tl.int64)
+    add_to_row(totals_ptr, row, added, tl.load(largest_ptr + blocks, mask=inside, other=0), COLUMNS, LARGEST, LANES)
+
+
+def added_natively(sums: BlockSums, rows: Sequence[int], num_rows: int) -> torch.Tensor:
+    totals = new_totals(num_rows, torch.device("cpu"))
+    native_backend.add_blocks(sums, torch.tensor(rows, dtype=torch.int32), totals)
+    return totals
+
+
+def added_by_triton(sums: BlockSums, rows: Sequence[int], num_rows: int) -> torch.Tensor:
+    totals, row_of_block = new_totals(num_rows, torch.device("cpu")), torch.tensor(rows, dtype=torch.int32)
+    columns = (row_of_block, sums.mantissa, sums.exponent, sums.largest, sums.nonfinite)
+    constants = {"COLUMNS": COLUMNS, "LARGEST": LARGEST_AT, "NONFINITE": NONFINITE, "LIMB_BITS": LIMB_BITS}
+    device = next(device for backend, device in BACKENDS if backend is triton_backend)
+    there = totals.to(device)
+    if rows:
+        columns = tuple(each.to(device) for each in columns)
+        add_made_up[(-(-len(rows) // 64),)](*columns, there, len(rows), **constants, LANES=32, BLOCKS=64)
+    return there.cpu()
+
+
+ADDED = {"native": added_natively, "triton": added_by_triton}
+Add = Callable[[BlockSums, Sequence[int], int], torch.Tensor]
 
 
 BLOCK_SUMS = st.tuples(
@@ -174,22 +254,16 @@ BLOCK_SUMS = st.tuples(
 )
 
 
-@pytest.mark.parametrize("backend", [backend for backend, _ in BACKENDS], ids=["native", "triton"])
+@pytest.mark.parametrize("add", ADDED.values(), ids=ADDED)
 @settings(max_examples=200)
 @given(blocks=st.lists(BLOCK_SUMS, max_size=40), data=st.data())
-def test_limbs_are_exact_in_any_order(
-    backend: Backend, blocks: list[tuple[int, int, int]], data: st.DataObject
-) -> None:
+def test_limbs_are_exact_in_any_order(add: Add, blocks: list[tuple[int, int, int]], data: st.DataObject) -> None:
     """Blocks dealt to ranks and buckets in any way, their limbs added in any order: one and the same sum."""
 
     def limbs_of(share: list[tuple[int, int, int]]) -> tuple[torch.Tensor, BlockSums, list[int]]:
-        columns = [list(column) for column in zip(*share, strict=True)] or [[], [], []]
-        sums, gradients = made_up(*columns)
-        limbs = torch.zeros(10, LIMBS, dtype=torch.int64)
-        found = backend.totals(sums, gradients)
-        assert found.table[:, :LIMBS].shape == (gradients.num_rows, LIMBS)
-        limbs[: gradients.num_rows] = found.table[:, :LIMBS]
-        return limbs, sums, columns[2]
+        mantissas, exponents, rows = [list(column) for column in zip(*share, strict=True)] or [[], [], []]
+        sums = made_up(mantissas, exponents)
+        return add(sums, rows, 10)[:, :LIMBS], sums, rows
 
     limbs, sums, rows = limbs_of(blocks)
     for row in range(len(limbs)):
@@ -203,15 +277,11 @@ def test_limbs_are_exact_in_any_order(
 def test_blocks_that_fit() -> None:
     """2**30 of the worst blocks at every exponent stay below 2**63 in each limb, and so does no carry get lost."""
     for exponent in range(255):
-        sums, gradients = made_up([2**62 - 1], [exponent], [0])
-        for backend, _ in BACKENDS:
-            limbs = backend.totals(sums, gradients).table[0, :LIMBS] * 2**30
+        sums = made_up([2**62 - 1], [exponent])
+        for add in ADDED.values():
+            limbs = add(sums, [0], 1)[0, :LIMBS] * 2**30
             assert bool((limbs >= 0).all())
             assert value(limbs) == exact(sums) * 2**304 * 2**30
-
-
-def same(found: Totals, expected: Totals) -> bool:
-    return torch.equal(found.table.cpu(), expected.table.cpu())
 
 
 @few_or_many(25, 300)
@@ -228,34 +298,32 @@ def a_row_is_its_param_alone(shape: Shape, fmt: Format, length: int, threads: in
     for backend, device in BACKENDS:
         memory = shard.memory.copy_to(device)
         gradients = shard.gradients(memory)
-        with pytest.MonkeyPatch.context() as patch, np.errstate(all="ignore"):
+        with pytest.MonkeyPatch.context() as patch:
             patch.setattr("shardopt.kernels.pool.BLOCKS_PER_RANGE", length)
             torch.set_num_threads(threads)
             try:
-                totals = backend.totals(backend.block_sums(fmt, gradients, shape.factors), gradients)
+                totals = totals_of(backend, fmt, gradients, shape.factors)
             finally:
                 torch.set_num_threads(before)
-            assert totals.table.shape == (len(shape.members) + 1, LIMBS + 2)
-            assert (totals.table.dtype, totals.table.device) == (torch.int64, gradients.rows.device)
-            assert not bool(totals.table[-1].any())  # the row of blocks that no param has
+            assert not bool(totals[-1].any())  # the row of blocks that no param has
             for row, (member, grad) in enumerate(zip(shape.members, memory.grads, strict=True)):
-                numbers = (totals.table[row, :LIMBS], totals.table[row, LARGEST_AT], totals.table[row, NONFINITE])
+                numbers = (totals[row, :LIMBS], totals[row, LARGEST_AT], totals[row, NONFINITE])
                 if member.skipped:
                     assert not any(bool(each.any()) for each in numbers)
                     continue
                 own, _grad = lone(grad.inner, fmt, member.misaligned)
-                alone = backend.totals(backend.block_sums(fmt, own, shape.factors), own)
-                expected = (alone.table[0, :LIMBS], alone.table[0, LARGEST_AT], alone.table[0, NONFINITE])
+                alone = totals_of(backend, fmt, own, shape.factors)
+                expected = (alone[0, :LIMBS], alone[0, LARGEST_AT], alone[0, NONFINITE])
                 assert all(map(torch.equal, numbers, expected)), (row, type(backend).__name__)
                 values = torch.from_numpy(scaled(grad.inner.cpu(), shape.factors))
                 finite = values[values.isfinite()].abs()
-                assert int(totals.table[row, LARGEST_AT]) == (int(bits(finite).max()) if len(finite) else 0)
-                assert int(totals.table[row, NONFINITE]) == len(values) - len(finite)
-        limbs, nonfinite = totals.of_shard()
-        assert nonfinite == int(totals.table[:, NONFINITE].sum())
-        assert limbs == totals.table[:, :LIMBS].sum(dim=0).tolist()
-        ends.append(totals)
-    assert same(*ends)
+                assert int(totals[row, LARGEST_AT]) == (int(bits(finite).max()) if len(finite) else 0)
+                assert int(totals[row, NONFINITE]) == len(values) - len(finite)
+        limbs, nonfinite = sum_of_rows(totals.cpu())
+        assert nonfinite == int(totals[:, NONFINITE].sum())
+        assert limbs == totals[:, :LIMBS].sum(dim=0).tolist()
+        ends.append(totals.cpu())
+    assert torch.equal(*ends)
 
 
 def test_many_rows() -> None:
@@ -264,17 +332,17 @@ def test_many_rows() -> None:
     rows = torch.randint(0, 3000, (5000,), generator=generator)
     mantissas = torch.randint(0, 2**62 - 1, (5000,), generator=generator)
     exponents = torch.randint(0, 255, (5000,), generator=generator)
-    sums, gradients = made_up(mantissas.tolist(), exponents.tolist(), rows.tolist())
+    sums = made_up(mantissas.tolist(), exponents.tolist())
     largest = torch.randint(0, 0x7F800000, (5000,), generator=generator).int()
     nonfinite = torch.randint(0, BLOCK + 1, (5000,), generator=generator).int()
     sums = dataclasses.replace(sums, largest=largest, nonfinite=nonfinite)
-    native, triton = (backend.totals(sums, gradients) for backend, _ in BACKENDS)
-    assert same(native, triton)
-    for row in range(0, gradients.num_rows, 7):
+    native, of_triton = (add(sums, rows.tolist(), 3000) for add in ADDED.values())
+    assert torch.equal(native, of_triton)
+    for row in range(0, 3000, 7):
         mine = rows == row
-        assert native.table[row, LARGEST_AT] == max(largest[mine].tolist(), default=0)
-        assert native.table[row, NONFINITE] == int(nonfinite[mine].sum())
-        assert value(native.table[row, :LIMBS]) == exact(sums, rows.tolist(), row) * 2**304
+        assert native[row, LARGEST_AT] == max(largest[mine].tolist(), default=0)
+        assert native[row, NONFINITE] == int(nonfinite[mine].sum())
+        assert value(native[row, :LIMBS]) == exact(sums, rows.tolist(), row) * 2**304
 
 
 # -- extremes ----------------------------------------------------------------------------------------------------------
@@ -301,11 +369,11 @@ def test_extremes(values: list[float]) -> None:
     truth = sum((Fraction(float(each)) ** 2 for each in grad), Fraction(0))
     for backend, device in BACKENDS:
         gradients, _grad = lone(grad.to(device))
-        sums = backend.block_sums(FP32, gradients, Factors())
-        found = shard_norm(backend, sums, gradients)
-        assert math.isfinite(found) and int(sums.nonfinite.sum()) == 0
+        totals = totals_of(backend, FP32, gradients, Factors())
+        found = square_of(totals)
+        assert math.isfinite(found) and int(totals[:, NONFINITE].sum()) == 0
         assert math.sqrt(found) == pytest.approx(math.sqrt(truth), rel=RTOL, abs=0)
-        assert sums.largest.cpu().view(torch.float32).max() == grad.abs().max()
+        assert totals[:, LARGEST_AT].max() == int(bits(grad.abs()).max())
 
 
 @pytest.mark.parametrize("position", [0, 1, BLOCK - 1, BLOCK, 2 * BLOCK + 6])
@@ -317,21 +385,20 @@ def test_one_bad_element(fmt: Format, value: float, position: int) -> None:
     grad[position] = value
     for backend, device in BACKENDS:
         gradients, _grad = lone(grad.to(device), fmt)
-        with np.errstate(all="ignore"):
-            assert int(backend.count_nonfinite(fmt, gradients)) == 1
-            sums = backend.block_sums(fmt, gradients, Factors(unscale=0.5))
-        assert sums.nonfinite.tolist() == [int(block == position // BLOCK) for block in range(3)]
-        assert shard_norm(backend, sums, gradients) == (len(grad) - 1) / 4
-        assert sums.largest.cpu().view(torch.float32).tolist() == [0.5] * 3
+        assert count_of(backend, fmt, gradients) == 1
+        found = of_each_block(backend, fmt, gradients, Factors(unscale=0.5))
+        assert [nonfinite for _, _, nonfinite in found] == [int(block == position // BLOCK) for block in range(3)]
+        assert [largest for _, largest, _ in found] == [int(bits(torch.tensor([0.5])))] * 3
+        assert square_of(totals_of(backend, fmt, gradients, Factors(unscale=0.5))) == (len(grad) - 1) / 4
 
 
 def test_unscaling_can_overflow() -> None:
     """A finite gradient whose product with ``unscale`` is not finite counts: that product is what the step uses."""
     gradients, _grad = lone(torch.tensor([1e30, 1.0]))
-    assert int(native_backend.count_nonfinite(FP32, gradients)) == 0
-    sums = native_backend.block_sums(FP32, gradients, Factors(unscale=1e30))
-    assert sums.nonfinite.tolist() == [1]
-    assert shard_norm(native_backend, sums, gradients) == pytest.approx(1e60, rel=RTOL)
+    assert count_of(native_backend, FP32, gradients) == 0
+    totals = totals_of(native_backend, FP32, gradients, Factors(unscale=1e30))
+    assert totals[0, NONFINITE] == 1
+    assert square_of(totals) == pytest.approx(1e60, rel=RTOL)
 
 
 def test_the_divisor_comes_first() -> None:

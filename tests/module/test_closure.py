@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardopt import DisagreementError, ShardedSGD, Tuning
+from tests.support.beside_a_device import beside_a_device, for_gpus
 from tests.support.ranks import Pool
 from tests.support.training import raises, raw
 
@@ -65,7 +66,7 @@ def closure_of(model: Net, opt: ShardedSGD, step: int, moment: str | None) -> Ca
     return closure
 
 
-def failing_closures(stage: int, neighbours: bool) -> None:
+def failing_closures(stage: int, neighbours: bool, group: dist.ProcessGroup | None = None) -> None:
     """At every moment, on the first rank and on the last, at the first step and later."""
     size, rank = dist.get_world_size(), dist.get_rank()
     tuning = Tuning(neighbours=neighbours, bucket_bytes=300, keep_below=100, timeout=120)
@@ -76,7 +77,7 @@ def failing_closures(stage: int, neighbours: bool) -> None:
         expected.append([raw(param) for param in reference.parameters()])
     for first, moments in ((0, MOMENTS[:2]), (1, MOMENTS)):
         model = Net()
-        opt: Any = ShardedSGD(model, stage=stage, tuning=tuning, **SGD)
+        opt: Any = ShardedSGD(model, stage=stage, process_group=group, tuning=tuning, **SGD)
         for step in range(first):
             opt.step(closure_of(model, opt, step, None))
         for number, moment in enumerate(moments):
@@ -91,6 +92,14 @@ def failing_closures(stage: int, neighbours: bool) -> None:
         opt.close()
 
 
+def failing_closures_beside_a_device() -> None:
+    """Over collectives of the device, of which hosts hear nothing."""
+    group = for_gpus()
+    with beside_a_device(group, lambda: False):
+        failing_closures(2, False, group)
+
+
 def test_all_ranks_hear_of_it(ranks: Pool) -> None:
     for stage, neighbours in ((1, False), (2, True), (3, True), (0, False)):
         ranks.run(failing_closures, stage, neighbours, world=3)
+    ranks.run(failing_closures_beside_a_device, world=3)

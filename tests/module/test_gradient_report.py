@@ -1,6 +1,7 @@
 """What ranks tell each other at the end of a backward: one sum over ranks has every param's sums, maximum and facts."""
 
 import math
+from contextlib import nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -12,7 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import Parameter
 
-from shardopt import CommunicationError, ShardedSGD, Tuning
+from shardopt import CommunicationError, ShardedSGD, ShardoptError, Tuning
+from shardopt.domain.shard import Shard
 from shardopt.kernels import native_backend
 from shardopt.kernels.reductions import COLUMNS, LARGEST, LIMBS, NONFINITE
 from shardopt.module.gradient_report import Arrivals, Report, ReportLayout
@@ -54,6 +56,12 @@ def test_the_sum_over_ranks_is_the_report_of_all(shards: int, copies: int) -> No
         report.fill_arrivals(Arrivals(*facts[:, rank]))
         if rank < shards:
             report.fill_sums(sums)
+            # As a device does it: rows of its launches in any order, and some of no param.
+            rows = generator.permutation(np.append(np.flatnonzero(sums.any(axis=1)), [-1, -1]))
+            added, totals = layout.blank(), np.where(rows[:, None] < 0, 0, sums[rows])
+            added.fill_arrivals(Arrivals(*facts[:, rank]))
+            added.vector.index_add_(0, torch.from_numpy(layout.places(rows)), torch.from_numpy(totals).view(-1))
+            assert torch.equal(added.vector, report.vector)
         reports.append(report)
     assert {len(report.vector) for report in reports} == {len(reports[0].vector)}
     pieces = sum(len(bucket.pieces(rank)) for bucket in buckets for rank in range(shards))
@@ -79,7 +87,7 @@ def test_who_failed_and_whether_anything_moved() -> None:
             if rank % 2:
                 report.mark_failed(rank)
             if rank == 2:
-                report.mark_updated()
+                report.mark_updated(report.vector, torch.tensor(True))
             total.vector += report.vector
         assert total.failed == [1, 3] and total.updated and len(total.largest) == len(params)
 
@@ -126,6 +134,40 @@ def test_each_piece_may_hold_the_largest(stage: int, world: int, mesh: bool, ran
     ranks.run(each_piece_may_hold_the_largest, stage, mesh, world=world)
 
 
+class Spare(Product):
+    """A param of one element comes later: rank 1 holds no piece of it."""
+
+    def __init__(self) -> None:
+        super().__init__(4 * BLOCK)
+        self.spare = Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.spare.sum()
+
+
+def params_that_come_later_move_the_places() -> None:
+    """What a device would add to the report is compared with what the host fills in, before and after."""
+    model = Spare()
+    model.spare.requires_grad = False
+    opt = ShardedSGD(model, lr=0.1, stage=2)
+    for has_spare in (False, True):
+        if has_spare:
+            opt.zero_grad()
+            model.spare.requires_grad = True
+        model(torch.arange(1.0, 1.0 + 4 * BLOCK)).backward()
+        backward: Any = opt.engine.takeover.backward if opt.engine.takeover is not None else None
+        assert len(backward.entries) == 1 + has_spare
+        filled, added = backward._layout.blank(), backward._layout.blank()
+        backward._fill_sums(filled, filled.vector, counts=True)
+        backward._totals.add_to(added.vector, backward._layout, dist.get_world_size())
+        assert filled.vector.any() and torch.equal(added.vector, filled.vector), has_spare
+    opt.close()
+
+
+def test_params_that_come_later_move_the_places(ranks: Pool) -> None:
+    ranks.run(params_that_come_later_move_the_places, world=2)
+
+
 # -- one rank fails ----------------------------------------------------------------------------------------------------
 
 
@@ -134,15 +176,15 @@ def one_rank_cannot_sum_up(stage: int, neighbours: bool) -> None:
     rank, numel = dist.get_rank(), 6 * BLOCK
     model = Product(numel)
     opt = ShardedSGD(model, lr=0.5, stage=stage, tuning=Tuning(neighbours=neighbours))
-    totals = native_backend.totals
+    add_totals = native_backend.add_totals
 
     def fails(*arguments: Any) -> Any:
         if rank == 1:
             raise MemoryError("no room for sums")
-        return totals(*arguments)
+        return add_totals(*arguments)
 
     for _ in range(2):
-        with patch.object(native_backend, "totals", fails):
+        with patch.object(native_backend, "add_totals", fails):
             error = (MemoryError, "no room") if rank == 1 else (CommunicationError, "rank 1 left this backward")
             with raises(*error):
                 model(torch.ones(numel)).backward()
@@ -158,3 +200,30 @@ def one_rank_cannot_sum_up(stage: int, neighbours: bool) -> None:
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_one_rank_cannot_sum_up(stage: int, neighbours: bool, ranks: Pool) -> None:
     ranks.run(one_rank_cannot_sum_up, stage, neighbours, world=2)
+
+
+def one_rank_cannot_use_its_sum() -> None:
+    """Rank 1 has no memory for states, which its first update in a backward makes: the others hear of it at once."""
+    rank, numel = dist.get_rank(), 6 * BLOCK
+    model = Product(numel)
+    tuning = Tuning(neighbours=False, timeout=120.0)
+    opt = ShardedSGD(model, lr=0.5, momentum=0.9, stage=1, release_gradients=True, tuning=tuning)
+
+    def fails(*_: Any) -> Any:
+        raise MemoryError("no room for states")
+
+    with patch.object(Shard, "ensure_states", fails) if rank == 1 else nullcontext():
+        error = (
+            (MemoryError, "no room")
+            if rank == 1
+            else (CommunicationError, "restart from a checkpoint: rank 1 left this backward")
+        )
+        with raises(*error):
+            model(torch.ones(numel)).backward()
+    with raises(ShardoptError, "load a checkpoint"):
+        opt.step()
+    opt.close()
+
+
+def test_one_rank_cannot_use_its_sum(ranks: Pool) -> None:
+    ranks.run(one_rank_cannot_use_its_sum, world=2)

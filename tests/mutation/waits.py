@@ -27,9 +27,19 @@ from tests.support.streams.scenarios import Scenario, scenarios
 RESULTS = Path(__file__).parent / "results" / "waits.md"
 MODULES = (
     *(f"partition.{name}" for name in ("streams", "reducer", "gatherer", "reduce_buckets")),
-    *(f"partition.comm.{name}" for name in ("all_gather", "reduce_scatter_collective", "transport", "group")),
+    *(
+        f"partition.comm.{name}"
+        for name in ("all_gather", "late_gather", "reduce_scatter_collective", "transport", "group")
+    ),
     *(f"offload.{name}" for name in ("streams", "ring", "cpu_step", "gradients", "host")),
-    *("domain.host_sum", "domain.remote_states", "module.backward", "step.update"),
+    *(
+        "domain.arriving",
+        "module.arrivals",
+        "domain.host_sum",
+        "domain.remote_states",
+        "module.backward",
+        "step.update",
+    ),
 )
 _CALLS = {
     *(
@@ -44,7 +54,18 @@ _CALLS = {
         "wait_loaded",
         "wait_for_copies",
     ),
-    *("flush", "finish", "end", "_wait", "_wait_for_copies", "_drop_staged", "wait_if_alive", "method"),
+    *(
+        "flush",
+        "finish",
+        "end",
+        "wait_for",
+        "settle",
+        "_wait",
+        "_wait_for_copies",
+        "_drop_staged",
+        "wait_if_alive",
+        "method",
+    ),
 }
 _TAKERS = {"to_device": 1, "to_host": 1, "_copy": 2, "Slot": 1}  # call -> which argument is a mark
 _KEPT = {"mark", "_stored", "_read", "_sent", "_to_device", "_to_host", "_gradients_made", "_written"}
@@ -189,6 +210,9 @@ _USE = {
     "gradients": ("at rest",),
     "host_sum": ("at rest",),
     "remote_states": ("served",),
+    "late_gather": ("arrive",),
+    "arriving": ("arrive",),
+    "arrivals": ("arrive",),
     "step.update": ("stage 1, memory", "at rest"),
     "partition.reduce": ("memory", "at rest"),
 }

@@ -1,11 +1,8 @@
 """Why no scenario notices when these are taken away: see ``waits.py``."""
 
 _FAILS = "it matters only after a step or a backward that failed half-way, and no scenario has one"
-_HOST_KNOWS = (
-    "the host knows already: it waits whenever a table is copied to the device, which follows each use of the stream. "
-    "It is needed once these copies do not block"
-)
 _ROUND_ENDED = "the end of the round has waited for the same copies; it matters only after a round that was abandoned"
+_GUARDED = "the guard of the param that is read waits as well; it matters to code that Python hears nothing of"
 _NO_LOAD = "no scenario loads states, or gives them up, while copies of a step are under way"
 
 _REASONS = {
@@ -17,8 +14,23 @@ _REASONS = {
         ("Reducer.finish_late", "self._wait_for_copies()"): "no scenario has late gradients that are at rest",
         ("Reducer._sum_across", "self._across.finish()"): "no scenario has a mesh of two dimensions",
     },
-    "partition.comm.transport": {
-        ("Gather.finish", "self._all_gather.finish()"): "the second of two, for messages: no stream carries them",
+    "partition.comm.late_gather": {
+        ("LateGather.finish", "self._ranks.wait(self._told)"): "for messages: no stream carries them",
+    },
+    "domain.arriving": {
+        (
+            "Arriving._read",
+            "self.wait_for((bucket,))",
+        ): "the modules of all scenarios read params behind their own hooks",
+        ("Arriving.settle", "self._gather.finish()"): "for what ranks tell each other by messages",
+        ("_settle_all", "each.settle()"): "no scenario ends or forks its process",
+    },
+    "module.arrivals": {
+        ("ArrivalHooks.pre_forward", "self._arriving.wait_for(dict(self._needs).get(self._root, ()))"): _GUARDED,
+        ("ArrivalHooks.pre_forward", "self._arriving.settle()"): "no scenario evaluates",
+        ("ArrivalHooks._post_forward", "self._arriving.settle()"): "the forward of all scenarios reads every param",
+        ("_Wait.before_forward", "self._arriving.wait_for(self._buckets)"): _GUARDED,
+        ("_Wait.before_forward", "self._arriving.settle()"): "no scenario calls a block by itself",
     },
     "partition.comm.group": {
         ("Ranks.wait", "work.wait(deadline)"): "no scenario sets a timeout",
@@ -28,12 +40,9 @@ _REASONS = {
             "copies to the device run in order, and the first slot's own last copy is late enough in every scenario"
         ),
         ("RingStore._make_slots", "self.wait_for_copies()"): "no scenario has a chunk that is longer than all before",
-        ("RingStore._load", "self._read = slot.mark if chunk.gradients else self._read"): _HOST_KNOWS,
-        ("RingStore.flush", "self._streams.synchronize(self._read)"): _HOST_KNOWS,
     },
     "offload.cpu_step": {
         ("CpuStepStore.prefetch", "self._drop_staged()"): _FAILS,
-        ("CpuStepStore._fill", "self._streams.to_host(..., after self._gradients_made)"): _HOST_KNOWS,
         ("CpuStepStore._send", "self._streams.to_device(..., after self._streams.now())"): (
             "the host has waited for the gradients, which are copied after all kernels that read the params"
         ),
@@ -54,9 +63,20 @@ _REASONS = {
         ("HostStorage.release", "self._store.wait_for_copies()"): _NO_LOAD,
     },
     "domain.host_sum": {("HostSum.abandon", "self._landing.wait_for_copies()"): _FAILS},
+    "module.backward": {
+        ("Backward.fail", "self.finish()"): _FAILS,
+        ("Backward.reduce_now", "self.finish()"): "no scenario calls reduce_gradients()",
+        ("Backward.run_round_of_zeros", "self.finish()"): "no scenario has a join() that a rank runs out in",
+    },
     "step.update": {
-        ("_update_or_roll_back", "store.flush()"): "it waits for a disk, which has no streams",
-        ("_update_in_memory_and_gather", "domain.store.flush()"): _HOST_KNOWS,
+        ("_update_stored", "store.flush()"): "it waits for a disk, which has no streams",
+        ("_run_pass", "domain.store.flush()"): "it waits for a disk, which has no streams",
+        ("_run_first_passes", "plan.domain.store.flush()"): (
+            "it waits for a disk, which has no streams; on a device the loads of the next pass wait for these stores"
+        ),
+        ("_run_first_passes", "passes.join(number, [each for its in ran.values() for each in its], problem)"): (
+            "without it the next pass takes norms of zero, which is no race: test_norm_rules.py compares the results"
+        ),
     },
 }
 

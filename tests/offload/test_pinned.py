@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.nn import Parameter
 
-from shardopt import Offload, ShardedAdamW
+from shardopt import Offload, ShardedAdamW, huge_pages
 from shardopt.domain import tiers
 from shardopt.offload import pinned
 from tests.support.late_copies import AtOnce, as_on_a_gpu
@@ -109,7 +109,7 @@ def test_memory_that_cannot_be_given_back_fails_no_later_launch() -> None:
     runtime = Runtime(refuses=False)
     with on_a_gpu(runtime):
         pages = pinned.Pages(lambda numel, dtype: torch.zeros(numel, dtype=dtype), pinned.register_with_cuda)
-        pages._registered[4096] = 4096
+        pages._registered[4096] = torch.empty(4096, dtype=torch.uint8)
         runtime.refuses = True
         del pages
         runtime.launch()
@@ -118,12 +118,34 @@ def test_memory_that_cannot_be_given_back_fails_no_later_launch() -> None:
 def test_pages_belong_to_the_params_gpu() -> None:
     """Whatever device is the current one: nobody may have called set_device()."""
     runtime = Runtime(refuses=False)
-    with patch("torch.cuda.cudart", lambda: runtime), patch("torch.cuda.device", runtime.device):
+    with (
+        patch("torch.cuda.cudart", lambda: runtime),
+        patch("torch.cuda.device", runtime.device),
+        patch("torch.cuda.synchronize"),
+    ):
         pages = tiers._pages(Offload(), torch.device("cuda", 3))
         tensors = [pages.zeros(1 << 16, torch.float32) for _ in range(2)]
         pages.give_back(tensors[:1])
         del pages
     assert runtime.calls == 2 * [("register", 3, 1)] + 2 * [("give back", 3)] and not runtime.registered
+
+
+def test_dropped_pages_stay_until_copies_have_ended() -> None:
+    """Whoever drops an optimizer without closing it drops its streams too, in any order."""
+    runtime, found = Runtime(refuses=False), []
+
+    def synchronize(device: torch.device) -> None:
+        found.append((device.index, is_mapped(address), address in runtime.registered))
+
+    with (
+        patch("torch.cuda.cudart", lambda: runtime),
+        patch("torch.cuda.device", runtime.device),
+        patch("torch.cuda.synchronize", synchronize),
+    ):
+        pages = tiers._pages(Offload(), torch.device("cuda", 3))
+        address = pages.zeros(1 << 20, torch.float32).data_ptr()  # dropped at once
+        del pages
+    assert found == [(3, True, True)] and not runtime.registered and address not in huge_pages._MAPPINGS
 
 
 def flags(address: int) -> list[str]:

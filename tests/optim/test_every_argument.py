@@ -86,6 +86,9 @@ TORCH = {
     "nesterov": {"0"},  # without a momentum
     "centered": FLAG,
     "decoupled_weight_decay": FLAG,
+    "clip_update": NONE | POSITIVE | {"inf"},
+    "trust": FLAG,
+    "trust_coefficient": FROM_0,
     "maximize": FLAG,
     "foreach": HINT,
     "fused": HINT,
@@ -93,7 +96,17 @@ TORCH = {
     "differentiable": {"0"},
 }
 # Where a class differs.
-OF_CLASS: dict[str, dict[str, set[str]]] = {"ShardedASGD": {"alpha": {"-1", "inf", *FROM_0} - {"1e30"}}}
+OF_CLASS: dict[str, dict[str, set[str]]] = {
+    "ShardedASGD": {"alpha": {"-1", "inf", *FROM_0} - {"1e30"}},
+    "ShardedMuon": {
+        "nesterov": FLAG,
+        "eps": FROM_0 | {"inf"},  # of which updates of zeros are the limit
+        "ns_coefficients": NOTHING,
+        "ns_steps": COUNT,
+        "adjust_lr_fn": NONE,
+        "adamw": NONE,
+    },
+}
 TUNING = {
     "bucket_bytes": NONE | ONE,
     "keep_below": COUNT,
@@ -104,6 +117,7 @@ TUNING = {
     "prefetch": NONE | COUNT | {"wrong container"},  # a dict from a unit to a list of units
     "timeout": NONE | POSITIVE | {"inf"},
     "neighbours": FLAG,
+    "overlap_gather": FLAG,
     "chunk_bytes": ONE,
     "nonfinite": NOTHING,
     "compress_from": COUNT,
@@ -126,8 +140,9 @@ SAVE = {
     "asynchronous": FLAG,
     "allow_nonfinite": FLAG,
     "full_precision": FLAG,
+    "names": NONE,
 }
-LOAD = {"directory": NOTHING, "module": NOTHING, "optimizer": NONE, "strict": FLAG}
+LOAD = {"directory": NOTHING, "module": NOTHING, "optimizer": NONE, "strict": FLAG, "names": NONE}
 VERIFY = {
     "build": NOTHING,
     "batches": NOTHING,
@@ -148,7 +163,9 @@ RULE = {
     "nonnegative": NOTHING,
     "tolerates": NONE,
     "initial": NONE,
+    "of_param": NOTHING,
 }
+MATRIX_RULE = {"accumulate": NOTHING, "apply": NOTHING}
 DEEPSPEED = {
     "config": NOTHING,
     "module": NOTHING,
@@ -156,6 +173,13 @@ DEEPSPEED = {
     "optimizer": NONE,
     "auto": NONE,
     "process_group": NONE,
+}
+ACTIVATIONS = {
+    "process_group": NONE,
+    "offload": NONE,
+    "keep_below": COUNT,
+    "check": FLAG,
+    "timeout": NONE | POSITIVE | {"inf"},
 }
 # What shardopt makes and hands out, and errors, whose arguments are words.
 MADE_HERE = {"DeepSpeedRun", "Difference", "Part", "Verdict"}
@@ -167,9 +191,9 @@ def classes() -> list[str]:
 
 def trains(kind: Any, given: dict[str, Any]) -> None:
     """One step, with everything that is not given left as it is."""
-    param = Parameter(torch.linspace(1, 2, 8))
+    param = Parameter(torch.linspace(1, 2, 8).view(2, 4))
     opt = kind(**{"params": [param], **given})
-    param.grad = torch.ones(8)
+    param.grad = torch.ones(2, 4)
     opt.step()
     opt.close()
 
@@ -254,11 +278,28 @@ def ruled(given: dict[str, Any], _: Path) -> None:
     trains(shardopt.ShardedOptimizer, {"defaults": {"lr": 0.5}, "rule": found})
 
 
+def ruled_by_matrices(given: dict[str, Any], _: Path) -> None:
+    passes = {name: shardopt.rule(scalars=no_scalars)(gradient_alone) for name in MATRIX_RULE}
+    found = shardopt.matrix_rule(**{**passes, **given})(lambda update, group: update)
+    trains(shardopt.ShardedOptimizer, {"defaults": {"lr": 0.5}, "rule": found})
+
+
+def gradient_alone(param, grad, state, s):  # type: ignore[no-untyped-def]
+    return s.lr * grad
+
+
 CONFIG = {"train_batch_size": 1, "optimizer": {"type": "SGD", "params": {"lr": 0.5}}, "zero_optimization": {"stage": 1}}
 
 
 def configured(given: dict[str, Any], _: Path) -> None:
     shardopt.from_deepspeed_config(**{"config": CONFIG, "module": small()[0], **given})
+
+
+def kept(given: dict[str, Any], _: Path) -> None:
+    with shardopt.partition_activations(**given) as context:
+        loss = small()[0](torch.ones(3, 4)).square().sum()
+    loss.backward()
+    assert context.memory() == {"partitioned": {}, "whole": {}}  # one rank keeps as autograd does
 
 
 Call = Callable[[dict[str, Any], Path], None]
@@ -276,7 +317,9 @@ TABLE: dict[str, tuple[dict[str, set[str]], Call]] = {
     "prepare_states": ({"optimizer": NOTHING}, prepared),
     "verify": (VERIFY, verified),
     "rule": (RULE, ruled),
+    "matrix_rule": (MATRIX_RULE, ruled_by_matrices),
     "from_deepspeed_config": (DEEPSPEED, configured),
+    "partition_activations": (ACTIVATIONS, kept),
 }
 
 

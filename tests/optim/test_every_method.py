@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shardopt import DisagreementError, ShardedOptimizer, ShardedSGD, Tuning
-from tests.optim.test_every_argument import EVERYTHING, FLAG, NONE, NOTHING, WALK, is_clear
+from tests.optim.test_every_argument import EVERYTHING, FLAG, FROM_0, NONE, NOTHING, ONE, WALK, is_clear
 from tests.support.ranks import Pool
 from tests.support.training import raises
 
@@ -25,17 +25,28 @@ METHODS = {
     "join": {name: FLAG for name in ("divide_by_initial_world_size", "enable", "throw_on_early_termination")},
     "join_hook": {"divide_by_initial_world_size": FLAG, "keywords": EVERYTHING},
     "load_state_dict": {"state_dict": NOTHING},
+    "log": {"writer": NOTHING, "every": ONE},
     "memory": {},
+    "monitor": {"path": {"text"}, "every": FROM_0 | {"inf"}},
     "no_sync": {},
     "offload": {"to": NOTHING},
+    "reduce_gradients": {},
     "refresh_masters": {},
     "reload": {},
     "state_dict": {},
     "step": {"closure": NONE},
+    "sum_tied": {"param": NOTHING, "group": NOTHING},  # params of the optimizer, and groups, alone
     "timings": {},
     "schedule": {},
     "unsharded": {"ema": FLAG},
     "zero_grad": {"set_to_none": EVERYTHING},  # as torch's: what counts is whether it is true
+}
+
+# Of arguments without a default, while another one is tried.
+GIVEN: dict[str, dict[str, Any]] = {
+    "log": {"writer": print},
+    "monitor": {"path": "reports"},
+    "sum_tied": {"param": nn.Parameter(torch.ones(1)), "group": None},
 }
 
 
@@ -60,7 +71,7 @@ def called(method: str, argument: str, value: Any) -> None:
     try:
         if argument == "keywords":
             return
-        found = getattr(opt, method)(**{argument: value})
+        found = getattr(opt, method)(**{**GIVEN.get(method, {}), argument: value})
         if isinstance(found, AbstractContextManager):
             with found:
                 pass

@@ -32,6 +32,7 @@ NAN, INF = math.nan, math.inf
         {"compress_from": -1},
         {"compress_from": "many"},
         {"neighbours": "no"},
+        {"overlap_gather": "no"},
         {"timeout": NAN},
         {"timeout": "60"},
         {"nonfinite": ["skip"]},

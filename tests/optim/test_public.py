@@ -1,4 +1,4 @@
-"""The public face, frozen: names, arguments, defaults, the README's numbers, the command line."""
+"""The public face, frozen: names, arguments, defaults, the pages' numbers and pictures, the command line."""
 
 import inspect
 import re
@@ -13,6 +13,7 @@ from shardopt import Offload, Tuning
 from shardopt.config import Options
 from tests.optim.test_every_argument import OFFLOAD, OPTIONS, TUNING
 from tests.support.cases import CASES
+from tests.support.norm_rules import NORM_CASES
 from tests.support.paths import ROOT
 from tests.support.scripts import run_module, run_script
 
@@ -34,7 +35,10 @@ EXPORTED = [
     "ShardedAdam",
     "ShardedAdamW",
     "ShardedAdamax",
+    "ShardedLAMB",
+    "ShardedLARS",
     "ShardedLion",
+    "ShardedMuon",
     "ShardedNAdam",
     "ShardedOptimizer",
     "ShardedRAdam",
@@ -48,6 +52,8 @@ EXPORTED = [
     "Verdict",
     "from_deepspeed_config",
     "load_checkpoint",
+    "matrix_rule",
+    "partition_activations",
     "prepare_states",
     "rule",
     "save_checkpoint",
@@ -59,7 +65,9 @@ TORCH_CLASSES = [case.name for case in CASES if case.is_torchs]
 def test_names_are_added_on_purpose() -> None:
     assert sorted(shardopt.__all__) == sorted(EXPORTED)
     optimizers = {name for name in EXPORTED if name.startswith("Sharded")} - {"ShardedOptimizer"}
-    assert optimizers == {case.ours.__name__ for case in CASES}  # none without its row in the tests' table
+    # None without its row in the tests' tables, but for one of whole matrices (tests/step/test_muon.py).
+    rows = {case.ours.__name__ for case in (*CASES, *NORM_CASES)}
+    assert optimizers == rows | {"ShardedMuon"}
     assert all(hasattr(shardopt, name) for name in EXPORTED)
     assert [name for name in dir(shardopt) if not name.startswith("_")] == sorted(EXPORTED)  # and no module
 
@@ -82,15 +90,19 @@ def test_methods_are_added_on_purpose() -> None:
         "join_device",
         "join_hook",
         "join_process_group",
+        "log",
         "memory",
+        "monitor",
         "no_sync",
         "offload",
         "options",
+        "reduce_gradients",
         "refresh_masters",
         "reload",
         "rule",
         "schedule",
         "state",
+        "sum_tied",
         "timings",
         "units",
         "unsharded",
@@ -107,6 +119,8 @@ def test_arguments_and_groups_are_torchs(name: str) -> None:
     theirs = inspect.signature(torch_class).parameters
     mine = dict(inspect.signature(ours).parameters)
     assert mine.pop("options").kind is inspect.Parameter.VAR_KEYWORD
+    assert ("clip_update" in mine) == (name == "AdamW")
+    mine.pop("clip_update", None)
     assert [(each.name, each.default, each.kind) for each in mine.values()] == [
         (each.name, each.default, each.kind) for each in theirs.values()
     ]
@@ -149,10 +163,10 @@ def test_wrong_tuning_is_refused(keywords: dict[str, Any]) -> None:
         shardopt.Tuning(**keywords)
 
 
-EXCERPT = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)[0]
+EXCERPT = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "kernels.md").read_text(), flags=re.DOTALL)[0]
 
 
-def test_the_excerpt_of_adamw_in_the_readme_is_the_rule(tmp_path: Path) -> None:
+def test_the_excerpt_of_adamw_in_the_pages_is_the_rule(tmp_path: Path) -> None:
     """Its arithmetic, on AdamW's flags, is that of the real file where exp_avg does not change its base."""
     names: dict[str, Any] = {}
     script = tmp_path / "excerpt.py"
@@ -172,8 +186,9 @@ def test_the_excerpt_of_adamw_in_the_readme_is_the_rule(tmp_path: Path) -> None:
     assert torch.equal(params[0], params[1])
 
 
-def test_the_numbers_of_the_readme_are_those_of_the_results() -> None:
-    done = run_script(ROOT / "bench" / "readme.py", "--check")
+@pytest.mark.parametrize("script", ["readme.py", "pictures.py"])
+def test_numbers_and_pictures_are_those_of_the_results(script: str) -> None:
+    done = run_script(ROOT / "bench" / script, "--check")
     assert done.returncode == 0, done.stderr
 
 

@@ -57,6 +57,9 @@ def wrong_params() -> None:
     ):
         with raises(kind, next(iter(options))):
             ShardedAdamW([first], **options)
+    scripted = torch.nn.Sequential(torch.jit.script(torch.nn.Linear(2, 2)))
+    with raises(TypeError, "0 is a ScriptModule"):
+        ShardedAdamW(scripted)
     # After all these refusals the param still trains.
     opt = ShardedAdamW([first])
     before = raw(first), raw(first)

@@ -97,7 +97,7 @@ def leaves_early(kind: str) -> None:
         torch.manual_seed(0)
         model = Leaves()
         nbytes = sum(param.nbytes for param in model.blocks.parameters())
-        tuning = small(neighbours=kind == "memory", live_bytes=nbytes * 3 // 5, timeout=10)
+        tuning = small(neighbours=kind == "memory", live_bytes=nbytes * 3 // 5, timeout=120)
         opt = ShardedSGD(model, **RATES, stage=stage, process_group=dist.new_group(), tuning=tuning)
         for step in range(4):
             opt.zero_grad()

@@ -3,6 +3,7 @@
 Whatever the order of uses and the budget. What is gathered ahead or kept stays within the budget."""
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -11,10 +12,12 @@ from hypothesis import strategies as st
 from torch import nn
 
 from shardopt import ShardedSGD, Tuning
-from shardopt.partition.gatherer import Gatherer
 from shardopt.partition.schedule import Budget, Schedule, Use, plan_schedule
 from shardopt.partition.unit import UnitState
 from tests.support.tables import rows_of
+
+if TYPE_CHECKING:
+    from shardopt.partition.gatherer import Gatherer
 
 NAMES = "ABCDEF"
 ORDERS = st.lists(st.sampled_from(NAMES), min_size=1, max_size=14)

@@ -29,6 +29,27 @@ def test_no_race(scenario: Scenario) -> None:
     assert scenario.run().races == []
 
 
+def test_a_forward_begins_before_all_params_have_arrived() -> None:
+    scenario = Scenario(2, way="once", overlaps=True)
+    with scenario.machine() as machine:
+        training = scenario.start(machine)
+        training.backward()
+        before = machine.collectives_begun
+        training.step()
+        seen: list[tuple[int, int]] = []
+
+        def note(*_: object) -> None:
+            seen.append((machine.collectives_waited_for, machine.collectives_begun))
+
+        for layer in training.model.layers:
+            layer.register_forward_hook(note)
+        training.backward()
+        waited, begun = zip(*seen, strict=True)
+    gathers = begun[0] - before
+    assert set(begun) == {begun[0]} and gathers == len(training.model.layers)
+    assert waited[0] < waited[2] < waited[-1] == begun[0]
+
+
 # -- the stand-in sees what it has to see ------------------------------------------------------------------------------
 
 

@@ -141,21 +141,21 @@ class Cells(nn.Module):
 def launches() -> Iterator[dict[str, Counter[int]]]:
     """By kernel: the shard, by the address of its params or of the table of its blocks -> how often."""
     found: dict[str, Counter[int]] = {"step": Counter(), "look": Counter()}
-    step, block_sums, count_nonfinite = native_backend.step, native_backend.block_sums, native_backend.count_nonfinite
+    step, add_totals, count_nonfinite = native_backend.step, native_backend.add_totals, native_backend.count_nonfinite
 
     def steps(spec: Any, streams: Any, *arguments: Any) -> None:
         found["step"][streams.param.data_ptr()] += 1
         step(spec, streams, *arguments)
 
-    def sums(grad: Any, gradients: Any, factors: Any) -> Any:
+    def sums(grad: Any, gradients: Any, *arguments: Any) -> None:
         found["look"][gradients.row_of_block.data_ptr()] += 1
-        return block_sums(grad, gradients, factors)
+        add_totals(grad, gradients, *arguments)
 
-    def counts(grad: Any, gradients: Any) -> int:
+    def counts(grad: Any, gradients: Any, count: Any) -> None:
         found["look"][gradients.row_of_block.data_ptr()] += 1
-        return count_nonfinite(grad, gradients)
+        count_nonfinite(grad, gradients, count)
 
-    with patch.multiple(native_backend, step=steps, block_sums=sums, count_nonfinite=counts):
+    with patch.multiple(native_backend, step=steps, add_totals=sums, count_nonfinite=counts):
         yield found
 
 

@@ -26,6 +26,7 @@ from shardopt import (
 )
 from shardopt.kernels import native_backend
 from shardopt.tensors.part import Part
+from tests.support.beside_a_device import beside_a_device, for_gpus
 from tests.support.ranks import Pool
 
 
@@ -317,9 +318,15 @@ def values_that_differ() -> dict[str, tuple[str, str]]:
     return found
 
 
-def fails_in_the_update(neighbours: bool) -> list[tuple[str, str]]:
+def fails_beside_a_device() -> list[tuple[str, str]]:
+    group = for_gpus()
+    with beside_a_device(group, lambda: False):
+        return fails_in_the_update(False, group)
+
+
+def fails_in_the_update(neighbours: bool, group: dist.ProcessGroup | None = None) -> list[tuple[str, str]]:
     params = make_params()
-    optimizer = ShardedAdamW(params, tuning=Tuning(neighbours=neighbours))
+    optimizer = ShardedAdamW(params, process_group=group, tuning=Tuning(neighbours=neighbours))
     fill(params, 0)
     optimizer.step()
     fill(params, 1)
@@ -367,9 +374,12 @@ def test_at_several_ranks(ranks: Pool) -> None:
     assert all("copy" in message for _, message in ranks.run(copies_of_parts, world=2))
 
 
-@pytest.mark.parametrize("neighbours", [True, False])
-def test_a_failed_update_is_told_to_all_and_ends_training(neighbours: bool, ranks: Pool) -> None:
-    failing, other = ranks.run(fails_in_the_update, neighbours, world=2)
+@pytest.mark.parametrize("connection", ["memory", "messages", "collectives"])
+def test_a_failed_update_is_told_to_all_and_ends_training(connection: str, ranks: Pool) -> None:
+    if connection == "collectives":
+        failing, other = ranks.run(fails_beside_a_device, world=2)
+    else:
+        failing, other = ranks.run(fails_in_the_update, connection == "memory", world=2)
     assert failing[0] == (MemoryError.__name__, "no room"), failing
     assert other[0][0] == CommunicationError.__name__ and "rank 0 could not go on" in other[0][1], other
     for _, (kind, message) in (failing, other):

@@ -132,6 +132,7 @@ WORDS = {
     "sign": sign,
     "abs": lambda number: Bounded(np.abs(number.value), number.error),
     "clamp": lambda number, low, high: minimum(maximum(number, low), high),
+    "fma": lambda one, other, third: one * other + third,
 }
 
 

@@ -39,6 +39,7 @@ from shardopt.kernels.formats import (
     BlockFormat,
     Format,
 )
+from shardopt.kernels.reductions import new_totals
 from shardopt.kernels.spec import StepSpec
 from shardopt.kernels.tables import BLOCK, Factors, Gradients, Streams
 from tests.support.cases import CASES
@@ -51,8 +52,6 @@ TARGETS = {
 }
 # What launches ask for, which the test checks.
 OPTIONS = {"num_warps": triton_step.NUM_WARPS, "enable_fp_fusion": False}
-# On HIP a tensor of so many bytes or more is accessed in another way: offsets into a buffer have 32 bits.
-LARGE = 1 << 31
 BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
@@ -96,15 +95,13 @@ def quotients_alone(source_ptr, target_ptr, divisor, BLOCK: tl.constexpr):
 # -- compiling ---------------------------------------------------------------------------------------------------------
 
 
-def compile_step(
-    spec: StepSpec, aligned: bool, target: GPUTarget, kernel: Any = triton_step.step_kernel, is_large: bool = False
-) -> Any:
-    """Of a launch over one block, whose streams are tensors of their own, or lie in ``LARGE`` bytes and more."""
+def compile_step(spec: StepSpec, aligned: bool, target: GPUTarget, kernel: Any = triton_step.step_kernel) -> Any:
+    """Of a launch over one block."""
     streams = Streams(
-        stream(spec.param.storage, is_large).view(spec.param.dtype),
-        stream(spec.master.storage, is_large) if spec.has_master and spec.master is not None else None,
-        tuple(stream(each.storage, is_large) for each in spec.states),
-        tuple(stream(torch.float32, is_large) if isinstance(each, BlockFormat) else None for each in spec.states),
+        stream(spec.param.storage).view(spec.param.dtype),
+        stream(spec.master.storage) if spec.has_master and spec.master is not None else None,
+        tuple(stream(each.storage) for each in spec.states),
+        tuple(stream(torch.float32) if isinstance(each, BlockFormat) else None for each in spec.states),
     )
     scalars = torch.zeros(1, len(spec.variant.scalars))
     noise = torch.zeros(1, 4, dtype=torch.int32) if spec.needs_noise else None
@@ -114,8 +111,8 @@ def compile_step(
         )
 
 
-def stream(dtype: torch.dtype, is_large: bool) -> torch.Tensor:
-    return torch.empty(LARGE if is_large else BLOCK * dtype.itemsize, dtype=torch.uint8).view(dtype)[:BLOCK]
+def stream(dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(BLOCK, dtype=dtype)
 
 
 def tables(aligned: bool = True) -> Gradients:
@@ -123,15 +120,18 @@ def tables(aligned: bool = True) -> Gradients:
 
 
 def compile_reduction(kernel: Any, grad: Format, target: GPUTarget) -> Any:
-    if kernel is triton_reductions.block_sums_kernel:
-        return compiled_by(kernel, target, lambda: triton_reductions.block_sums(grad, tables(), Factors()))
-    return compiled_by(kernel, target, lambda: triton_reductions.count_nonfinite(grad, tables()))
+    if kernel is triton_reductions.totals_kernel:
+        totals = new_totals(1, torch.device("cpu"))
+        return compiled_by(kernel, target, lambda: triton_reductions.add_totals(grad, tables(), Factors(), totals))
+    count = torch.zeros(1, dtype=torch.int64)
+    return compiled_by(kernel, target, lambda: triton_reductions.count_nonfinite(grad, tables(), count))
 
 
 def fused_in_quotients(target: GPUTarget) -> int:
-    """Fused operations in the machine code of one block's quotients by one number."""
-    numbers = torch.zeros(BLOCK), torch.zeros(BLOCK), 3.0
-    kernel = compiled_by(quotients_alone, target, lambda: quotients_alone[(1,)](*numbers, BLOCK=BLOCK, **OPTIONS))
+    """Fused operations in the machine code of the quotients, by one number, of as many blocks as a program sums up."""
+    numel = triton_reductions.BLOCKS_PER_PROGRAM * BLOCK
+    numbers = torch.zeros(numel), torch.zeros(numel), 3.0
+    kernel = compiled_by(quotients_alone, target, lambda: quotients_alone[(1,)](*numbers, BLOCK=numel, **OPTIONS))
     found: int = facts(kernel, target)["machine_fused"]
     return found
 
@@ -281,7 +281,7 @@ def launch_facts() -> dict[str, Any]:
     triton.runtime.driver.set_active(TargetDriver(TARGETS["sm_90"]))
     case = CASES[0]
     spec = StepSpec(case.rule.variant(group_of_adamw()), BF16, BF16)
-    steps, sums = Launches(triton_step.step_kernel), Launches(triton_reductions.block_sums_kernel)
+    steps, sums = Launches(triton_step.step_kernel), Launches(triton_reductions.totals_kernel)
     counts = Launches(triton_reductions.count_nonfinite_kernel)
     sizes = [1, 2, 3, 4, 5, 16, 17, 1024, 4096]
     for index, num_blocks in enumerate(sizes):
@@ -297,11 +297,13 @@ def launch_facts() -> dict[str, Any]:
         # With a float at first, then with ints too.
         factors = Factors() if index == 0 else Factors(1, 2.0**-index, 1 + index)
         triton_backend.step(spec, streams, gradients, scalars, factors)
-        triton_backend.block_sums(BF16, gradients, factors._replace(divisor=1.0 if index == 0 else 1 + index))
-        triton_backend.count_nonfinite(BF16, gradients)
+        totals = new_totals(num_rows, torch.device("cpu"))
+        triton_backend.add_totals(BF16, gradients, factors._replace(divisor=1.0 if index == 0 else 1 + index), totals)
+        triton_backend.count_nonfinite(BF16, gradients, torch.zeros(1, dtype=torch.int64))
     return {
         "sizes": sizes,
         "blocks_per_program": triton_step.BLOCKS_PER_PROGRAM,
+        "blocks_summed_per_program": triton_reductions.BLOCKS_PER_PROGRAM,
         "step_grids": steps.grids,
         "sums_grids": sums.grids,
         "counts_grids": counts.grids,
@@ -338,7 +340,7 @@ def drawn(name: str, whole: bool) -> list[tuple[str, StepSpec, bool]]:
 
 def facts_of(name: str, whole: bool) -> dict[str, Any]:
     """All that is asked of one target."""
-    target, kernels, reductions, large = TARGETS[name], [], [], []
+    target, kernels, reductions = TARGETS[name], [], []
     for label, spec, aligned in drawn(name, whole):
         threads = triton_step.NUM_WARPS * target.warp_size
         kernels.append(
@@ -351,23 +353,21 @@ def facts_of(name: str, whole: bool) -> dict[str, Any]:
                 **facts(compile_step(spec, aligned, target), target),
             }
         )
-        if target.backend == "hip":
-            found = facts(compile_step(spec, aligned, target, is_large=True), target)
-            large.append({"label": label_of(label, spec, aligned), "target": name, **found})
-    for kernel in (triton_reductions.block_sums_kernel, triton_reductions.count_nonfinite_kernel):
+    for kernel in (triton_reductions.totals_kernel, triton_reductions.count_nonfinite_kernel):
         for grad in (FP32, BF16, FP16):
             reductions.append(
                 {
                     "label": f"{kernel.fn.__name__} {grad.name}",
                     "target": name,
-                    "elements": triton_step.BLOCKS_PER_PROGRAM * BLOCK // (OPTIONS["num_warps"] * target.warp_size),
+                    "elements": triton_reductions.BLOCKS_PER_PROGRAM
+                    * BLOCK
+                    // (triton_reductions.NUM_WARPS * target.warp_size),
                     **facts(compile_reduction(kernel, grad, target), target),
                 }
             )
     return {
         "kernels": kernels,
         "reductions": reductions,
-        "large": large,
         "fused_in_quotients": {name: fused_in_quotients(target)},
     }
 
@@ -380,9 +380,8 @@ def main(folder: Path, whole: bool) -> None:
         plain = next(spec for label, spec, _ in specs() if label == "AdamW plain")
         mutant = compile_step(plain, True, TARGETS["sm_90"], mutant_kernel(folder))
         found: dict[str, Any] = {"mutant": narrow_offsets(mutant.asm["ttir"]), "launches": launch_facts()}
-        kernels, reductions, large, fused = zip(*(each.values() for each in targets), strict=True)
+        kernels, reductions, fused = zip(*(each.values() for each in targets), strict=True)
     found["kernels"], found["reductions"] = [*chain(*kernels)], [*chain(*reductions)]
-    found["large"] = [*chain(*large)]
     found["fused_in_quotients"] = {name: count for each in fused for name, count in each.items()}
     print(json.dumps(found))
 

@@ -96,7 +96,7 @@ def batch(step: int, rank: int) -> Tensor:
 
 
 def loss_of(output: Tensor, target: Tensor | None = None) -> Tensor:
-    return (output * torch.linspace(-1, 2, WIDTH) + output.square()).sum(1).mean()
+    return (output * torch.linspace(-1, 2, WIDTH).to(output.device) + output.square()).sum(1).mean()
 
 
 def average(params: Iterable[nn.Parameter], group: dist.ProcessGroup, count: int | None = None) -> None:

@@ -48,9 +48,9 @@ class Oracle:
     def update(self, index: int, grad: Array) -> None:
         variant, state = self.variant, self.states[index]
         values, self.carried[index] = self.rule.evaluate(
-            variant, self.plain_group, self.steps[index], self.carried[index]
+            variant, self.plain_group, self.steps[index], self.carried[index], grad.shape
         )
-        names: dict[str, Any] = {word: getattr(words, word) for word in words.WORDS}
+        names: dict[str, Any] = {word: getattr(words, word) for word in (*words.WORDS, *words.REDUCTIONS)}
         names |= {"param": self.params[index], "grad": grad}
         names |= {f"state_{name}": state[name] for name in variant.states}
         names |= {f"s_{name}": self.dtype(value) for name, value in zip(variant.scalars, values, strict=True)}

@@ -22,6 +22,7 @@ import torch.distributed.tensor
 import torch.nn.parallel
 
 import shardopt
+import shardopt.activations.partition
 import shardopt.checkpoint.load
 import shardopt.checkpoint.prepare
 import shardopt.checkpoint.save

@@ -1,4 +1,4 @@
-"""Ranks for tests: a pool of processes, forked once a session, that run a function with a fresh gloo group each time.
+"""Ranks for tests: a pool of processes, forked once a session, that run a function with a fresh group each time.
 
 ::
 
@@ -39,6 +39,7 @@ from typing import Any
 from unittest.mock import patch
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -101,6 +102,7 @@ class Pool:
         deadline: float = DEADLINE,
         group: bool = True,
         doomed: Collection[int] = (),
+        backend: str = "gloo",
     ) -> list[Any]:
         """``function(*arguments)`` on ``world`` ranks; what each returned.
 
@@ -108,12 +110,15 @@ class Pool:
             timeout: of the process group's waits.
             deadline: of the whole job.
             group: False: no process group.
+            backend: of the process group. With "nccl" each rank has a GPU of its own, which is its current one.
             doomed: ranks that die or are stopped. None is returned for them; all processes are replaced afterwards.
 
         Raises:
             RankFailure: an exception, a death or a missed deadline on some rank.
         """
         assert 1 <= world <= MAX_WORLD
+        if backend == "nccl" and torch.cuda.device_count() < world:
+            pytest.skip(f"needs {world} GPUs")
         while len(self._workers) < world:
             self._workers.append(self._start())
         self._jobs += 1
@@ -122,7 +127,7 @@ class Pool:
         work = dumps(attributed(function, arguments))
         try:
             for rank, worker in enumerate(workers):
-                worker.pipe.send_bytes(pickle.dumps((work, rank, world, store, timeout, not doomed)))
+                worker.pipe.send_bytes(pickle.dumps((work, rank, world, store, timeout, not doomed, backend)))
         except OSError as error:
             codes = [worker.process.exitcode for worker in workers]
             self._stop()
@@ -239,6 +244,7 @@ def _run_job(
     store: str | None,
     timeout: float,
     meets: bool,
+    backend: str,
 ) -> tuple[bool, Any]:
     """(whether it returned, what it returned or its traceback)."""
     outcome: tuple[bool, Any]
@@ -247,9 +253,11 @@ def _run_job(
     np.random.seed(rank)
     torch.manual_seed(0)
     try:
+        if backend == "nccl":
+            torch.cuda.set_device(rank)
         if store is not None:
             dist.init_process_group(
-                "gloo",
+                backend,
                 store=dist.FileStore(store, world),
                 rank=rank,
                 world_size=world,
@@ -259,7 +267,7 @@ def _run_job(
             outcome = True, function(*arguments)
         if dist.is_initialized() and meets:
             # A rank that tears its connections down while another still sends aborts that one.
-            dist.barrier()
+            dist.barrier(device_ids=[rank] if backend == "nccl" else None)
     except BaseException:
         outcome = False, traceback.format_exc()
     gc.collect()  # frames of an exception keep tensors, and gloo's threads abort the process over them

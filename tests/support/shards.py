@@ -262,15 +262,18 @@ class HandmadeShard:
         table = np.array([*rows, [0, 0, 0, 0]], np.int64).astype(np.int32)  # modulo 2**32
         return torch.from_numpy(table).to(device)
 
-    def launch(self, backend: Backend, device: torch.device) -> Memory:
-        """One launch on a copy of the buffers; asserts that nothing but this shard's active blocks was written."""
-        memory = self.memory.copy_to(device)
-        streams = Streams(
+    def streams(self, memory: Memory) -> Streams:
+        return Streams(
             memory.param.inner,
             None if memory.master is None else memory.master.inner,
             tuple(state.inner for state in memory.states.values()),
             tuple(memory.scales[name].inner if name in memory.scales else None for name in memory.states),
         )
+
+    def launch(self, backend: Backend, device: torch.device) -> Memory:
+        """One launch on a copy of the buffers; asserts that nothing but this shard's active blocks was written."""
+        memory = self.memory.copy_to(device)
+        streams = self.streams(memory)
         gradients = self.gradients(memory)
         scalars = self.scalars().to(device)
         with np.errstate(all="ignore"):  # the interpreter computes with NumPy

@@ -4,6 +4,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -92,8 +93,8 @@ class StagedReduceScatter:
     def fail(self, closure: int) -> None:
         pass
 
-    def abandon_round(self, round_number: int) -> None:
-        self._messages.abandon_round(round_number)
+    def abandon_round(self, round_number: int, rest: Any) -> None:
+        self._messages.abandon_round(round_number, rest)
 
     def catch_up(self, round_number: int) -> None:
         pass

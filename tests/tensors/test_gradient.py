@@ -21,7 +21,8 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_no
 from torch.utils.checkpoint import checkpoint
 
 from shardopt import StateError
-from shardopt.tensors.gradient import GradientPart, GradientSlice, Norms
+from shardopt.tensors.gradient import GradientPart
+from shardopt.tensors.gradient_slice import GradientSlice, Norms
 from shardopt.tensors.part import Part
 from tests.support.training import raises, raw
 

@@ -16,7 +16,7 @@ import shardopt
 from shardopt import Offload, ShardedAdagrad, ShardedAdamW, ShardedSGD, Tuning
 from shardopt.__main__ import main
 from shardopt.config import Options
-from shardopt.tools.doctor import report
+from shardopt.tools.doctor import facts_of, report
 from shardopt.tools.plan import (
     TIERS,
     WAYS,
@@ -27,7 +27,7 @@ from shardopt.tools.plan import (
     plan,
     transformer,
 )
-from shardopt.tools.plan_report import advice, table
+from shardopt.tools.plan_report import found, in_words, table
 from shardopt.tools.values import parse_count, parse_size
 from tests.support.ranks import Pool
 from tests.support.scripts import run_module
@@ -222,9 +222,9 @@ def test_the_cheapest_of_all_ways() -> None:
     assert len(everything) == 4 * 4 * 3 * 2 * 3 + 2 * 4 * 3 * 2 * 2 == len(set(needs))
 
     def best(device: int, host: int | None = None) -> Way:
-        found = cheapest(everything, device, host)
-        assert found is not None
-        return found.way
+        need = cheapest(everything, device, host)
+        assert need is not None
+        return need.way
 
     stage3 = Way(3, True, torch.bfloat16)
     whole = dataclasses.replace(stage3, master="split")
@@ -234,8 +234,8 @@ def test_the_cheapest_of_all_ways() -> None:
     assert best(below, host=1000).is_exact is False  # a disk needs memory too
     on_disk = best(below, host=needs[dataclasses.replace(whole, tier="disk")].on("host"))
     assert (on_disk.tier, on_disk.is_exact) == ("disk", True)
-    text, is_found = advice(everything, "AdamW", below)
-    assert is_found and "on host" in text and "offload='cpu'" in text
+    text = in_words(found(everything, below), everything, "AdamW", below)
+    assert "none fits" not in text and "on host" in text and "offload='cpu'" in text
     assert "with less precision: stage" in text and "state_format=" in text.split("with less")[1]
 
 
@@ -245,12 +245,12 @@ def test_sizes() -> None:
     read = {"80G": 80 * 10**9, "80GiB": 80 * 2**30, "7e9": 7 * 10**9, "1.5k": 1500, "2Mi": 2**21, "12": 12, "3B": 3}
     assert {text: parse_size(text) for text in read} == read
     for text in ("", "G", "1X", "nan", "inf", "-3", "1e999", "3i", "80Bi"):
-        with pytest.raises(ValueError, match=r"is no size: write 80G"):
+        with pytest.raises(ValueError, match=r"is not a size: write 80G"):
             parse_size(text)
     counts = {"7B": 7 * 10**9, "7b": 7 * 10**9, "0.35T": 35 * 10**10, "350M": 35 * 10**7, "7e9": 7 * 10**9, "12": 12}
     assert {text: parse_count(text) for text in counts} == counts
     for text in ("", "B", "7X", "nan", "inf", "-7B", "7GB"):
-        with pytest.raises(ValueError, match=r"is no count: write 7B"):
+        with pytest.raises(ValueError, match=r"is not a count: write 7B"):
             parse_count(text)
     text = table([need_of(3, 8)], 10_000_000, 10**9)
     assert "18/N" in text and text.splitlines()[0].split()[:3] == ["way", "param", "gradient"]
@@ -305,17 +305,17 @@ def test_a_chart_of_all_ways(tmp_path: Path) -> None:
 
 
 def test_doctor(tmp_path: Path) -> None:
-    text = report(tmp_path)
+    text = report(facts_of(tmp_path))
     for word in ("python", "torch", "backends", "pinned memory", "direct I/O", shardopt.__version__):
         assert word in text
-    assert "refused" in report(tmp_path / "missing")
+    assert "refused" in facts_of(tmp_path / "missing")["direct I/O"]
     done = run_module("shardopt", "doctor", cwd=tmp_path)
     assert done.returncode == 0 and "gloo" in done.stdout, done.stderr
 
 
 def test_doctor_looks_for_what_triton_compiles_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def line() -> str:
-        return next(each for each in report(tmp_path).splitlines() if each.startswith("C compiler"))
+        return facts_of(tmp_path)["C compiler"]
 
     header, compiler = tmp_path / "Python.h", tmp_path / "my-cc"
     monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path) if name == "include" else None)

@@ -1,16 +1,22 @@
 """Reads a folder that ``torch.distributed.checkpoint.save`` wrote: FSDP2's, and of whatever else saves there."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ...errors import CheckpointError
-from .from_torch import Hints, from_nested
-from .source import Foreign, Values
+from .from_torch import from_nested
+from .source import Values
 from .unpickle import read_index, read_item
+
+if TYPE_CHECKING:
+    from .from_torch import Hints
+    from .source import Foreign
 
 INDEX = ".metadata"
 

@@ -38,7 +38,7 @@ def _safetensors(path: Path) -> dict[str, Values]:
             described = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
             tensors = {name: file.get_tensor(name) for name in described}  # views of the mapped file
     except Exception as error:
-        raise CheckpointError(f"{path} is no whole safetensors file: {error}. Nothing was imported.") from error
+        raise CheckpointError(f"{path} is not a whole safetensors file: {error}. Nothing was imported.") from error
     return {name: Values.of(tensor) for name, tensor in tensors.items()}
 
 

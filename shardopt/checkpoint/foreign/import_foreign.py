@@ -1,23 +1,30 @@
 """Writes foreign states as a checkpoint of ours: planned and written as by one rank."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ...domain.param_state import ParamState
 from ...errors import CheckpointError, StateError
 from ...partition.comm.group import Ranks
-from ...rules import Rule
 from .. import files, publish, values
-from ..elements import Read, contiguous_strides
-from ..plan_save import Piece, SavePlan
+from ..elements import contiguous_strides
+from ..plan_save import SavePlan
 from ..records import NAME_OF_DTYPE, Key, Tensor
 from ..write import RankWriter, as_checkpoint_error
-from .source import Foreign, ForeignParam, Values, plain_hyper
+from .source import Values, plain_hyper
+
+if TYPE_CHECKING:
+    from ...rules import Rule
+    from ..elements import Read
+    from ..plan_save import Piece
+    from .source import Foreign, ForeignParam
 
 
 def plan_import(foreign: Foreign, rule: Rule, defaults: Mapping[str, Any]) -> SavePlan:

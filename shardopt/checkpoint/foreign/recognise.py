@@ -1,12 +1,17 @@
 """Finds the optimizer that a foreign state belongs to, by its hyper-parameters and the names of its states."""
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...errors import CheckpointError
 from ...optim import classes as optim
-from ...rules import Rule
-from .source import HOW, Foreign, plain_hyper
+from .source import HOW, plain_hyper
+
+if TYPE_CHECKING:
+    from ...rules import Rule
+    from .source import Foreign
 
 _OPTIONAL = {"maximize", "decoupled_weight_decay"}  # not in the dicts of every version
 

@@ -11,11 +11,13 @@
 Every key is mapped, checked, or named: in one warning where it changes no result, in one error where it would.
 """
 
+from __future__ import annotations
+
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -25,7 +27,6 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ...arguments import mapping
 from ...errors import ShardoptError
-from ...optim.optimizer import ShardedOptimizer
 from .ignored import check_rest
 from .keys import Keys
 from .loss_scaler import LossScale, LossScaler
@@ -43,6 +44,9 @@ from .sections import (
     stage_of,
     tuning_of,
 )
+
+if TYPE_CHECKING:
+    from ...optim.optimizer import ShardedOptimizer
 
 
 @dataclass(frozen=True)
@@ -80,6 +84,7 @@ class DeepSpeedRun:
         return {"optimizer": self.optimizer.state_dict(), "scaler": self.scaler.state_dict(), "scheduler": scheduler}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Loads what :meth:`state_dict` returned into optimizer, scaler and scheduler."""
         self.optimizer.load_state_dict(state_dict["optimizer"])
         self.scaler.load_state_dict(state_dict["scaler"])
         if self.scheduler is not None:

@@ -3,10 +3,15 @@
 What would change results is refused, unless it is switched off: ``{"enabled": false, ...}`` asks for nothing.
 """
 
-from collections.abc import Iterator
-from typing import Any
+from __future__ import annotations
 
-from .keys import AUTO, Keys, Kind, count, flag, number
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from .keys import AUTO, count, flag, number
+
+if TYPE_CHECKING:
+    from .keys import Keys, Kind
 
 _ZERO = "zero_optimization"
 _QUANTIZED = "nothing is quantized on the way"
@@ -71,7 +76,7 @@ _ALWAYS: dict[str, tuple[Kind, Any, str]] = {
 
 # Something else takes their place.
 _INSTEAD = {
-    "activation_checkpointing": "call torch.utils.checkpoint in the model",
+    "activation_checkpointing": "call torch.utils.checkpoint in the model, and shardopt.partition_activations()",
     "hybrid_engine": "generate within `with optimizer.unsharded():`",
     "compile": "call torch.compile(model)",
     f"{_ZERO}.allgather_bucket_size": "params are gathered in the buckets that gradients are reduced in",

@@ -190,7 +190,7 @@ def _read(config: Any) -> tuple[str, Mapping[str, Any]]:
     try:
         found = json.loads(Path(config).read_text(), object_pairs_hook=_no_duplicates)
     except (ValueError, RecursionError) as error:
-        raise ShardoptError(f"correct {config}: it is no JSON that can be read ({error}).") from error
+        raise ShardoptError(f"correct {config}: it is not JSON that can be read ({error}).") from error
     if not isinstance(found, Mapping):
         raise ShardoptError(f"{config}: a DeepSpeed config is a JSON object, found a {type(found).__name__}.")
     return str(config), found

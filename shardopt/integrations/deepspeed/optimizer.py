@@ -1,10 +1,12 @@
 """Finds the class, params and arguments of the optimizer that a DeepSpeed config, or the script, asks for."""
 
+from __future__ import annotations
+
 import functools
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -13,7 +15,10 @@ from ...errors import ShardoptError
 from ...optim import classes as optim
 from ...optim.optimizer import ShardedOptimizer
 from ...rules.adam import adam, adam_scalars
-from .keys import Keys, Kind, anything, flag, number, pair, text
+from .keys import anything, flag, number, pair, text
+
+if TYPE_CHECKING:
+    from .keys import Keys, Kind
 
 Construct = Callable[..., ShardedOptimizer]
 
@@ -23,7 +28,7 @@ Wanted = tuple[Construct, Any, dict[str, Any] | None]
 
 
 def has_betas(construct: Construct) -> bool:
-    return "betas" in construct([torch.zeros(1)]).defaults
+    return "betas" in construct([torch.zeros(1, 1)]).defaults  # 2D, as Muon takes
 
 
 def optimizer_of(keys: Keys, module: nn.Module, params: Any, given: Any) -> Wanted:

@@ -3,14 +3,19 @@
 Step 0 runs at the lowest rate, and step k + 1 at the schedule's value at k, as in DeepSpeed: scripts were tuned so.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from .keys import Keys, Kind, count, flag, number, text
+from .keys import count, flag, number, text
+
+if TYPE_CHECKING:
+    from .keys import Keys, Kind
 
 Found = dict[str, Any]  # the section's params; each schedule takes what it knows out of them
 # (steps taken - 1, the rate that a group began with) -> the group's hyper-parameters

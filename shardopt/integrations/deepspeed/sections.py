@@ -1,15 +1,20 @@
 """Translates the sections of a DeepSpeed config, one function each."""
 
+from __future__ import annotations
+
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ...config import MIB, Offload, Tuning
-from .keys import Keys, Kind, count, flag, number, text
+from .keys import count, flag, number, text
 from .loss_scaler import LossScale
+
+if TYPE_CHECKING:
+    from .keys import Keys, Kind
 
 _ZERO = "zero_optimization"
 BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")

@@ -9,16 +9,21 @@ New values go to the other copy. The table follows, in one call in memory, when 
 The file is worthless without the table: it dies with the process, and only checkpoints last.
 """
 
+from __future__ import annotations
+
 from functools import partial
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from ...errors import OffloadError
 from .checksum import checksum
-from .file_io import PAGE, TransferBuffer, padded
-from .ownership import OwnedFile
-from .pipeline import Move
+from .file_io import PAGE, padded
+
+if TYPE_CHECKING:
+    from .file_io import TransferBuffer
+    from .ownership import OwnedFile
+    from .pipeline import Move
 
 
 class Segment(NamedTuple):
@@ -79,10 +84,6 @@ class Segments:
         self._pending = None
 
     # -- for a step: on threads, while other segments move ----------------------------------------------------------
-
-    def reader(self, segment: Segment) -> Move:
-        """Returns the call that reads the values from before ``begin``."""
-        return partial(self._read, segment, self._held.get(segment))
 
     def writer(self, segment: Segment) -> Move:
         assert self._pending is not None

@@ -4,6 +4,8 @@ A step that fails anywhere changes nothing: its writes hold only once every rank
 disk. Params are updated in place; a copy of their old values is kept until then.
 """
 
+from __future__ import annotations
+
 import ctypes
 import threading
 import weakref
@@ -11,16 +13,21 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from ...errors import OffloadError
-from ..store import Chunk, Fetched, Plane, Store
+from ..store import Fetched, Store
 from .checksum import compile_checksum
-from .file_io import PAGE, TransferBuffer, padded
+from .file_io import PAGE, padded
 from .ownership import OwnedFile
 from .pipeline import ChunkJob, Pipeline
 from .segments import Segment, Segments
+
+if TYPE_CHECKING:
+    from ..store import Chunk, Plane
+    from .file_io import TransferBuffer
 
 _FP32 = 4  # bytes
 
@@ -44,7 +51,7 @@ class DiskStorage:
     device = torch.device("cpu")
     updates_on_host = False
 
-    def __init__(self, store: "DiskStore", numel: int, dtype: torch.dtype):
+    def __init__(self, store: DiskStore, numel: int, dtype: torch.dtype):
         self._store, self._segments, self._numel = store, store.segments, numel
         self._chunk_numel = store.chunk_bytes // _FP32
         self._num_chunks = -(-numel // self._chunk_numel)
@@ -189,10 +196,11 @@ class DiskStore(Store):
     def _job(self, chunk: Chunk) -> ChunkJob:
         home = chunk.home
         assert isinstance(home, DiskStorage)
-        parts = [home.segment(name, chunk.start) for name in chunk.names]
-        return ChunkJob(
-            [part.nbytes for part in parts], [*map(self.segments.reader, parts)], [*map(self.segments.writer, parts)]
-        )
+        parts = {name: home.segment(name, chunk.start) for name in chunk.names}
+        # The newest values: a step may take several passes, which read what the passes before them wrote.
+        reads = [self.segments.loader(part) for part in parts.values()]
+        writes = [_nothing if name in chunk.unwritten else self.segments.writer(part) for name, part in parts.items()]
+        return ChunkJob([part.nbytes for part in parts.values()], reads, writes)
 
     def fetch(self, chunk: Chunk) -> Fetched:
         parts = self.pipeline.fetch(self._jobs[chunk]) if chunk.names else []
@@ -282,6 +290,10 @@ class DiskStore(Store):
             self.pipeline.close()
             reads.close()
         self._owned.close()
+
+
+def _nothing(part: TransferBuffer) -> None:
+    """Writes nothing of a stream that an update only read."""
 
 
 def _kept(chunk: Chunk) -> torch.Tensor:

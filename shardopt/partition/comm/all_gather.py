@@ -1,19 +1,24 @@
 """All-gather: moves final shards to every rank. One mechanism for each kind of connection."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
-from .group import Pending, Ranks
-from .peer_memory import PeerMemory
+from .group import Pending
+
+if TYPE_CHECKING:
+    from .group import Ranks
+    from .peer_memory import PeerMemory
 
 # First tag of messages that carry shards: above the tags of messages that carry gradients.
-_FIRST_TAG = 1 << 30
+FIRST_TAG = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -40,19 +45,16 @@ class AllGather:
     Attributes:
         reads_memory: True if other ranks read our shard during their ``finish``: it must be final before, and stay
             until all of them are done.
-        on_stream: True if the current stream waits for the shards and the host does not.
     """
 
-    def __init__(
-        self, begin: Callable[[Window], Callable[[], None]], reads_memory: bool = False, on_stream: bool = False
-    ):
+    def __init__(self, begin: Callable[[Window], Callable[[], None]], reads_memory: bool = False):
         """``begin`` begins to fill a window, and returns the call that ends with every rank's shard in the window."""
-        self._begin, self.reads_memory, self.on_stream = begin, reads_memory, on_stream
-        self._ends: list[Callable[[], None]] = []
+        self._begin, self.reads_memory = begin, reads_memory
+        self._ends: dict[int, Callable[[], None]] = {}  # by number of the window
 
     def start(self, window: Window) -> None:
         if window.nbytes_received:  # not on one rank, which owns everything
-            self._ends.append(self._begin(window))
+            self._ends[window.number] = self._begin(window)
 
     def finish(self) -> None:
         """Waits until every started window holds every rank's shard.
@@ -60,8 +62,12 @@ class AllGather:
         Raises:
             CommunicationError: a rank died or is late.
         """
-        for end in self._ends:
+        for end in self._ends.values():
             end()
+
+    def end_of(self, window: Window) -> Callable[[], None]:
+        """Returns what :meth:`finish` would call for a started window; the caller calls it in its place."""
+        return self._ends.pop(window.number)
 
 
 def by_messages(ranks: Ranks, phase: str, limit: timedelta | None = None) -> AllGather:
@@ -73,7 +79,7 @@ def by_messages(ranks: Ranks, phase: str, limit: timedelta | None = None) -> All
     def begin(window: Window) -> Callable[[], None]:
         shards = [window.shard(rank) for rank in range(ranks.size)]
         own = [shards[ranks.rank]] * ranks.size
-        return partial(ranks.wait, ranks.exchange_slices(own, shards, _FIRST_TAG + window.number, phase), limit)
+        return partial(ranks.wait, ranks.exchange_slices(own, shards, FIRST_TAG + window.number, phase), limit)
 
     return AllGather(begin)
 
@@ -99,7 +105,7 @@ def by_collectives(ranks: Ranks, phase: str) -> AllGather:
         work = _all_gather_single()(window.flat, window.shard(ranks.rank), group=ranks.group, async_op=True)
         return partial(ranks.wait_on_stream, Pending(phase, (work,)))
 
-    return AllGather(begin, on_stream=True)
+    return AllGather(begin)
 
 
 def _all_gather_single() -> Callable[..., Any]:

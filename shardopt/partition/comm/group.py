@@ -1,8 +1,12 @@
-"""A group of ranks: the few collectives that an optimizer needs, chosen by backend, each wait with a deadline."""
+"""A group of ranks: the few collectives that an optimizer needs, chosen by backend, each wait with a deadline.
+
+Tensors of a GPU travel by the backend of the group, and what lies in host memory by :mod:`.host_group`.
+"""
 
 import itertools
 import json
 import os
+import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,10 +19,14 @@ import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
 from ...errors import CommunicationError, DisagreementError
+from .host_group import backend_of, host_group, timeout_of
 
 # Longest description that ranks exchange to find where they differ. A longer one that a peer announces is refused
 # before memory is allocated for it.
 MAX_MESSAGE_BYTES = 256 << 20
+
+# Seconds between two looks at a collective of the device, while a host waits for it.
+_NAP = 50e-6
 
 # Groups in which an exchange did not finish, with its phase. A backend may match the messages of that exchange with
 # later ones.
@@ -40,70 +48,58 @@ class Traffic:
     params: int = 0
     gradients: int = 0
     states: int = 0  # slices that were gathered for reading
+    matrices: int = 0  # slices of updates, to the rank where a matrix is made whole, and back
 
 
 class Ranks:
     """The ranks that share states. Without a process group, or with one rank, all calls return at once."""
 
-    def __init__(self, group: dist.ProcessGroup | None, deadline: timedelta | None, device: torch.device | None = None):
-        """``device``: of the params; what lies elsewhere travels on it where the group carries no host memory."""
+    def __init__(self, group: dist.ProcessGroup | None, deadline: timedelta | None):
         if group is None and dist.is_available() and dist.is_initialized():
             group = dist.group.WORLD
         self.group = group
         self.size = group.size() if group is not None else 1
         self.rank = group.rank() if group is not None else 0
-        self._deadline, self.device = deadline, device
+        self._deadline = deadline
 
     @staticmethod
     def alone() -> "Ranks":
         """Returns a group of this rank alone, whatever process groups there are."""
         ranks = Ranks.__new__(Ranks)
-        ranks.group, ranks.size, ranks.rank, ranks._deadline, ranks.device = None, 1, 0, None, None
+        ranks.group, ranks.size, ranks.rank, ranks._deadline = None, 1, 0, None
         return ranks
 
     def carries(self, device: torch.device) -> bool:
-        """True if the group's backend moves tensors of this device. gloo's for CUDA does not count: it is slow."""
-        return self.group is None or self._backend(device) not in ((None,) if device.type == "cpu" else (None, "gloo"))
+        """True if the group moves tensors of this device. gloo's backend for CUDA does not count: it is slow."""
+        return self.group is None or device.type == "cpu" or self._backend(device) not in (None, "gloo")
 
     @property
     def seconds(self) -> float:
         """The longest time that one wait for another rank may take."""
         if self._deadline is not None:
             return self._deadline.total_seconds()
-        options = getattr(self.group and self._backend_object(torch.device("cpu")), "options", None)
-        return getattr(options, "_timeout", default_pg_timeout).total_seconds()
+        return (default_pg_timeout if self.group is None else timeout_of(self.group)).total_seconds()
 
     def has_collectives(self, device: torch.device) -> bool:
         """True if the backend's own reduce-scatter and all-gather are fast: those of any backend but gloo."""
-        return self.carries(device) and self.group is not None and self._backend(device) != "gloo"
+        return self.group is not None and self._backend(device) not in (None, "gloo")
 
     def takes_priority(self, device: torch.device) -> bool:
         """True if NCCL's streams have the device's greatest priority, as its options or the environment may say."""
-        options = getattr(self.group and self._backend_object(device), "options", None)
+        options = None if self.group is None else getattr(backend_of(self.group, device), "options", None)
         forced = os.environ.get("TORCH_NCCL_HIGH_PRIORITY", "").lower() in ("1", "y", "yes", "t", "true")
         return forced or bool(getattr(options, "is_high_priority_stream", False))
 
     def _backend(self, device: torch.device) -> str | None:
-        backend = self._backend_object(device)
+        backend = None if self.group is None else backend_of(self.group, device)
         return None if backend is None else str(backend.name()).lower()
 
-    def _backend_object(self, device: torch.device) -> Any:
-        # Not dist.get_backend(): a group made without a backend's name has one backend for each kind of device.
+    def _way(self, device: torch.device) -> tuple[dist.ProcessGroup, torch.device]:
+        """Returns the group by which tensors of this device travel, and the device that they must be on."""
         assert self.group is not None
-        try:
-            return self.group._get_backend(device)
-        except RuntimeError:
-            return None
-
-    def _device_of_messages(self, device: torch.device) -> torch.device:
-        if self.carries(device):
-            return device
-        if device.type != "cpu":
-            return torch.device("cpu")
-        # Not the current device: ranks that never call set_device() would all send from GPU 0, which NCCL refuses.
-        # Test: test_host_values_travel_on_the_params_device in tests/partition/test_ranks_device.py.
-        known = (self.device, getattr(self.group, "bound_device_id", None))
-        return next((each for each in known if each is not None and each.type != "cpu"), torch.device("cuda"))
+        if device.type != "cpu" and self.carries(device):
+            return self.group, device
+        return host_group(self.group), torch.device("cpu")
 
     def wait(self, pending: Pending, limit: timedelta | None = None) -> None:
         """Waits until the collective is done.
@@ -137,17 +133,63 @@ class Ranks:
             with self.naming(pending.phase):
                 work.wait()
 
-    def _finish(self, phase: str, collective: Callable[..., Any], *arguments: Any, **keywords: Any) -> None:
-        with self.naming(phase):
-            self.wait(Pending(phase, (collective(*arguments, **keywords, group=self.group, async_op=True),)))
+    def read(self, vector: torch.Tensor, phase: str) -> torch.Tensor:
+        """Returns what collectives left on a GPU, in host memory. Every rank has issued them, see :mod:`.roll_call`.
 
-    def exchange(self, row: Sequence[int], device: torch.device, phase: str) -> list[list[int]]:
+        Raises:
+            CommunicationError: they do not end, as a rank died in the midst of them.
+        """
+        # Pinned: a copy to other memory is a wait of its own, without a deadline.
+        host = torch.empty_like(vector, device="cpu", pin_memory=True)
+        host.copy_(vector, non_blocking=True)
+        self.wait_for_stream(vector.device, phase)
+        return host
+
+    def wait_for_stream(self, device: torch.device, phase: str) -> None:
+        """Waits until the current stream of a GPU has ended what it was given, collectives of all ranks included.
+
+        Raises:
+            CommunicationError: they do not end.
+        """
+        reached = torch.cuda.Event()
+        reached.record(torch.cuda.current_stream(device))
+        self.wait_for_device(reached.query, phase)
+
+    def wait_for_device(self, is_done: Callable[[], bool], phase: str) -> None:
+        """Waits until ``is_done()``, which says that a device has ended collectives.
+
+        Raises:
+            CommunicationError: they do not end, or failed.
+        """
+        end = time.monotonic() + self.seconds
+        while True:
+            with self.naming(phase):
+                if is_done():
+                    return
+            if time.monotonic() > end:
+                self.give_up(phase)
+                raise CommunicationError(
+                    "restart the ranks from a checkpoint, and look at the other ranks' output: what every rank had "
+                    f"issued did not end within {self.seconds:g} s, {self.at(phase)}. A rank died meanwhile, or its "
+                    "connection broke."
+                )
+            time.sleep(_NAP)
+
+    def _finish(
+        self, phase: str, collective: Callable[..., Any], tensor: Any, *arguments: Any, **keywords: Any
+    ) -> None:
+        """Runs a collective of a tensor, or of a list of tensors, on the device of which it travels."""
+        with self.naming(phase):
+            group, _ = self._way((tensor[0] if isinstance(tensor, list) else tensor).device)
+            self.wait(Pending(phase, (collective(tensor, *arguments, **keywords, group=group, async_op=True),)))
+
+    def exchange(self, row: Sequence[int], phase: str) -> list[list[int]]:
         """Collective: returns every rank's row of int64, by rank. Rows have one length; empty rows are a barrier."""
         if self.size == 1:
             return [list(row)]
         with self.naming(phase):
-            mine = torch.tensor([len(row), *row], dtype=torch.int64, device=self._device_of_messages(device))
-            rows = mine.new_empty((self.size, len(mine)))  # one tensor: on a GPU each tolist() waits for the device
+            mine = torch.tensor([len(row), *row], dtype=torch.int64)
+            rows = mine.new_empty((self.size, len(mine)))
             self._finish(phase, dist.all_gather, list(rows), mine)
             found = rows.tolist()
         lengths = [length for length, *_ in found]
@@ -158,12 +200,12 @@ class Ranks:
             )
         return [values for _, *values in found]
 
-    def exchange_json(self, value: Any, device: torch.device, phase: str) -> list[Any]:
+    def exchange_json(self, value: Any, phase: str) -> list[Any]:
         """Collective: returns every rank's JSON-able value, by rank. Nothing that a peer sends is unpickled."""
         if self.size == 1:
             return [json.loads(json.dumps(value))]
         message = json.dumps(value).encode()
-        lengths = [length for (length,) in self.exchange([len(message)], device, phase)]
+        lengths = [length for (length,) in self.exchange([len(message)], phase)]
         if max(lengths) > MAX_MESSAGE_BYTES:
             raise DisagreementError(
                 "run the same program on every rank: a message was refused. "
@@ -172,16 +214,15 @@ class Ranks:
             )
         padded = torch.zeros(max(lengths), dtype=torch.uint8)
         padded[: len(message)] = torch.frombuffer(bytearray(message), dtype=torch.uint8)
-        mine = padded.to(self._device_of_messages(device))
-        others = [torch.empty_like(mine) for _ in range(self.size)]
-        self._finish(phase, dist.all_gather, others, mine)
-        return [json.loads(bytes(other[:length].cpu().numpy())) for other, length in zip(others, lengths, strict=True)]
+        others = [torch.empty_like(padded) for _ in range(self.size)]
+        self._finish(phase, dist.all_gather, others, padded)
+        return [json.loads(bytes(other[:length].numpy())) for other, length in zip(others, lengths, strict=True)]
 
     def add_up(self, vector: torch.Tensor, phase: str) -> None:
         """Collective: sums every rank's tensor over the ranks, in place."""
         if self.size == 1:
             return
-        message = vector.to(self._device_of_messages(vector.device))
+        message = vector.to(self._way(vector.device)[1])
         self._finish(phase, dist.all_reduce, message)
         if message is not vector:
             vector.copy_(message)
@@ -192,12 +233,14 @@ class Ranks:
         """Starts to send ``own[i]`` to rank ``i`` and to receive ``others[i]`` from it, by messages of this tag."""
         peers = [(self.rank + step) % self.size for step in range(1, self.size)]
         works = []
+        with self.naming(phase):
+            group, _ = self._way(own[0].device)
         for peer in peers:
             with self.naming(phase, peer):
-                works.append(dist.irecv(others[peer], group_src=peer, group=self.group, tag=tag))
+                works.append(dist.irecv(others[peer], group_src=peer, group=group, tag=tag))
         for peer in peers:
             with self.naming(phase, peer):
-                works.append(dist.isend(own[peer], group_dst=peer, group=self.group, tag=tag))
+                works.append(dist.isend(own[peer], group_dst=peer, group=group, tag=tag))
         return Pending(phase, tuple(works), (*peers, *peers))
 
     def broadcast(self, tensors: Sequence[torch.Tensor], phase: str, root: int = 0) -> None:
@@ -205,7 +248,7 @@ class Ranks:
         if self.size == 1:
             return
         for tensor in tensors:
-            message = tensor.detach().to(self._device_of_messages(tensor.device)).contiguous()
+            message = tensor.detach().to(self._way(tensor.device)[1]).contiguous()
             self._finish(phase, dist.broadcast, message, group_src=root)
             if message.data_ptr() != tensor.data_ptr():
                 tensor.detach().copy_(message)
@@ -214,12 +257,17 @@ class Ranks:
         """Collective: returns every rank's tensor (same shape and dtype), by rank, on rank ``to``; None elsewhere."""
         if self.size == 1:
             return [own]
-        own = own.to(self._device_of_messages(own.device)).contiguous()
+        own = own.to(self._way(own.device)[1]).contiguous()
         parts = [torch.empty_like(own) for _ in range(self.size)] if self.rank == to else None
         # Not by messages: NCCL makes a communicator, and keeps its buffers, for each pair of ranks that sends one.
         # Test: test_consolidating_sends_no_messages in tests/states/test_state_dict.py.
         self._finish(phase, dist.gather, own, parts, group_dst=to)
         return parts
+
+    def give_up(self, phase: str) -> None:
+        """Records that no rank may use the group any more, as an exchange did not finish."""
+        if self.group is not None:
+            _BROKEN[self.group] = phase
 
     def at(self, phase: str) -> str:
         return f"while {phase}, on rank {self.rank} of {self.size}"
@@ -243,8 +291,7 @@ class Ranks:
         except (CommunicationError, DisagreementError):
             raise
         except RuntimeError as error:
-            if self.group is not None:
-                _BROKEN[self.group] = phase
+            self.give_up(phase)
             raise CommunicationError(
                 f"{self.at(phase)}: {error}. A peer died, left, or did not make the same call in time "
                 "(every rank must call step(), with or without a closure alike). Look at the other ranks' output for "

@@ -6,18 +6,22 @@ Peers that wait for the rank in the earlier attempt notice that and abandon it t
 the rank there. So nobody adds this attempt's gradients to sums of the attempt before.
 """
 
+from __future__ import annotations
+
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 
 from ...errors import CommunicationError
-from .group import Ranks
-from .peer_memory import PeerMemory
+
+if TYPE_CHECKING:
+    from .group import Ranks
+    from .peer_memory import PeerMemory
 
 MAX_ADDRESSES = 64  # addresses that a board holds; more buffers are never under way at once
 # Peers read in this order: memory is copied from lower to higher addresses.
@@ -69,7 +73,7 @@ class PeerBoard:
         self._own[_AT] = -1
         self.closure = 0  # the closure that runs now, counted from 1 and the same on all ranks; 0: none
         self._fence = threading.Lock()
-        where = ranks.exchange([self._own.ctypes.data], torch.device("cpu"), "exchanging notice boards")
+        where = ranks.exchange([self._own.ctypes.data], "exchanging notice boards")
         self._addresses = [address for (address,) in where]
         self._seen = torch.empty(self._own.size, dtype=torch.int64)
 

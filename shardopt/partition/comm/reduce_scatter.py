@@ -11,9 +11,9 @@ A buffer that was handed to ``start`` belongs to the mechanism, and other ranks 
 ``drain`` or ``finish`` returns it.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -47,6 +47,15 @@ class Reduction:
     def slice_of(self, rank: int) -> torch.Tensor:
         start = self.start_of(rank)
         return self.buffer[start : start + self.target.numel()]
+
+
+class Blank(NamedTuple):
+    """The size of a reduction for which this rank has no gradients."""
+
+    buffer_numel: int
+    target_numel: int
+    dtype: torch.dtype  # of the buffer
+    device: torch.device
 
 
 class ReduceScatter(Protocol):
@@ -97,8 +106,12 @@ class ReduceScatter(Protocol):
         """Tells ranks that wait for this rank in the closure that the closure raised, where that is possible."""
         return
 
-    def abandon_round(self, round_number: int) -> None:
-        """Abandons the round after an error on this rank; tells the other ranks where that is possible."""
+    def abandon_round(self, round_number: int, rest: Sequence[Blank] | None) -> None:
+        """Abandons the round after an error on this rank; tells the other ranks where that is possible.
+
+        Args:
+            rest: the reductions that this rank did not start; None if the other ranks wait for more than those.
+        """
         return
 
     def catch_up(self, round_number: int) -> None:

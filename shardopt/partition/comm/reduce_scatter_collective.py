@@ -1,16 +1,26 @@
 """Reduce-scatter by the backend's own reduce-scatter, or all-reduce."""
 
+from __future__ import annotations
+
 import math
 from collections import deque
-from collections.abc import Callable
-from typing import Any
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
+from ...errors import CommunicationError
 from ..streams import last_used
-from .group import Pending, Ranks, Traffic
+from .group import Pending
 from .reduce_scatter import PHASE, ReduceScatter, Reduction, accumulate
+from .roll_call import Answer, RollCall
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from .group import Ranks, Traffic
+    from .reduce_scatter import Blank
 
 
 class CollectiveReduceScatter(ReduceScatter):
@@ -26,13 +36,22 @@ class CollectiveReduceScatter(ReduceScatter):
     def __init__(self, ranks: Ranks, traffic: Traffic):
         self._ranks, self._traffic = ranks, traffic
         self._reductions: deque[tuple[Reduction, torch.Tensor, Pending]] = deque()
+        self._abandoned: list[tuple[Reduction, torch.Tensor, Pending]] = []
+        self._roll_call = RollCall(ranks, PHASE)
+        self._owes_answer = False  # the other ranks wait for this rank's answer, or will
 
     def share(self, dtype: torch.dtype) -> float:
         # Test: test_sums_in_fp16_overflow_no_sooner_than_their_mean in tests/partition/test_collective_sums.py.
         return 1.0 / (1 << (self._ranks.size - 1).bit_length()) if dtype is torch.float16 else 1.0
 
     def start_round(self, round_number: int) -> None:
-        self._reductions.clear()
+        # What this rank abandoned may still write to sums of this round, and read buffers that are freed now.
+        for reduction, result, pending in self._abandoned:
+            self._ranks.wait_on_stream(pending)
+            last_used(reduction.buffer)
+            last_used(result)
+        self._abandoned.clear()
+        self._owes_answer = True
 
     def start(self, reduction: Reduction) -> None:
         buffer, target = reduction.buffer.dtype, reduction.target.dtype
@@ -50,7 +69,40 @@ class CollectiveReduceScatter(ReduceScatter):
         return [self._give_back() for _ in range(len(self._reductions) - limit)]
 
     def finish(self) -> list[torch.Tensor]:
+        self._owes_answer = False
+        self._roll_call.answer(Answer.ISSUED)
+        self._roll_call.hear()
         return self.drain(0, math.inf)
+
+    def abandon_round(self, round_number: int, rest: Sequence[Blank] | None) -> None:
+        self._abandoned += self._reductions
+        self._reductions.clear()
+        if not self._owes_answer:
+            return
+        self._owes_answer = False
+        answer = Answer.STUCK
+        try:
+            if rest is not None:
+                self._issue(rest)
+                answer = Answer.LEFT
+        except RuntimeError:  # no memory for zeros, say: the error that broke off the round says more
+            pass
+        with suppress(CommunicationError):  # another rank is gone
+            self._roll_call.answer(answer)
+            if answer is Answer.STUCK:
+                self._ranks.give_up("this rank left its collectives to the other ranks")
+
+    def _issue(self, rest: Sequence[Blank]) -> None:
+        """Issues reductions of zeros, whose sums nobody uses: all of them in the same memory."""
+        if not rest:
+            return
+        most = max(max(each.buffer_numel, each.target_numel) * each.dtype.itemsize for each in rest)
+        zeros, sums = (torch.zeros(most, dtype=torch.uint8, device=rest[0].device) for _ in range(2))
+        for each in rest:
+            buffer = zeros.view(each.dtype)[: each.buffer_numel]
+            target = sums.view(each.dtype)[: each.target_numel]
+            reduction = Reduction(buffer, target, add=False)
+            self._abandoned.append((reduction, target, Pending(PHASE, (self._sum(reduction, target),))))
 
     def _give_back(self) -> torch.Tensor:
         reduction, result, pending = self._reductions.popleft()

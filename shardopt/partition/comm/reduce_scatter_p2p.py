@@ -1,13 +1,18 @@
 """Reduce-scatter by messages: slices go straight to their owners, who add them up."""
 
+from __future__ import annotations
+
 import math
 from collections import deque
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .group import Pending, Ranks, Traffic
-from .reduce_scatter import PHASE, ReduceScatter, Reduction, chunks, sum_into
+from .reduce_scatter import PHASE, ReduceScatter, chunks, sum_into
+
+if TYPE_CHECKING:
+    from .group import Pending, Ranks, Traffic
+    from .reduce_scatter import Reduction
 
 
 class P2PReduceScatter(ReduceScatter):

@@ -1,14 +1,20 @@
 """Reduce-scatter between ranks of one machine: every rank reads its slice in the other ranks' memory."""
 
+from __future__ import annotations
+
 from collections import deque
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .group import Ranks, Traffic
-from .peer_board import MAX_ADDRESSES, Nap, PeerBoard
-from .reduce_scatter import CHUNK, PHASE, ReduceScatter, Reduction, chunks, sum_into
+from .peer_board import MAX_ADDRESSES, Nap
+from .reduce_scatter import CHUNK, PHASE, ReduceScatter, chunks, sum_into
+
+if TYPE_CHECKING:
+    from .group import Ranks, Traffic
+    from .peer_board import PeerBoard
+    from .reduce_scatter import Blank, Reduction
 
 
 class PeerReduceScatter(ReduceScatter):
@@ -67,7 +73,7 @@ class PeerReduceScatter(ReduceScatter):
     def fail(self, closure: int) -> None:
         self._board.fail(closure)
 
-    def abandon_round(self, round_number: int) -> None:
+    def abandon_round(self, round_number: int, rest: Sequence[Blank] | None) -> None:
         self._board.abandon_round(round_number)
 
     def catch_up(self, round_number: int) -> None:

@@ -12,29 +12,41 @@ CUDA, gloo                refused: it has neither collectives nor messages for t
 ========================  ==================================================================================
 
 An :class:`AllGather` moves shards that are already final (stage 3 gathers params so). A :class:`Gather` follows an
-update: every rank first waits until the other ranks' shards are written, and last until nobody reads its own.
+update: every rank first waits until the other ranks' shards are written, and last until nobody reads its own. A
+:class:`.late_gather.LateGather` follows an update too, and its caller goes on meanwhile.
 """
+
+from __future__ import annotations
 
 import weakref
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from ...errors import BindingError, CommunicationError
-from .all_gather import AllGather, Window, by_collectives, by_messages, by_reading
-from .group import Ranks, Traffic
+from . import all_to_all
+from .all_gather import FIRST_TAG, Window, by_collectives, by_messages, by_reading
+from .group import Traffic
+from .late_gather import LateGather
 from .peer_board import PeerBoard
 from .peer_memory import PeerMemory
-from .reduce_scatter import NoReduceScatter, ReduceScatter
+from .reduce_scatter import NoReduceScatter
 from .reduce_scatter_collective import CollectiveReduceScatter
 from .reduce_scatter_p2p import P2PReduceScatter
 from .reduce_scatter_peer import PeerReduceScatter
 
+if TYPE_CHECKING:
+    from .all_gather import AllGather
+    from .all_to_all import AllToAll
+    from .group import Ranks
+    from .reduce_scatter import ReduceScatter
+
 _WINDOWS = 1 << 20  # how many windows one transport may number
 
 # Transports that each group has had.
-_TRANSPORTS: "weakref.WeakKeyDictionary[dist.ProcessGroup, int]" = weakref.WeakKeyDictionary()
+_TRANSPORTS: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
 
 class Transport:
@@ -53,11 +65,12 @@ class Transport:
         self._number = 0 if ranks.group is None else _TRANSPORTS.get(ranks.group, 0)
         if ranks.group is not None:
             _TRANSPORTS[ranks.group] = self._number + 1
-        self._opened = self._number % 512 * _WINDOWS
+        self._first = self._opened = self._number % 512 * _WINDOWS  # the number of no window
         self.traffic = Traffic()
+        self._all_to_all: AllToAll | None = None
 
     @staticmethod
-    def of(ranks: Ranks, device: torch.device, use_neighbours: bool) -> "Transport":
+    def of(ranks: Ranks, device: torch.device, use_neighbours: bool) -> Transport:
         """Collective: finds out whether the ranks can read each other's memory.
 
         Raises:
@@ -72,9 +85,9 @@ class Transport:
         if ranks.size == 1 or device.type != "cpu" or not use_neighbours:
             return Transport(ranks, device)
         memory = PeerMemory()
-        cards = tuple(tuple(card) for card in ranks.exchange(memory.card(), device, "looking for neighbours"))
+        cards = tuple(tuple(card) for card in ranks.exchange(memory.card(), "looking for neighbours"))
         able = all(memory.can_read(card) for card in cards)
-        everyone = ranks.exchange([int(able)], device, "agreeing on neighbours")
+        everyone = ranks.exchange([int(able)], "agreeing on neighbours")
         if not all(each for (each,) in everyone):
             return Transport(ranks, device)
         return Transport(ranks, device, memory, cards)
@@ -111,7 +124,7 @@ class Transport:
         self._opened += 1
         if self._memory is None:
             return Window(flat, shard_numel, self._opened)
-        addresses = self.ranks.exchange([address], flat.device, "exchanging addresses")
+        addresses = self.ranks.exchange([address], "exchanging addresses")
         peers = tuple((card[0], each) for card, (each,) in zip(self._cards, addresses, strict=True))
         return Window(flat, shard_numel, self._opened, peers)
 
@@ -123,13 +136,35 @@ class Transport:
         """
         if self._memory is not None:
             return by_reading(self.ranks, self._memory)
-        if self.ranks.has_collectives(self._device):
-            return by_collectives(self.ranks, phase)
-        return by_messages(self.ranks, phase, limit)
+        return all_gather_between(self.ranks, self._device, phase, limit)
 
-    def gather(self, phase: str) -> "Gather":
+    def gather(self, phase: str) -> Gather:
         """Returns a gather for shards that are being written."""
         return Gather(self.ranks, self.all_gather(phase), phase)
+
+    def late_gather(self, phase: str) -> LateGather:
+        """Returns a gather for shards that are being written, which need not be waited for as a whole.
+
+        Where ranks read each other's memory there is none (``overlaps``): nothing would travel meanwhile.
+        """
+        assert self._memory is None
+        return LateGather(self.ranks, self.all_gather(phase), phase, self._first)
+
+    def all_to_all(self, phase: str) -> AllToAll:
+        """Collective at its first call: returns the mechanism by which each rank sends each other one tensors."""
+        if self._all_to_all is None:
+            self._opened += 1  # a number, for the tag of its messages
+            self._all_to_all = self._make_all_to_all(phase)
+        return self._all_to_all
+
+    def _make_all_to_all(self, phase: str) -> AllToAll:
+        if self.ranks.size == 1:
+            return all_to_all.to_itself(self.ranks)
+        if self._memory is not None:
+            return all_to_all.by_reading(self.ranks, self._memory, [card[0] for card in self._cards])
+        if self.ranks.has_collectives(self._device):
+            return all_to_all.by_collectives(self.ranks, phase)
+        return all_to_all.by_messages(self.ranks, FIRST_TAG + self._opened, phase)
 
     def reduce_scatter(self) -> ReduceScatter:
         """Collective: returns the mechanism for rounds of reductions."""
@@ -141,6 +176,13 @@ class Transport:
         if self.ranks.has_collectives(self._device):
             return CollectiveReduceScatter(self.ranks, self.traffic)
         return P2PReduceScatter(self.ranks, self.traffic, self._number)
+
+
+def all_gather_between(ranks: Ranks, device: torch.device, phase: str, limit: timedelta | None = None) -> AllGather:
+    """Returns an all-gather for ranks that do not read each other's memory; ``limit``: see :meth:`Ranks.wait`."""
+    if ranks.has_collectives(device):
+        return by_collectives(ranks, phase)
+    return by_messages(ranks, phase, limit)
 
 
 class Gather:
@@ -165,11 +207,6 @@ class Gather:
         """
         if self._ranks.size == 1:
             return
-        if self._all_gather.on_stream:
-            # The other ranks are not told of a failure: the host would have to wait for the device. Their wait times
-            # out.
-            self._all_gather.finish()
-            return
         if self._all_gather.reads_memory:
             barrier(self._ranks, failed, f"{self._phase} (waiting for every rank's update)")
         problem = None
@@ -187,6 +224,6 @@ class Gather:
 
 def barrier(ranks: Ranks, failed: bool, phase: str) -> None:
     """Collective: a barrier that raises CommunicationError on every rank if one failed."""
-    reports = ranks.exchange([int(failed)], torch.device("cpu"), phase)
+    reports = ranks.exchange([int(failed)], phase)
     if any(each for (each,) in reports):
         raise CommunicationError(f"while {phase}: rank {[each for (each,) in reports].index(1)} could not go on.")

@@ -12,7 +12,7 @@ import numpy as np
 
 from .memory import GlobalMemory, SharedMemory
 from .numbers import TYPES, Array, PtxError, bits_of, width_of
-from .operations import OPERATIONS, REDUCTIONS
+from .operations import ATOMICS, OPERATIONS, REDUCTIONS
 from .registers import Mask, Registers
 from .text import Address, Instruction, Kernel, Operand
 
@@ -57,6 +57,7 @@ class Machine:
         self._handlers = {
             "ld": self._load,
             "st": self._store,
+            "atom": self._update,
             "mov": self._move,
             "shfl": self._shuffle,
             "redux": self._reduce,
@@ -145,6 +146,17 @@ class Machine:
         words = np.stack([bits_of(self._read(each, kind, mask)) for each in sources], axis=1)
         if mask.any():
             self._access(space, place, mask, words[mask].view(np.uint8))
+
+    def _update(self, instruction: Instruction, mask: Mask) -> None:
+        """``atom.global.gpu.relaxed.add.u64 into, [address + offset], value``; what was there before is not told."""
+        if instruction.opcode not in ATOMICS:
+            raise PtxError("this opcode is not known here")
+        kind, operation = ATOMICS[instruction.opcode]
+        _, place, value = instruction.operands
+        assert isinstance(place, Address)
+        if mask.any():
+            values = np.ascontiguousarray(self._read(value, kind, mask)[mask])
+            self._memory.update(self._addresses(place, mask)[mask], values, operation)
 
     def _access(self, space: str, place: Address, mask: Mask, what: int | Array) -> Any:
         """A load of so many bytes of each thread, or a store of 2D [threads, bytes]."""
@@ -252,7 +264,7 @@ class Machine:
 
 def _space_and_kind(opcode: str) -> tuple[str, str]:
     """Of ``st.shared::cta.v4.b32``: no other modifier is known."""
-    found = re.fullmatch(r"(?:ld|st)\.(\w+?)(?:::cta)?(?:\.v[248])?\.([bsuf]\d+)", opcode)
+    found = re.fullmatch(r"(?:ld|st)\.(\w+?)(?:::cta)?(?:\.cg)?(?:\.v[248])?\.([bsuf]\d+)", opcode)
     if found is None:
         raise PtxError("this opcode is not known here")
     return found[1], found[2]

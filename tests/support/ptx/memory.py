@@ -36,6 +36,14 @@ class GlobalMemory:
         for mine, region, at in self._places(addresses, nbytes, "store"):
             region[at[:, None] + np.arange(nbytes)] = items[mine]
 
+    def update(self, addresses: Array, values: Array, operation: np.ufunc) -> None:
+        """Combines what lies there with 1D values, one after the other where several meet."""
+        nbytes = values.itemsize
+        for mine, region, at in self._places(addresses, nbytes, "update"):
+            lead = int(at[0]) % nbytes  # a region may begin anywhere, an access may not
+            words = region[lead : lead + (len(region) - lead) // nbytes * nbytes].view(values.dtype)
+            operation.at(words, (at - lead) // nbytes, values[mine])
+
     def _places(self, addresses: Array, nbytes: int, verb: str) -> list[tuple[Array, Array, Array]]:
         """Region by region: which accesses fall into it, the region, where they begin in it."""
         _check_alignment(addresses, nbytes, verb)

@@ -176,6 +176,11 @@ def greater(one: Array, other: Array) -> Array:
     return np.where(one == other, zeros, np.fmax(one, other))
 
 
+def greater_or_nan(one: Array, other: Array) -> Array:
+    zeros = (one.view(np.uint32) & other.view(np.uint32)).view(np.float32)
+    return np.where(one == other, zeros, np.maximum(one, other))
+
+
 def without_nan(compute: Compute) -> Compute:
     return lambda *values: one_nan(compute(*values))
 
@@ -198,6 +203,7 @@ ROUNDED: dict[str, tuple[int, Compute]] = {  # opcode -> operands, what it compu
     "sqrt.rn": (1, np.sqrt),
     "min": (2, lesser),
     "max": (2, greater),
+    "max.NaN": (2, greater_or_nan),
     "abs": (1, np.abs),
     "neg": (1, np.negative),
 }
@@ -281,4 +287,9 @@ REDUCTIONS: dict[str, tuple[str, np.ufunc]] = {
         "or": np.bitwise_or,
         "xor": np.bitwise_xor,
     }.items()
+}
+# What is done to a word of global memory in one go: opcode -> its kind, and the operation.
+ATOMICS: dict[str, tuple[str, np.ufunc]] = {
+    "atom.global.gpu.relaxed.add.u64": ("u64", np.add),
+    "atom.global.gpu.relaxed.max.s64": ("s64", np.maximum),
 }

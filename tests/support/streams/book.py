@@ -101,6 +101,9 @@ class Book:
     def copy(self, into: Tensor, source: Tensor, blocking: bool) -> None:
         """Between host and device; ``into`` has its values already."""
         self.act("a copy", [span(source)], [span(into)])
+        for tensor in (into, source):
+            if self.region(tensor).is_pinned:
+                self.region(tensor).recorded.append(self.stream)
         self.counts.note(BLOCKING_COPIES if blocking else COPIES)
         if blocking:
             self.host.follow(self.stream.clock)

@@ -3,13 +3,18 @@
 This process is one rank. The other ranks hold what it holds: a sum is this rank's values times the size.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
+
+from shardopt.partition.comm import host_group
 
 from .book import Book, span
 from .counts import COLLECTIVES
@@ -81,3 +86,46 @@ class Group(dist.ProcessGroup):
         return self._run("reduce_scatter", [own], [output])
 
     _allgather_base, _reduce_scatter_base = all_gather_single, reduce_scatter_single
+
+
+class Done(torch._C._distributed_c10d.Work):
+    """What gloo has carried between hosts."""
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        return True
+
+
+class Beside(dist.ProcessGroup):
+    """The group beside it that carries host memory, as gloo's: no stream has anything to do with it."""
+
+    def __init__(self, size: int):
+        super().__init__(0, size)
+        self._awaited: dict[int, list[Tensor]] = {}  # by tag
+
+    def allreduce(self, tensors: list[Tensor], options: Any) -> Done:
+        tensors[0].mul_(self.size())
+        return Done()
+
+    def broadcast(self, tensors: list[Tensor], options: Any) -> Done:
+        return Done()
+
+    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], options: Any) -> Done:
+        for each in outputs[0]:
+            each.copy_(inputs[0])
+        return Done()
+
+    def recv(self, tensors: list[Tensor], rank: int, tag: int) -> Done:
+        self._awaited.setdefault(tag, []).append(tensors[0])
+        return Done()
+
+    def send(self, tensors: list[Tensor], rank: int, tag: int) -> Done:
+        for each in self._awaited.pop(tag, ()):
+            each.copy_(tensors[0])
+        return Done()
+
+
+@contextmanager
+def beside() -> Iterator[None]:
+    """Within, hosts of a machine's group tell each other what one of them tells."""
+    with patch.object(host_group, "_gloo_beside", lambda group: Beside(group.size())):
+        yield

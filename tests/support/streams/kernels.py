@@ -13,12 +13,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shardopt.kernels import native_backend, triton_reductions, triton_step
+from shardopt.kernels import native_backend, triton_pass, triton_reductions, triton_step
 from shardopt.kernels.formats import BlockFormat, Format, format_of
-from shardopt.kernels.native_reductions import compile_block_sums, compile_count_nonfinite
+from shardopt.kernels.native_pass import SUMS, compile_pass
+from shardopt.kernels.native_reductions import compile_count_nonfinite
 from shardopt.kernels.native_step import compile_step
+from shardopt.kernels.pass_spec import PassSpec
 from shardopt.kernels.spec import StepSpec
-from shardopt.kernels.tables import BLOCK
+from shardopt.kernels.tables import BLOCK, Factors, Gradients
 
 from .book import Book, Span, span
 from .counts import KERNELS
@@ -37,16 +39,25 @@ class Kernel:
 
 
 class Rows:
-    """Which elements of a shard a launch updates, and where their gradients are."""
+    """Which elements of a shard a launch updates, and where their gradients are.
+
+    Attributes:
+        numbers: of the rows that have elements.
+        runs: blocks [first, last) of one row that have elements, and its number.
+    """
 
     def __init__(self, row_of_block: Tensor, rows: Tensor):
         of_block = _values(row_of_block)
         firsts = np.flatnonzero(np.diff(of_block, prepend=-1))
         self._spans: list[tuple[int, int, int]] = []  # first element, end, address of the gradient of element 0
+        self.numbers: list[int] = []
+        self.runs: list[tuple[int, int, int]] = []
         for first, last in zip(firsts, [*firsts[1:], len(of_block)], strict=True):
             grad_at, end = _values(rows)[of_block[first]].tolist()
             if first * BLOCK < end:
                 self._spans.append((int(first) * BLOCK, min(int(last) * BLOCK, end), grad_at))
+                self.numbers.append(int(of_block[first]))
+                self.runs.append((int(first), min(int(last), -(-end // BLOCK)), int(of_block[first])))
 
     def gradients(self, itemsize: int) -> list[Span]:
         return [(at + first * itemsize, at + end * itemsize) for first, end, at in self._spans]
@@ -64,43 +75,94 @@ def _values(table: Tensor) -> Any:
 
 
 def _step(book: Book, *arguments: Any, spec: StepSpec, **_: Any) -> None:
-    param, master, states, scales, row_of_block, rows, scalars, noise, num_blocks, unscale, clip = arguments
-    scales = [each for each, format in zip(scales, spec.states, strict=True) if isinstance(format, BlockFormat)]
-    streams = [param, *([master] if spec.has_master else []), *states]
-    compile_step(spec)(
-        0,
-        num_blocks,
-        *(each.data_ptr() for each in (row_of_block, rows, scalars, noise)),
-        np.float32(unscale),
-        np.float32(clip),
-        *(each.data_ptr() for each in (*streams, *scales)),
-    )
-    used = Rows(row_of_block, rows)
-    tables = map(span, (row_of_block, rows, scalars, noise))
-    writes = [each for stream in streams for each in used.of(stream)]
-    writes += [each for scale in scales for each in used.of(scale, BLOCK)]
+    streams, next_row, row_of_block, rows, scalars, noise, _, unscale, clip = arguments
+    table, used = _values(streams), Rows(row_of_block, rows)
+    kinds = [spec.param.itemsize, spec.master.itemsize if spec.has_master and spec.master else 0]
+    kinds += [each.itemsize for each in spec.states]
+    has_scales = [isinstance(each, BlockFormat) for each in spec.states]
+    writes: list[Span] = []
+    for first, last, row in used.runs:
+        at = table[row if next_row else 0].tolist()
+        own, scales = at[: len(kinds)], [each for each, has in zip(at[len(kinds) :], has_scales, strict=True) if has]
+        compile_step(spec)(
+            first,
+            last,
+            *(each.data_ptr() for each in (row_of_block, rows, scalars, noise)),
+            np.float32(unscale),
+            np.float32(clip),
+            *(each for each, kind in zip(own, kinds, strict=True) if kind),
+            *scales,
+        )
+        writes += [
+            (each + first * BLOCK * kind, each + last * BLOCK * kind) for each, kind in zip(own, kinds, strict=True)
+        ]
+        writes += [(each + first * 4, each + last * 4) for each in scales]
+    tables = map(span, (row_of_block, rows, scalars, noise, streams))
+    writes = [each for each in writes if each[0] < each[1]]
     book.act("step_kernel", [*tables, *used.gradients(spec.grad.itemsize)], writes)
     book.counts.note(KERNELS)
 
 
-def _block_sums(book: Book, row_of_block: Tensor, rows: Tensor, *arguments: Any, GRAD: str, **_: Any) -> None:
-    columns, (num_blocks, divisor, unscale) = arguments[:4], arguments[4:]
-    kernel = compile_block_sums(_format(GRAD))
-    tables = (row_of_block.data_ptr(), rows.data_ptr())
-    kernel(0, num_blocks, *tables, np.float32(divisor), np.float32(unscale), *(each.data_ptr() for each in columns))
-    _read(book, "block_sums_kernel", row_of_block, rows, _format(GRAD), columns)
+def _pass(book: Book, *arguments: Any, spec: PassSpec, **_: Any) -> None:
+    streams, next_row, row_of_block, rows, scalars, noise, totals, _, _, unscale, clip = arguments
+    table, used, part = _values(streams), Rows(row_of_block, rows), spec.variant
+    own = [each for each in (spec.param, spec.master if spec.has_master else None) if each is not None]
+    writes: list[Span] = []
+    for first, last, row in used.runs:
+        at = table[row if next_row else 0].tolist()
+        scales_at = dict(zip(part.states, at[2 + len(part.states) :], strict=True))
+        sums = [native_backend.zero_sums(last - first) for _ in part.measured]
+        columns = [getattr(each, name) for each in sums for name in SUMS]
+        compile_pass(spec)(
+            first,
+            last,
+            *(each.data_ptr() for each in (row_of_block, rows, scalars, noise)),
+            np.float32(unscale),
+            np.float32(clip),
+            *at[: len(own)],
+            *at[2 : 2 + len(part.states)],
+            *(each for each in scales_at.values() if each),
+            *(each.data_ptr() - first * each.element_size() for each in columns),
+        )
+        for number, each in enumerate(sums):
+            native_backend.add_blocks(each, row_of_block, totals[number], first)
+        kept = list(zip(at[: len(own)], own, strict=True)) if part.writes_param else []
+        pairs = zip(part.states, at[2:], spec.states, strict=False)
+        kept += [(address, format) for name, address, format in pairs if name in part.written]
+        writes += [(at_ + first * BLOCK * each.itemsize, at_ + last * BLOCK * each.itemsize) for at_, each in kept]
+        writes += [
+            (scales_at[name] + first * 4, scales_at[name] + last * 4) for name in part.written if scales_at[name]
+        ]
+    tables = map(span, (row_of_block, rows, scalars, noise, streams))
+    writes += [span(totals)] * bool(part.measured)
+    book.act(
+        "pass_kernel", [*tables, *used.gradients(spec.grad.itemsize)], [each for each in writes if each[0] < each[1]]
+    )
+    book.counts.note(KERNELS)
+
+
+def _totals(book: Book, row_of_block: Tensor, rows: Tensor, *arguments: Any, GRAD: str, **_: Any) -> None:
+    totals, num_blocks, _, divisor, unscale = arguments
+    table = Gradients(row_of_block[:num_blocks], rows, True)
+    native_backend.add_totals(_format(GRAD), table, Factors(divisor, unscale), totals)
+    start, width = span(totals)[0], totals.shape[1] * totals.element_size()
+    added = [(start + row * width, start + (row + 1) * width) for row in Rows(row_of_block, rows).numbers]
+    _read(book, "totals_kernel", row_of_block, rows, _format(GRAD), added)
 
 
 def _count_nonfinite(book: Book, row_of_block: Tensor, rows: Tensor, *arguments: Any, GRAD: str, **_: Any) -> None:
-    counts, num_blocks = arguments
-    compile_count_nonfinite(_format(GRAD))(0, num_blocks, row_of_block.data_ptr(), rows.data_ptr(), counts.data_ptr())
-    _read(book, "count_nonfinite_kernel", row_of_block, rows, _format(GRAD), (counts,))
+    count, num_blocks = arguments
+    counts = np.zeros(num_blocks, np.int32)
+    tables = (row_of_block.data_ptr(), rows.data_ptr())
+    compile_count_nonfinite(_format(GRAD))(0, num_blocks, *tables, counts.ctypes.data)
+    _values(count)[0] += counts.sum()
+    _read(book, "count_nonfinite_kernel", row_of_block, rows, _format(GRAD), [span(count)])
 
 
-def _read(book: Book, name: str, row_of_block: Tensor, rows: Tensor, grad: Format, into: Any) -> None:
+def _read(book: Book, name: str, row_of_block: Tensor, rows: Tensor, grad: Format, into: list[Span]) -> None:
     used = Rows(row_of_block, rows)
     reads = [span(row_of_block), span(rows), *used.gradients(grad.itemsize)]
-    book.act(name, reads, map(span, into))
+    book.act(name, reads, into)
     book.counts.note(KERNELS)
 
 
@@ -113,7 +175,8 @@ def carried_out(book: Book) -> Iterator[None]:
     """Within, launches of the Triton backend are carried out, and what the native backend does is the host's."""
     kernels = {
         (triton_step, "step_kernel"): _step,
-        (triton_reductions, "block_sums_kernel"): _block_sums,
+        (triton_pass, "pass_kernel"): _pass,
+        (triton_reductions, "totals_kernel"): _totals,
         (triton_reductions, "count_nonfinite_kernel"): _count_nonfinite,
     }
     with ExitStack() as stack:
@@ -121,6 +184,7 @@ def carried_out(book: Book) -> Iterator[None]:
             kernel = Kernel(lambda *arguments, _launch=launch, **keywords: _launch(book, *arguments, **keywords))
             stack.enter_context(patch.object(module, name, kernel))
         stack.enter_context(patch.object(triton_step, "constants", lambda spec, aligned: {"spec": spec}))
+        stack.enter_context(patch.object(triton_pass, "pass_constants", lambda spec, aligned: {"spec": spec}))
         stack.enter_context(patch.object(triton_step, "prepare", lambda *_: None))
         stack.enter_context(_host_steps(book))
         yield
@@ -139,5 +203,17 @@ def _host_steps(book: Book) -> Iterator[None]:
         writes += [each for scale in streams.scales if scale is not None for each in used.of(scale, BLOCK)]
         book.act("an update on the CPU", used.gradients(spec.grad.itemsize), writes, book.host)
 
-    with patch.object(native_backend, "step", on_host):
+    run_pass = native_backend.run_pass
+
+    def pass_on_host(spec: PassSpec, streams: Any, gradients: Any, *arguments: Any) -> None:
+        run_pass(spec, streams, gradients, *arguments)
+        used, part = Rows(gradients.row_of_block, gradients.rows), spec.variant
+        own = [each for each in (streams.param, streams.master) if each is not None] if part.writes_param else []
+        places = [index for index, name in enumerate(part.states) if name in part.written]
+        writes = [each for stream in (*own, *(streams.states[index] for index in places)) for each in used.of(stream)]
+        scales = [streams.scale(index) for index in places]
+        writes += [each for scale in scales if scale is not None for each in used.of(scale, BLOCK)]
+        book.act("a pass on the CPU", used.gradients(spec.grad.itemsize), writes, book.host)
+
+    with patch.object(native_backend, "step", on_host), patch.object(native_backend, "run_pass", pass_on_host):
         yield

@@ -6,10 +6,12 @@ from typing import Any, Self
 
 from torch import Tensor, nn
 
+from tests.support.compiled import nothing_compiled
+
 from . import cuda, hooks, kernels, tensors
 from .book import Book
 from .counts import Counts
-from .group import Group
+from .group import Group, beside
 from .operations import Operations
 
 
@@ -29,6 +31,8 @@ class Machine:
     def __enter__(self) -> Self:
         for each in (cuda.stand_in, tensors.on_card, kernels.carried_out):
             self._stack.enter_context(each(self.book))
+        self._stack.enter_context(beside())
+        self._stack.enter_context(nothing_compiled())
         if self._leaf_streams:
             self._stack.enter_context(hooks.on_streams(self.book, self._leaf_streams))
         self._stack.enter_context(Operations(self.book))

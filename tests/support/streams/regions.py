@@ -40,6 +40,7 @@ class Region:
     owner: Agent  # the stream that it was allocated on; a thread, if it is host memory
     uses: list[Use] = field(default_factory=list)  # that a later one may still race with
     recorded: list[Agent] = field(default_factory=list)  # streams that the allocator waits for
+    is_pinned: bool = False  # by torch's allocator of pinned memory, to which each copy tells its stream
 
 
 class Regions:

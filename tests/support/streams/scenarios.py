@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -133,6 +134,23 @@ def zeroed(training: Training) -> None:
     training.optimizer.zero_grad(set_to_none=False)
 
 
+def left(training: Training) -> None:
+    """A backward raises half-way; the next one reduces the same buckets."""
+    once(training)
+
+    def fail(_: Tensor) -> None:
+        raise ValueError("half-way")
+
+    hook = training.model.layers[1].register_forward_hook(
+        lambda layer, given, output: output.register_hook(fail) and None
+    )
+    with pytest.raises(ValueError, match="half-way"):
+        training.backward()
+    hook.remove()
+    training.optimizer.zero_grad()
+    once(training)
+
+
 def read(training: Training) -> None:
     """A gradient is read, and added to afterwards; whole params are looked at."""
     training.backward()
@@ -149,6 +167,27 @@ def once(training: Training) -> None:
     training.step()
 
 
+def elsewhere(training: Training) -> None:
+    """A param is read on another stream before the forward, and written on the first one."""
+    once(training)
+    side, first = torch.cuda.Stream(), torch.cuda.current_stream()
+    side.wait_stream(first)
+    with torch.cuda.stream(side):
+        copies = [param.detach().clone() for param in training.model.parameters()]
+    with torch.no_grad():
+        for param in training.model.parameters():
+            float(param.sum())
+    first.wait_stream(side)
+    del copies
+
+
+def viewed(training: Training) -> None:
+    """Something shows the memory of params throughout: each step waits for them."""
+    kept = [param.detach() for param in training.model.parameters()]
+    once(training)
+    float(sum(each.float().sum() for each in kept))
+
+
 def served(training: Training) -> None:
     """After a step another rank reads a state of this one, in a thread that knows nothing of what the host did."""
     once(training)
@@ -159,7 +198,21 @@ def served(training: Training) -> None:
 
 
 WAYS: dict[str, Way] = {
-    each.__name__: each for each in (accumulated, without_sync, clipped, reordered, partial, zeroed, read, once, served)
+    each.__name__: each
+    for each in (
+        accumulated,
+        without_sync,
+        clipped,
+        reordered,
+        partial,
+        zeroed,
+        left,
+        read,
+        once,
+        elsewhere,
+        viewed,
+        served,
+    )
 }
 
 
@@ -179,6 +232,7 @@ class Scenario:
     depth: int = 5
     wide: bool = False
     by_hand: bool = False  # the optimizer knows params, and no module
+    overlaps: bool = False  # params arrive during the next forward
 
     def __str__(self) -> str:
         options = [f"{name}={value}" for name, value in self.options.items()]
@@ -188,6 +242,7 @@ class Scenario:
         more += [f"{self.depth} layers, {self.bucket_bytes} bytes a bucket"] if self.depth != 5 else []
         more += ["params only"] if self.by_hand else []
         more += ["wide layers"] if self.wide else []
+        more += ["params arrive in the forward"] if self.overlaps else []
         more += [f"{self.leaf_streams} leaf streams"] if self.leaf_streams != LEAF_STREAMS else []
         more += [*options, *([f"world {self.world}"] if self.world < 8 else [])]
         return ", ".join([f"stage {self.stage}", self.tier, self.way, *more])
@@ -209,6 +264,7 @@ class Scenario:
             live_bytes=40_000,
             chunk_bytes=1024,
             nonfinite=self.nonfinite,
+            overlap_gather=self.overlaps,
         )
         optimizer = ShardedAdamW(
             model.parameters() if self.by_hand else model,
@@ -238,12 +294,19 @@ def scenarios() -> list[Scenario]:
         return (3,) if "params" in tier else (2, 3) if "gradients" in tier else (0, 1, 2, 3)
 
     grid = [Scenario(stage, tier) for tier in TIERS for stage in stages(tier)]
-    ways = [Scenario(stage, way=way) for way in WAYS if way != "accumulated" for stage in (1, 3)]
+    ways = [
+        Scenario(stage, way=way)
+        for way in WAYS
+        if way not in ("accumulated", "left", "elsewhere", "viewed")
+        for stage in (1, 3)
+    ]
     others = [
         Scenario(2, options={"reduce_dtype": torch.float32}),
         Scenario(0, way="once", options={"release_gradients": True}),
         Scenario(1, way="once", options={"release_gradients": True}),
         *(Scenario(stage, bucket_bytes=TWO, depth=9) for stage in (1, 2, 3)),
+        Scenario(2, way="left"),
+        Scenario(2, way="left", bucket_bytes=TWO, depth=9, leaf_streams=16),
         Scenario(2, way="without_sync", bucket_bytes=TWO, depth=9),
         Scenario(2, "ring, gradients at rest", bucket_bytes=TWO, depth=9),
         Scenario(1, way="once", options={"release_gradients": True}, bucket_bytes=TWO, depth=9),
@@ -273,8 +336,13 @@ def scenarios() -> list[Scenario]:
         Scenario(2, world=3),
         Scenario(0, way="once", world=1, options={"release_gradients": True}),
         Scenario(1, world=1),
+        *(Scenario(stage, way="once", overlaps=True) for stage in (1, 2)),
+        Scenario(2, "ring", way="read", overlaps=True),
+        *(Scenario(2, way=way, overlaps=True) for way in ("elsewhere", "viewed")),
         Scenario(1, "ring", way="read"),
         Scenario(2, "CPU step, gradients at rest", way="clipped"),
+        # Two passes with an all-reduce in between; the second one reads the states that the first one wrote.
+        *(Scenario(2, tier, way="once", options={"clip_update": 1.0}) for tier in ("memory", "ring", "CPU step")),
     ]
     return [*grid, *ways, *others]
 

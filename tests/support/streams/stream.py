@@ -38,5 +38,10 @@ class Event:
     def wait(self, stream: Any = None) -> None:
         (stream or self._book.stream).wait_event(self)
 
+    def query(self) -> bool:
+        """The host that asks until it is told yes has waited."""
+        self._book.host_waits(self.clock)
+        return True
+
     def synchronize(self) -> None:
         self._book.host_waits(self.clock)

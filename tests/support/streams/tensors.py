@@ -34,11 +34,14 @@ def _is_card(device: Any) -> bool:
 
 
 def _factory(book: Book, make: Callable[..., Any]) -> Callable[..., Any]:
-    def making(*arguments: Any, device: Any = None, **keywords: Any) -> Any:
+    def making(*arguments: Any, device: Any = None, pin_memory: bool = False, **keywords: Any) -> Any:
         if device is not None and not _is_card(device):
             keywords["device"] = device
         with book.making(on_device=_is_card(device)):
-            return make(*arguments, **keywords)
+            made = make(*arguments, **keywords)
+        if pin_memory:
+            book.region(made, is_device=False).is_pinned = True
+        return made
 
     return making
 
@@ -65,7 +68,17 @@ def _moves(book: Book) -> dict[str, Callable[..., Any]]:
         cast = tensor if dtype in (None, tensor.dtype) else to(tensor, dtype)
         if _is_card(device) == book.is_on_device(tensor):
             return cast
-        return transfer(book, cast, _is_card(device), not non_blocking)
+        source = book.region(cast)
+        is_sent = non_blocking and (source.is_device or source.is_pinned)  # the host waits for other memory of its own
+        if is_sent and source.is_pinned:
+            source.recorded.append(book.stream)  # as torch's allocator of pinned memory does
+        return transfer(book, cast, _is_card(device), not is_sent)
+
+    def pinned(tensor: Tensor) -> Tensor:
+        with _disable_current_modes(), torch.no_grad():
+            copy = tensor.detach().clone()
+        book.region(copy, is_device=False).is_pinned = True
+        return copy
 
     def listed(tensor: Tensor) -> Any:
         if book.is_on_device(tensor):
@@ -79,6 +92,7 @@ def _moves(book: Book) -> dict[str, Callable[..., Any]]:
 
     return {
         "to": moved,
+        "pin_memory": pinned,
         "cpu": lambda tensor, **_: moved(tensor, _HOST),
         "cuda": lambda tensor, **_: moved(tensor, CARD),
         "tolist": listed,

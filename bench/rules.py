@@ -1,0 +1,109 @@
+"""What a step of rules that look at whole params costs beside AdamW's, communication included.
+
+One GPT, copied for each optimizer, with one gradient that stays; its params are sharded by stage 1 without the module,
+so that `step()` is the update and the gather. Steps of all optimizers take turns, one thread a rank; a row's ratio is
+of the pairs of one run.
+
+    python bench/rules.py            2 ranks, and one
+    python bench/rules.py --quick    does it run?
+
+`bytes` are those that its kernels read and write for each element of fp32 params, over AdamW's.
+"""
+
+import argparse
+import multiprocessing
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from common import median_of, parser_of, pick_device, ratios, show, write_result
+from gpt import GPT
+
+import shardopt
+from shardopt import ShardedOptimizer
+
+# Bytes an element: gradient, param and states, each once for every pass that reads or writes it.
+BYTES = {"AdamW": 28, "LAMB": 24 + 16, "AdamW, clipped": 20 + 16, "SGD": 20, "LARS": 8 + 20}
+BESIDE = {"LAMB": "AdamW", "AdamW, clipped": "AdamW", "LARS": "SGD"}
+OPTIMIZERS: dict[str, Callable[[Any], ShardedOptimizer]] = {
+    "AdamW": lambda params: shardopt.ShardedAdamW(params),
+    "LAMB": lambda params: shardopt.ShardedLAMB(params),
+    "AdamW, clipped": lambda params: shardopt.ShardedAdamW(params, clip_update=1.0),
+    "SGD": lambda params: shardopt.ShardedSGD(params, lr=0.1, momentum=0.9),
+    "LARS": lambda params: shardopt.ShardedLARS(params),
+}
+
+
+def main() -> None:
+    parser = parser_of(__doc__ or "")
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--width", type=int, default=512)
+    parser.add_argument("--rounds", type=int, default=25, help="steps of each optimizer, in turns")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
+    args = parser.parse_args()
+    if args.quick:
+        args.layers, args.width, args.rounds = 1, 64, 3
+    rows = [row for world in args.ranks for row in rows_of(measured(world, args), world)]
+    titles = ("rule", "beside", "ranks", "ms", "ratio", "bytes")
+    show("step()", titles, [[str(row[title]) for title in titles] for row in rows])
+    write_result("rules", args, pick_device("cpu"), {"rows": rows})
+
+
+def rows_of(seconds: dict[str, list[float]], world: int) -> list[dict[str, Any]]:
+    return [
+        {
+            "rule": name,
+            "beside": other,
+            "ranks": world,
+            "ms": median_of([1e3 * each for each in seconds[name]]),
+            "ratio": ratios(seconds[name], seconds[other]),
+            "bytes": round(BYTES[name] / BYTES[other], 3),
+        }
+        for name, other in BESIDE.items()
+    ]
+
+
+def measured(world: int, args: argparse.Namespace) -> dict[str, list[float]]:
+    """Seconds of each step of each optimizer: the longest of all ranks."""
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder:
+        results = context.SimpleQueue()
+        given = (world, f"file://{Path(folder) / 'store'}", vars(args), results)
+        ranks = [context.Process(target=run, args=(rank, *given)) for rank in range(world)]
+        for each in ranks:
+            each.start()
+        found = [results.get() for _ in ranks]
+        for each in ranks:
+            each.join()
+    return {name: [max(step) for step in zip(*(each[name] for each in found), strict=True)] for name in OPTIMIZERS}
+
+
+def run(rank: int, world: int, store: str, args: dict[str, Any], results: Any) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world)
+    optimizers, models = {}, []  # params live as long as their model
+    for name, make in OPTIMIZERS.items():
+        torch.manual_seed(0)
+        models.append(GPT(args["layers"], args["width"], 8, 8192, 128))
+        for param in models[-1].parameters():
+            param.grad = torch.randn(param.shape).mul_(1e-3)
+        optimizers[name] = make(models[-1].parameters())
+    seconds: dict[str, list[float]] = {name: [] for name in optimizers}
+    for number in range(args["rounds"] + 2):  # kernels are compiled, and pages touched, in the first two
+        for name, optimizer in optimizers.items():
+            dist.barrier()
+            start = time.perf_counter()
+            optimizer.step()
+            if number >= 2:
+                seconds[name].append(time.perf_counter() - start)
+    results.put(seconds)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

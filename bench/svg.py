@@ -1,0 +1,77 @@
+"""The little of SVG that the pictures need: text and boxes on a panel that is legible on light and dark pages."""
+
+from dataclasses import dataclass, field
+from xml.sax.saxutils import escape
+
+FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
+# Class -> colour on a light page, on a dark one. The panel is opaque: a reader whose system and page disagree reads it
+# all the same.
+COLOURS = {
+    "panel": ("#f6f8fa", "#161b22"),
+    "ink": ("#1f2328", "#e6edf3"),
+    "quiet": ("#59636e", "#9198a1"),
+    "other": ("#8c959f", "#6e7681"),
+    "ours": ("#0f766e", "#2dd4bf"),
+    "param": ("#2563eb", "#60a5fa"),
+    "gradient": ("#d97706", "#fbbf24"),
+    "state": ("#0f766e", "#2dd4bf"),
+    "compute": ("#64748b", "#94a3b8"),
+    "reduce": ("#d97706", "#fbbf24"),
+    "gather": ("#2563eb", "#60a5fa"),
+    "update": ("#0f766e", "#2dd4bf"),
+    "absent": ("#d0d7de", "#30363d"),
+}
+
+
+def _style() -> str:
+    def rules(theme: int) -> str:
+        return "".join(f".{name}{{fill:{colours[theme]}}}" for name, colours in COLOURS.items())
+
+    return f"text{{font-family:{FONT}}}{rules(0)}@media(prefers-color-scheme:dark){{{rules(1)}}}"
+
+
+@dataclass
+class Picture:
+    """An SVG of a width and height in pixels; what is drawn later lies above."""
+
+    width: int
+    height: int
+    title: str
+    body: list[str] = field(default_factory=list)
+
+    def text(
+        self,
+        x: float,
+        y: float,
+        words: str,
+        kind: str = "ink",
+        size: int = 14,
+        anchor: str = "start",
+        bold: bool = False,
+    ) -> None:
+        weight = ' font-weight="600"' * bold
+        self.body.append(
+            f'<text class="{kind}" x="{x:g}" y="{y:g}" font-size="{size}" text-anchor="{anchor}"{weight}>'
+            f"{escape(words)}</text>"
+        )
+
+    def box(self, x: float, y: float, width: float, height: float, kind: str, words: str = "") -> None:
+        """With what it shows when the pointer rests on it."""
+        told = f"<title>{escape(words)}</title>" * bool(words)
+        self.body.append(
+            f'<rect class="{kind}" x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="3">{told}</rect>'
+        )
+
+    def svg(self) -> str:
+        return "\n".join(
+            [
+                f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {self.width} {self.height}" '
+                f'width="{self.width}" height="{self.height}" role="img" aria-label="{escape(self.title)}">',
+                f"<title>{escape(self.title)}</title>",
+                f"<style>{_style()}</style>",
+                f'<rect class="panel" width="{self.width}" height="{self.height}" rx="8"/>',
+                *self.body,
+                "</svg>",
+                "",
+            ]
+        )

@@ -1,0 +1,86 @@
+"""Names in the whole model, of what a module holds that is a part of it: a pipeline stage, one rank's experts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+# Torch puts these into names when it compiles or wraps a module: they are no part of the model.
+_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
+
+
+class Names:
+    """What params, buffers and modules of a module are called in the whole model.
+
+    ::
+
+        module = nn.Sequential(norm, experts)      {module: "layers.3", experts: "layers.3.experts.7"}
+
+        0.weight       layers.3.0.weight           the innermost module that has a name counts
+        1.up.weight    layers.3.experts.7.up.weight
+    """
+
+    def __init__(self, module: nn.Module, given: Mapping[nn.Module, str]):
+        """
+        Raises:
+            ValueError: one of the modules is not in ``module``.
+        """
+        named = {unwrapped(each): prefix for each, prefix in given.items()}
+        self._prefixes: dict[str, str] = {}
+        found = set()
+        for path, each in module.named_modules(remove_duplicate=False):
+            inner = unwrapped(each)
+            if inner in named:
+                self._prefixes[plain_name(f"{path}.").rstrip(".")] = named[inner]
+                found.add(inner)
+        lost = [type(each).__name__ for each in named if each not in found]
+        if lost:
+            raise ValueError(
+                f"names takes modules within the one that is saved or loaded: a {lost[0]} is not in it, so no param "
+                f"would be called {next(prefix for each, prefix in named.items() if each not in found)!r}."
+            )
+
+    def of(self, name: str) -> str:
+        """Returns the name in the whole model of a param, buffer or module that is called ``name`` in this one."""
+        parts = plain_name(name).split(".")
+        for end in range(len(parts), -1, -1):
+            prefix = self._prefixes.get(".".join(parts[:end]))
+            if prefix is not None:
+                return ".".join(filter(None, (prefix, *parts[end:])))
+        return plain_name(name)
+
+
+def read_names(names: object) -> dict[nn.Module, str]:
+    """Returns what ``names=`` was given. Raises TypeError if it is no dict of modules and texts."""
+    if names is None:
+        return {}
+    if not isinstance(names, Mapping):
+        raise TypeError(
+            f"names takes a dict of modules and their names in the whole model, found {type(names).__name__}."
+        )
+    for module, prefix in names.items():
+        if not isinstance(module, nn.Module) or not isinstance(prefix, str):
+            raise TypeError(
+                'names takes a dict of modules and their names in the whole model ({module: "layers.3"}), found '
+                f"{type(module).__name__}: {prefix!r}."
+            )
+    return dict(names)
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """Returns the user's own module, without the wrappers of DDP and torch.compile."""
+    while True:
+        if isinstance(module, DistributedDataParallel):
+            module = module.module
+        elif "_orig_mod" in module._modules:
+            module = module._orig_mod  # type: ignore[assignment]
+        else:
+            return module
+
+
+def plain_name(name: str) -> str:
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name

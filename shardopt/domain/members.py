@@ -1,0 +1,42 @@
+"""Which params of a module are a domain's, where experts have domains of their own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Members:
+    """The params of one domain: these alone, or all but these.
+
+    The main domain has all but those of other domains: the module may hold params that are in no param group.
+    """
+
+    params: frozenset[torch.Tensor] = frozenset()
+    are_others: bool = True
+    number: int = 0  # of the domain; the main one's is 0
+
+    def __contains__(self, param: torch.Tensor) -> bool:
+        return (param in self.params) != self.are_others
+
+
+def tensors_of(module: torch.nn.Module, members: Members) -> list[torch.Tensor]:
+    """Returns a domain's params of a module, and the buffers of modules whose params are all the domain's.
+
+    A module without params goes with the one around it. Buffers beside params of the main domain are the main one's.
+    """
+    found: dict[torch.Tensor, None] = dict.fromkeys(param for param in module.parameters() if param in members)
+    _add_buffers(module, members, members.are_others, found)
+    return list(found)
+
+
+def _add_buffers(module: torch.nn.Module, members: Members, is_own: bool, found: dict[torch.Tensor, None]) -> None:
+    params = [param in members for param in module.parameters()]
+    if params:
+        is_own = any(params) if members.are_others else all(params)
+    if is_own:
+        found.update(dict.fromkeys(module.buffers(recurse=False)))
+    for child in module.children():
+        _add_buffers(child, members, is_own, found)

@@ -1,0 +1,120 @@
+"""The totals of this rank's slices of the sums of gradients, as each backward ends.
+
+Sums that stay on the device are looked at together, by one launch, when all of them are there. Sums that do not stay
+are looked at one by one: they go to host memory, or are used up at once. All totals come to the host by one copy, for
+which it waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+
+from ..domain.shard_tables import joined_table
+from ..kernels.launch import backend_of
+from ..kernels.reductions import COLUMNS, new_totals
+from ..kernels.tables import Factors, Gradients, sent
+
+if TYPE_CHECKING:
+    from ..domain.shard import Shard
+    from ..kernels.formats import Format
+    from .gradient_report import ReportLayout
+
+    Array = np.ndarray[Any, Any]
+
+
+class _Joined(NamedTuple):
+    """The sums that one launch looks at."""
+
+    grad: Format
+    table: Gradients
+    params: Array  # 1D [rows]: the number of each row's param; -1 for blocks without a param
+
+
+class GradientTotals:
+    """Of the shards of one domain."""
+
+    def __init__(self) -> None:
+        self._params: dict[Shard, Array] = {}  # 1D [rows], as of ``_Joined``
+        self._joined: list[_Joined] | None = None  # None: shards came since
+        self._early: dict[Shard, torch.Tensor | None] = {}  # of the shards that are looked at one by one
+        self._places: list[torch.Tensor] = []  # in the report, of the totals of each launch
+
+    def watch(self, shard: Shard, params: Array, is_early: bool) -> None:
+        """Takes the totals of a shard from now on.
+
+        Args:
+            params: 1D [pieces] int64, the number of the param that each piece is of.
+            is_early: True if ``look`` takes them in each round, as its sum does not stay.
+        """
+        # A shard without a piece counts too: its params lengthen the report, which moves the places of all numbers.
+        # Test: test_params_that_come_later_move_the_places in tests/module/test_gradient_report.py.
+        self._joined = None
+        if len(params):
+            self._params[shard] = np.append(params, -1)
+            if is_early:
+                self._early[shard] = None
+
+    def look(self, shard: Shard, grad: Format, gradients: Gradients, divisor: int) -> torch.Tensor | None:
+        """Takes the totals of a sum that does not stay, and returns them, on their device. None: no param is in it."""
+        if shard not in self._params:
+            return None
+        found = self._early[shard] = totals_of(grad, gradients, divisor)
+        return found
+
+    def read(self, num_params: int, divisor: int) -> Array:
+        """Returns the totals of all params: 2D [num_params, COLUMNS] int64; zeros where this rank holds nothing.
+
+        Args:
+            divisor: of each sum.
+        """
+        by_device: dict[torch.device, list[tuple[Array, torch.Tensor]]] = {}
+        for params, totals in self._look(divisor):
+            by_device.setdefault(totals.device, []).append((params, totals))
+        sums = np.zeros((num_params, COLUMNS), np.int64)
+        for of_device in by_device.values():
+            many, each = zip(*of_device, strict=True)
+            rows, table = np.concatenate(many), each[0] if len(each) == 1 else torch.cat(each)
+            sums[rows[rows >= 0]] = table.cpu().numpy()[rows >= 0]
+        return sums
+
+    def add_to(self, report: torch.Tensor, layout: ReportLayout, divisor: int) -> None:
+        """Adds the totals of all params to a report on their device; the host does not wait."""
+        for number, (params, totals) in enumerate(self._look(divisor)):
+            if number == len(self._places):
+                self._places.append(sent(torch.from_numpy(layout.places(params)), report.device))
+            report.index_add_(0, self._places[number], totals.view(-1).to(report.device))
+
+    def _look(self, divisor: int) -> Iterator[tuple[Array, torch.Tensor]]:
+        """Yields the params of each row, and the totals, of each launch; in the same order in each backward."""
+        for each in self._join():
+            yield each.params, totals_of(each.grad, each.table, divisor)
+        for shard, totals in self._early.items():
+            if totals is not None:
+                yield self._params[shard], totals
+
+    def _join(self) -> list[_Joined]:
+        if self._joined is None:
+            self._joined, self._places = list(self._joins()), []
+        return self._joined
+
+    def _joins(self) -> Iterator[_Joined]:
+        alike: dict[tuple[Format, torch.device], list[Shard]] = {}
+        for shard in self._params:
+            if shard not in self._early:
+                alike.setdefault((shard.kept.gradient, shard.device), []).append(shard)
+        for (grad, _), shards in alike.items():
+            table = joined_table(
+                [shard.tables for shard in shards], [shard.sums for shard in shards], grad.itemsize
+            ).there()
+            yield _Joined(grad, table, np.concatenate([self._params[shard] for shard in shards]))
+
+
+def totals_of(grad: Format, gradients: Gradients, divisor: int) -> torch.Tensor:
+    """Returns the totals of gradients, as :func:`new_totals` has them, on their device; the host does not wait."""
+    found = new_totals(gradients.num_rows, gradients.row_of_block.device)
+    backend_of(found.device).add_totals(grad, gradients, Factors(divisor), found)
+    return found

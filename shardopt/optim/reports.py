@@ -1,0 +1,123 @@
+"""What an optimizer tells while it trains: to a logger, or to a file that ``shardopt top`` shows.
+
+Both are hooks behind ``step()``, as torch has them: an optimizer that tells nothing pays nothing.
+"""
+
+import json
+import os
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from ..engine import Engine
+
+Facts = dict[str, float]
+Handle = torch.utils.hooks.RemovableHandle
+
+
+class SummaryWriter(Protocol):
+    """TensorBoard's, or what has its method."""
+
+    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> object: ...
+
+
+Writer = SummaryWriter | Callable[[Facts], object]
+
+
+class Reporter:
+    """Counts steps, and reads what there is to tell.
+
+    Facts are numbers by name: ``step`` (calls of ``step()`` since this began), ``updates`` (those that changed params),
+    ``skipped`` (the others), ``grad_norm`` where it is known, ``seconds/<phase>``, ``memory/<kind>/<tier>`` and
+    ``traffic/<kind>`` (bytes that this rank received, a step).
+    """
+
+    def __init__(self, engine: "Engine"):
+        self.steps = 0
+        self._engine, self._updates = engine, engine.updates
+        self._received: Mapping[str, int] = engine.traffic()
+        self._told = 0  # steps, when the traffic was read
+
+    def read(self) -> Facts:
+        """What there is to tell after this step."""
+        engine = self._engine
+        updates, norm = engine.updates - self._updates, engine.grad_norm
+        facts: Facts = {"step": self.steps, "updates": updates, "skipped": self.steps - updates}
+        facts |= {} if norm is None else {"grad_norm": norm}
+        facts |= {f"seconds/{phase}": seconds for phase, seconds in engine.timings().items()}
+        for kind, tiers in engine.memory().items():
+            facts |= {f"memory/{kind}/{tier}": nbytes for tier, nbytes in tiers.items()}
+        received, steps = engine.traffic(), max(self.steps - self._told, 1)
+        for kind, nbytes in received.items():
+            facts[f"traffic/{kind}"] = (nbytes - self._received.get(kind, 0)) / steps
+        self._received, self._told = received, self.steps
+        return facts
+
+
+def log(optimizer: torch.optim.Optimizer, engine: "Engine", writer: Writer, every: int) -> Handle:
+    """See :meth:`ShardedOptimizer.log`."""
+    reporter, add_scalar = Reporter(engine), getattr(writer, "add_scalar", None)
+    if add_scalar is None and not callable(writer):
+        raise TypeError(
+            f"writer takes a TensorBoard SummaryWriter or a function of a dict of numbers, found a "
+            f"{type(writer).__name__}."
+        )
+
+    def after_step(*_: object) -> None:
+        reporter.steps += 1
+        if reporter.steps % every:
+            return
+        facts = reporter.read()
+        if add_scalar is None:
+            assert callable(writer)
+            writer(facts)
+            return
+        for name, value in facts.items():
+            add_scalar(f"shardopt/{name}", value, reporter.steps)
+
+    return optimizer.register_step_post_hook(after_step)
+
+
+def monitor(optimizer: torch.optim.Optimizer, engine: "Engine", directory: Path, seconds: float) -> Handle:
+    """See :meth:`ShardedOptimizer.monitor`."""
+    directory = directory.absolute()  # a script may go elsewhere
+    directory.mkdir(parents=True, exist_ok=True)
+    reporter, last = Reporter(engine), -float("inf")
+
+    def after_step(*_: object) -> None:
+        nonlocal last
+        reporter.steps += 1
+        now = time.monotonic()
+        if now - last < seconds:
+            return
+        last = now
+        # Of the whole training: ranks of two process groups have two files.
+        rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        found = {"rank": rank, "ranks": ranks, "time": time.time(), "optimizer": type(optimizer).__name__}
+        text = json.dumps({**found, "facts": reporter.read()})
+        try:
+            _replace(directory / f"rank{rank}.json", text)
+        except OSError as error:  # an error here would leave the other ranks alone in their next step
+            warnings.warn(
+                f"opt.monitor() could not write to {directory} ({error}). Training goes on; shardopt top shows older "
+                "numbers.",
+                stacklevel=3,
+            )
+
+    return optimizer.register_step_post_hook(after_step)
+
+
+def _replace(file: Path, text: str) -> None:
+    """Whoever reads the file finds the old text or the new one."""
+    new = file.with_suffix(f".{os.getpid()}")
+    new.unlink(missing_ok=True)
+    # For this user alone, as all that is written; never through a link that somebody else put there.
+    with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600), "w") as opened:
+        opened.write(text)
+    new.replace(file)

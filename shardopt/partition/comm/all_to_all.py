@@ -1,0 +1,128 @@
+"""All-to-all: every rank sends every other rank a tensor of its own, of any length. One mechanism for each connection.
+
+::
+
+    rank 0 sends   . a b      receives   . c e          . stays where it is
+    rank 1         c . d                 a . f
+    rank 2         e f .                 b d .
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from ...errors import CommunicationError, DisagreementError
+from .group import Pending
+
+if TYPE_CHECKING:
+    from .group import Ranks
+    from .peer_memory import PeerMemory
+
+# Begins to fill each tensor of the second list from its rank with what that rank has for this one, by rank; the rows
+# are what the ranks told at the start. Returns the call that ends with all of them filled.
+Begin = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor], Sequence[Sequence[int]]], Callable[[], None]]
+
+
+class AllToAll:
+    """Exchanges tensors with all other ranks; one of the functions below makes it. One exchange at a time."""
+
+    def __init__(self, ranks: Ranks, begin: Begin, tells_addresses: bool = False):
+        self._ranks, self._begin, self._tells_addresses = ranks, begin, tells_addresses
+
+    def start(
+        self, own: Sequence[torch.Tensor], others: Sequence[torch.Tensor], phase: str, failed: bool = False
+    ) -> Callable[[], None]:
+        """Collective: begins to send ``own[r]`` to each rank r, and to fill ``others[r]`` from it.
+
+        Args:
+            own: 1D, by rank; nobody writes to them until what this returns has been called.
+            others: 1D of the same dtype, by rank, as long as what that rank sends.
+            failed: True if this rank has nothing to send after all: every rank raises.
+
+        Returns:
+            The call, collective too, that waits until everything has arrived on every rank.
+
+        Raises:
+            DisagreementError: a rank failed.
+            CommunicationError: a rank died or is late.
+        """
+        ranks = self._ranks
+        addresses = [each.data_ptr() for each in own] if self._tells_addresses and not failed else [0] * ranks.size
+        rows = ranks.exchange([int(failed), *addresses], phase)
+        _check([row[0] for row in rows], phase)
+        end = self._begin(own, others, [row[1:] for row in rows])
+        kept = list(own)  # other ranks read it until all have met again: its memory must not be given to another tensor
+
+        def finish() -> None:
+            problem: CommunicationError | None = None
+            try:
+                end()
+            except CommunicationError as error:
+                problem = error
+            try:
+                reports = ranks.exchange([int(problem is not None)], f"{phase} (waiting for every rank)")
+            finally:
+                if problem is not None:
+                    raise problem
+            kept.clear()
+            _check([failed for (failed,) in reports], phase)
+
+        return finish
+
+
+def _check(reports: Sequence[int], phase: str) -> None:
+    if any(reports):
+        failed = list(map(bool, reports)).index(True)
+        raise DisagreementError(
+            f"look at the output of rank {failed} for its error: while {phase}, it could not go on, and sent nothing."
+        )
+
+
+def to_itself(ranks: Ranks) -> AllToAll:
+    """One rank, which has everything already."""
+    return AllToAll(ranks, lambda own, others, rows: lambda: None)
+
+
+def by_messages(ranks: Ranks, tag: int, phase: str) -> AllToAll:
+    """Sends straight to every rank, while this rank computes."""
+
+    def begin(
+        own: Sequence[torch.Tensor], others: Sequence[torch.Tensor], rows: Sequence[Sequence[int]]
+    ) -> Callable[[], None]:
+        pending = ranks.exchange_slices(own, others, tag, phase)
+        return lambda: ranks.wait(pending)
+
+    return AllToAll(ranks, begin)
+
+
+def by_reading(ranks: Ranks, memory: PeerMemory, pids: Sequence[int]) -> AllToAll:
+    """Reads what each rank has for this one from its memory."""
+
+    def begin(
+        own: Sequence[torch.Tensor], others: Sequence[torch.Tensor], rows: Sequence[Sequence[int]]
+    ) -> Callable[[], None]:
+        def end() -> None:
+            for step in range(1, ranks.size):  # every rank starts with another peer
+                peer = (ranks.rank + step) % ranks.size
+                memory.read(pids[peer], rows[peer][ranks.rank], others[peer])
+
+        return end
+
+    return AllToAll(ranks, begin, tells_addresses=True)
+
+
+def by_collectives(ranks: Ranks, phase: str) -> AllToAll:
+    """The backend's all-to-all. NCCL runs it on its own stream, and the current stream waits for it."""
+
+    def begin(
+        own: Sequence[torch.Tensor], others: Sequence[torch.Tensor], rows: Sequence[Sequence[int]]
+    ) -> Callable[[], None]:
+        with ranks.naming(phase):
+            work = dist.all_to_all(list(others), list(own), group=ranks.group, async_op=True)
+        return lambda: ranks.wait_on_stream(Pending(phase, (work,)))
+
+    return AllToAll(ranks, begin)

@@ -1,0 +1,72 @@
+"""The process group through which ranks tell each other what lies in host memory: beside the device and its queue.
+
+NCCL carries tensors of a GPU alone. What ranks agree on would be copied there, wait behind all that the device has to
+do, and be copied back; and a rank that leaves could tell nobody, as the others wait for its collectives. So a group
+without a backend for host memory gets a gloo group beside it, of the same ranks::
+
+    init_process_group("nccl")                  a gloo group of our own, made at the first message
+    init_process_group("cpu:gloo,cuda:nccl")    the group itself
+    init_process_group()                        the group itself
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
+from torch.distributed.constants import default_pg_timeout
+
+if TYPE_CHECKING:
+    from datetime import timedelta
+
+_CPU = torch.device("cpu")
+# One for all optimizers of a process group; it goes with the group.
+_BESIDE: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
+_MAKING = threading.Lock()
+
+
+def host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Returns the group that carries host memory. Collective at the first call for a group that carries none.
+
+    Raises:
+        RuntimeError: gloo cannot connect the ranks.
+    """
+    if backend_of(group, _CPU) is not None:
+        return group
+    with _MAKING:
+        if group not in _BESIDE:
+            _BESIDE[group] = _gloo_beside(group)
+        return _BESIDE[group]
+
+
+def backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:
+    """Returns the backend for tensors of this device; None if the group has none."""
+    # Not dist.get_backend(): a group made without a backend's name has one backend for each kind of device.
+    try:
+        return group._get_backend(device)
+    except RuntimeError:
+        return None
+
+
+def timeout_of(group: dist.ProcessGroup) -> timedelta:
+    """Returns the longest time that one wait of the host in the group may take."""
+    backend = backend_of(group, _CPU)
+    if backend is None:
+        backend = next((backend_of(group, each) for each in group._device_types), None)
+    timeout: timedelta = getattr(getattr(backend, "options", None), "_timeout", default_pg_timeout)
+    return timeout
+
+
+def _gloo_beside(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    # Not dist.new_group(): all ranks of the default group must call it, who may not all have this optimizer; and with
+    # use_local_synchronization=True ranks that are in unequal numbers of groups wait for each other in vain.
+    # Test: test_ranks_in_unequal_numbers_of_groups in tests/partition/test_host_group.py.
+    store = PrefixStore("shardopt", group.get_group_store())
+    found = dist.ProcessGroup(store, group.rank(), group.size())
+    gloo = dist.ProcessGroupGloo(store, group.rank(), group.size(), timeout=timeout_of(group))
+    found._register_backend(_CPU, dist.ProcessGroup.BackendType.GLOO, gloo)
+    return found

@@ -1,0 +1,132 @@
+"""The rank on which each matrix is made whole, and the slices of it that the ranks hold: integers only.
+
+Matrices lie in buckets as params do, cut among the ranks wherever a shard ends. Each has one owner, to which the slices
+travel. Owners are chosen by cost, the dearest matrix first: it goes to the rank that holds most of it, among those that
+then have no more to do than the busiest rank would have if each matrix went to the one with the least to do so far.
+With matrices of 3 x 256, 2 x 256 and 2 x 256 elements on two ranks (one character is a block of 256)::
+
+    matrix   a a a b b c c .          . is padding
+    rank     0 0 0 0 1 1 1 1
+    owner    0 0 0 1 1 1 1
+
+Of `b` one block travels to rank 1 and back, nothing else. (This example is a test.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property, lru_cache
+from typing import NamedTuple
+
+
+class Wanted(NamedTuple):
+    """A matrix that is to be made whole; of several of one shape if their rows do not lie one behind the other."""
+
+    bucket: int  # number of its bucket
+    offset: int  # first element in the bucket
+    rows: int
+    columns: int
+    shard_numel: int  # of the bucket
+    stacked: int = 1  # matrices
+
+    @property
+    def numel(self) -> int:
+        return self.stacked * self.rows * self.columns
+
+    @property
+    def cost(self) -> int:
+        """Of a Newton-Schulz step, in multiplications."""
+        least, most = sorted((self.rows, self.columns))
+        return self.stacked * least * least * (2 * most + least)
+
+
+class Slice(NamedTuple):
+    """The elements of one matrix that lie in one rank's shard of its bucket."""
+
+    matrix: int  # its number in the plan
+    bucket: int
+    start: int  # first element in the matrix
+    numel: int
+    shard_start: int  # first element in the shard
+
+    @property
+    def in_matrix(self) -> slice:
+        return slice(self.start, self.start + self.numel)
+
+    @property
+    def in_shard(self) -> slice:
+        return slice(self.shard_start, self.shard_start + self.numel)
+
+
+class MatrixPlan:
+    """Where each matrix is made whole. The same on every rank, and it changes only with what is wanted.
+
+    Attributes:
+        matrices: in the order in which they were wanted.
+        owners: the rank of each.
+    """
+
+    def __init__(self, matrices: tuple[Wanted, ...], num_ranks: int):
+        self.matrices, self.num_ranks = matrices, num_ranks
+        self.owners = _owners(matrices, num_ranks)
+
+    @cached_property
+    def _slices(self) -> dict[tuple[int, int], list[Slice]]:
+        found: dict[tuple[int, int], list[Slice]] = {}
+        for number, each in enumerate(self.matrices):
+            for rank in range(self.num_ranks):
+                piece = _slice(number, each, rank)
+                if piece is not None:
+                    found.setdefault((rank, self.owners[number]), []).append(piece)
+        return found
+
+    def slices(self, rank: int, owner: int) -> Sequence[Slice]:
+        """Returns what lies on ``rank`` of the matrices of ``owner``, in the order in which it travels."""
+        return self._slices.get((rank, owner), ())
+
+    def numel(self, rank: int, owner: int) -> int:
+        return sum(each.numel for each in self.slices(rank, owner))
+
+    def owned(self, rank: int) -> list[int]:
+        """Returns the numbers of the matrices of this rank."""
+        return [number for number, owner in enumerate(self.owners) if owner == rank]
+
+
+@lru_cache(maxsize=32)
+def plan_matrices(matrices: tuple[Wanted, ...], num_ranks: int) -> MatrixPlan:
+    """Returns the plan; the same object for what was planned before."""
+    return MatrixPlan(matrices, num_ranks)
+
+
+def _slice(number: int, matrix: Wanted, rank: int) -> Slice | None:
+    first = rank * matrix.shard_numel
+    start = max(matrix.offset, first)
+    end = min(matrix.offset + matrix.numel, first + matrix.shard_numel)
+    if start >= end:
+        return None
+    return Slice(number, matrix.bucket, start - matrix.offset, end - start, start - first)
+
+
+def _owners(matrices: Sequence[Wanted], num_ranks: int) -> tuple[int, ...]:
+    """Returns the owner of each matrix, in two passes: the first finds how little the busiest rank must do."""
+    held = [[_held(number, each, rank) for rank in range(num_ranks)] for number, each in enumerate(matrices)]
+    dearest = sorted(range(len(matrices)), key=lambda number: -matrices[number].cost)  # stable
+    owners, limit = [0] * len(matrices), 0
+    for _ in range(2):
+        busy = [0] * num_ranks
+        for number in dearest:
+            cost = matrices[number].cost
+            free = [rank for rank in range(num_ranks) if busy[rank] + cost <= limit]
+            if free:
+                owner = max(free, key=lambda rank: (held[number][rank], -busy[rank]))
+            else:
+                owner = min(range(num_ranks), key=lambda rank: (busy[rank], -held[number][rank]))
+            owners[number] = owner
+            busy[owner] += cost
+        limit = max(busy, default=0)
+    return tuple(owners)
+
+
+def _held(number: int, matrix: Wanted, rank: int) -> int:
+    piece = _slice(number, matrix, rank)
+    return 0 if piece is None else piece.numel

@@ -1,0 +1,178 @@
+"""A rule of whole matrices: accumulate (elementwise), a function of each matrix (torch code), apply (elementwise).
+
+::
+
+    @rule(states=("momentum",), scalars=my_scalars)
+    def accumulate(param, grad, state, s):              # one pass over the shards; param cannot be read
+        state.momentum = s.beta * state.momentum + grad
+        return state.momentum                           # the update, in bf16
+
+    @rule(scalars=my_scalars)
+    def apply(param, update, state, s):                 # another pass; update is what the function made
+        return param - s.lr * update
+
+    @matrix_rule(accumulate=accumulate, apply=apply)
+    def my_rule(update, group):                         # the whole matrix, 2D bf16, on one rank
+        return update / update.norm()
+
+The two passes are rules as ``rule.py`` has them, and fused kernels. Between them the slices of each matrix travel to
+one rank, which calls the function, and its result travels back: both in bf16.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from ..errors import RuleError
+from .rule import Rule, Shape, Variant
+
+# (update: 2D bf16, which the function may overwrite, the param group's plain numbers) -> 2D of the same shape.
+MatrixFunction = Callable[[torch.Tensor, Mapping[str, Any]], torch.Tensor]
+
+STACK = "stack"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MatrixVariant(Variant):
+    """A matrix rule with its flags resolved: states and scalars are those of both passes, the first one's first."""
+
+    accumulate: Variant
+    apply: Variant
+
+
+@dataclass(frozen=True, kw_only=True)
+class MatrixRule(Rule):
+    """A rule of whole matrices; the decorator :func:`matrix_rule` makes it."""
+
+    accumulate: Rule
+    apply: Rule
+    matrix: MatrixFunction = field(repr=False)
+
+    def averaging(self, decay: float) -> MatrixRule:
+        """See :meth:`Rule.averaging`: the second pass writes the param, and keeps its average."""
+        averaged = super().averaging(decay)
+        assert isinstance(averaged, MatrixRule)
+        return replace(averaged, apply=self.apply.averaging(decay))
+
+    def variant(self, group: Mapping[str, Any]) -> MatrixVariant:
+        """See :meth:`Rule.variant`."""
+        first, second = self.accumulate.variant(group), self.apply.variant(group)
+        states, scalars = (*first.states, *second.states), (*first.scalars, *second.scalars)
+        source = first.source + second.source
+        return MatrixVariant(self.name, states, scalars, source, accumulate=first, apply=second)
+
+    def evaluate(
+        self, variant: Variant, group: Mapping[str, Any], step: int, carried: Mapping[str, float], shape: Shape = ()
+    ) -> tuple[tuple[float, ...], dict[str, float]]:
+        """See :meth:`Rule.evaluate`. ``group["shape"]`` is that of the matrix; (1, 1) where no param is meant."""
+        assert isinstance(variant, MatrixVariant)
+        group = {"shape": (1, 1), **group}
+        first, carries = self.accumulate.evaluate(variant.accumulate, group, step, carried, shape)
+        second, also_carries = self.apply.evaluate(variant.apply, group, step, carried, shape)
+        return (*first, *second), {**carries, **also_carries}
+
+
+def matrix_rule(*, accumulate: Rule, apply: Rule) -> Callable[[MatrixFunction], MatrixRule]:
+    """Makes a rule of a function ``(update, group)`` of one whole matrix, and of the passes before and after it.
+
+    The function gets the update that ``accumulate`` returned, 2D in bf16, and the param group's plain numbers. It
+    returns a tensor of the same shape, which is rounded to bf16. It must depend on nothing else: each matrix is given
+    to one rank, whichever that is. It runs under ``torch.no_grad()``.
+
+    Args:
+        accumulate: a rule that returns the update in place of the param, which it cannot read.
+        apply: a rule that takes the function's result in place of the gradient, and returns the param.
+
+    In both, ``scalars`` finds the shape of the matrix, (rows, columns), as ``group["shape"]``.
+
+    Raises:
+        RuleError: ``accumulate`` reads the param, or both passes keep a state or carry a scalar of one name.
+        TypeError: one of them is no rule.
+    """
+    for name, each in (("accumulate", accumulate), ("apply", apply)):
+        if not isinstance(each, Rule) or isinstance(each, MatrixRule):
+            raise TypeError(f"{name} takes what shardopt.rule makes of a function, found {type(each).__name__}.")
+    shared = sorted({*accumulate.states, *accumulate.carried} & {*apply.states, *apply.carried})
+    if shared:
+        raise RuleError(
+            f"keep each state in one of the two passes: {accumulate.name!r} and {apply.name!r} both have {shared}, "
+            "whose values would be those of one pass or of the other."
+        )
+    if accumulate.initial or apply.initial:
+        raise RuleError("leave initial= out of the passes of a matrix rule: its states begin with zeros.")
+    measuring = [each.name for each in (accumulate, apply) if each.takes_norms or each.of_param]
+    if measuring:
+        raise RuleError(
+            f"take norms of the matrix in the function: {measuring[0]!r} asks for one, or for facts of the param, and "
+            "each pass of a matrix rule is one kernel."
+        )
+    if any(_reads_param(accumulate, flags) for flags in _settings(accumulate)):
+        raise RuleError(
+            f"move what reads the param from {accumulate.name!r} to {apply.name!r}: the first pass returns the update, "
+            "for which it is given no param."
+        )
+
+    def decorate(function: MatrixFunction) -> MatrixRule:
+        return MatrixRule(
+            name=function.__name__,
+            states=(*accumulate.states, *apply.states),
+            flags=tuple(dict.fromkeys((*accumulate.flags, *apply.flags))),
+            carried=(*accumulate.carried, *apply.carried),
+            counts_steps=accumulate.counts_steps or apply.counts_steps,
+            nonnegative=accumulate.nonnegative | apply.nonnegative,
+            tolerated={**accumulate.tolerated, **apply.tolerated},
+            scalars=accumulate.scalars,
+            function=accumulate.function,
+            tree=accumulate.tree,
+            accumulate=accumulate,
+            apply=apply,
+            matrix=function,
+        )
+
+    return decorate
+
+
+def _settings(rule: Rule) -> list[dict[str, bool]]:
+    """All flags off, and each one alone: enough to meet every branch that no other flag hides."""
+    none = dict.fromkeys(rule.flags, False)
+    return [none, dict.fromkeys(rule.flags, True), *({**none, name: True} for name in rule.flags)]
+
+
+def _reads_param(rule: Rule, flags: Mapping[str, bool]) -> bool:
+    tree = ast.parse(rule.variant(flags).source)
+    names = (node for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load))
+    return any(node.id == "param" for node in names)
+
+
+# -- which matrices a param holds --------------------------------------------------------------------------------------
+
+
+def matrices_of(shape: Sequence[int], matrices: int | str | None) -> tuple[int, tuple[int, int]]:
+    """Returns how many matrices a param of this shape holds, and their shape.
+
+    Args:
+        matrices: of the param group: None or 1, the param is one matrix; a number, into how many it is cut along its
+            first dimension; "stack", it is 3D, a stack of matrices.
+
+    Raises:
+        ValueError: the shape does not fit.
+    """
+    if matrices == STACK:
+        if len(shape) != 3:
+            raise ValueError(
+                f'matrices="stack" takes 3D params, a stack of matrices, found one of shape {tuple(shape)}'
+            )
+        return shape[0], (shape[1], shape[2])
+    count = 1 if matrices is None else matrices
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        raise ValueError(f'matrices takes a number of matrices, at least 1, or "stack", found {matrices!r}')
+    if len(shape) != 2 or shape[0] % count:
+        raise ValueError(
+            f"matrices={matrices} takes 2D params whose first dimension it divides, found one of shape {tuple(shape)}"
+        )
+    return count, (shape[0] // count, shape[1])

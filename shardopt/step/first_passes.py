@@ -1,0 +1,202 @@
+"""The passes of a rule that looks at whole params, up to the last one: what they measure is known on all ranks then.
+
+::
+
+    shards      | pass 0 | pass 0 | pass 0 |            | pass 1, the last one: an update like any other
+    totals      |  1 row a param           |            |
+    all ranks                              | one sum    |
+    scalars                                  norms  --> |
+
+Each pass goes over all shards, as an update does, and takes exact sums of what the rule takes norms of. One all-reduce
+joins the sums of all params, whatever number of norms; the results are columns of the next pass's scalars. Sums are
+those of integers (``kernels/reductions.py``): a norm has the same bits at every stage, on every number of ranks and
+with every size of buckets and chunks.
+
+A pass writes states before all ranks have met: an error on one rank, or of the collective, ends the training, but for
+states on a disk, whose writes are taken back on all ranks.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from ..errors import CommunicationError
+from ..kernels.pass_spec import PassSpec
+from ..kernels.reductions import COLUMNS, LARGEST, LIMBS, NONFINITE, squares_of_limbs
+from ..module.gradient_report import Report, ReportLayout
+from ..rules.passes import passes_of
+from ..rules.rule import Variant
+from .pass_specs import pass_specs
+
+if TYPE_CHECKING:
+    from ..domain.domain import Domain
+    from ..domain.shard import Shard
+    from ..partition.layout import BucketLayout
+    from .launches import Launch, StepPlan
+
+    Array = np.ndarray[Any, Any]
+    Ran = tuple[Launch, Launch]  # a launch of the step, and that of one of its first passes
+    Launches = Mapping[Shard, Sequence[Launch]]
+
+_ADDING_UP = "adding up what a rule takes norms of"
+# Where the numbers of the last step's params lie in a report, with their buckets: nearly always those of this step.
+_LAYOUTS: weakref.WeakKeyDictionary[Domain, tuple[list[tuple[BucketLayout, int]], ReportLayout]]
+_LAYOUTS = weakref.WeakKeyDictionary()
+
+
+class FirstPasses:
+    """The launches of one step, and what is known of its params.
+
+    Attributes:
+        cuts: how many times the ranks must meet before the last pass; the same on all ranks.
+    """
+
+    def __init__(self, plan: StepPlan, launches: Launches):
+        self.domain, self._launches = plan.domain, launches
+        rule = plan.domain.rule
+        variants = {rule.variant(plan.numbers[group]) for group in {each.group for each in plan.updates}}
+        self._passes = [passes_of(each) for each in variants if each.reductions]
+        self.cuts = max((len(each) - 1 for each in self._passes), default=0)
+        self._entries = [each.entry for each in plan.updates]
+        self._numbers = {entry: number for number, entry in enumerate(self._entries)} if self.cuts else {}
+        # Of each launch its scalars, with columns for results.
+        self._tables = {id(each): _with_results(each) for each in self._all()} if self.cuts else {}
+
+    def _all(self) -> list[Launch]:
+        return [launch for its in self._launches.values() for launch in its]
+
+    def last(self) -> Launches:
+        """Returns the launches of the last pass; those of the step itself for a rule without norms."""
+        if not self.cuts:
+            return self._launches
+        return {
+            shard: [replace(each, spec=pass_specs(each.spec)[-1], scalars=self._tables[id(each)]) for each in its]
+            for shard, its in self._launches.items()
+        }
+
+    def launches(self, number: int) -> dict[Shard, list[Ran]]:
+        """Returns each launch of the step that has this pass before its last one, and the launch of the pass."""
+        found: dict[Shard, list[Ran]] = {}
+        for shard, its in self._launches.items():
+            earlier = [each for each in its if number < len(pass_specs(each.spec)) - 1]
+            found[shard] = [(each, self._of_pass(each, number)) for each in earlier]
+        return found
+
+    def _of_pass(self, launch: Launch, number: int) -> Launch:
+        spec = pass_specs(launch.spec)[number]
+        assert isinstance(spec, PassSpec)
+        shape = (len(spec.variant.measured), launch.shard.tables.num_rows, COLUMNS)
+        totals = torch.zeros(shape, dtype=torch.int64, device=launch.shard.home.device)
+        return replace(launch, spec=spec, scalars=self._tables[id(launch)], totals=totals if shape[0] else None)
+
+    # -- what all ranks know -------------------------------------------------------------------------------------------
+
+    def join(self, number: int, ran: Sequence[Ran], problem: Exception | None) -> None:
+        """Collective: adds up what a pass measured on all ranks, and fills the results into the scalars.
+
+        Args:
+            ran: the launches of this rank, as :meth:`launches` has them.
+            problem: why this rank's sums are missing.
+
+        Raises:
+            Exception: the problem; CommunicationError on the other ranks.
+        """
+        mesh, layout, slots = self.domain.mesh, self._layout(), self._slots(number)
+        reports = [layout.blank() for _ in range(slots)]
+        if problem is None:
+            try:
+                sums = self._sums(ran, slots)
+                if mesh.world.rank in mesh.one_copy:  # replicas of a shard hold the same sums, which count once
+                    for report, each in zip(reports, sums, strict=True):
+                        report.fill_sums(each)
+            except Exception as error:
+                problem = error
+        if problem is not None:
+            reports[0].mark_failed(mesh.world.rank)
+        joined = torch.cat([each.vector for each in reports])
+        mesh.world.add_up(joined, _ADDING_UP)
+        for report, vector in zip(reports, joined.split(len(reports[0].vector)), strict=True):
+            report.vector.copy_(vector)
+        if problem is not None:
+            raise problem
+        if reports[0].failed:
+            raise CommunicationError(
+                f"look at the output of rank {reports[0].failed[0]} for its error: it could not compute what the rule "
+                "takes norms of, so no rank knows the norms and none can finish this step."
+            )
+        self._fill(ran, reports)
+
+    def _slots(self, number: int) -> int:
+        """Returns the most values that any variant measures in this pass; the same on all ranks."""
+        return max(len(each[number].measured) for each in self._passes if number < len(each) - 1)
+
+    def _layout(self) -> ReportLayout:
+        params = [(entry.shard.bucket.layout, entry.index) for entry in self._entries]
+        known = _LAYOUTS.get(self.domain)
+        if known is None or known[0] != params:
+            mesh = self.domain.mesh
+            known = _LAYOUTS[self.domain] = params, ReportLayout(params, mesh.shard.rank, mesh.world.size)
+        return known[1]
+
+    def _sums(self, ran: Sequence[Ran], slots: int) -> Array:
+        """Returns the totals of this rank's elements: 3D [slots, params, COLUMNS] int64."""
+        sums = np.zeros((slots, len(self._entries), COLUMNS), np.int64)
+        measuring = [(launch, of_pass.totals) for launch, of_pass in ran if of_pass.totals is not None]
+        found = self._on_host([totals for _, totals in measuring])
+        for (launch, _), totals in zip(measuring, found, strict=True):
+            rows, numbers = self._rows(launch)
+            sums[: len(totals), numbers] = totals.numpy()[:, rows]
+        return sums
+
+    def _on_host(self, totals: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Returns these totals in host memory, by one copy and one wait for all that are on the device."""
+        there = [each for each in totals if each.device.type != "cpu"]
+        copies: Iterator[torch.Tensor] = iter(())
+        if there:
+            flat = self.domain.mesh.world.read(torch.cat([each.view(-1) for each in there]), _ADDING_UP)
+            copies = iter(flat.split([each.numel() for each in there]))
+        return [each if each.device.type == "cpu" else next(copies).view(each.shape) for each in totals]
+
+    def _rows(self, launch: Launch) -> tuple[list[int], list[int]]:
+        """Returns the rows of a launch that are updated, and the numbers of their params."""
+        return list(launch.updates), [self._numbers[each.entry] for each in launch.updates.values()]
+
+    def _fill(self, ran: Sequence[Ran], reports: Sequence[Report]) -> None:
+        numels = np.array([max(entry.param.numel(), 1) for entry in self._entries])
+        results = [_results(each.limbs, each.nonfinite, each.largest, numels) for each in reports]
+        for launch, of_pass in ran:
+            assert isinstance(of_pass.spec, PassSpec) and isinstance(launch.spec.variant, Variant)
+            words, first = launch.spec.variant.reductions, len(launch.spec.variant.scalars)
+            rows, numbers = self._rows(launch)
+            table = self._tables[id(launch)].numpy()
+            with np.errstate(over="ignore"):  # a norm beyond fp32 is infinite there
+                for slot, reduction in enumerate(of_pass.spec.variant.measured):
+                    table[rows, first + reduction] = results[slot][words[reduction]][numbers].astype(np.float32)
+
+
+def _with_results(launch: Launch) -> torch.Tensor:
+    """Returns the scalars of a launch with a column of zeros for the result of each reduction."""
+    reductions = len(launch.spec.variant.reductions) if isinstance(launch.spec.variant, Variant) else 0
+    return torch.nn.functional.pad(launch.scalars, (0, reductions))
+
+
+def results_of(totals: Array, numels: Sequence[int] | Array) -> dict[str, Array]:
+    """Returns what each word gives of one measured value of each param: 1D [params] float64, a NaN where it is none.
+
+    Args:
+        totals: 2D [params, COLUMNS] int64, of all elements.
+    """
+    largest = totals[:, LARGEST].astype(np.int32).view(np.float32)
+    return _results(totals[:, :LIMBS], totals[:, NONFINITE], largest, np.maximum(numels, 1))
+
+
+def _results(limbs: Array, nonfinite: Array, largest: Array, numels: Array) -> dict[str, Array]:
+    squares = np.where(nonfinite > 0, np.nan, squares_of_limbs(limbs))
+    top = np.where(nonfinite > 0, np.nan, largest.astype(np.float64))
+    return {"norm": np.sqrt(squares), "mean_square": squares / numels, "max_abs": top}

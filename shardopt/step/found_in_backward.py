@@ -1,0 +1,57 @@
+"""What a backward with ``release_gradients=True`` found in the gradients of the whole model, at its end."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from ..domain.agreement import StepDigest
+from ..domain.domains import agree_on_whole
+from ..kernels.reductions import norms_of_limbs, sum_of_squares
+
+if TYPE_CHECKING:
+    from ..domain.domain import Domain
+    from ..domain.param import ParamRecord
+    from ..module.gradient_report import Report
+    from ..partition.comm.group import Ranks
+
+_WHAT = "a backward that updates params"
+
+
+class Found(NamedTuple):
+    """The same on all ranks of the model."""
+
+    nonfinite: int  # elements that are Inf or NaN
+    norm: float  # 2-norm of the finite elements
+    updated: bool  # this backward has changed params or states of any rank
+
+
+def found_in(domain: Domain, entries: Sequence[ParamRecord], report: Report, whole: Sequence[Ranks]) -> Found:
+    """Collective where the model is composed.
+
+    Args:
+        entries: the params of the report's rows.
+        report: of the ranks that share the states.
+        whole: see :func:`shardopt.step.step.run_step`.
+
+    Raises:
+        DisagreementError: other ranks of the model met a problem in their backward.
+    """
+    if not whole:
+        # fsum rounds once, so that the order of params cannot show.
+        norm = math.sqrt(math.fsum((norms_of_limbs(report.limbs) ** 2).tolist()))
+        return Found(int(report.nonfinite.sum()), norm, report.updated)
+    mesh = domain.mesh
+    is_first = mesh.world.rank == mesh.one_copy[0]  # all ranks of the domain have the same report
+    counted = [is_first and entry.param not in domain.counted_elsewhere for entry in entries]
+    limbs = tuple(report.limbs[counted].sum(axis=0, dtype=object).tolist())
+    nonfinite, updated = int(report.nonfinite[counted].sum()), int(report.updated)
+    told = agree_on_whole(StepDigest(_WHAT, dict, nonfinite=nonfinite, written=updated, limbs=limbs), whole)
+    return Found(told.nonfinite, math.sqrt(sum_of_squares(told.limbs)), told.written)
+
+
+def tell_problem(problem: Exception, whole: Sequence[Ranks]) -> None:
+    """Collective where the model is composed, in place of :func:`found_in`: the ranks that wait there raise as well."""
+    if whole:
+        agree_on_whole(StepDigest(_WHAT, dict, problem), whole)

@@ -1,0 +1,258 @@
+"""The update by a rule of whole matrices: each is made whole on one rank, once, between two passes over the shards.
+
+::
+
+    rank 0    accumulate ->|   elementwise rules   |-> function of matrices 0, 2 ->|-> apply
+    rank 1    accumulate ->|   of other params     |-> function of matrices 1, 3 ->|-> apply
+                    slices travel, bf16                            slices travel back, bf16
+
+A step of one rank is the same, and nothing travels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from ..errors import CommunicationError, DisagreementError, RuleError
+from ..kernels.tables import Factors
+from ..partition.matrix_plan import MatrixPlan, Slice, Wanted, plan_matrices
+from ..rules.choice import RuleChoice
+from ..rules.matrix import MatrixRule, MatrixVariant, matrices_of
+
+if TYPE_CHECKING:
+    from ..domain.shard import Shard
+    from .launches import Launch, ParamUpdate, StepPlan
+
+# Runs launches over their shards. Where updates are given, 1D of each shard, they stand in place of the params.
+Pass = Callable[
+    [Mapping["Shard", Sequence["Launch"]], Factors, "Mapping[Shard, torch.Tensor] | None"],
+    None,
+]
+_OUT, _BACK = "sending slices of matrices to where they are made whole", "sending matrices back in slices"
+
+
+class Job(NamedTuple):
+    """What is done with one of the plan's matrices, on its owner."""
+
+    name: str  # of the param
+    group: int  # number of its param group
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    stacked: int  # matrices, one below the other
+
+
+class MatrixUpdate:
+    """One step of the shards whose rule is one of whole matrices. The calls, in order: ``send``, ``finish``.
+
+    Attributes:
+        launches: of the first pass, by shard.
+    """
+
+    def __init__(self, plan: StepPlan, launches: Mapping[Shard, Sequence[Launch]], factors: Factors):
+        self.launches = launches
+        self._step, self._factors = plan, factors
+        self._transport = plan.domain.transport
+        self._ranks = self._transport.ranks
+        bucket_of = {shard: number for number, shard in enumerate(launches)}
+        jobs = [job for each in plan.updates if each.entry.shard in launches for job in _jobs(plan, each, bucket_of)]
+        self._jobs = [job for _, job in jobs]
+        self._plan: MatrixPlan = plan_matrices(tuple(wanted for wanted, _ in jobs), self._ranks.size)
+        self._updates: dict[Shard, torch.Tensor] = {}  # 1D [shard_numel] bf16: of the first pass, then the function's
+        self._received: list[torch.Tensor] = []  # by rank: its slices of the matrices of this one
+        self._arrive: Callable[[], None] | None = None
+
+    def send(self, run: Pass, problem: Exception | None = None) -> Exception | None:
+        """Collective: accumulates, and begins to send the updates. Returns what went wrong, on this rank or another.
+
+        Args:
+            problem: what went wrong on this rank before.
+        """
+        own: list[torch.Tensor] = []
+        if problem is None:
+            try:
+                self._accumulate(run)
+                own = [self._packed_slices(owner) for owner in range(self._ranks.size)]
+                self._received = self._room(own, lambda peer: self._plan.numel(peer, self._ranks.rank))
+            except Exception as error:
+                problem = error
+        try:
+            exchange = self._transport.all_to_all(_OUT)
+            self._arrive = exchange.start(own, self._received, _OUT, failed=problem is not None)
+        except (CommunicationError, DisagreementError) as error:
+            problem = problem or error
+        return problem
+
+    def _accumulate(self, run: Pass) -> None:
+        # Where the kernel runs, which may be in host memory; the updates travel from where the params are.
+        made = {
+            shard: torch.empty(shard.numel, dtype=torch.bfloat16, device=shard.home.device) for shard in self.launches
+        }
+        run(self.launches, self._factors, made)
+        self._updates = {shard: update.to(shard.device) for shard, update in made.items()}
+
+    def finish(self, run: Pass, problem: Exception | None) -> Exception | None:
+        """Collective: makes each matrix whole, sends it back, applies. Returns what went wrong.
+
+        Args:
+            problem: what went wrong on this rank since ``send``, or what ``send`` returned.
+        """
+        if self._arrive is None:  # no rank could send
+            return problem
+        own: list[torch.Tensor] = []
+        others: list[torch.Tensor] = []
+        try:
+            with self._step.domain.clock.phase("gather"):
+                self._arrive()
+            if problem is None:
+                with self._step.domain.clock.phase("matrices"):
+                    own = self._made_whole()
+                others = self._room(own, lambda peer: self._plan.numel(self._ranks.rank, peer))
+        except Exception as error:
+            problem = problem or error
+        try:
+            with self._step.domain.clock.phase("gather"):
+                self._transport.all_to_all(_BACK).start(own, others, _BACK, failed=problem is not None)()
+            if problem is None:
+                self._unpack(others)
+                run(self._second_pass(), Factors(), None)
+        except Exception as error:
+            problem = problem or error
+        return problem
+
+    # -- slices --------------------------------------------------------------------------------------------------------
+
+    @property
+    def _shards(self) -> list[Shard]:
+        return list(self.launches)
+
+    def _update_of(self, piece: Slice) -> torch.Tensor:
+        return self._updates[self._shards[piece.bucket]][piece.in_shard]
+
+    def _packed_slices(self, owner: int) -> torch.Tensor:
+        """Returns this rank's slices of the matrices of ``owner``, one behind the other."""
+        return self._cat([self._update_of(piece) for piece in self._plan.slices(self._ranks.rank, owner)])
+
+    def _cat(self, pieces: Sequence[torch.Tensor]) -> torch.Tensor:
+        return torch.cat(list(pieces)) if pieces else self._empty(0)
+
+    def _empty(self, numel: int) -> torch.Tensor:
+        return torch.empty(numel, dtype=torch.bfloat16, device=self._step.domain.device)
+
+    def _room(self, own: Sequence[torch.Tensor], numel: Callable[[int], int]) -> list[torch.Tensor]:
+        """Returns memory for what each rank sends; what this one has for itself stays where it is."""
+        rank = self._ranks.rank
+        others = [own[rank] if peer == rank else self._empty(numel(peer)) for peer in range(self._ranks.size)]
+        self._transport.traffic.matrices += sum(each.nbytes for peer, each in enumerate(others) if peer != rank)
+        return others
+
+    def _unpack(self, others: Sequence[torch.Tensor]) -> None:
+        for owner, packed in enumerate(others):
+            pieces = self._plan.slices(self._ranks.rank, owner)
+            for piece, values in zip(pieces, packed.split([each.numel for each in pieces]), strict=True):
+                self._update_of(piece).copy_(values)
+
+    # -- whole matrices ------------------------------------------------------------------------------------------------
+
+    def _made_whole(self) -> list[torch.Tensor]:
+        """Calls the function of each matrix of this rank. Returns for each rank its slices of the results."""
+        rank = self._ranks.rank
+        whole = {number: self._empty(self._plan.matrices[number].numel) for number in self._plan.owned(rank)}
+        for peer, packed in enumerate(self._received):
+            pieces = self._plan.slices(peer, rank)
+            for piece, values in zip(pieces, packed.split([each.numel for each in pieces]), strict=True):
+                whole[piece.matrix][piece.in_matrix].copy_(values)
+        self._received = []
+        for number, flat in whole.items():
+            self._call(self._jobs[number], flat)
+        return [
+            self._cat([whole[piece.matrix][piece.in_matrix] for piece in self._plan.slices(peer, rank)])
+            for peer in range(self._ranks.size)
+        ]
+
+    def _call(self, job: Job, flat: torch.Tensor) -> None:
+        """Puts the function's results in place of the updates of one job."""
+        group = self._step.numbers[job.group]
+        rule = self._step.domain.rule.of(group)
+        assert isinstance(rule, MatrixRule)
+        stacked = flat.as_strided(job.shape, job.strides)
+        if len(job.shape) == 2:
+            stacked = stacked.unflatten(0, (job.stacked, -1))
+        for update in stacked:
+            made = rule.matrix(update, group)
+            if not isinstance(made, torch.Tensor) or made.shape != update.shape:
+                found = tuple(made.shape) if isinstance(made, torch.Tensor) else type(made).__name__
+                raise RuleError(
+                    f"return a tensor of shape {tuple(update.shape)}, that of the update, from {rule.name!r}: it "
+                    f"returned {found} for {job.name}, which no slice of the param can be updated with."
+                )
+            if made.untyped_storage().data_ptr() == update.untyped_storage().data_ptr():
+                made = made.clone()  # perhaps the update's own elements in another order
+            update.copy_(made)
+
+    # -- the second pass -----------------------------------------------------------------------------------------------
+
+    def _second_pass(self) -> dict[Shard, list[Launch]]:
+        return {
+            shard: [self._applied(shard, launch) for launch in launches] for shard, launches in self.launches.items()
+        }
+
+    def _applied(self, shard: Shard, launch: Launch) -> Launch:
+        """Returns the launch that applies what the function made, which it takes for gradients."""
+        assert launch.apply is not None
+        pieces = {row: shard.pieces[row] for row in launch.updates}
+        grads = {row: (self._updates[shard][piece.local], piece.start) for row, piece in pieces.items()}
+        updates = {
+            row: each._replace(
+                grad=grads[row][0], start=grads[row][1], gradient_slice=None, divisor=1, is_on_host=False
+            )
+            for row, each in launch.updates.items()
+        }
+        spec, scalars, noise = launch.apply
+        gradients = shard.tables.gradients(grads)
+        return replace(
+            launch,
+            spec=spec,
+            scalars=scalars,
+            noise=noise,
+            gradients=gradients,
+            updates=updates,
+            divisor=1,
+            is_on_host=False,
+            apply=None,
+        )
+
+
+def split_matrices(
+    plan: StepPlan, launches: Mapping[Shard, Sequence[Launch]], factors: Factors
+) -> tuple[MatrixUpdate | None, dict[Shard, Sequence[Launch]]]:
+    """Parts the shards whose rule is one of whole matrices from the others; None: there are none."""
+    if not isinstance(plan.domain.rule, MatrixRule | RuleChoice):
+        return None, dict(launches)
+    kinds = [isinstance(plan.domain.rule.variant(group), MatrixVariant) for group in plan.numbers]
+    shards = {each.entry.shard for each in plan.updates if kinds[each.group]} if any(kinds) else set()
+    if not shards:
+        return None, dict(launches)
+    matrices = {shard: its for shard, its in launches.items() if shard in shards}
+    return MatrixUpdate(plan, matrices, factors), {shard: its for shard, its in launches.items() if shard not in shards}
+
+
+def _jobs(plan: StepPlan, update: ParamUpdate, bucket_of: Mapping[Shard, int]) -> Iterator[tuple[Wanted, Job]]:
+    """Yields the matrices of one param: each apart where its elements lie together, else all of them as one."""
+    entry, group = update.entry, plan.numbers[update.group]
+    shard, shape = entry.shard, tuple(entry.param.shape)
+    if 0 in shape:
+        return
+    count, (rows, columns) = matrices_of(shape, group.get("matrices"))
+    layout, strides = shard.bucket.layout, shard.strides(entry.index)
+    offset, bucket = layout.offsets[entry.index], bucket_of[shard]
+    if strides[-2:] != (columns, 1) or (len(shape) == 3 and strides[0] != rows * columns):
+        whole = Wanted(bucket, offset, rows, columns, layout.shard_numel, count)
+        yield whole, Job(entry.name, update.group, shape, strides, count)
+        return
+    for number in range(count):
+        each = Wanted(bucket, offset + number * rows * columns, rows, columns, layout.shard_numel)
+        yield each, Job(entry.name, update.group, (rows, columns), (columns, 1), 1)

@@ -1,0 +1,101 @@
+"""Params whose updated values are still under way: whatever reads or writes one waits for its values first.
+
+A step may leave its gather behind (``Tuning(overlap_gather=True)``). Until a bucket has arrived, the class of its
+params is :class:`ArrivingParameter`, as that of a resharded param is ``ReleasedParameter``. Shape, dtype and gradient
+are there; the first call that needs values waits, and params are plain again. So a wait costs one call of each bucket,
+and nothing afterwards.
+
+PyTorch tells Python of every call but those that C++ code makes without it: ``torch.func.grad(f)(param)``, a scripted
+function, an extension. Such a call finds NaN in what has not arrived, never older values, see
+:class:`shardopt.partition.comm.late_gather.LateGather`.
+"""
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch._compile import _disable_dynamo
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
+
+from .guard_class import guard_class
+from .unsharded_guard import READS_NO_VALUES
+
+_Tensor = torch.Tensor
+# Of these, what hands out the memory itself.
+_SHOWS_MEMORY = {_Tensor.data_ptr, _Tensor.untyped_storage, _Tensor.is_shared}
+_ALLOWED = READS_NO_VALUES - _SHOWS_MEMORY
+
+
+@dataclass(eq=False)
+class Arrival:
+    """What the params of one bucket wait for.
+
+    Attributes:
+        wait: returns once the params of the bucket hold their values and have their own classes; None between gathers.
+    """
+
+    wait: Callable[[], None] | None = None
+
+
+# A table of the process, as that of sharded params is: an attribute of the param would travel with copies and files.
+_ARRIVALS: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def mark_arriving(param: torch.nn.Parameter, own: type, arrival: Arrival) -> None:
+    """Says that calls that need the values of ``param``, of class ``own``, call ``arrival.wait`` first."""
+    if _ARRIVALS.get(param) is not arrival:
+        _ARRIVALS[param] = arrival
+    param.__class__ = arriving_class(own)
+
+
+@cache
+def arriving_class(own: type) -> type:
+    """Returns the class of an arriving param of class ``own``: a subclass of it and of :class:`ArrivingParameter`."""
+    if own is torch.nn.Parameter:
+        return ArrivingParameter
+    return guard_class(ArrivingParameter, own, f"Arriving{own.__name__}")
+
+
+class ArrivingParameter(torch.nn.Parameter):
+    """An ``nn.Parameter`` that holds its values only once the other ranks' shards have arrived."""
+
+    @classmethod
+    @_disable_dynamo
+    def __torch_function__(
+        cls,
+        function: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if function in _ALLOWED:
+            with torch._C.DisableTorchFunctionSubclass():
+                return function(*args, **(kwargs or {}))
+        for each in tree_leaves((args, kwargs)):
+            _arrive(each)
+        return function(*args, **(kwargs or {}))  # they are plain params now
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        _arrive(self)
+        return copy.deepcopy(self, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        _arrive(self)
+        return self.__reduce_ex__(protocol)
+
+    def __format__(self, spec: str) -> str:
+        _arrive(self)
+        return format(self, spec)
+
+
+def _arrive(value: Any) -> None:
+    """Waits for a param, if the value is one that has not arrived."""
+    if not isinstance(value, ArrivingParameter):
+        return
+    wait = _ARRIVALS[value].wait
+    if wait is not None:  # another thread may have waited meanwhile
+        wait()

@@ -1,0 +1,107 @@
+"""``shardopt plan``: what a training would need."""
+
+import argparse
+import importlib.util
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..config import Options
+from ..errors import UnsupportedVersionError
+from ..optim import classes
+from ..option import choices_of, planned
+from .terminal import Answer
+from .values import chart_file, memory, params, positive
+
+OPTIMIZERS = {name.removeprefix("Sharded"): getattr(classes, name) for name in classes.__all__}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def add_plan(commands: Any) -> None:
+    """Adds the command to the subparsers of the command line."""
+    plan = commands.add_parser(
+        "plan",
+        help="what each stage would need: bytes on a rank by kind, bytes that move, what fits",
+        description="Prints a row for each stage and dtype: bytes on one rank by kind, with their formula, and bytes "
+        "that move in a step. Those are what a rank receives (wire), states in host memory that stream "
+        "through a GPU (bus), and the disk's. It also names the cheapest combination of stage, master, "
+        "formats and tier that fits, shown or not: the one that keeps all of fp32, then moves least. "
+        "Activations are not counted. From Python, shardopt.plan.plan() takes your own module, on the "
+        "meta device too.",
+    )
+    model = plan.add_mutually_exclusive_group(required=True)
+    model.add_argument(
+        "config", metavar="CONFIG", nargs="?", type=Path, help="a Hugging Face config.json, or a folder that holds one"
+    )
+    model.add_argument("--params", type=params, help="of the model, such as 7B or 7e9, in place of CONFIG")
+    plan.add_argument("--ranks", type=positive, default=1, help="default: %(default)s")
+    plan.add_argument("--device-memory", type=memory, help="of one rank, such as 80G")
+    plan.add_argument("--host-memory", type=memory, help="for one rank, such as 200G (default: any)")
+    plan.add_argument("--optimizer", default="AdamW", choices=sorted(OPTIMIZERS), help="default: %(default)s")
+    plan.add_argument("--dtype", choices=("fp32", "bf16"), help="of params (default: both)")
+    for field, told in planned(Options):
+        flag, choices, default = f"--{field.name.replace('_', '-')}", choices_of(field.type), field.default
+        if choices:
+            plan.add_argument(flag, choices=choices, default=default, help=f"{told.help} (default: %(default)s)")
+        else:
+            plan.add_argument(flag, action="store_const", const=told.value, default=default, help=told.help)
+    plan.add_argument("--offload", choices=("cpu", "disk"), help="where masters and states rest (default: the device)")
+    plan.add_argument(
+        "--offload-gradients",
+        action="store_true",
+        help="rest their sums in host memory, where that can be: at stage 2 and 3, beside --offload",
+    )
+    plan.add_argument("--all", action="store_true", help="show every master, format and tier")
+    plan.add_argument(
+        "--plot", type=chart_file, help="a file for a stacked bar chart of what is shown (.png, .svg, .pdf)"
+    )
+    plan.set_defaults(run=_plan)
+
+
+def _model(options: argparse.Namespace) -> tuple[nn.Module, str]:
+    """The model to plan for, on the meta device, and its name."""
+    if options.config is None:
+        from .plan import transformer
+
+        return transformer(options.params), ""
+    from .hub_config import model_of
+
+    model = model_of(options.config)
+    return model, f"{type(model).__name__}, "
+
+
+def _plan(options: argparse.Namespace) -> Answer:
+    from .plan import WAYS, Planner, Tier, every_way, possible
+    from .plan_report import as_data, chart, found, in_words, table
+    from .progress import each_of
+
+    if options.plot is not None and importlib.util.find_spec("matplotlib") is None:
+        raise UnsupportedVersionError("--plot draws with Matplotlib, which is missing: pip install matplotlib.")
+    model, name = _model(options)
+    numel = sum(param.numel() for param in model.parameters())
+    planner = Planner(model, *classes.recipe(OPTIMIZERS[options.optimizer]), options.ranks)
+    ways = [way for way in WAYS if options.dtype is None or way.dtype is DTYPES[options.dtype]]
+    given: dict[str, Any] = {field.name: getattr(options, field.name) for field, _ in planned(Options)}
+    tier: Tier = "device" if options.offload is None else "host" if options.offload == "cpu" else "disk"
+    asked = [possible(replace(way, **given, tier=tier, sums_rest=options.offload_gradients)) for way in ways]
+    # Formats and tiers are searched; what else was asked for is kept.
+    kept = {field.name: given[field.name] for field, _ in planned(Options) if not choices_of(field.type)}
+    ways = [replace(way, **kept) for way in ways]
+    is_searched = options.all or options.device_memory is not None
+    every = [planner.need(way) for way in each_of(every_way(ways), "laying out")] if is_searched else []
+    shown = every if options.all else [planner.need(way) for way in each_of(asked, "laying out")]
+    limits = options.device_memory, options.host_memory
+    text = f"{options.optimizer}, {name}{numel:,} params, {options.ranks} ranks; GB on one rank\n\n"
+    text += table(shown, numel, *limits)
+    if options.plot is not None:
+        chart(shown, options.device_memory, options.plot)
+    data = {"optimizer": options.optimizer, "params": numel, "ranks": options.ranks}
+    data |= {"ways": [as_data(need, options.optimizer, *limits) for need in shown]}
+    if options.device_memory is None:
+        return Answer(data, text)
+    best = found(every, *limits)
+    data |= {"found": {title: as_data(need, options.optimizer, *limits) for title, need in best.items()}}
+    return Answer(data, f"{text}\n\n{in_words(best, every, options.optimizer, limits[0])}", is_yes=bool(best))

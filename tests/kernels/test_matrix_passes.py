@@ -1,0 +1,62 @@
+"""The two passes of Muon, which multiply and add with one rounding: Triton's kernels, the native ones and NumPy's."""
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from triton.runtime import interpreter
+
+from shardopt import ShardedMuon
+from shardopt.kernels import triton_step
+from shardopt.kernels.formats import BF16, FP32, Format
+from shardopt.kernels.spec import StepSpec
+from shardopt.rules import Rule, fma
+from shardopt.rules.muon import accumulate, apply
+from tests.kernels.test_kernels import NASTY, check
+from tests.support.ptx.process import Compiling
+from tests.support.ptx.shards import check_step
+
+GROUP = {**ShardedMuon([torch.zeros(1, 1)]).defaults, "lr": 0.02, "shape": (30, 20)}
+PASSES: dict[str, tuple[Rule, Format, Format]] = {"accumulate": (accumulate, BF16, FP32), "apply": (apply, FP32, BF16)}
+
+
+@pytest.fixture
+def fused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's interpreter rounds twice, and no GPU does."""
+
+    def create_fma(_: Any, x: Any, y: Any, z: Any) -> Any:
+        return interpreter.TensorHandle(fma(x.data, y.data, z.data), z.dtype.scalar)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_fma", create_fma)
+    monkeypatch.setattr(triton_step, "BLOCKS_PER_PROGRAM", 8)
+
+
+@pytest.mark.parametrize("name", PASSES)
+def test_passes_of_muon(name: str, fused: None) -> None:
+    of, param, grad = PASSES[name]
+    for seed, grads in enumerate(("log_uniform", "special")):
+        check(dataclasses.replace(NASTY, grads=grads, seed=seed), of, GROUP, param, grad, None)
+
+
+def in_passes() -> None:
+    for of, param, grad in PASSES.values():
+        spec = StepSpec(of.variant(GROUP), param, grad, None)
+        check_step(dataclasses.replace(NASTY, grads="log_uniform"), spec, GROUP, of)
+
+
+def test_passes_as_compiled(compiling: Compiling) -> None:
+    compiling(in_passes)
+
+
+def test_fma_rounds_once() -> None:
+    """Products that lie in the middle of two fp32 numbers, and a term that float64 loses beside them: it decides."""
+    generator = np.random.default_rng(0)
+    x, y = ((1 << 12) + 2 * generator.integers(0, 512, 1000) + 1 for _ in range(2))  # a product is odd, of 25 bits
+    z = np.where(generator.integers(0, 2, 1000), 1, -1)
+    exact = [int(one) * int(other) + int(third) for one, other, third in zip(x, y, z, strict=True)]  # even: of 24 bits
+    found = fma(x.astype(np.float32), y.astype(np.float32), (z * 2.0**-40).astype(np.float32))
+    assert [int(each) for each in found] == exact
+    twice = (x.astype(np.float64) * y + z * 2.0**-40).astype(np.float32)
+    assert 400 < np.sum(found != twice) < 600

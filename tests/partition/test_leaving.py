@@ -1,0 +1,236 @@
+"""Promise: over collectives of the device (NCCL's) a rank that raises or dies is an error on all others, not a hang.
+
+What ranks tell each other travels beside the device: ``tests/support/beside_a_device``. Where the rank that raised
+could issue what the others wait for, all go on together, and the next step has the bits that it has without that one.
+"""
+
+import os
+import signal
+from collections.abc import Callable
+from contextlib import nullcontext
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from shardopt import CommunicationError, ShardedAdamW
+from shardopt.kernels import native_backend
+from shardopt.module.backward import Backward
+from shardopt.partition.comm.group import Ranks
+from tests.support.beside_a_device import beside_a_device, for_gpus
+from tests.support.comparing import snapshot
+from tests.support.modules import W, data, small
+from tests.support.moments import Moments
+from tests.support.ranks import Pool
+
+SPOILT = "a gradient that cannot be computed"
+ODD = 1  # the rank that leaves
+GONE = "the odd rank is gone"
+
+
+class Chain(nn.Module):
+    """Four buckets; in the middle of a backward something may happen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(W, W, bias=False) for _ in range(4))
+        self.amid: Callable[[], None] = lambda: None
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers[1](self.layers[0](x))
+        x.register_hook(lambda _: self.amid())
+        return self.layers[3](self.layers[2](x)).square().mean()
+
+
+def made(stage: int, group: dist.ProcessGroup | DeviceMesh | None = None) -> tuple[Chain, Any]:
+    model = Chain()
+    return model, ShardedAdamW(model, lr=1e-2, stage=stage, process_group=group, tuning=small(neighbours=False))
+
+
+def train(model: Chain, opt: Any, *steps: int) -> None:
+    for step in steps:
+        opt.zero_grad()
+        model(data(step, 4, W)).backward()
+        opt.step()
+
+
+def outcome(call: Callable[[], object]) -> Exception | None:
+    try:
+        call()
+    except Exception as error:
+        return error
+    return None
+
+
+class Leaving:
+    """What the odd rank does in the middle of a step, and what the others wait for in vain meanwhile."""
+
+    def __init__(self, folder: str, how: str):
+        self.moments, self.how, self.is_odd = Moments(folder), how, dist.get_rank() == ODD
+        self._is_amid = False
+
+    def is_in_vain(self) -> bool:
+        return self._is_amid and self.moments.was_said(GONE)
+
+    def leave(self, *_: Any) -> None:
+        self.moments.say(GONE)
+        if self.how == "dies":
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise ValueError(SPOILT)
+
+    def amid(self, call: Callable[[], object]) -> Exception | None:
+        """What a call raised in whose middle the odd rank leaves."""
+        self._is_amid = True
+        try:
+            return outcome(call)
+        finally:
+            self._is_amid = False
+
+    def part(self) -> None:
+        """The odd rank's process ends, else nobody could end what waits for it. It has no result then."""
+        self.moments.say(f"rank {dist.get_rank()} is done")
+        self.moments.wait("rank 0 is done", "rank 1 is done")
+        if self.is_odd:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def check(error: Exception | None, is_odd: bool, *words: str) -> None:
+    assert isinstance(error, ValueError if is_odd else CommunicationError), repr(error)
+    assert all(each in str(error) for each in ((SPOILT,) if is_odd else words)), error
+
+
+def goes_on(stage: int, in_package: bool, folder: str) -> None:
+    """The odd rank raises in the middle of a backward: in the user's code, or in the package's."""
+    expected = made(stage)
+    train(*expected, 0, 1, 3, 4)
+    leaving, group = Leaving(folder, "raises"), for_gpus()
+    with beside_a_device(group, leaving.is_in_vain):
+        model, opt = made(stage, group)
+        train(model, opt, 0, 1)
+        assert opt.engine.domain.reducer.on_stream
+        opt.zero_grad()
+        spoilt = patch.object(Backward, "_deliver", leaving.leave) if in_package and leaving.is_odd else nullcontext()
+        if leaving.is_odd and not in_package:
+            model.amid = leaving.leave
+        with spoilt:
+            error = leaving.amid(lambda: model(data(2, 4, W)).backward())
+            if leaving.is_odd and not in_package:
+                # This rank's next call notices that the backward ended, and tells the others, who wait for it.
+                opt.zero_grad()
+        check(error, leaving.is_odd, f"rank {ODD} left", "zero_grad()", "reducing gradients")
+        model.amid = lambda: None
+        train(model, opt, 3, 4)
+        assert snapshot(model, opt) == snapshot(*expected)
+        opt.close()
+
+
+@pytest.mark.parametrize(("stage", "in_package"), [(0, True), (1, False), (2, True)])
+def test_ranks_go_on_behind_one_that_raised(stage: int, in_package: bool, ranks: Pool, tmp_path: Path) -> None:
+    ranks.run(goes_on, stage, in_package, str(tmp_path), world=2)
+
+
+def goes_on_in_a_mesh() -> None:
+    """Ranks 0 and 1 share one copy of the states, 2 and 3 the other: 0 is told in its row, and tells rank 2."""
+    mesh = init_device_mesh("cpu", (2, 2))
+    expected = made(2, mesh)
+    train(*expected, 0, 1, 3, 4)
+    is_odd = dist.get_rank() == ODD
+    with patch.object(Ranks, "has_collectives", lambda ranks, _: ranks.size > 1):
+        model, opt = made(2, mesh)
+        train(model, opt, 0, 1)
+        assert opt.engine.domain.reducer.on_stream
+        opt.zero_grad()
+
+        def fail(*_: Any) -> None:
+            raise ValueError(SPOILT)
+
+        with patch.object(Backward, "_deliver", fail) if is_odd else nullcontext():
+            error = outcome(lambda: model(data(2, 4, W)).backward())
+        check(error, is_odd, "left", "zero_grad()")
+        train(model, opt, 3, 4)
+        assert snapshot(model, opt) == snapshot(*expected)
+
+
+def test_ranks_of_a_mesh_go_on(ranks: Pool) -> None:
+    ranks.run(goes_on_in_a_mesh, world=4)
+
+
+def restarts(folder: str) -> None:
+    """At stage 3 the others wait for gathers as well, which cannot be made up for: no device is waited for again."""
+    leaving, group = Leaving(folder, "raises"), for_gpus()
+    with beside_a_device(group, leaving.is_in_vain):
+        model, opt = made(3, group)
+        train(model, opt, 0, 1)
+        opt.zero_grad()
+        if leaving.is_odd:
+            model.amid = leaving.leave
+        error = leaving.amid(lambda: model(data(2, 4, W)).backward())
+        if leaving.is_odd:
+            opt.zero_grad()
+        check(error, leaving.is_odd, f"rank {ODD} left", "restart the ranks")
+        again = outcome(opt.step)
+        assert isinstance(again, CommunicationError) and "restart the ranks" in str(again), again
+        leaving.part()
+
+
+def test_ranks_restart_where_gathers_are_missing(ranks: Pool, tmp_path: Path) -> None:
+    ranks.run(restarts, str(tmp_path), world=2, doomed=[ODD])
+
+
+def hears_of_a_death(stage: int, in_step: bool, folder: str) -> None:
+    leaving, group = Leaving(folder, "dies"), for_gpus()
+    with beside_a_device(group, leaving.is_in_vain):
+        model, opt = made(stage, group)
+        train(model, opt, 0, 1)
+        opt.zero_grad()
+        if leaving.is_odd and not in_step:
+            model.amid = leaving.leave
+        error = leaving.amid(lambda: model(data(2, 4, W)).backward())
+        if in_step:
+            assert error is None, error
+            with patch.object(native_backend, "step", leaving.leave) if leaving.is_odd else nullcontext():
+                error = leaving.amid(opt.step)
+        check(error, False, *(["Some shards are updated"] if in_step else [f"with rank {ODD}"]))
+
+
+@pytest.mark.parametrize(("stage", "in_step"), [(1, True), (2, False), (3, False)])
+def test_a_rank_that_dies_is_an_error(stage: int, in_step: bool, ranks: Pool, tmp_path: Path) -> None:
+    ranks.run(hears_of_a_death, stage, in_step, str(tmp_path), world=2, doomed=[ODD])
+
+
+def waits_no_longer(folder: str) -> None:
+    """The odd rank raised, and makes no call by which the others could hear of it."""
+    leaving, group = Leaving(folder, "raises"), for_gpus()
+    with beside_a_device(group, leaving.is_in_vain):
+        model, opt = made(2, group)
+        train(model, opt, 0, 1)
+        if leaving.is_odd:
+            model.amid = leaving.leave
+        with patch.object(opt.engine.domain.mesh.world, "_deadline", timedelta(seconds=0.2)):
+            error = leaving.amid(lambda: model(data(2, 4, W)).backward())
+        check(error, leaving.is_odd, f"with rank {ODD}")
+        leaving.part()
+
+
+def test_a_rank_that_says_nothing_is_given_up(ranks: Pool, tmp_path: Path) -> None:
+    ranks.run(waits_no_longer, str(tmp_path), world=2, doomed=[ODD])
+
+
+def gives_up_its_device() -> None:
+    ranks = Ranks(dist.new_group(), timedelta(seconds=0.1))
+    with pytest.raises(CommunicationError, match=r"within 0\.1 s, while reducing"):
+        ranks.wait_for_device(lambda: False, "reducing")
+    with pytest.raises(CommunicationError, match="did not finish"):
+        ranks.exchange([], "a test")
+
+
+def test_a_collective_that_never_ends_is_an_error(ranks: Pool) -> None:
+    """Every rank had issued it, and one died since."""
+    ranks.run(gives_up_its_device, world=2)

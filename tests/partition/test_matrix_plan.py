@@ -1,0 +1,39 @@
+"""Which rank makes a matrix whole: the example of matrix_plan.py, balance, and what travels."""
+
+import torch
+
+from shardopt.partition.layout import BLOCK, BucketLayout
+from shardopt.partition.matrix_plan import Wanted, plan_matrices
+
+GPT = [(3072, 1024), (1024, 1024), (4096, 1024), (1024, 4096)] * 6
+
+
+def wanted(shapes: list[tuple[int, int]], num_ranks: int) -> tuple[Wanted, ...]:
+    """Matrices that share one bucket."""
+    layout = BucketLayout(tuple(rows * columns for rows, columns in shapes), num_ranks)
+    return tuple(
+        Wanted(0, layout.offsets[index], rows, columns, layout.shard_numel)
+        for index, (rows, columns) in enumerate(shapes)
+    )
+
+
+def test_the_example() -> None:
+    plan = plan_matrices(wanted([(3, BLOCK), (2, BLOCK), (2, BLOCK)], 2), 2)
+    assert plan.owners == (0, 1, 1)
+    assert (plan.numel(0, 1), plan.numel(1, 0)) == (BLOCK, 0)
+    (moved,) = [each for each in plan.slices(0, 1) if each.matrix == 1]
+    assert (moved.start, moved.numel, moved.shard_start) == (0, BLOCK, 3 * BLOCK)
+
+
+def test_owners_are_balanced_and_what_travels_is_bounded() -> None:
+    for num_ranks in (1, 2, 3, 4, 8):
+        shapes = [*GPT, (7, 300), (33, 65), (1, 5)]
+        matrices = wanted(shapes, num_ranks)
+        plan = plan_matrices(matrices, num_ranks)
+        busy = [sum(matrices[number].cost for number in plan.owned(rank)) for rank in range(num_ranks)]
+        least = max(sum(busy) / num_ranks, *(each.cost for each in matrices))
+        assert max(busy) <= 1.2 * least, num_ranks
+        numel = torch.tensor([[plan.numel(rank, owner) for owner in range(num_ranks)] for rank in range(num_ranks)])
+        elements = sum(rows * columns for rows, columns in shapes)
+        assert numel.sum() == elements  # each slice once
+        assert numel.sum() - numel.trace() <= (num_ranks - 1) / num_ranks * elements, num_ranks

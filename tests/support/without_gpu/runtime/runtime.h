@@ -1,0 +1,37 @@
+// What the files of this libcudart share, and what the stand-in of NCCL and PyTorch's operations ask of it.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdlib>
+#include <string>
+
+#include "queues.h"
+
+namespace runtime {
+
+// Remembered for cudaGetLastError, as CUDA does.
+cudaError_t told(cudaError_t code);
+int current_device();
+inline int device_count() {
+  const char* text = getenv("WITHOUT_GPU_COUNT");
+  return text ? atoi(text) : 1;
+}
+queues::Stream* stream_of(cudaStream_t handle);
+// The host waits: an error of the runtime after a failure.
+cudaError_t waited(bool has_ended);
+
+enum class Kind { pageable, pinned, device };
+struct Place {
+  Kind kind = Kind::pageable;
+  int device = -1;
+  char* start = nullptr;
+  size_t bytes = 0;
+};
+// Where memory lies.
+Place place_of(const void* address);
+
+// While PyTorch's own code of an operation runs, of which only the results' shapes count: see operations.cpp.
+extern thread_local const char* muted;
+
+}  // namespace runtime
