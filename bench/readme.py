@@ -97,7 +97,7 @@ MEDIANS = (
 
 def headline() -> str:
     """What the README promises: step and bytes beside DDP."""
-    result = newest("train-fp32")
+    result = newest("peers-fp32")
     engines, settings = result["results"]["engines"], result["settings"]
     ddp = engines["ddp"]["peak bytes a param"]
     stage_2, stage_3 = (
@@ -112,14 +112,14 @@ def headline() -> str:
 
 
 def peers() -> str:
-    """DeepSpeed's engines, and those that ran in the same rounds."""
+    """DDP, FSDP2, DeepSpeed and shardopt in the same rounds."""
     result = newest("peers-fp32")
-    settings, machine = result["settings"], result["machine"]
+    settings, machine, packages = result["settings"], result["machine"], result["results"]["packages"]
     return "\n".join(
         [
             f"A training step of a GPT of {result['results']['params'] / 1e6:.1f}M params on {settings['ranks']} gloo "
-            f"ranks of {machine['device']}, {settings['dtype']}, torch {machine['torch']}: {MEDIANS} yet. Other "
-            "processes used the machine in this run, so intervals are wide; the table below is of a quiet one.",
+            f"ranks of {machine['device']}, {settings['dtype']}, torch {machine['torch']}, DeepSpeed "
+            f"{packages['deepspeed']}: {MEDIANS} yet.",
             "",
             *train_table(result),
         ]

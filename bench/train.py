@@ -3,6 +3,7 @@
     python bench/train.py                                   2 gloo ranks of one thread, or a rank on each GPU
     python bench/train.py --dtype bf16
     python bench/train.py --engines ddp zero shardopt-1     only these; `ddp` is always the 1.0
+    python bench/train.py --name peers --engines fsdp2 deepspeed-{1,2,3} module-{1,2,3}
     python bench/train.py --quick --layers 2 --width 128    does it run?
 
 Every engine lives in processes of its own and sleeps while another one takes its turn; a round gives each engine one
@@ -23,6 +24,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Sequence
+from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -59,6 +61,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=1, help="sequences a rank")
     parser.add_argument("--context", type=int, default=64, help="tokens in a sequence")
     parser.add_argument("--seed", type=int, default=0, help="of the model and the data")
+    parser.add_argument("--name", default="train", help="what the result is called")
     args = parser.parse_args()
     device = pick_device(args.device)
     on_gpu = device.type == "cuda"
@@ -237,6 +240,7 @@ def main() -> None:
                 print(f"WARNING: the losses of {row['title']} are not those of DDP: it does not train the same way")
     results = {
         "params": numel,
+        "packages": {name: version(name) for name in sorted({ENGINES[name].package for name in rows} - {None})},
         "engines": rows,
         "shardopt-1 over zero": against_zero,
         "padding at 8 ranks": padding,
@@ -247,7 +251,7 @@ def main() -> None:
         },
     }
     ranks = "" if settings.ranks == 2 else f"-{settings.ranks}-ranks"
-    write_result(f"train-{args.dtype}{ranks}", args, device, results)
+    write_result(f"{args.name}-{args.dtype}{ranks}", args, device, results)
 
 
 if __name__ == "__main__":
