@@ -115,6 +115,8 @@ def peers() -> str:
     """DDP, FSDP2, DeepSpeed and shardopt in the same rounds."""
     result = newest("peers-fp32")
     settings, machine, packages = result["settings"], result["machine"], result["results"]["packages"]
+    engines = result["results"]["engines"].values()
+    others = [each for each in engines if each["largest loss difference to DDP"] > 0.02]
     return "\n".join(
         [
             f"A training step of a GPT of {result['results']['params'] / 1e6:.1f}M params on {settings['ranks']} gloo "
@@ -122,6 +124,12 @@ def peers() -> str:
             f"{packages['deepspeed']}: {MEDIANS} yet.",
             "",
             *train_table(result),
+            "",
+            *(
+                f"The losses of {each['title']} are not those of DDP: {each['last loss']:.2f} at the end, where DDP has "
+                f"{next(iter(engines))['last loss']:.2f}."
+                for each in others
+            ),
         ]
     )
 
