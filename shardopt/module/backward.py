@@ -2,10 +2,19 @@
 
 A round is one backward that reduces gradients; with gradient accumulation, the last backward before the step. The
 gradient of the module's output, or else the first gradient of a param, opens the round. Autograd accumulates gradients,
-and each one goes to the reducer at once. When autograd is done, the reducer sends the remaining buckets. Then one small
-all-reduce (:mod:`shardopt.module.gradient_report`) tells all ranks each param's norms, and ``param.grad`` becomes a
-part. A gradient may arrive after its bucket was sent (reentrant activation checkpointing): that bucket is reduced once
-more, and a second all-reduce tells the norms of the new sums.
+and each one goes to the reducer at once. When autograd is done, the reducer sends the remaining buckets, and
+``param.grad`` becomes a part (:mod:`shardopt.module.round_gradients`). A gradient may arrive after its bucket was sent
+(reentrant activation checkpointing): that bucket is reduced once more, and a second all-reduce tells the norms of the
+new sums.
+
+Experts have backwards of their own, whose rounds open, end and are lost with those of the main domain::
+
+    main      open  gradients ...................  reduce, report          time ->
+    experts    open  gradients ..  reduce, report
+
+A gradient of any domain opens the rounds of all: a rank whose experts got no token takes part with zeros. All ranks end
+the rounds in one order, the main domain's last, so that groups of ranks that overlap do not wait for each other. The
+main domain has all ranks: its report tells them what failed on the ranks of one expert.
 """
 
 from __future__ import annotations
@@ -15,44 +24,22 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from ..domain.agreement import StepDigest, agree
-from ..domain.host_sum import HostSum
-from ..errors import CommunicationError, DisagreementError, ShardoptError
-from ..kernels.reductions import norms_of_limbs
-from ..kernels.tables import Gradients, sent
-from ..partition.streams import last_used
-from ..tensors.gradient import GradientPart
-from ..tensors.gradient_slice import GradientSlice, Norms
+from ..errors import CommunicationError, ShardoptError
+from ..tensors.gradient_slice import GradientSlice
 from ..tensors.part import Part
 from ..tensors.pipelining import ZERO_BUBBLE
-from ..tensors.unsharded_guard import keep_pattern
 from .closure import ClosureState
-from .followers import Followers
-from .gradient_report import Arrivals, Report, ReportLayout
 from .gradient_totals import GradientTotals
 from .hooks import call_while_alive
+from .round_gradients import RoundGradients, shown_slice
 
 if TYPE_CHECKING:
     from ..domain.domain import Domain
     from ..domain.param import ParamRecord
     from ..domain.shard import Shard
-
-_TELLING = "telling norms of gradients"
-
-
-def _left(report: Report) -> CommunicationError:
-    found = (
-        f"rank {report.failed[0]} left this backward after an error of its own (look at its output), and its gradients "
-        "are missing."
-    )
-    if report.updated:  # release_gradients=True updates buckets within backward
-        return CommunicationError(f"restart from a checkpoint: {found} Some params are updated, others are not.")
-    return CommunicationError(
-        f"call zero_grad() on every rank and go on together: {found} Params and states are unchanged."
-    )
 
 
 class Round(Enum):
@@ -91,7 +78,7 @@ class Round(Enum):
     """A round was abandoned. Its sums lack gradients: no ``param.grad`` shows them, and ``step()`` raises."""
 
 
-class Backward:
+class Backward(RoundGradients):
     """Takes the gradients of a domain's params.
 
     Attributes:
@@ -105,44 +92,20 @@ class Backward:
         before_round: is called before each round while a ``join()`` is open, with the numbers of the params that hold a
             gradient. It returns the divisor of the round's sums, or None for the number of all ranks.
         closure: the closure of a step, if one runs.
-        followers: of the main domain: the backwards of experts, whose rounds open and end with its own.
+        followers: of the main domain: the backwards of experts, in the same order on all ranks.
     """
 
     def __init__(self, domain: Domain, num_batches: int | None = None):
-        """
-        Args:
-            num_batches: the number of ranks that have a batch; None: of the domain's ranks. Experts have fewer ranks.
-        """
-        self._domain = domain
-        self.followers = Followers()
+        super().__init__(domain, num_batches)
+        self.followers: list[Backward] = []
         self._lead: weakref.ref[Backward] | None = None
-        self._entries: list[ParamRecord] = []
-        self._rows: dict[Shard, np.ndarray[Any, Any]] = {}  # 1D [pieces]: the number of each piece's entry
-        self._totals = GradientTotals()
-        # The kernels' tables for sums that are copied to host memory, by their address on the device.
-        self._staged: dict[tuple[Shard, int], Gradients] = {}
-        self._layout = ReportLayout([], 0, 1)  # where each number lies in the report that ends a round
         self._hooks: list[Any] = []
         self.is_syncing = self.is_in_forward = False
         self._lost: str | None = None  # why the gradients are lost; None unless the round is LOST
         self.on_end: Callable[[bool], None] = lambda _: None
         self.before_round: Callable[[list[int]], int | None] | None = None
         self.units: Mapping[str, Sequence[torch.nn.Parameter]] = {}
-        self._num_batches = domain.mesh.world.size if num_batches is None else num_batches
-        self._divisor = self._num_batches  # of this round's sums
-        self._stage: int | None = None  # the pipeline stage whose backward runs; None: of all
-        self._also: frozenset[int] = frozenset()  # the buckets that got late gradients in this round
-        self.has_stages = False  # each backward runs through one of several pipeline stages on this rank
         self.closure = ClosureState()
-        self._unused: Exception | None = None  # why this rank could not use its sums of this round
-        self._beside: Exception | None = None  # why this rank could not end a round of its experts
-        self.found_nonfinite = False  # an Inf or NaN, in the last round
-        self._failed = False  # this rank's closure raised: it sends zeros for the rest of the round, and reports it
-
-    @property
-    def entries(self) -> Sequence[ParamRecord]:
-        """All bound params, in the order of binding."""
-        return self._entries
 
     # -- params ----------------------------------------------------------------------------------------------------
 
@@ -156,18 +119,7 @@ class Backward:
             else:
                 hook = call_while_alive(lambda me, entry, _: me.take_placed_gradient(entry), self, entry)
             self._hooks.append(entry.outer.register_post_accumulate_grad_hook(hook))
-        for shard in shards:
-            numbers = {entry.index: number for number, entry in enumerate(self._entries) if entry.shard is shard}
-            self._rows[shard] = np.array([numbers[piece.param] for piece in shard.pieces], dtype=np.int64)
-            self._watch_sums(shard)
-        mesh = self._domain.mesh
-        where = [(entry.shard.bucket.layout, entry.index) for entry in self._entries]
-        self._layout = ReportLayout(where, mesh.shard.rank, mesh.world.size)
-
-    def _watch_sums(self, shard: Shard) -> None:
-        self._totals.watch(shard, self._rows[shard], is_early=isinstance(shard.reduced, HostSum))
-        if isinstance(shard.reduced, HostSum):
-            shard.reduced.on_sum = call_while_alive(Backward.look_early, self, shard)
+        self._number(shards)
 
     def _attach_slice(self, entry: ParamRecord) -> None:
         domain, shard = self._domain, entry.shard
@@ -195,7 +147,7 @@ class Backward:
             if isinstance(entry.grad, Part):
                 entry.outer.grad = None
             entry.gradient_slice = None  # its closures hold the domain: a cycle would outlive the optimizer
-        self._hooks, self._entries, self._rows, self._totals, self._staged = [], [], {}, GradientTotals(), {}
+        self._hooks, self._entries, self._totals, self._staged = [], [], GradientTotals(), {}
         self.is_syncing = False  # the user may still run backward through an older graph
 
     # -- a round ---------------------------------------------------------------------------------------------------
@@ -235,7 +187,7 @@ class Backward:
         for each in self.followers:
             each.check_whole()
         self.check_reduced()
-        shown = ((each, _shown(each)) for each in self._entries)
+        shown = ((each, shown_slice(each)) for each in self._entries)
         waiting = next((each for each, found in shown if found is not None and found.pending is not None), None)
         if waiting is not None:
             raise ShardoptError(
@@ -247,7 +199,9 @@ class Backward:
     def abandon(self, reason: str) -> None:
         """Abandons the open round, which is LOST then. The other ranks hear of it if the transport can tell them."""
         assert self._domain.reducer is not None
-        self.followers.abandon(reason)
+        for each in self._bound_followers:
+            if each.is_open:
+                each.abandon(reason)
         sharded = self._domain.sharded
         self._domain.reducer.abandon_round(owes_more=sharded is not None and sharded.gatherer.owes_gathers)
         self._lost = reason
@@ -328,7 +282,7 @@ class Backward:
         assert reducer is not None
         if self.before_round is not None:
             told = self.before_round(
-                [number for number, entry in enumerate(self._entries) if _shown(entry) is not None]
+                [number for number, entry in enumerate(self._entries) if shown_slice(entry) is not None]
             )
             self._divisor = told or self._divisor
         if told is None and self.closure.is_on and not reducer.tells:
@@ -337,7 +291,7 @@ class Backward:
         reducer.watch(self.closure.number if self.closure.is_on else 0)
         torch.autograd.Variable._execution_engine.queue_callback(self.finish)
         self._begin_round()
-        self.followers.open()
+        self._open_followers()
 
     @property
     def lead(self) -> Backward:
@@ -348,7 +302,25 @@ class Backward:
     def follow(self, lead: Backward) -> None:
         """Rounds of this domain open and end with those of the main domain, from now on."""
         self._lead, self.closure = weakref.ref(lead), lead.closure
-        lead.followers.add(self)
+        lead.followers.append(self)
+
+    @property
+    def _bound_followers(self) -> list[Backward]:
+        return [each for each in self.followers if each.is_bound]
+
+    def _open_followers(self) -> None:
+        for each in self._bound_followers:
+            each.join_round()
+
+    def _finish_followers(self) -> None:
+        """Collective: ends all open rounds of experts, and keeps what the other ranks are still to be told."""
+        self._beside = None
+        for each in self._bound_followers:
+            try:
+                each.finish()
+            except Exception as error:  # the ranks of the next expert, and those of the main domain, wait for this one
+                self._beside = self._beside or error
+        self._is_spoilt_beside = any(each.found_nonfinite for each in self._bound_followers)
 
     def join_round(self) -> None:
         """Opens a round beside that of the main domain."""
@@ -384,7 +356,7 @@ class Backward:
         self._domain.reducer.watch(0)
         self._divisor, self._stage = self._num_batches, None
         self._begin_round()
-        self.followers.open()
+        self._open_followers()
         self.finish()
 
     def run_round_of_zeros(self, held: Collection[int], divisor: int) -> None:
@@ -404,35 +376,10 @@ class Backward:
         self.finish()
 
     def _begin_round(self) -> None:
-        reducer = self._domain.reducer
-        assert reducer is not None
-        held: list[set[int]] = [set() for _ in reducer.buckets]
-        absent: list[set[int]] = [set() for _ in reducer.buckets]
-        for entry in self._entries:
-            grad, gradient_slice = entry.grad, entry.gradient_slice
-            if not entry.outer.requires_grad:
-                absent[entry.shard.number].add(entry.index)
-            if gradient_slice is None:
-                continue
-            gradient_slice.edits = []
-            if not gradient_slice.shows_in(grad):
-                gradient_slice.pending = gradient_slice.undivided = None
-                continue
-            held[entry.shard.number].add(entry.index)
-            # The user may have read or scaled the mean since.
-            read = gradient_slice.restore_sum(self._divisor)
-            if read is not None:
-                last_used(read)  # the stream of the first hook is not the one that allocated it
-        reducer.start_round(held, absent, self._stage)
-        self._also = frozenset()
+        self._start_round()
         self._lost = None
         if self._domain.sharded is not None:
             self.pass_over(self._domain.sharded.gatherer.past)
-
-    def _takes(self, entry: ParamRecord) -> bool:
-        """True if this round reduces the gradient of a param."""
-        assert self._domain.reducer is not None
-        return self._domain.reducer.reduces(entry.shard.number, self._stage)
 
     def pass_over(self, units: Sequence[str]) -> None:
         """Awaits no more gradients from units that this backward is past: ranks may differ in the params they use."""
@@ -483,30 +430,6 @@ class Backward:
                 lead.abandon(f"{type(error).__name__}: {error}")
             raise
 
-    def _deliver(self, entry: ParamRecord) -> None:
-        reducer, gathered, gradient_slice = self._domain.reducer, entry.shard.gathered, _shown(entry)
-        assert reducer is not None
-        if gathered is not None and not gathered.unit.is_here and torch._C._current_graph_task_id() != -1:
-            raise ShardoptError(
-                "return from a module's forward every tensor that others use (an auxiliary loss kept as an attribute, "
-                f"say), or construct the optimizer with {keep_pattern(self._domain.name_of(entry.param))} and the "
-                f"param stays whole: {entry.name} got a gradient while its values were released, so backward may have "
-                "read memory that was freed."
-            )
-        grad = entry.grad
-        if gradient_slice is not None:
-            grad, gradient_slice.pending = gradient_slice.pending, None
-        else:
-            entry.outer.grad = None
-        assert grad is not None
-        if grad.layout is not torch.strided:
-            raise ShardoptError(
-                "build the embedding with sparse=False, or give this param to torch.optim.SparseAdam and another "
-                f"module to DDP: the gradient of {entry.name} is sparse ({grad.layout}), and only dense ones are "
-                "reduced."
-            )
-        reducer.deliver(entry.shard.number, entry.index, grad.detach(), entry.shard.strides(entry.index))
-
     def finish(self) -> None:
         """Collective: ends the round, and before it those of the followers."""
         if not self.is_open:  # abandoned since autograd was asked for this call
@@ -517,7 +440,7 @@ class Backward:
             with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
                 if self._domain.sharded is not None:  # first: another rank may need a unit for what is reduced next
                     self._domain.gatherer.join_rest()
-                self._beside = self.followers.finish()
+                self._finish_followers()
                 self._finish_round()
         except BaseException as error:
             if self.is_open:
@@ -538,147 +461,6 @@ class Backward:
             reducer.end_round()
             self._show_gradients(report)
             if self.followers:
-                self.mark_spoilt(report.spoilt)
+                for each in (*self.followers, self):
+                    each.mark_spoilt(report.spoilt)
             self._stage = None
-
-    def _reduce_late(self, numbers: Collection[int]) -> None:
-        reducer = self._domain.reducer
-        assert reducer is not None
-        if not all(reducer.reduces(number, self._stage) for number in numbers):
-            # A graph ran through several stages, as all ranks know now: from here on each round reduces all buckets.
-            self.has_stages = False
-        self._also = frozenset(numbers)
-        reducer.finish_late(sorted(numbers))
-
-    def _reduce_rest(self) -> Arrivals:
-        """Reduces the remaining buckets, until every rank's sums are complete."""
-        reducer = self._domain.reducer
-        assert reducer is not None
-        held, self._unused, self._beside = self._deliver_rest(), self._beside, None
-        try:
-            reducer.finish()
-        except Exception as error:
-            if not reducer.is_reduced:
-                raise
-            self._unused = error  # the other ranks have their sums, and wait for this rank's report
-        where = [(entry.shard.number, entry.index) for entry in self._entries]
-        present = np.array([reducer.has_arrived(*each) for each in where], dtype=bool)
-        return Arrivals(present, held, late=np.array([reducer.is_late(*each) for each in where], dtype=bool))
-
-    def _deliver_rest(self) -> np.ndarray[Any, Any]:
-        """Delivers the gradients of no_sync() that this backward did not touch.
-
-        Returns:
-            1D [entries] bool: True for params that showed a sum of earlier rounds.
-        """
-        held = np.zeros(len(self._entries), dtype=bool)
-        for number, entry in enumerate(self._entries):
-            gradient_slice = entry.gradient_slice
-            held[number] = _shown(entry) is not None
-            is_pending = gradient_slice is not None and gradient_slice.pending is not None
-            if (is_pending or (entry.outer.grad is not None and not held[number])) and self._takes(entry):
-                if entry.outer is not entry.param:  # a zero-bubble schedule assigns what no hook has placed
-                    entry.place_gradient()
-                self._deliver(entry)
-        return held
-
-    # -- what every rank knows -------------------------------------------------------------------------------------
-
-    def _report(self, arrivals: Arrivals) -> Report:
-        """Collective: returns what all ranks together know of every gradient.
-
-        Raises:
-            CommunicationError: a rank died, is late, or failed in this backward; on every rank but that one.
-            DisagreementError: some ranks added to an earlier gradient and others did not; on every rank.
-        """
-        report, error = self._add_reports(arrivals)
-        if error is not None:
-            raise error
-        if report.failed:
-            raise _left(report)
-        if report.held_apart.any():
-            name = self._entries[int(report.held_apart.argmax())].name
-            raise DisagreementError(
-                f"call zero_grad() on every rank, or on none: {name} has a gradient from an earlier backward on some "
-                "ranks and none on others, and the new one was added on some only."
-            )
-        return report
-
-    def _add_reports(self, arrivals: Arrivals) -> tuple[Report, Exception | None]:
-        """Collective: returns the reports of all ranks added up.
-
-        Also the error that made this rank's own sums impossible; the report tells all ranks that there was one.
-        """
-        mesh, device, report = self._domain.mesh, self._domain.device, self._layout.blank()
-        unused, self._unused = self._unused, None  # its traceback refers to this object
-        report.fill_arrivals(arrivals)
-        if self.followers.found_nonfinite:
-            report.mark_spoilt()
-        if self._failed:
-            report.mark_failed(mesh.world.rank)
-        # Where the ranks' messages travel from device to device, the totals do not come to the host before.
-        stays = device.type != "cpu" and mesh.world.size > 1 and mesh.world.carries(device)
-        vector, error = sent(report.vector, device) if stays else report.vector, None
-        try:
-            if unused is not None:
-                raise unused
-            # Replicas of a shard hold the same sums, which count once.
-            self._fill_sums(report, vector, counts=mesh.world.rank in mesh.one_copy)
-        except Exception as raised:
-            error = raised
-            report.mark_failed(mesh.world.rank)
-            vector = sent(report.vector, device) if stays else report.vector
-        mesh.world.add_up(vector, _TELLING)
-        if stays:
-            report.vector.copy_(mesh.world.read(vector, _TELLING))  # the one wait of a backward
-        return report, error
-
-    def _fill_sums(self, report: Report, vector: torch.Tensor, counts: bool) -> None:
-        """Adds the totals of this rank's slices to its report, which may travel from the device.
-
-        Args:
-            counts: False if another rank's report holds the same totals.
-        """
-        if vector is report.vector:
-            sums = self._totals.read(len(self._entries), self._divisor)
-            if counts:
-                report.fill_sums(sums)
-        elif counts:
-            self._totals.add_to(vector, self._layout, self._divisor)
-
-    def mark_spoilt(self, is_spoilt: bool) -> None:
-        """Says whether gradients of any rank's experts hold an Inf or NaN: GradScalers of all ranks hear."""
-        for each in self.followers:
-            each.mark_spoilt(is_spoilt)
-        for entry in self._entries:
-            if entry.gradient_slice is not None:
-                entry.gradient_slice.is_spoilt_elsewhere = is_spoilt
-
-    def look_early(self, shard: Shard, total: torch.Tensor) -> None:
-        """Takes the totals of a sum, 1D on the device, before it is copied to host memory."""
-        where = shard, total.data_ptr()
-        if where not in self._staged:
-            self._staged[where] = shard.tables.gradients_in(total).there()
-        self._totals.look(shard, shard.kept.gradient, self._staged[where], self._divisor)
-
-    def _show_gradients(self, report: Report) -> None:
-        """Makes ``param.grad`` a part wherever any rank had a gradient."""
-        two, largest, counts = norms_of_limbs(report.limbs).tolist(), report.largest.tolist(), report.nonfinite.tolist()
-        present, held = report.present.tolist(), report.held.tolist()
-        self.found_nonfinite = any(counts)
-        for number, entry in enumerate(self._entries):
-            gradient_slice = entry.gradient_slice
-            if gradient_slice is None or not (present[number] or held[number]):
-                continue
-            gradient_slice.divisor, gradient_slice.is_used = self._divisor, False
-            if self._stage is None or self._takes(entry) or entry.shard.number in self._also:
-                gradient_slice.norms = Norms(two[number], gradient_slice.rounded(largest[number]), counts[number])
-            if not held[number]:
-                entry.show_gradient(GradientPart(gradient_slice, entry.param))
-
-
-def _shown(entry: ParamRecord) -> GradientSlice | None:
-    """Returns the slice of the param's reduced gradient if ``param.grad`` shows it."""
-    found = entry.gradient_slice
-    grad = entry.param.grad if entry.outer is entry.param else entry.grad  # each param asks several times a backward
-    return found if found is not None and found.shows_in(grad) else None

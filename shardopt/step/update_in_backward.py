@@ -27,6 +27,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from ..domain.agreement import StepDigest, agree, checksum
@@ -118,8 +119,8 @@ class UpdateInBackward(Backward):
     def _attach_slice(self, entry: ParamRecord) -> None:
         """Does nothing: no gradient is ever shown."""
 
-    def _watch_sums(self, shard: Shard) -> None:
-        self._totals.watch(shard, self._rows[shard], is_early=True)
+    def _watch_sums(self, shard: Shard, params: np.ndarray[Any, Any]) -> None:
+        self._totals.watch(shard, params, is_early=True)
         me, there = weakref.ref(self), weakref.ref(shard)  # weak: a cycle would keep masters and states alive
 
         def use(total: torch.Tensor, arrived: AbstractSet[int]) -> None:

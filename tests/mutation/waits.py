@@ -38,6 +38,7 @@ MODULES = (
         "domain.host_sum",
         "domain.remote_states",
         "module.backward",
+        "module.round_gradients",
         "step.update",
     ),
 )

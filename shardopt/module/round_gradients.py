@@ -1,0 +1,290 @@
+"""The gradients of a domain's params in one round: from the params to the reducer, and back as parts of the sums.
+
+A round is begun with the sums that params show. Gradients are delivered as they come, or at the end (those that were
+accumulated before). What remains is reduced, one all-reduce (:mod:`shardopt.module.gradient_report`) tells all ranks
+each param's norms, and ``param.grad`` becomes a part. When rounds begin and end is for
+:class:`shardopt.module.backward.Backward`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from ..domain.host_sum import HostSum
+from ..errors import CommunicationError, DisagreementError, ShardoptError
+from ..kernels.reductions import norms_of_limbs
+from ..kernels.tables import Gradients, sent
+from ..partition.streams import last_used
+from ..tensors.gradient import GradientPart
+from ..tensors.gradient_slice import GradientSlice, Norms
+from ..tensors.unsharded_guard import keep_pattern
+from .gradient_report import Arrivals, Report, ReportLayout
+from .gradient_totals import GradientTotals
+from .hooks import call_while_alive
+
+if TYPE_CHECKING:
+    from ..domain.domain import Domain
+    from ..domain.param import ParamRecord
+    from ..domain.shard import Shard
+
+_TELLING = "telling norms of gradients"
+
+
+def _left(report: Report) -> CommunicationError:
+    found = (
+        f"rank {report.failed[0]} left this backward after an error of its own (look at its output), and its gradients "
+        "are missing."
+    )
+    if report.updated:  # release_gradients=True updates buckets within backward
+        return CommunicationError(f"restart from a checkpoint: {found} Some params are updated, others are not.")
+    return CommunicationError(
+        f"call zero_grad() on every rank and go on together: {found} Params and states are unchanged."
+    )
+
+
+class RoundGradients:
+    """Delivers the gradients of one round after the other, and shows the sums.
+
+    Attributes:
+        has_stages: each backward runs through one of several pipeline stages on this rank.
+        found_nonfinite: an Inf or NaN, in the last round.
+    """
+
+    def __init__(self, domain: Domain, num_batches: int | None = None):
+        """
+        Args:
+            num_batches: the number of ranks that have a batch; None: of the domain's ranks. Experts have fewer ranks.
+        """
+        self._domain = domain
+        self._entries: list[ParamRecord] = []
+        self._totals = GradientTotals()
+        # The kernels' tables for sums that are copied to host memory, by their address on the device.
+        self._staged: dict[tuple[Shard, int], Gradients] = {}
+        self._layout = ReportLayout([], 0, 1)  # where each number lies in the report that ends a round
+        self._num_batches = domain.mesh.world.size if num_batches is None else num_batches
+        self._divisor = self._num_batches  # of this round's sums
+        self._stage: int | None = None  # the pipeline stage whose backward runs; None: of all
+        self._also: frozenset[int] = frozenset()  # the buckets that got late gradients in this round
+        self._unused: Exception | None = None  # why this rank could not use its sums of this round
+        self._beside: Exception | None = None  # why this rank could not end a round of its experts
+        self._is_spoilt_beside = False  # a gradient of an expert holds an Inf or NaN
+        self.has_stages = self.found_nonfinite = False
+        self._failed = False  # this rank's closure raised: it sends zeros for the rest of the round, and reports it
+
+    @property
+    def entries(self) -> Sequence[ParamRecord]:
+        """All bound params, in the order of binding."""
+        return self._entries
+
+    def _number(self, shards: Sequence[Shard]) -> None:
+        """Gives numbers to all params anew; these shards are new."""
+        for shard in shards:
+            numbers = {entry.index: number for number, entry in enumerate(self._entries) if entry.shard is shard}
+            # 1D [pieces]: the number of each piece's entry.
+            self._watch_sums(shard, np.array([numbers[piece.param] for piece in shard.pieces], dtype=np.int64))
+        mesh = self._domain.mesh
+        where = [(entry.shard.bucket.layout, entry.index) for entry in self._entries]
+        self._layout = ReportLayout(where, mesh.shard.rank, mesh.world.size)
+
+    def _watch_sums(self, shard: Shard, params: np.ndarray[Any, Any]) -> None:
+        self._totals.watch(shard, params, is_early=isinstance(shard.reduced, HostSum))
+        if isinstance(shard.reduced, HostSum):
+            shard.reduced.on_sum = call_while_alive(RoundGradients.look_early, self, shard)
+
+    def look_early(self, shard: Shard, total: torch.Tensor) -> None:
+        """Takes the totals of a sum, 1D on the device, before it is copied to host memory."""
+        where = shard, total.data_ptr()
+        if where not in self._staged:
+            self._staged[where] = shard.tables.gradients_in(total).there()
+        self._totals.look(shard, shard.kept.gradient, self._staged[where], self._divisor)
+
+    # -- to the reducer --------------------------------------------------------------------------------------------
+
+    def _start_round(self) -> None:
+        reducer = self._domain.reducer
+        assert reducer is not None
+        held: list[set[int]] = [set() for _ in reducer.buckets]
+        absent: list[set[int]] = [set() for _ in reducer.buckets]
+        for entry in self._entries:
+            grad, gradient_slice = entry.grad, entry.gradient_slice
+            if not entry.outer.requires_grad:
+                absent[entry.shard.number].add(entry.index)
+            if gradient_slice is None:
+                continue
+            gradient_slice.edits = []
+            if not gradient_slice.shows_in(grad):
+                gradient_slice.pending = gradient_slice.undivided = None
+                continue
+            held[entry.shard.number].add(entry.index)
+            # The user may have read or scaled the mean since.
+            read = gradient_slice.restore_sum(self._divisor)
+            if read is not None:
+                last_used(read)  # the stream of the first hook is not the one that allocated it
+        reducer.start_round(held, absent, self._stage)
+        self._also = frozenset()
+
+    def _takes(self, entry: ParamRecord) -> bool:
+        """True if this round reduces the gradient of a param."""
+        assert self._domain.reducer is not None
+        return self._domain.reducer.reduces(entry.shard.number, self._stage)
+
+    def _deliver(self, entry: ParamRecord) -> None:
+        reducer, gathered, gradient_slice = self._domain.reducer, entry.shard.gathered, shown_slice(entry)
+        assert reducer is not None
+        if gathered is not None and not gathered.unit.is_here and torch._C._current_graph_task_id() != -1:
+            raise ShardoptError(
+                "return from a module's forward every tensor that others use (an auxiliary loss kept as an attribute, "
+                f"say), or construct the optimizer with {keep_pattern(self._domain.name_of(entry.param))} and the "
+                f"param stays whole: {entry.name} got a gradient while its values were released, so backward may have "
+                "read memory that was freed."
+            )
+        grad = entry.grad
+        if gradient_slice is not None:
+            grad, gradient_slice.pending = gradient_slice.pending, None
+        else:
+            entry.outer.grad = None
+        assert grad is not None
+        if grad.layout is not torch.strided:
+            raise ShardoptError(
+                "build the embedding with sparse=False, or give this param to torch.optim.SparseAdam and another "
+                f"module to DDP: the gradient of {entry.name} is sparse ({grad.layout}), and only dense ones are "
+                "reduced."
+            )
+        reducer.deliver(entry.shard.number, entry.index, grad.detach(), entry.shard.strides(entry.index))
+
+    def _reduce_late(self, numbers: Collection[int]) -> None:
+        reducer = self._domain.reducer
+        assert reducer is not None
+        if not all(reducer.reduces(number, self._stage) for number in numbers):
+            # A graph ran through several stages, as all ranks know now: from here on each round reduces all buckets.
+            self.has_stages = False
+        self._also = frozenset(numbers)
+        reducer.finish_late(sorted(numbers))
+
+    def _reduce_rest(self) -> Arrivals:
+        """Reduces the remaining buckets, until every rank's sums are complete."""
+        reducer = self._domain.reducer
+        assert reducer is not None
+        held, self._unused, self._beside = self._deliver_rest(), self._beside, None
+        try:
+            reducer.finish()
+        except Exception as error:
+            if not reducer.is_reduced:
+                raise
+            self._unused = error  # the other ranks have their sums, and wait for this rank's report
+        where = [(entry.shard.number, entry.index) for entry in self._entries]
+        present = np.array([reducer.has_arrived(*each) for each in where], dtype=bool)
+        return Arrivals(present, held, late=np.array([reducer.is_late(*each) for each in where], dtype=bool))
+
+    def _deliver_rest(self) -> np.ndarray[Any, Any]:
+        """Delivers the gradients of no_sync() that this backward did not touch.
+
+        Returns:
+            1D [entries] bool: True for params that showed a sum of earlier rounds.
+        """
+        held = np.zeros(len(self._entries), dtype=bool)
+        for number, entry in enumerate(self._entries):
+            gradient_slice = entry.gradient_slice
+            held[number] = shown_slice(entry) is not None
+            is_pending = gradient_slice is not None and gradient_slice.pending is not None
+            if (is_pending or (entry.outer.grad is not None and not held[number])) and self._takes(entry):
+                if entry.outer is not entry.param:  # a zero-bubble schedule assigns what no hook has placed
+                    entry.place_gradient()
+                self._deliver(entry)
+        return held
+
+    # -- what every rank knows -------------------------------------------------------------------------------------
+
+    def _report(self, arrivals: Arrivals) -> Report:
+        """Collective: returns what all ranks together know of every gradient.
+
+        Raises:
+            CommunicationError: a rank died, is late, or failed in this backward; on every rank but that one.
+            DisagreementError: some ranks added to an earlier gradient and others did not; on every rank.
+        """
+        report, error = self._add_reports(arrivals)
+        if error is not None:
+            raise error
+        if report.failed:
+            raise _left(report)
+        if report.held_apart.any():
+            name = self._entries[int(report.held_apart.argmax())].name
+            raise DisagreementError(
+                f"call zero_grad() on every rank, or on none: {name} has a gradient from an earlier backward on some "
+                "ranks and none on others, and the new one was added on some only."
+            )
+        return report
+
+    def _add_reports(self, arrivals: Arrivals) -> tuple[Report, Exception | None]:
+        """Collective: returns the reports of all ranks added up.
+
+        Also the error that made this rank's own sums impossible; the report tells all ranks that there was one.
+        """
+        mesh, device, report = self._domain.mesh, self._domain.device, self._layout.blank()
+        unused, self._unused = self._unused, None  # its traceback refers to this object
+        report.fill_arrivals(arrivals)
+        if self._is_spoilt_beside:
+            report.mark_spoilt()
+        if self._failed:
+            report.mark_failed(mesh.world.rank)
+        # Where the ranks' messages travel from device to device, the totals do not come to the host before.
+        stays = device.type != "cpu" and mesh.world.size > 1 and mesh.world.carries(device)
+        vector, error = sent(report.vector, device) if stays else report.vector, None
+        try:
+            if unused is not None:
+                raise unused
+            # Replicas of a shard hold the same sums, which count once.
+            self._fill_sums(report, vector, counts=mesh.world.rank in mesh.one_copy)
+        except Exception as raised:
+            error = raised
+            report.mark_failed(mesh.world.rank)
+            vector = sent(report.vector, device) if stays else report.vector
+        mesh.world.add_up(vector, _TELLING)
+        if stays:
+            report.vector.copy_(mesh.world.read(vector, _TELLING))  # the one wait of a backward
+        return report, error
+
+    def _fill_sums(self, report: Report, vector: torch.Tensor, counts: bool) -> None:
+        """Adds the totals of this rank's slices to its report, which may travel from the device.
+
+        Args:
+            counts: False if another rank's report holds the same totals.
+        """
+        if vector is report.vector:
+            sums = self._totals.read(len(self._entries), self._divisor)
+            if counts:
+                report.fill_sums(sums)
+        elif counts:
+            self._totals.add_to(vector, self._layout, self._divisor)
+
+    def mark_spoilt(self, is_spoilt: bool) -> None:
+        """Says whether gradients of any rank's experts hold an Inf or NaN: GradScalers of all ranks hear."""
+        for entry in self._entries:
+            if entry.gradient_slice is not None:
+                entry.gradient_slice.is_spoilt_elsewhere = is_spoilt
+
+    def _show_gradients(self, report: Report) -> None:
+        """Makes ``param.grad`` a part wherever any rank had a gradient."""
+        two, largest, counts = norms_of_limbs(report.limbs).tolist(), report.largest.tolist(), report.nonfinite.tolist()
+        present, held = report.present.tolist(), report.held.tolist()
+        self.found_nonfinite = any(counts)
+        for number, entry in enumerate(self._entries):
+            gradient_slice = entry.gradient_slice
+            if gradient_slice is None or not (present[number] or held[number]):
+                continue
+            gradient_slice.divisor, gradient_slice.is_used = self._divisor, False
+            if self._stage is None or self._takes(entry) or entry.shard.number in self._also:
+                gradient_slice.norms = Norms(two[number], gradient_slice.rounded(largest[number]), counts[number])
+            if not held[number]:
+                entry.show_gradient(GradientPart(gradient_slice, entry.param))
+
+
+def shown_slice(entry: ParamRecord) -> GradientSlice | None:
+    """Returns the slice of the param's reduced gradient if ``param.grad`` shows it."""
+    found = entry.gradient_slice
+    grad = entry.param.grad if entry.outer is entry.param else entry.grad  # each param asks several times a backward
+    return found if found is not None and found.shows_in(grad) else None
