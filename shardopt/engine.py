@@ -684,7 +684,7 @@ class Engine:
     def schedule(self) -> Schedule:
         """See :meth:`ShardedOptimizer.schedule`."""
         sharded = None if self.domain is None else self.domain.sharded
-        return Schedule() if sharded is None else sharded.gatherer.schedule
+        return Schedule() if sharded is None else sharded.gatherer.orders.schedule
 
     def timings(self) -> Timings:
         """See :meth:`ShardedOptimizer.timings`."""

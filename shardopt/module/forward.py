@@ -43,7 +43,7 @@ from torch import nn
 from ..domain.dtensors import is_dtensor, local_tensor, shown_as
 from ..domain.experts import own_units
 from ..errors import ReleasedError
-from ..partition.gatherer import Direction
+from ..partition.unit_orders import Direction
 from ..tensors.pipelining import is_called_by_pipeline
 from ..tensors.strides import with_own_storage
 from ..tensors.unsharded_guard import keep_pattern

@@ -35,8 +35,8 @@ from ..domain.hyperparameters import plain_numbers
 from ..engine import live_engines
 from ..errors import DisagreementError, ShardoptError
 from ..module.backward import Backward
-from ..partition.gatherer import Direction
 from ..partition.unit import UnitState
+from ..partition.unit_orders import Direction
 from ..step.step import Call
 
 if TYPE_CHECKING:
@@ -233,7 +233,7 @@ class Shadow(JoinHook):
             if self._backward.is_open:  # they wait for gathers, and hear nothing until these time out
                 raise ShardoptError(f"this rank cannot go on beside ranks that have run out: {why}")
             gatherer.end_pass()  # they listen once they joined all gathers of the forward
-            gatherer.refuse_orders()
+            gatherer.orders.refuse()
             self.announce("gather", lambda: {"problem": why})
         elif gathers.state is UnitState.SHARDED and (gatherer.direction is None or not self._is_complete):
             self.announce("gather", lambda: {"unit": gathers.name})
@@ -274,7 +274,7 @@ class Shadow(JoinHook):
         assert engine is not None
         gatherer = _gatherer(engine)
         return {
-            "orders": [[], []] if gatherer is None else [gatherer.passes, gatherer.departures],
+            "orders": [[], []] if gatherer is None else [gatherer.orders.passes, gatherer.departures],
             "closure": call.closure,
             "failed": None if call.problem is None else f"{type(call.problem).__name__}: {call.problem}",
             "scaling": [call.scale, call.overflow],
@@ -366,7 +366,7 @@ class Shadow(JoinHook):
             self._send_gradients(engine, told)
         gatherer = _gatherer(engine)
         if gatherer is not None:
-            gatherer.follow(*facts["orders"])
+            gatherer.orders.follow(*facts["orders"])
         scale, overflow = facts["scaling"]
         engine.take(Call(engine.defaults, facts["closure"], scale=scale, overflow=overflow))
 

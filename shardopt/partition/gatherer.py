@@ -21,72 +21,30 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from datetime import timedelta
-from enum import Enum
 from typing import TYPE_CHECKING
 
 import torch
 
-from ..errors import CommunicationError, DisagreementError
+from ..errors import CommunicationError
 from ..profiler import label
 from .comm.transport import barrier
-from .schedule import (
-    Schedule,
-    assumed_orders,
-    contradiction,
-    in_sequence,
-    is_part_of,
-    merge_orders,
-    plan_schedule,
-)
 from .unit import GatheredBucket, UnitState
+from .unit_orders import Direction, Pass, UnitOrders
 
 if TYPE_CHECKING:
     from .bucket import Bucket
     from .comm.all_gather import Window
     from .comm.transport import Transport
     from .memory import Memory
-    from .schedule import (
-        Budget,
-        Use,
-    )
+    from .schedule import Budget, Use
     from .unit import Slice, Unit
+    from .unit_orders import Order
 
 # How long a gather waits for a rank that does not join it, where the user set no deadline: half an hour, the process
 # group's own timeout, is long to wait for a rank that took another way.
 PATIENCE = timedelta(minutes=5)
-
-
-class Direction(Enum):
-    """What a pass is. Each kind has an order of its own."""
-
-    FORWARD = "forward"
-    BACKWARD = "backward"
-    EVALUATION = "evaluation"
-    """A forward that no backward follows: ranks may differ in how many they run, so none joins another's gathers."""
-
-
-Order = tuple[str, Sequence[str]]  # the direction of a pass, and its uses
-
-
-@dataclass
-class Pass:
-    """A forward or a backward that runs."""
-
-    direction: Direction
-    uses: tuple[Use, ...] = ()  # of the schedule
-    called: str = ""  # the name of the called module
-    at: int = 0  # the first of ``uses`` that has not begun
-    is_traced: bool = True  # its order counts: what ranks do in ``unsharded()`` or to evaluate may differ
-    order: list[str] = field(default_factory=list)  # of the units that were used
-    joined: list[str] = field(default_factory=list)  # units that were gathered for the other ranks, and not used
-    past: list[str] = field(default_factory=list)  # units that this rank uses no more, or omitted
-    departed: bool = False  # a use came at another place than in the schedule
-
-    def find(self, unit: Unit) -> int | None:
-        """Returns the position of this unit's next use; None if the schedule has none."""
-        return next((at for at in range(self.at, len(self.uses)) if self.uses[at].unit == unit.name), None)
 
 
 def _shown(unit: Unit) -> str:
@@ -98,6 +56,7 @@ class Gatherer:
 
     Attributes:
         waits_for_others: True if a rank that gathers some unit waits until the others gather it.
+        orders: of uses in this step, and the schedules.
     """
 
     def __init__(self, budget: Budget, outlives_backward: bool = False):
@@ -109,7 +68,7 @@ class Gatherer:
         self._transports: list[Transport] = []  # in one order on all ranks
         self.waits_for_others = False
         self.units: dict[str, Unit] = {}
-        self._schedules: dict[str, Schedule] = {}  # by the name of the called module
+        self.orders = UnitOrders(self.units, budget)
         self.on_past: Callable[[Sequence[str]], None] = lambda _: None  # is called with what was added to ``past``
         # Is called before a use that the schedule does not have, or of which it does not know: by hand.
         self.on_demand: Callable[[Unit], None] = lambda _: None
@@ -117,14 +76,9 @@ class Gatherer:
         self.waiting: Callable[[str], AbstractContextManager[object]] = lambda _: nullcontext()
         self.on_drop: Callable[[], None] = lambda: None  # is called when no unit has a user any more
         self.shown = 0  # contexts that are open in which all units are gathered
-        self._is_guess = True  # the schedule was made before any step
         self._gathered: dict[Unit, None] = {}  # the least recently used first
         self._pass: Pass | None = None
-        self._passes: list[Order] = []  # of this step
-        self._departures: list[Order] = []  # those that contradict the schedule
         self._freed: list[Memory] = []  # by this use; the next gather takes their pages
-        self._has_new = False  # this step used a unit that the schedule does not have
-        self._refused = False  # the step refused the departures
         self._written: set[Transport] = set()  # by which slices were written since the last barrier
 
     def connect(self, transport: Transport) -> None:
@@ -138,14 +92,8 @@ class Gatherer:
         unit = self.units.setdefault(unit.name, unit)
         self._reshard(unit)  # its other buckets may still be gathered
         unit.buckets.append(GatheredBucket(bucket, own, window, unit))
-        self._schedules, self._is_guess = {}, True
+        self.orders.forget_schedules()
         return unit.buckets[-1]
-
-    @property
-    def schedule(self) -> Schedule:
-        """Of all modules that a script calls, in the order of the model."""
-        schedules = list(self._schedules.values())
-        return schedules[0] if len(schedules) == 1 else in_sequence(schedules)
 
     @property
     def buffers(self) -> list[torch.Tensor]:
@@ -336,14 +284,14 @@ class Gatherer:
         """
         # A backward under no_sync() does not say when it ends; a forward that still runs has failed.
         self.end_pass(completed=self.direction is Direction.BACKWARD)
-        if self._refused and direction is Direction.FORWARD:
-            self._refused, self._passes, self._departures = False, [], []
+        if direction is Direction.FORWARD:
+            self.orders.begin_forward()
         if self.shown or direction is Direction.EVALUATION:
             self._pass = Pass(direction, is_traced=False)
             return
-        if self.waits_for_others and not self._schedules:
-            self._guess()
-        schedule, is_forward = self._schedules.get(called, Schedule()), direction is Direction.FORWARD
+        if self.waits_for_others:
+            self.orders.guess()
+        schedule, is_forward = self.orders.schedule_of(called), direction is Direction.FORWARD
         self._pass = Pass(direction, schedule.forward if is_forward else schedule.backward, called=called)
 
     @property
@@ -364,8 +312,8 @@ class Gatherer:
             at = now.find(unit)
             if at is None and any(use.unit == unit.name for use in now.uses):
                 now.departed = True
-            elif at is None and now.is_traced and not self._has_use(unit, now.direction):
-                self._has_new = True
+            elif at is None and now.is_traced:
+                self.orders.note_use(unit, now.direction)
         if now is None or at is None:
             self.on_demand(unit)
             self._reshard_over_budget(unit, self._stays_for_now)
@@ -421,12 +369,6 @@ class Gatherer:
         for name in (use.unit, *use.ahead):
             self._ask(self.units[name])
 
-    def _has_use(self, unit: Unit, direction: Direction) -> bool:
-        """True if the schedule of the unit's own called module has a use of it: a graph may run through several."""
-        schedule = self._schedules.get(unit.called, Schedule())
-        uses = schedule.forward if direction is Direction.FORWARD else schedule.backward
-        return any(use.unit == unit.name for use in uses)
-
     def _is_kept(self, unit: Unit) -> bool:
         return self.budget.keeps(unit.name)
 
@@ -470,17 +412,12 @@ class Gatherer:
         if self.waits_for_others:
             self._join(now, len(now.uses))
         if now.direction is Direction.FORWARD and now.uses:
-            self._reshard_all_but(self._schedules.get(now.called, Schedule()).kept)
+            self._reshard_all_but(self.orders.schedule_of(now.called).kept)
         elif now.direction is not Direction.BACKWARD and not self.waits_for_others:
             self._reshard_over_budget(None, lambda unit: now.direction is Direction.FORWARD and self._is_kept(unit))
         else:  # ranks go on from the same state, whatever each of them did
             self._reshard_all_but(())
-        if now.is_traced:
-            self._passes.append((now.direction.value, tuple(now.order)))
-            if now.departed and not self._is_guess:
-                self._departures.append(self._passes[-1])
-
-    # -- the order of uses, and the schedule -----------------------------------------------------------------------
+        self.orders.note_pass(now)
 
     @property
     def departures(self) -> Sequence[Order]:
@@ -488,89 +425,14 @@ class Gatherer:
 
         None where ranks read each other's memory: there a gather needs nobody else.
         """
-        return self._departures if self.waits_for_others else ()
+        return self.orders.departures if self.waits_for_others else ()
 
-    def refuse_orders(self) -> None:
-        """Says that the ranks' orders differ: no step is taken until the next forward."""
-        self._refused = True
-
-    @property
-    def passes(self) -> Sequence[Order]:
-        """The orders of uses in this step."""
-        return self._passes
-
-    def follow(self, passes: Sequence[Order], departures: Sequence[Order]) -> None:
-        """Makes the orders of this step those of another rank: this rank only joined its gathers."""
-        self._passes = [(direction, tuple(order)) for direction, order in passes]
-        self._departures = [(direction, tuple(order)) for direction, order in departures]
-
-    @property
-    def proposes(self) -> bool:
-        """True if the schedule lacks what this step used: ranks then make another one together."""
-        return self._is_guess or self._has_new or bool(self._departures)
-
-    def adopt(self, everyones: Sequence[Sequence[Order]]) -> None:
-        """Makes the schedule from the orders of all ranks in this step.
-
-        A unit that only some ranks used, or none in this step, stays in the order: a rank may use it in the next one.
-
-        Raises:
-            DisagreementError: two ranks used units in another order; on every rank.
-        """
-
-        def once(order: Sequence[str]) -> Sequence[str]:  # a rank may skip any use of a unit that several modules use
-            return [name for name in order if not self.units[name].is_spread]
-
-        for rank, passes in enumerate(everyones):
-            for (direction, first), (other, order) in zip(everyones[0], passes, strict=False):
-                # A backward through two forwards may use a unit of either: its own order tells nothing.
-                is_forward = direction == other == Direction.FORWARD.value
-                pair = contradiction(once(first), once(order)) if is_forward else None
-                if pair is not None:
-                    self.refuse_orders()
-                    raise DisagreementError(
-                        "call the modules in one order on every rank, then zero_grad() and go on: ranks used units in "
-                        f"another order, so no rank took the step and nothing changed. The forward of rank 0 used "
-                        f"{pair[0]} before {pair[1]}, that of rank {rank} after it."
-                    )
-        keeps_own = not (self._is_guess or self._departures)
-        for called, guesses in self._orders_of_modules().items():
-            orders = [_last(self._passes_of(called, passes)) for passes in everyones]
-            if keeps_own:
-                orders.append(self._schedules.get(called, Schedule()).orders)
-            forward, backward = (
-                _common(each, guess) for each, guess in zip(zip(*orders, strict=True), guesses, strict=True)
-            )
-            if forward and backward:
-                self._schedules[called], self._is_guess = self._planned(forward, backward, self.budget), False
-        self._has_new = False
-
-    def _passes_of(self, called: str, passes: Sequence[Order]) -> list[Order]:
-        """Returns the uses of the units of one called module, without the passes of others."""
-        own = [(kind, [name for name in order if self.units[name].called == called]) for kind, order in passes]
-        return [each for each, (_, whole) in zip(own, passes, strict=True) if each[1] or not whole]
-
-    def _orders_of_modules(self) -> dict[str, tuple[list[str], list[str]]]:
-        """Returns by called module the order of uses that its modules suggest."""
-        by_called: dict[str, list[tuple[str, bool]]] = {}
-        for unit in sorted(self.units.values(), key=lambda unit: unit.number):
-            by_called.setdefault(unit.called, []).append((unit.name, unit.is_spread))
-        return {called: assumed_orders(units) for called, units in by_called.items()}
-
-    def _guess(self) -> None:
-        """Makes schedules from the order of modules. Nothing is gathered ahead, for the order may be another."""
-        silent = replace(self.budget, looks_ahead=False)
-        self._schedules = {
-            called: self._planned(*orders, silent) for called, orders in self._orders_of_modules().items()
-        }
-
-    def _planned(self, forward: Sequence[str], backward: Sequence[str], budget: Budget) -> Schedule:
-        nbytes = {unit.name: unit.nbytes for unit in self.units.values()}
-        return plan_schedule(forward, backward, nbytes, budget)
+    # -- writes of slices ------------------------------------------------------------------------------------------
 
     def drop_all(self) -> None:
         """Reshards all units: their slices are about to change, or the pass was given up."""
-        self._pass, self._passes, self._departures = None, [], []
+        self._pass = None
+        self.orders.forget()
         self.on_drop()
         for unit in list(self._gathered):
             unit.users, unit.stays_shown, unit.is_pinned = 0, False, False
@@ -645,18 +507,3 @@ class Gatherer:
         for each in units:
             self._gathered.pop(each, None)
             del self.units[each.name]
-
-
-def _last(passes: Sequence[Order]) -> tuple[Sequence[str], Sequence[str]]:
-    """Returns the order of uses of the last forward, and of the last backward."""
-    last = dict(passes)
-    return last.get(Direction.FORWARD.value, ()), last.get(Direction.BACKWARD.value, ())
-
-
-def _common(orders: Sequence[Sequence[str]], of_modules: Sequence[str]) -> Sequence[str]:
-    """Returns one order for ranks that used these. Where they skip units, it is that of the modules, if all keep it."""
-    if all(each == orders[0] for each in orders):
-        return orders[0]
-    if all(is_part_of(each, of_modules) for each in orders):
-        return of_modules
-    return merge_orders([*orders, of_modules])

@@ -16,7 +16,6 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from itertools import combinations
 
 
 @dataclass(frozen=True)
@@ -157,36 +156,6 @@ def assumed_orders(units: Iterable[tuple[str, bool]]) -> tuple[list[str], list[s
     named = list(units)
     forward = [*(name for name, _ in named), *(name for name, is_spread in named if is_spread)]
     return forward, forward[::-1]
-
-
-def is_part_of(order: Sequence[str], whole: Sequence[str]) -> bool:
-    """True if ``order`` is what remains of ``whole`` without some of its uses."""
-    following = iter(whole)
-    return all(unit in following for unit in order)
-
-
-def contradiction(one: Sequence[str], other: Sequence[str]) -> tuple[str, str] | None:
-    """Returns two units that these orders use in another order; None if each order may be a part of the same one."""
-    common = set(one) & set(other)
-    first, second = ([unit for unit in order if unit in common] for order in (one, other))
-    if is_part_of(first, second) or is_part_of(second, first):
-        return None
-    for pair in combinations(dict.fromkeys(first), 2):
-        ours, theirs = ([unit for unit in order if unit in pair] for order in (first, second))
-        if not (is_part_of(ours, theirs) or is_part_of(theirs, ours)):
-            return pair
-    return None
-
-
-def merge_orders(orders: Sequence[Sequence[str]]) -> list[str]:
-    """Returns the longest of these orders of uses, with what the others have beside it, each after its predecessor."""
-    longest = max(range(len(orders)), key=lambda number: len(orders[number]))
-    merged = list(orders[longest])
-    for order in orders:
-        for at, unit in enumerate(order):
-            if unit not in merged:
-                merged.insert(merged.index(order[at - 1]) + 1 if at else 0, unit)
-    return merged
 
 
 def _kept(

@@ -187,7 +187,7 @@ def _survey_and_agree_in(
             consensus = agree(digest, domain.mesh.world, domain.mesh.one_copy)
         except DisagreementError:
             if domain.sharded is not None:
-                domain.gatherer.refuse_orders()
+                domain.gatherer.orders.refuse()
             raise
         if consensus.written and domain.mesh.world.size > 1:
             _compare_written(plan)
@@ -227,7 +227,7 @@ def digest_of(plan: StepPlan, call: Call, problem: Exception | None = None) -> S
 
     sharded = None if domain.sharded is None or not domain.sharded.leads else domain.sharded
     departures = [] if sharded is None else sharded.gatherer.departures
-    proposes = sharded is not None and sharded.gatherer.proposes
+    proposes = sharded is not None and sharded.gatherer.orders.proposes
     key: list[Any] | None = None
     if domain.mesh.world.size > 1:  # one rank has nothing to compare with
         present = presence()
@@ -241,8 +241,8 @@ def digest_of(plan: StepPlan, call: Call, problem: Exception | None = None) -> S
 
 def _adopt_order(domain: Domain) -> None:
     """Collective: makes a schedule for stage 3 from the orders in which ranks used the units in this step."""
-    everyones = domain.mesh.world.exchange_json(domain.gatherer.passes, "comparing orders of units")
-    domain.gatherer.adopt(everyones)
+    everyones = domain.mesh.world.exchange_json(domain.gatherer.orders.passes, "comparing orders of units")
+    domain.gatherer.orders.adopt(everyones)
 
 
 def _compare_written(plan: StepPlan) -> None:

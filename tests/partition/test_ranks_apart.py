@@ -70,7 +70,7 @@ def drops_layers(kind: str) -> None:
         for live_bytes in (None, 0):
             found = made(3, kind, live_bytes=live_bytes)
             assert trained(*found, dropping()) == expected
-            assert str(found[1].engine.domain.gatherer.schedule).count("blocks.") > 4
+            assert str(found[1].engine.domain.gatherer.orders.schedule).count("blocks.") > 4
 
 
 def test_a_rank_that_skips_a_unit_joins_its_gather(ranks: Pool) -> None:
@@ -152,7 +152,7 @@ def all_go_another_way() -> None:
         with connected(kind), poisoned():
             model, opt = made(3, kind)
             assert trained(model, opt, ways) == expected, kind
-            forward, backward = opt.engine.domain.gatherer.schedule.orders
+            forward, backward = opt.engine.domain.gatherer.orders.schedule.orders
             assert forward[1:-1] == ("blocks.1", "blocks.0", "blocks.2") == backward[-2:0:-1], kind
 
 

@@ -360,7 +360,7 @@ def watched() -> Iterator[list[Unit]]:
 
     def needs(gatherer: Gatherer, unit: Unit) -> None:
         need(gatherer, unit)
-        uses = (*gatherer.schedule.forward, *gatherer.schedule.backward)
+        uses = (*gatherer.orders.schedule.forward, *gatherer.orders.schedule.backward)
         held = {name for use in uses if use.unit == unit.name for name in use.held}
         if gatherer._pass is not None:  # a unit that another rank needs, or that a guess of the order has too early
             held.update(gatherer._pass.joined)
