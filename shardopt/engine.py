@@ -359,10 +359,10 @@ class Engine:
         """Collective: binds params. The states that waited for them are theirs, and their gradients are taken over."""
         takeover, waiting = self.takeover, self.states.waiting
         fresh = frozenset[torch.Tensor]() if takeover is None else takeover.fresh
-        bound = bind(domain, groups, numbers, candidates, waiting, frozen=frozen, fresh=fresh, closure=closure)
-        self.states.forget_waiting(entry.param for entry in bound.entries)
+        entries = bind(domain, groups, numbers, candidates, waiting, frozen=frozen, fresh=fresh, closure=closure)
+        self.states.forget_waiting(entry.param for entry in entries)
         if takeover is not None:
-            takeover.attach(domain, bound)
+            takeover.attach(domain, entries)
 
     def _check_together(
         self, takeover: ModuleTakeover, candidates: Sequence[Candidate], values: Values

@@ -24,6 +24,7 @@ from .tiers import make_store
 
 if TYPE_CHECKING:
     from ..offload.gradients import HostLanding
+    from ..partition.comm.all_gather import Window
     from ..partition.layout import BucketLayout
     from ..partition.unit import Slice
     from .bucket_plan import PlannedBucket
@@ -33,7 +34,7 @@ Waiting = Mapping[torch.nn.Parameter, ParamState]
 Fresh = Collection[torch.Tensor]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Made:
     """The allocations of one bucket.
 
@@ -41,12 +42,16 @@ class Made:
         entries: the records of its params; empty if they are frozen.
         sums: of their gradients, where the module was handed over.
         own: this rank's slice of the params apart from the bucket, at stage 3.
+        window: on the params, once ranks are connected.
+        sums_window: on the sums; None: no other rank reads them.
     """
 
     shard: Shard
     entries: tuple[ParamRecord, ...] = ()
     sums: GradientBucket | None = None
     own: Slice | None = None
+    window: Window | None = None
+    sums_window: Window | None = None
 
 
 def allocate(

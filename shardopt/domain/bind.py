@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +34,7 @@ from .allocate import allocate, allocate_frozen
 from .bindable import check_bindable, check_gradient_format, warn_of_master
 from .bucket_plan import plan_buckets
 from .called import stage_numbers
-from .connect import Windows, connect, open_windows
+from .connect import connect, open_windows
 from .experts import own_units
 from .param import named_params
 from .param_names import matching
@@ -48,22 +47,8 @@ if TYPE_CHECKING:
     from .bucket_plan import PlannedBucket
     from .domain import Domain, Links
     from .param import Candidate, Group, ParamRecord
-    from .shard import Shard
 
 UnitTable = Mapping[torch.nn.Parameter, tuple[int, UnitPlan]]
-
-
-@dataclass(frozen=True)
-class Bound:
-    """What one call bound.
-
-    Attributes:
-        entries: the records of params that train, in the order of the domain's table.
-        shards: the shards of these params.
-    """
-
-    entries: tuple[ParamRecord, ...]
-    shards: tuple[Shard, ...]
 
 
 def bind(
@@ -76,13 +61,13 @@ def bind(
     frozen: Sequence[torch.nn.Parameter] = (),
     fresh: Fresh = (),
     closure: bool = False,
-) -> Bound:
-    """Collective: moves params into buckets.
+) -> list[ParamRecord]:
+    """Collective: moves params into buckets. Returns the records of those that train, a bucket's together.
 
     Args:
         numbers: the groups' hyper-parameters as plain numbers.
         candidates: params that train.
-        waiting: states that were loaded, by param. The caller drops those of ``Bound.entries`` afterwards.
+        waiting: states that were loaded, by param. The caller drops those of the records afterwards.
         frozen: params that do not train, to be sharded; see :func:`frozen_of`.
         fresh: params and buffers that were on the meta device and have no values yet.
         closure: True if ``step()`` was called with one; must be equal on all ranks.
@@ -129,11 +114,11 @@ def bind(
         except Exception as error:
             problem = error
         agree(StepDigest("bound", dict, problem), world)
-        links, windows = domain.links, Windows()
+        links = domain.links
         try:
             if links is None:
                 links = connect(domain, device, landing, undo)
-            windows = open_windows(links, made)
+            open_windows(links, made)
         except CommunicationError:  # the other ranks meet it as well, while they wait
             raise
         except Exception as error:
@@ -141,9 +126,9 @@ def bind(
         agree(StepDigest("connected", dict, problem), world)
         undo.pop_all()
     assert links is not None
-    bound = _adopt(domain, links, made, windows, units)
+    _adopt(domain, links, made, units)
     return_free_memory(device)  # of params before they moved, and of temporaries
-    return bound
+    return [entry for each in made for entry in each.entries]
 
 
 def _device_of(domain: Domain, candidates: Sequence[Candidate], frozen: Sequence[torch.nn.Parameter]) -> torch.device:
@@ -170,23 +155,21 @@ def _check(domain: Domain, groups: Sequence[Group], candidates: Sequence[Candida
         warn_of_master(options, groups)
 
 
-def _adopt(domain: Domain, links: Links, made: Sequence[Made], windows: Windows, units: UnitTable) -> Bound:
+def _adopt(domain: Domain, links: Links, made: Sequence[Made], units: UnitTable) -> None:
     """What all ranks have made becomes part of the domain."""
     trained, stages = [each for each in made if each.entries], stage_numbers(domain.options.module)
     for each in trained:
         if each.own is None:
-            each.shard.window = windows.params[each]
+            each.shard.window = each.window
         if each.sums is not None:
             assert links.reducer is not None
-            each.shard.number = links.reducer.add(each.sums, windows.sums[each], stages.get(each.entries[0].param, 0))
-    bound = Bound(tuple(entry for each in trained for entry in each.entries), tuple(each.shard for each in trained))
-    domain.adopt(links, bound.shards, bound.entries)
+            each.shard.number = links.reducer.add(each.sums, each.sums_window, stages.get(each.entries[0].param, 0))
+    domain.adopt(links, [each.shard for each in trained], [entry for each in trained for entry in each.entries])
     for each in made:
         if each.own is not None:
-            assert links.sharded is not None
+            assert links.sharded is not None and each.window is not None
             unit = units[each.shard.bucket.params[0]]
-            links.sharded.shard_params(each.shard, each.own, windows.params[each], unit, is_frozen=not each.entries)
-    return bound
+            links.sharded.shard_params(each.shard, each.own, each.window, unit, is_frozen=not each.entries)
 
 
 # -- the plan ----------------------------------------------------------------------------------------------------------

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -21,17 +20,8 @@ from .units import gathering_budget
 
 if TYPE_CHECKING:
     from ..offload.gradients import HostLanding
-    from ..partition.comm.all_gather import Window
     from .allocate import Made
     from .domain import Domain
-
-
-@dataclass(frozen=True)
-class Windows:
-    """The windows on the params and on the sums of gradients of each bucket (None: no other rank reads the sums)."""
-
-    params: dict[Made, Window] = field(default_factory=dict)
-    sums: dict[Made, Window | None] = field(default_factory=dict)
 
 
 def connect(domain: Domain, device: torch.device, landing: HostLanding | None, undo: ExitStack) -> Links:
@@ -64,18 +54,16 @@ def connect(domain: Domain, device: torch.device, landing: HostLanding | None, u
     return Links(shards, replicas, reducer, landing, sharded, remote)
 
 
-def open_windows(links: Links, made: Sequence[Made]) -> Windows:
+def open_windows(links: Links, made: Sequence[Made]) -> None:
     """Collective: tells all ranks where each of them keeps what it made."""
-    windows = Windows()
     for each in made:
         bucket = each.shard.bucket
         if each.own is None:
-            windows.params[each] = links.shards.open(bucket.flat, bucket.layout.shard_numel)
+            each.window = links.shards.open(bucket.flat, bucket.layout.shard_numel)
         if each.sums is not None:
             assert links.reducer is not None
-            windows.sums[each] = links.reducer.window(each.sums)
+            each.sums_window = links.reducer.window(each.sums)
     for each in made:
         if each.own is not None:
             assert links.sharded is not None
-            windows.params[each] = links.sharded.window(each.shard.bucket, each.own)
-    return windows
+            each.window = links.sharded.window(each.shard.bucket, each.own)

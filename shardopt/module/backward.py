@@ -39,7 +39,6 @@ from .round_gradients import RoundGradients, shown_slice
 if TYPE_CHECKING:
     from ..domain.domain import Domain
     from ..domain.param import ParamRecord
-    from ..domain.shard import Shard
 
 
 class Round(Enum):
@@ -109,8 +108,8 @@ class Backward(RoundGradients):
 
     # -- params ----------------------------------------------------------------------------------------------------
 
-    def attach(self, entries: Sequence[ParamRecord], shards: Sequence[Shard]) -> None:
-        """Takes the gradients of params that were just bound to these shards, from now on."""
+    def attach(self, entries: Sequence[ParamRecord]) -> None:
+        """Takes the gradients of params that were just bound, from now on."""
         for entry in entries:
             self._entries.append(entry)
             self._attach_slice(entry)
@@ -119,7 +118,7 @@ class Backward(RoundGradients):
             else:
                 hook = call_while_alive(lambda me, entry, _: me.take_placed_gradient(entry), self, entry)
             self._hooks.append(entry.outer.register_post_accumulate_grad_hook(hook))
-        self._number(shards)
+        self._number({entry.shard: None for entry in entries})
 
     def _attach_slice(self, entry: ParamRecord) -> None:
         domain, shard = self._domain, entry.shard

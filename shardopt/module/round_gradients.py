@@ -8,7 +8,7 @@ each param's norms, and ``param.grad`` becomes a part. When rounds begin and end
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -80,7 +80,7 @@ class RoundGradients:
         """All bound params, in the order of binding."""
         return self._entries
 
-    def _number(self, shards: Sequence[Shard]) -> None:
+    def _number(self, shards: Iterable[Shard]) -> None:
         """Gives numbers to all params anew; these shards are new."""
         for shard in shards:
             numbers = {entry.index: number for number, entry in enumerate(self._entries) if entry.shard is shard}

@@ -38,7 +38,6 @@ from .tree import ModuleTree
 
 if TYPE_CHECKING:
     from ..domain.arriving import Arriving
-    from ..domain.bind import Bound
     from ..domain.domain import Domain
     from ..domain.param import Candidate, ParamRecord
     from ..partition.comm.group import Ranks
@@ -185,11 +184,11 @@ class ModuleTakeover:
             self.forward.add_domain(domain)
             backward.units = self.forward.params
 
-    def attach(self, domain: Domain, bound: Bound) -> None:
+    def attach(self, domain: Domain, entries: Sequence[ParamRecord]) -> None:
         """Puts hooks on params that were just bound."""
         assert self.backward is not None
         self._tree = ModuleTree(self.module)
-        self._experts.get(domain, self.backward).attach(bound.entries, bound.shards)
+        self._experts.get(domain, self.backward).attach(entries)
         if self.forward is not None and self._domain is not None:
             self.forward.attach()
             self._domain.gatherer.on_past = call_while_alive(Backward.pass_over, self.backward)

@@ -14,7 +14,6 @@ import torch
 
 from ..domain.dtensors import DTensorLocals
 from ..domain.formats import counts_steps
-from ..domain.group_index import GroupIndex
 from ..domain.param import named_params
 from ..domain.param_state import ParamState
 from ..errors import StateError
@@ -38,7 +37,6 @@ class StateTable:
         waiting: states that were loaded, until their params are bound.
         consolidated: the states of all params, from ``consolidate_state_dict()`` to the next step.
         own: what the user keeps beside them, by keys that are not tensors.
-        places: finds the group of a param.
     """
 
     def __init__(self, rule: Rule, locals_: DTensorLocals):
@@ -46,7 +44,7 @@ class StateTable:
         self.waiting: States = {}
         self.consolidated: States | None = None
         self.own: dict[Any, Any] = {}
-        self.places = GroupIndex()
+        self._places: dict[torch.nn.Parameter, tuple[int, int]] = {}  # group, index in it
         self._rule, self._locals = rule, locals_
 
     @property
@@ -146,6 +144,26 @@ class StateTable:
         for local in locals_:
             self.waiting.pop(local, None)
 
+    # -- the param group of a param --------------------------------------------------------------------------------
+
+    def group_of(self, groups: Sequence[Group], param: torch.nn.Parameter) -> Group | None:
+        """Returns the group of a param without a walk through all groups; None if it is in none."""
+        found = self._look(groups, param)
+        if found is None:  # the index does not fit the groups any more
+            self._places = {
+                each: (number, index)
+                for number, group in enumerate(groups)
+                for index, each in enumerate(group["params"])
+            }
+            found = self._look(groups, param)
+        return found
+
+    def _look(self, groups: Sequence[Group], param: torch.nn.Parameter) -> Group | None:
+        number, index = self._places.get(param, (0, -1))
+        if index < 0 or number >= len(groups) or index >= len(groups[number]["params"]):
+            return None
+        return groups[number] if groups[number]["params"][index] is param else None
+
 
 class Viewed(Protocol):
     """What a view needs of an optimizer's engine."""
@@ -184,7 +202,7 @@ class StateView(Mapping[Any, Any]):
         return counts_steps(self._engine.rule.of(group), self._engine.options)
 
     def _group_of(self, param: torch.nn.Parameter) -> Group:
-        group = self._states.places.group_of(self._engine.groups, param)
+        group = self._states.group_of(self._engine.groups, param)
         if group is None:
             raise KeyError(f"a tensor of shape {tuple(param.shape)} that is in none of the optimizer's param groups")
         return group
@@ -224,7 +242,7 @@ class StateView(Mapping[Any, Any]):
     def __contains__(self, param: object) -> bool:
         if not _is_param(param):
             return param in self._states.own
-        group = self._states.places.group_of(self._engine.groups, param)
+        group = self._states.group_of(self._engine.groups, param)
         return group is not None and self._states.has(param, group, self._counts_steps(group))
 
     def __repr__(self) -> str:
