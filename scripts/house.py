@@ -28,6 +28,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("checkpoint",),
     ("optim",),
     ("engine",),
+    ("bindings",),
     ("step",),
     ("module", "states", "activations"),
     ("domain",),

@@ -1,0 +1,344 @@
+"""What one optimizer holds: its param groups, the module that it took over, the domains that its params are bound to.
+
+Params are bound at the first forward of the module, or at the first step: all ranks check together what each of them is
+about to bind, and then each domain binds its own. What is done with bound params is for :mod:`shardopt.engine`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from .domain.agreement import StepDigest, agree, agree_on_call
+from .domain.bind import bind, frozen_of
+from .domain.domain import Domain
+from .domain.domains import Domains
+from .domain.dtensors import DTensorLocals
+from .domain.formats import check_formats
+from .domain.hyperparameters import check_numbers, plain_numbers
+from .domain.norm_rules import check_takes_norms
+from .domain.unsharded import check_weights
+from .errors import BindingError, DisagreementError, ShardoptError
+from .module.backward import Backward
+from .module.materialize import (
+    Values,
+    check_materializable,
+    check_unused,
+    device_to_train_on,
+    meta_params,
+)
+from .partition.comm.group import Ranks
+from .partition.mesh import Mesh, everyone_of
+from .partition.placement import Placement, Placements
+from .states.table import StateTable
+
+if TYPE_CHECKING:
+    from .config import Options
+    from .domain.param import Candidate, Group
+    from .module.takeover import ModuleTakeover
+    from .rules import Rule
+    from .step.step import Call
+
+
+class Bindings:
+    """The params of one optimizer, and what they are bound to.
+
+    Attributes:
+        rule: the arithmetic.
+        options: what the user said.
+        states: of all params, wherever they are.
+        local_params: the plain tensors behind DTensor params.
+        takeover: of the module that was handed over.
+        joining: collective, of the ``join()`` that is open: tells ranks that have run out of batches what this one is
+            about to do, so that they do the same.
+        is_closed: nothing can be done any more.
+    """
+
+    def __init__(self, owner: torch.optim.Optimizer, rule: Rule, options: Options):
+        check_formats(rule, options)
+        check_takes_norms(rule, options)
+        self._owner = weakref.ref(owner)  # it has this object, and must go as soon as nobody has it
+        self.rule, self.options = rule, options
+        self.local_params = DTensorLocals()
+        self.states = StateTable(rule, self.local_params)
+        self.takeover: ModuleTakeover | None = None
+        self.joining: Callable[[str, Call | None], None] | None = None
+        self.is_closed = False
+        self._composition: Domains | None = None  # from the first forward or step on
+        self._retire: list[weakref.finalize[Any, Any]] = []
+
+    # -- what the optimizer holds --------------------------------------------------------------------------------------
+
+    @property
+    def owner(self) -> torch.optim.Optimizer:
+        """The optimizer, whose param groups scripts and frameworks replace at any time."""
+        owner = self._owner()
+        assert owner is not None  # hooks that may outlive it ask for the engine, which goes with it
+        return owner
+
+    @property
+    def groups(self) -> list[dict[str, Any]]:
+        """The param groups, as the script sees them."""
+        return self.owner.param_groups
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """The hyper-parameters that every group has."""
+        return self.owner.defaults
+
+    @property
+    def params(self) -> list[torch.nn.Parameter]:
+        """Of all groups, in their order."""
+        return [param for group in self.groups for param in group["params"]]
+
+    def local_groups(self) -> list[Group]:
+        """The param groups with the plain tensors that DTensors come down to."""
+        return [self.local_params.of_group(group) for group in self.groups]
+
+    def check_open(self) -> None:
+        """Raises ShardoptError after :meth:`close`."""
+        if self.is_closed:
+            raise ShardoptError("this optimizer was closed and its states released: construct a new one.")
+
+    def check_weights(self, call: str) -> None:
+        """Raises ShardoptError where params show the average of the weights."""
+        check_weights(self.domains, call)
+
+    # -- the domains ---------------------------------------------------------------------------------------------------
+
+    @property
+    def domain(self) -> Domain | None:
+        """The main one; None before the first forward or step."""
+        return None if self._composition is None else self._composition.main
+
+    @property
+    def domains(self) -> list[Domain]:
+        """All; none before the first forward or step."""
+        return [] if self._composition is None else self._composition.domains
+
+    def compose(self) -> Domains:
+        """The domains, the main one made if this is the first time."""
+        if self._composition is None:
+            main = self._make_domain(self._process_group())
+            backward = self._make_backward(main)
+            self._composition = self.states.domains_of_model = Domains(main, self.options, self.local_params)
+            if self.takeover is not None:
+                self.takeover.use_domain(main, backward)
+        return self._composition
+
+    def groups_by_domain(self) -> list[tuple[Domain, Sequence[Group]]]:
+        """Each domain that has params, with its groups; in the same order on all ranks of a domain."""
+        return self.compose().groups_by_domain(self.groups, self._make_expert_domain)
+
+    def _handed_over(self) -> list[tuple[Domain, Sequence[Group]]]:
+        """Those of a module that was handed over: without experts, the main one."""
+        if any(group.get("process_group") is not None for group in self.groups):
+            return self.groups_by_domain()
+        return [(self.compose().main, self.local_groups())]
+
+    def ranks(self) -> Ranks:
+        """All that make every call together; before the first step too, which may still be given another DDP module."""
+        if self._composition is not None:
+            return self._composition.main.mesh.world
+        group = self._process_group()
+        found = None if group is None else everyone_of(group)
+        return Ranks(found, self.options.tuning.deadline)
+
+    def agree_on_call(self, call: str, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Collective: what all ranks give to a call, or the same error on all."""
+        return agree_on_call(call, read, self.ranks())
+
+    @property
+    def device(self) -> torch.device:
+        """On which ranks meet: that of the params, or that which they will have, where all are on the meta device."""
+        found = self._device_of_params()
+        return device_to_train_on(self.ranks()) if found is None else found
+
+    def _device_of_params(self) -> torch.device | None:
+        return next((param.device for param in self.params if not param.is_meta), None)
+
+    def _process_group(self) -> dist.ProcessGroup | DeviceMesh | None:
+        group = self.options.process_group
+        return group if self.takeover is None else self.takeover.process_group(group)
+
+    def _make_domain(self, group: dist.ProcessGroup | DeviceMesh | None) -> Domain:
+        sharded = Placements.of_stage(self.options.stage).state is Placement.SHARD
+        mesh = Mesh.of(group, sharded, self.options.tuning.deadline)
+        domain = Domain(self.rule, self.options, mesh, self.local_params)
+        self._at_the_end(Domain.retire, domain)
+        return domain
+
+    def _make_expert_domain(self, group: dist.ProcessGroup | DeviceMesh) -> Domain:
+        domain = self._make_domain(group)
+        if self.takeover is not None:
+            self.takeover.add_domain(domain, Backward(domain, self.compose().main.mesh.world.size))
+        return domain
+
+    def _make_backward(self, domain: Domain) -> Backward:
+        return Backward(domain)
+
+    def _at_the_end(self, call: Callable[..., None], *arguments: Any) -> None:
+        """Calls it when the optimizer is gone, unless it was closed."""
+        finalizer = weakref.finalize(self, call, *arguments)
+        finalizer.atexit = False  # at the interpreter's end nothing need be given back
+        self._retire.append(finalizer)
+
+    def settle(self) -> None:
+        """Waits for params that a step left under way."""
+        for domain in self.domains:
+            domain.settle()
+
+    # -- binding -------------------------------------------------------------------------------------------------------
+
+    def _announce(self, kind: str, call: Call | None = None) -> None:
+        """Collective in a ``join()``: ranks that have run out do the same."""
+        if self.joining is None:
+            return
+        try:
+            self.joining(kind, call)
+        except DisagreementError as error:  # the others are in a backward, say
+            if call is not None and call.problem is not None:
+                raise call.problem from error
+            raise
+
+    @torch.no_grad()
+    def bind(
+        self,
+        state_dict: Mapping[str, torch.Tensor] | None = None,
+        init_fn: Callable[[torch.nn.Module], object] | None = None,
+    ) -> None:
+        """Collective: see :meth:`ShardedOptimizer.bind`."""
+        self.check_open()
+        if self.takeover is None:
+            raise ShardoptError(
+                "bind() takes a module over, but none was handed over: the params are bound at the first step. Pass "
+                "the module as first argument or as module=."
+            )
+        takeover, values = self.takeover, Values(state_dict, init_fn)
+        by_domain = self._handed_over()
+        candidates = [each for domain, groups in by_domain for each in domain.unbound(groups)]
+        is_bound = all(domain.entries or not frozen_of(domain, takeover.module) for domain, _ in by_domain)
+        if not candidates and not takeover.fresh and is_bound:
+            check_unused(values)
+            return
+        with self.takeover.closure.meeting():
+            self._bind_together(self.takeover, by_domain, candidates, values)
+
+    def _bind_together(
+        self,
+        takeover: ModuleTakeover,
+        by_domain: Sequence[tuple[Domain, Sequence[Group]]],
+        candidates: list[Candidate],
+        values: Values,
+    ) -> None:
+        self.settle()
+        self._announce("bind")
+        composition = self.compose()
+        with composition.told("bind() begins"):
+            numbers = self._check_together(takeover, candidates, values)
+        try:
+            with composition.told("bind() ends"):
+                self._bind_module(takeover, by_domain, values, numbers)
+        finally:
+            self.local_params.show()
+
+    def _bind_module(
+        self,
+        takeover: ModuleTakeover,
+        by_domain: Sequence[tuple[Domain, Sequence[Group]]],
+        values: Values,
+        numbers: Sequence[dict[str, Any]],
+    ) -> None:
+        main = self.compose().main
+        if meta_params(takeover.module):
+            takeover.give_devices(main.mesh.world)
+        elif not any(domain.entries for domain, _ in by_domain) and not takeover.fresh:
+            takeover.share_values()
+        problem: Exception | None = None
+        for domain, groups in by_domain:
+            try:
+                unbound = domain.unbound(groups)
+                frozen = frozen_of(domain, takeover.module, unbound)
+                leads = len(by_domain) > 1 and domain.links is None  # rounds of experts run beside the main domain's
+                if unbound or frozen or leads:
+                    self._bind_params(domain, groups, numbers, unbound, frozen=frozen)
+            except Exception as error:
+                if domain is main:
+                    raise
+                problem = problem or error  # of the ranks of one expert: all others are told
+        if len(by_domain) > 1:
+            agree(StepDigest("experts", dict, problem), main.mesh.world)
+        if takeover.fresh:
+            takeover.give_values(values)
+        takeover.expect_backward()
+
+    def _bind_params(
+        self,
+        domain: Domain,
+        groups: Sequence[Group],
+        numbers: Sequence[dict[str, Any]],
+        candidates: Sequence[Candidate],
+        closure: bool = False,
+        frozen: Sequence[torch.nn.Parameter] = (),
+    ) -> None:
+        """Collective: binds params. The states that waited for them are theirs, and their gradients are taken over."""
+        takeover, waiting = self.takeover, self.states.waiting
+        fresh = frozenset[torch.Tensor]() if takeover is None else takeover.fresh
+        entries = bind(domain, groups, numbers, candidates, waiting, frozen=frozen, fresh=fresh, closure=closure)
+        self.states.forget_waiting(entry.param for entry in entries)
+        if takeover is not None:
+            takeover.attach(domain, entries)
+
+    def _check_together(
+        self, takeover: ModuleTakeover, candidates: Sequence[Candidate], values: Values
+    ) -> list[dict[str, Any]]:
+        """Collective: what can be wrong on one rank alone is raised on all, before any of them waits for values."""
+        problem: Exception | None = None
+        numbers: list[dict[str, Any]] = []
+        domain = self.compose().main
+        try:
+            self.compose().look(self.groups)  # first: it finds the ranks who are to be told of a problem
+            takeover.check_covers(self.groups)
+            takeover.check_covered()
+            assert takeover.backward is not None
+            takeover.check_free(candidates)
+            numbers = [plain_numbers(group) for group in self.groups]
+            check_numbers(numbers, self.defaults)
+            if takeover.fresh or meta_params(takeover.module):
+                self._check_one_domain()
+                check_materializable(takeover.module, values, takeover.fresh)
+            else:
+                check_unused(values)
+        except Exception as error:
+            problem = error
+        view = {"module": takeover.describe(), **values.describe()}
+        agree(StepDigest(view, lambda: view, problem), domain.mesh.world)
+        return numbers
+
+    def _check_one_domain(self) -> None:
+        if len(self.domains) > 1:
+            raise BindingError(
+                "build the model with values (module.to_empty() and its initializers): some of it is on the meta "
+                "device, and param groups have their own process_group. Experts of other ranks would get the values "
+                "that this rank draws."
+            )
+
+    def ensure_bound(self) -> None:
+        """Collective: params become views of buckets, as at the first step, if they are not yet."""
+        if self.takeover is not None:
+            self.bind()
+            return
+        try:
+            for domain, groups in self.groups_by_domain():
+                candidates = domain.unbound(groups)
+                if candidates:
+                    numbers = [plain_numbers(group) for group in groups]
+                    check_numbers(numbers, self.defaults)
+                    self._bind_params(domain, groups, numbers, candidates)
+        finally:
+            self.local_params.show()
