@@ -160,6 +160,7 @@ def _adopt(domain: Domain, links: Links, made: Sequence[Made], units: UnitTable)
     trained, stages = [each for each in made if each.entries], stage_numbers(domain.options.module)
     for each in trained:
         if each.own is None:
+            assert each.window is not None
             each.shard.window = each.window
         if each.sums is not None:
             assert links.reducer is not None

@@ -8,8 +8,7 @@ fills it; a bound param never changes its place. Each fact that changes later ha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from collections.abc import Set as AbstractSet
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -75,6 +74,17 @@ class Links:
 class Domain:
     """The table from params to records, and the shards.
 
+    Attributes:
+        entries: the records, in the order of binding.
+        shards: of params that train, in the order of binding.
+        links: what connects the ranks; None before anything is bound.
+        rounds: the number of steps that all ranks agreed on.
+        broken: why params and states of the ranks may belong to different steps; None if they do not.
+        is_half_loaded: a load broke off, which another load can repair.
+        counted_elsewhere: the params that are copies, whose elements the norm counts on another rank.
+        slice_numbers: local param -> the number of its slice of a DTensor.
+        arriving: what a step left behind.
+
     ============================================  ==========================================
     what changes                                  by
     ============================================  ==========================================
@@ -102,17 +112,17 @@ class Domain:
         self.locals = locals_
         self.epoch = Epoch()  # the moment of the states
         self.clock = Clock()
-        self._links: Links | None = None
-        self._shards: list[Shard] = []
-        self._entries: dict[torch.nn.Parameter, ParamRecord] = {}  # by identity, which is how tensors hash
+        self.links: Links | None = None
+        self.shards: list[Shard] = []
+        self.entries: dict[torch.nn.Parameter, ParamRecord] = {}  # by identity, which is how tensors hash
         self._store: Store | None = None  # opened at the first binding
-        self._rounds = 0
-        self._broken: str | None = None
-        self._is_half_loaded = False
-        self._counted_elsewhere: set[torch.nn.Parameter] = set()
-        self._slice_numbers: dict[torch.nn.Parameter, int] = {}
+        self.rounds = 0
+        self.broken: str | None = None
+        self.is_half_loaded = False
+        self.counted_elsewhere: set[torch.nn.Parameter] = set()
+        self.slice_numbers: dict[torch.nn.Parameter, int] = {}
         self._listed: ListedParams | None = None
-        self._arriving: Arriving | None = None
+        self.arriving: Arriving | None = None
         self.members = Members()  # of the module's params; all, unless experts have domains of their own
         self.leader: Domain | None = None  # the main domain, where experts share what gathers units with it
         # Begins an arrival and prepares the module for it, or returns False: the step must wait. Set by the takeover.
@@ -121,54 +131,39 @@ class Domain:
     # -- what is bound ---------------------------------------------------------------------------------------------
 
     @property
-    def entries(self) -> Mapping[torch.nn.Parameter, ParamRecord]:
-        """The records, in the order of binding."""
-        return self._entries
-
-    @property
-    def shards(self) -> Sequence[Shard]:
-        """The shards of params that train, in the order of binding."""
-        return self._shards
-
-    @property
     def frozen_shards(self) -> Sequence[Shard]:
         """The shards of frozen params, at stage 3."""
         return () if self.sharded is None else self.sharded.frozen
 
     @property
-    def links(self) -> Links | None:
-        """What connects the ranks; None before anything is bound."""
-        return self._links
-
-    @property
     def transport(self) -> Transport:
         """The transport between the ranks that share one copy of the states, once anything is bound."""
-        assert self._links is not None
-        return self._links.shards
+        assert self.links is not None
+        return self.links.shards
 
     @property
     def reducer(self) -> Reducer | None:
         """The reducer, once anything is bound; None unless the module was handed over."""
-        return None if self._links is None else self._links.reducer
+        return None if self.links is None else self.links.reducer
 
     @property
     def landing(self) -> HostLanding | None:
         """Host memory for sums of gradients; None if they stay where they are reduced."""
-        return None if self._links is None else self._links.landing
+        return None if self.links is None else self.links.landing
 
     @property
     def sharded(self) -> ShardedParams | None:
         """The sharded params, once anything is bound; None below stage 3."""
-        return None if self._links is None else self._links.sharded
+        return None if self.links is None else self.links.sharded
 
     @property
     def remote(self) -> RemoteStates | None:
         """The states of other ranks, once anything is bound; see :class:`Links`."""
-        return None if self._links is None else self._links.remote
+        return None if self.links is None else self.links.remote
 
     def unbound(self, groups: Sequence[Group]) -> list[Candidate]:
         """Returns the params that a step needs and that are not bound: those that train, or have a gradient."""
-        entries = self._entries
+        entries = self.entries
         if not any(map(_is_needed, self.listed(groups).others)):
             return []  # nearly every step ends here, before names are made
         return [
@@ -180,14 +175,14 @@ class Domain:
     def listed(self, groups: Sequence[Group]) -> ListedParams:
         """Returns the params of these groups with their records. They are looked up anew if the groups list others."""
         if self._listed is None or not self._listed.are_in(groups):
-            self._listed = ListedParams(groups, self._entries, self._slice_numbers)
+            self._listed = ListedParams(groups, self.entries, self.slice_numbers)
         return self._listed
 
     def adopt(self, links: Links, shards: Sequence[Shard], entries: Sequence[ParamRecord]) -> None:
         """Adds what all ranks have made to the table. Allocates nothing, so it cannot fail on one rank alone."""
-        self._links, self._listed = links, None
-        self._shards.extend(shards)
-        self._entries.update((entry.param, entry) for entry in entries)
+        self.links, self._listed = links, None
+        self.shards.extend(shards)
+        self.entries.update((entry.param, entry) for entry in entries)
 
     def name_of(self, param: torch.Tensor) -> str | None:
         """Returns the user's name of a param; None unless the module was handed over."""
@@ -195,50 +190,25 @@ class Domain:
 
     # -- facts of a training ---------------------------------------------------------------------------------------
 
-    @property
-    def rounds(self) -> int:
-        """The number of steps that all ranks agreed on."""
-        return self._rounds
-
     def count_round(self) -> None:
         """Counts a step that all ranks agreed on."""
-        self._rounds += 1
-
-    @property
-    def broken(self) -> str | None:
-        """Why params and states of the ranks may belong to different steps; None if they do not."""
-        return self._broken
-
-    @property
-    def is_half_loaded(self) -> bool:
-        """True if a load broke off, which another load can repair."""
-        return self._is_half_loaded
+        self.rounds += 1
 
     def break_off(self, why: str, by_load: bool = False) -> None:
         """Records that params and states of the ranks may belong to different steps from now on."""
-        self._broken, self._is_half_loaded = why, by_load
+        self.broken, self.is_half_loaded = why, by_load
 
     def make_good(self) -> None:
         """Records that a load replaced all that a broken load had left."""
-        if self._is_half_loaded:
-            self._broken, self._is_half_loaded = None, False
-
-    @property
-    def counted_elsewhere(self) -> AbstractSet[torch.nn.Parameter]:
-        """The params that are copies, whose elements the norm counts on another rank."""
-        return self._counted_elsewhere
-
-    @property
-    def slice_numbers(self) -> Mapping[torch.nn.Parameter, int]:
-        """Local param -> the number of its slice of a DTensor."""
-        return self._slice_numbers
+        if self.is_half_loaded:
+            self.broken, self.is_half_loaded = None, False
 
     def note_slice(self, local: torch.nn.Parameter, is_counted_here: bool, number: int | None) -> None:
         """Records which slice of a DTensor a local param is (None: of none), and if the norm counts it on this rank."""
         if not is_counted_here:
-            self._counted_elsewhere.add(local)
-        if number is not None and self._slice_numbers.get(local) != number:
-            self._slice_numbers[local], self._listed = number, None
+            self.counted_elsewhere.add(local)
+        if number is not None and self.slice_numbers.get(local) != number:
+            self.slice_numbers[local], self._listed = number, None
 
     # -- params under way ------------------------------------------------------------------------------------------
 
@@ -254,20 +224,15 @@ class Domain:
 
         What ``detach()`` or ``state_dict()`` returned before the step shows the same memory, and nothing guards it.
         """
-        if self._slice_numbers or any(shard.bucket.is_viewed for shard in shards):
+        if self.slice_numbers or any(shard.bucket.is_viewed for shard in shards):
             return False
 
         def begin() -> Arriving:
             gather.tell(failed=False)
-            self._arriving = Arriving(gather, shards, self.clock, self.break_off)
-            return self._arriving
+            self.arriving = Arriving(gather, shards, self.clock, self.break_off)
+            return self.arriving
 
         return self.on_leave(begin)
-
-    @property
-    def arriving(self) -> Arriving | None:
-        """What a step left behind."""
-        return self._arriving
 
     def settle(self) -> None:
         """Waits until all params have arrived.
@@ -275,16 +240,16 @@ class Domain:
         Raises:
             CommunicationError: a rank failed, died or is late.
         """
-        if self._arriving is not None:
-            self._arriving.settle()
-            self._arriving = None
+        if self.arriving is not None:
+            self.arriving.settle()
+            self.arriving = None
 
     # -- the store of states ---------------------------------------------------------------------------------------
 
     @property
     def stored_shards(self) -> list[Shard]:
         """The shards whose homes belong to the store: all, but for those of frozen params that are not offloaded."""
-        return [*self._shards, *(self.frozen_shards if self.offloads_params(self.device) else ())]
+        return [*self.shards, *(self.frozen_shards if self.offloads_params(self.device) else ())]
 
     def offloads_params(self, device: torch.device) -> bool:
         """True if slices of sharded params are offloaded together with masters and states."""
@@ -298,12 +263,12 @@ class Domain:
     @property
     def is_averaged(self) -> bool:
         """True if params show the average of the weights at this moment."""
-        return any(shard.saved_weights is not None for shard in self._shards)
+        return any(shard.saved_weights is not None for shard in self.shards)
 
     @property
     def device(self) -> torch.device:
         """The device of all bound params; the CPU before there are any."""
-        return self._shards[0].device if self._shards else torch.device("cpu")
+        return self.shards[0].device if self.shards else torch.device("cpu")
 
     @property
     def store(self) -> Store:
@@ -330,20 +295,20 @@ class Domain:
 
     def release(self) -> None:
         """Gives every param storage of its own, and forgets the states."""
-        links = self._links
+        links = self.links
         if links is not None and links.remote is not None:
             links.remote.close()
         if links is not None and links.sharded is not None:
             links.sharded.give_back()
-        for shard in self._shards:
+        for shard in self.shards:
             shard.bucket.release()
         if self._store is not None:
             self._store.close()
         if links is not None and links.landing is not None:
             links.landing.close()
         if links is not None:  # its transports stay: a state dict taken before may still be read
-            self._links = replace(links, reducer=None, landing=None, sharded=None, remote=None)
-        self._store, self._shards, self._entries, self._listed = None, [], {}, None
+            self.links = replace(links, reducer=None, landing=None, sharded=None, remote=None)
+        self._store, self.shards, self.entries, self._listed = None, [], {}, None
 
     @contextmanager
     def all_or_nothing(self) -> Iterator[None]:
@@ -359,7 +324,7 @@ class Domain:
 
     def traffic(self) -> dict[str, int]:
         """Bytes that this rank has received from others, by kind."""
-        counted = [] if self._links is None else [self._links.shards.traffic, self._links.replicas.traffic]
+        counted = [] if self.links is None else [self.links.shards.traffic, self.links.replicas.traffic]
         if self.sharded is not None and all(self.sharded.transport.traffic is not each for each in counted):
             counted.append(self.sharded.transport.traffic)  # offloaded slices have a transport of their own
         return {kind.name: sum(getattr(each, kind.name) for each in counted) for kind in fields(Traffic)}
@@ -379,9 +344,9 @@ class Domain:
         """Ends this rank's reading: the optimizer is gone. Other ranks may still read its states."""
         with suppress(CommunicationError):  # raised where a param is read
             self.settle()
-        if self._links is not None and self._links.remote is not None:
-            self._links.remote.retire()
-            self._links = replace(self._links, remote=None)  # which refers to this domain, and would keep it alive
+        if self.links is not None and self.links.remote is not None:
+            self.links.remote.retire()
+            self.links = replace(self.links, remote=None)  # which refers to this domain, and would keep it alive
 
     # -- what other ranks hold -------------------------------------------------------------------------------------
 

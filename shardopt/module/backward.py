@@ -111,7 +111,7 @@ class Backward(RoundGradients):
     def attach(self, entries: Sequence[ParamRecord]) -> None:
         """Takes the gradients of params that were just bound, from now on."""
         for entry in entries:
-            self._entries.append(entry)
+            self.entries.append(entry)
             self._attach_slice(entry)
             if entry.outer is entry.param:
                 hook = call_while_alive(lambda me, entry, _: me.take_gradient(entry), self, entry)
@@ -142,11 +142,11 @@ class Backward(RoundGradients):
             each.detach()
         for hook in self._hooks:
             hook.remove()
-        for entry in self._entries:
+        for entry in self.entries:
             if isinstance(entry.grad, Part):
                 entry.outer.grad = None
             entry.gradient_slice = None  # its closures hold the domain: a cycle would outlive the optimizer
-        self._hooks, self._entries, self._totals, self._staged = [], [], GradientTotals(), {}
+        self._hooks, self.entries, self._totals, self._staged = [], [], GradientTotals(), {}
         self.is_syncing = False  # the user may still run backward through an older graph
 
     # -- a round ---------------------------------------------------------------------------------------------------
@@ -186,7 +186,7 @@ class Backward(RoundGradients):
         for each in self.followers:
             each.check_whole()
         self.check_reduced()
-        shown = ((each, shown_slice(each)) for each in self._entries)
+        shown = ((each, shown_slice(each)) for each in self.entries)
         waiting = next((each for each, found in shown if found is not None and found.pending is not None), None)
         if waiting is not None:
             raise ShardoptError(
@@ -205,7 +205,7 @@ class Backward(RoundGradients):
         self._domain.reducer.abandon_round(owes_more=sharded is not None and sharded.gatherer.owes_gathers)
         self._lost = reason
         self.on_end(False)
-        for entry in self._entries:
+        for entry in self.entries:
             if entry.gradient_slice is not None:  # its sum may hold a part of the lost round
                 entry.gradient_slice.part = None
 
@@ -216,7 +216,7 @@ class Backward(RoundGradients):
         if self.is_open:
             self.abandon("zero_grad() was called in the middle of it")
         self._lost = None
-        for entry in self._entries:
+        for entry in self.entries:
             if entry.gradient_slice is not None:
                 entry.gradient_slice.pending = None
         # Only after a forward that raised. Otherwise another rank may have abandoned the batch that this rank has yet
@@ -281,7 +281,7 @@ class Backward(RoundGradients):
         assert reducer is not None
         if self.before_round is not None:
             told = self.before_round(
-                [number for number, entry in enumerate(self._entries) if shown_slice(entry) is not None]
+                [number for number, entry in enumerate(self.entries) if shown_slice(entry) is not None]
             )
             self._divisor = told or self._divisor
         if told is None and self.closure.is_on and not reducer.tells:
@@ -365,7 +365,7 @@ class Backward(RoundGradients):
             held: numbers of the params that hold a gradient of an earlier round on the other ranks.
             divisor: the divisor of the round's sums.
         """
-        for number, entry in enumerate(self._entries):
+        for number, entry in enumerate(self.entries):
             if entry.gradient_slice is not None:
                 entry.gradient_slice.pending = None
             if number not in held:
@@ -454,7 +454,7 @@ class Backward(RoundGradients):
             arrivals = self._reduce_rest()
             report = self._report(arrivals)
             if report.late.any():
-                late = {entry for entry, is_late in zip(self._entries, report.late, strict=True) if is_late}
+                late = {entry for entry, is_late in zip(self.entries, report.late, strict=True) if is_late}
                 self._reduce_late({entry.shard.number for entry in late})
                 report = self._report(arrivals)  # finish_late() changed the sums
             reducer.end_round()

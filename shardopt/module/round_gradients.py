@@ -8,7 +8,7 @@ each param's norms, and ``param.grad`` becomes a part. When rounds begin and end
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -50,6 +50,7 @@ class RoundGradients:
     """Delivers the gradients of one round after the other, and shows the sums.
 
     Attributes:
+        entries: all bound params, in the order of binding.
         has_stages: each backward runs through one of several pipeline stages on this rank.
         found_nonfinite: an Inf or NaN, in the last round.
     """
@@ -60,7 +61,7 @@ class RoundGradients:
             num_batches: the number of ranks that have a batch; None: of the domain's ranks. Experts have fewer ranks.
         """
         self._domain = domain
-        self._entries: list[ParamRecord] = []
+        self.entries: list[ParamRecord] = []
         self._totals = GradientTotals()
         # The kernels' tables for sums that are copied to host memory, by their address on the device.
         self._staged: dict[tuple[Shard, int], Gradients] = {}
@@ -75,19 +76,14 @@ class RoundGradients:
         self.has_stages = self.found_nonfinite = False
         self._failed = False  # this rank's closure raised: it sends zeros for the rest of the round, and reports it
 
-    @property
-    def entries(self) -> Sequence[ParamRecord]:
-        """All bound params, in the order of binding."""
-        return self._entries
-
     def _number(self, shards: Iterable[Shard]) -> None:
         """Gives numbers to all params anew; these shards are new."""
         for shard in shards:
-            numbers = {entry.index: number for number, entry in enumerate(self._entries) if entry.shard is shard}
+            numbers = {entry.index: number for number, entry in enumerate(self.entries) if entry.shard is shard}
             # 1D [pieces]: the number of each piece's entry.
             self._watch_sums(shard, np.array([numbers[piece.param] for piece in shard.pieces], dtype=np.int64))
         mesh = self._domain.mesh
-        where = [(entry.shard.bucket.layout, entry.index) for entry in self._entries]
+        where = [(entry.shard.bucket.layout, entry.index) for entry in self.entries]
         self._layout = ReportLayout(where, mesh.shard.rank, mesh.world.size)
 
     def _watch_sums(self, shard: Shard, params: np.ndarray[Any, Any]) -> None:
@@ -109,7 +105,7 @@ class RoundGradients:
         assert reducer is not None
         held: list[set[int]] = [set() for _ in reducer.buckets]
         absent: list[set[int]] = [set() for _ in reducer.buckets]
-        for entry in self._entries:
+        for entry in self.entries:
             grad, gradient_slice = entry.grad, entry.gradient_slice
             if not entry.outer.requires_grad:
                 absent[entry.shard.number].add(entry.index)
@@ -176,7 +172,7 @@ class RoundGradients:
             if not reducer.is_reduced:
                 raise
             self._unused = error  # the other ranks have their sums, and wait for this rank's report
-        where = [(entry.shard.number, entry.index) for entry in self._entries]
+        where = [(entry.shard.number, entry.index) for entry in self.entries]
         present = np.array([reducer.has_arrived(*each) for each in where], dtype=bool)
         return Arrivals(present, held, late=np.array([reducer.is_late(*each) for each in where], dtype=bool))
 
@@ -186,8 +182,8 @@ class RoundGradients:
         Returns:
             1D [entries] bool: True for params that showed a sum of earlier rounds.
         """
-        held = np.zeros(len(self._entries), dtype=bool)
-        for number, entry in enumerate(self._entries):
+        held = np.zeros(len(self.entries), dtype=bool)
+        for number, entry in enumerate(self.entries):
             gradient_slice = entry.gradient_slice
             held[number] = shown_slice(entry) is not None
             is_pending = gradient_slice is not None and gradient_slice.pending is not None
@@ -212,7 +208,7 @@ class RoundGradients:
         if report.failed:
             raise _left(report)
         if report.held_apart.any():
-            name = self._entries[int(report.held_apart.argmax())].name
+            name = self.entries[int(report.held_apart.argmax())].name
             raise DisagreementError(
                 f"call zero_grad() on every rank, or on none: {name} has a gradient from an earlier backward on some "
                 "ranks and none on others, and the new one was added on some only."
@@ -255,7 +251,7 @@ class RoundGradients:
             counts: False if another rank's report holds the same totals.
         """
         if vector is report.vector:
-            sums = self._totals.read(len(self._entries), self._divisor)
+            sums = self._totals.read(len(self.entries), self._divisor)
             if counts:
                 report.fill_sums(sums)
         elif counts:
@@ -263,7 +259,7 @@ class RoundGradients:
 
     def mark_spoilt(self, is_spoilt: bool) -> None:
         """Says whether gradients of any rank's experts hold an Inf or NaN: GradScalers of all ranks hear."""
-        for entry in self._entries:
+        for entry in self.entries:
             if entry.gradient_slice is not None:
                 entry.gradient_slice.is_spoilt_elsewhere = is_spoilt
 
@@ -272,7 +268,7 @@ class RoundGradients:
         two, largest, counts = norms_of_limbs(report.limbs).tolist(), report.largest.tolist(), report.nonfinite.tolist()
         present, held = report.present.tolist(), report.held.tolist()
         self.found_nonfinite = any(counts)
-        for number, entry in enumerate(self._entries):
+        for number, entry in enumerate(self.entries):
             gradient_slice = entry.gradient_slice
             if gradient_slice is None or not (present[number] or held[number]):
                 continue

@@ -53,6 +53,7 @@ class ModuleTakeover:
         pauses: how many ``no_sync()`` contexts of the optimizer are open.
         groups: returns the param groups of the optimizer.
         closure: the closure of a step, if one runs.
+        fresh: params and buffers that were on the meta device and have no values yet.
         backward: takes the gradients, from :meth:`use_domain` on.
         forward: gathers the params at stage 3, from :meth:`use_domain` on.
         arrivals: waits for params that a step left under way, from :meth:`use_domain` on; below stage 3.
@@ -83,7 +84,7 @@ class ModuleTakeover:
         self.arrivals: ArrivalHooks | None = None
         self._domain: Domain | None = None
         self._experts: dict[Domain, Backward] = {}  # those of experts
-        self._fresh: frozenset[torch.Tensor] = frozenset()
+        self.fresh: frozenset[torch.Tensor] = frozenset()
         self._tree: ModuleTree | None = None  # of the last binding or check_covered()
         self._covered_by: frozenset[weakref.ref[ModuleTakeover]] = frozenset()  # the sharers at the same time
         self.groups, self._takeovers = groups, takeovers
@@ -197,20 +198,15 @@ class ModuleTakeover:
 
     # -- values of params and buffers on the meta device -----------------------------------------------------------
 
-    @property
-    def fresh(self) -> frozenset[torch.Tensor]:
-        """Params and buffers that were on the meta device and have no values yet."""
-        return self._fresh
-
     def give_devices(self, ranks: Ranks) -> None:
         """Moves params and buffers from the meta device to the training device; they are fresh from now on."""
-        self._fresh |= frozenset(give_devices(self.module, ranks))
+        self.fresh |= frozenset(give_devices(self.module, ranks))
 
     def give_values(self, values: Values) -> None:
         """Collective: gives fresh tensors their values, on all ranks or none. See :func:`materialize.give_values`."""
         assert self._domain is not None
-        give_values(self.module, list(self._fresh), self._domain, values)
-        self._fresh = frozenset()
+        give_values(self.module, list(self.fresh), self._domain, values)
+        self.fresh = frozenset()
 
     def describe(self) -> dict[str, Any]:
         """Returns what ranks must have in common before values are shared; JSON-able."""

@@ -102,7 +102,7 @@ class Reducer:
         self._turn: list[int] = []  # the buckets of this round, in their order
         self._stage: int | None = None  # whose buckets these are; None: all
         self._ordered: set[int | None] = set()  # the stages of which the ranks have agreed on the order
-        self._rounds = 0  # rounds that all ranks finished
+        self.rounds = 0  # rounds that all ranks finished
         self._windows: list[Window | None] = []  # on the sums, for the ranks that replicate them
         # Params that each bucket waits for: all, or those of which this rank ever had a gradient.
         self._seen: list[set[int]] = []
@@ -131,11 +131,6 @@ class Reducer:
         self._ordered.clear()
         self._pool.clear()  # its buffers may be too small
         return self._order[-1]
-
-    @property
-    def rounds(self) -> int:
-        """The number of rounds that all ranks finished."""
-        return self._rounds
 
     @property
     def tells(self) -> bool:
@@ -190,7 +185,7 @@ class Reducer:
         self.is_reduced = False
         self._reducing.clear()
         for mechanism in self._mechanisms:
-            mechanism.start_round(self._rounds)
+            mechanism.start_round(self.rounds)
         if self.buckets:
             self._sums = Uses(self.buckets[0].device)
             self._sums.mark()  # this stream may have scaled them, and waited for an abandoned round
@@ -417,7 +412,7 @@ class Reducer:
                 del buffers[BUCKETS_UNDER_WAY:]
             # Only once: params have moved, DDP's buckets are gone, and no later round holds as many gradients.
             return_free_pages()
-        self._rounds += 1
+        self.rounds += 1
         self.is_open, self._filling = False, []
 
     def abandon_round(self, owes_more: bool = False) -> None:
@@ -435,8 +430,8 @@ class Reducer:
             across.append(sink.blank_across)
         for mechanism, rest in zip(self._mechanisms, (first, across), strict=False):
             if not self.is_open and mechanism.on_stream:
-                mechanism.start_round(self._rounds)
-            mechanism.abandon_round(self._rounds, None if owes_more else rest)
+                mechanism.start_round(self.rounds)
+            mechanism.abandon_round(self.rounds, None if owes_more else rest)
         for bucket in self.buckets:
             bucket.sink.abandon()
         for filling in self._filling:
@@ -460,7 +455,7 @@ class Reducer:
     def catch_up(self) -> None:
         """Joins the attempt of the other ranks, after an error that this rank may not have seen."""
         for mechanism in self._mechanisms:
-            mechanism.catch_up(self._rounds)
+            mechanism.catch_up(self.rounds)
 
 
 def _fill(buffer: ReductionBuffer, offset: int, grad: torch.Tensor, strides: tuple[int, ...], share: float) -> None:

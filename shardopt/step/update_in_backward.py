@@ -171,7 +171,7 @@ class UpdateInBackward(Backward):
         super().take_gradient(entry)
 
     def open(self) -> None:
-        if self._outcome is not None and not any(entry.param.requires_grad for entry in self._entries):
+        if self._outcome is not None and not any(entry.param.requires_grad for entry in self.entries):
             return  # the backward runs through a frozen module, and adds nothing to the gradients that were used
         try:
             if self._outcome is not None:
@@ -287,8 +287,8 @@ class UpdateInBackward(Backward):
         except Exception as error:
             tell_problem(error, current.whole)
             raise
-        found = found_in(self._domain, self._entries, report, current.whole)
-        present = [entry for entry, is_there in zip(self._entries, report.present, strict=True) if is_there]
+        found = found_in(self._domain, self.entries, report, current.whole)
+        present = [entry for entry, is_there in zip(self.entries, report.present, strict=True) if is_there]
         if not present:  # on no rank: it was another module's backward, and no step
             reducer.end_round()
             self._round = None
@@ -315,13 +315,13 @@ class UpdateInBackward(Backward):
 
     def _keep_versions(self, current: _Round) -> None:
         """Takes back that versions moved: no update was made. The next backward finds written params again."""
-        for entry in self._entries:
+        for entry in self.entries:
             if entry not in current.written:
                 entry.follow_param()
 
     def _check_in_time(self, report: Report) -> None:
         if report.late.any():
-            name = self._entries[int(report.late.argmax())].name
+            name = self.entries[int(report.late.argmax())].name
             raise ShardoptError(
                 "use checkpoint(..., use_reentrant=False), or construct the optimizer without release_gradients: "
                 f"another gradient of {name} arrived in a backward in which it had been used already. A reentrant "
@@ -330,7 +330,7 @@ class UpdateInBackward(Backward):
 
     def _where(self, report: Report) -> str:
         found = report.nonfinite > 0  # the element may be another tensor-parallel rank's
-        return f" (first in {self._entries[int(found.argmax())].name})" if found.any() else ""
+        return f" (first in {self.entries[int(found.argmax())].name})" if found.any() else ""
 
     def _close(self, current: _Round, present: Sequence[ParamRecord], norm: float) -> None:
         """Collective: the rest of the step."""
