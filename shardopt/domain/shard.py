@@ -15,7 +15,7 @@ from ..kernels.tables import BLOCK
 from ..offload.store import Chunk, Plane
 from ..partition.layout import Piece
 from ..partition.memory import zeros
-from ..partition.unit import MemorySlice
+from ..partition.unit import Slice as GatheredSlice
 from ..rules.rule import EMA
 from ..tensors.strides import dense_strides, flattened, in_storage_order
 from .shard_tables import ShardTables
@@ -23,13 +23,12 @@ from .shard_tables import ShardTables
 if TYPE_CHECKING:
     from ..kernels.formats import Format
     from ..kernels.tables import Gradients
-    from ..offload.store import ShardStorage, Store
+    from ..offload.store import Store
     from ..partition.bucket import Bucket
     from ..partition.comm.all_gather import Window
     from ..partition.gatherer import Gatherer
     from ..partition.reduce_buckets import DeviceSum, PassingSum
     from ..partition.unit import GatheredBucket, Unit
-    from ..partition.unit import Slice as GatheredSlice
     from ..rules import Variant
     from .formats import StreamFormats
     from .host_sum import HostSum
@@ -167,10 +166,23 @@ class Shard:
     def own_slice(self) -> GatheredSlice:
         """Returns a copy of this rank's slice of the params, apart from the bucket."""
         if self.param is None:
-            return RestingSlice(self)
+            # The home is looked up at each use: relocation replaces it.
+            return GatheredSlice(None, lambda into: self.home.read_into("param", 0, into), self._write_params)
         is_apart = self.bucket.resident_bytes < self.bucket.nbytes  # params without values: the bucket has no memory
         # Copied before the last agreement of the ranks: after it other ranks may read the slice.
-        return MemorySlice(self.param if is_apart else self._zeros().copy_(self.param))
+        memory = self.param if is_apart else self._zeros().copy_(self.param)
+        return GatheredSlice(memory, lambda into: into.copy_(memory), memory.copy_)
+
+    def _write_params(self, values: torch.Tensor) -> None:
+        """Writes offloaded params unless the store holds the same bits: who looks at them seldom writes to them."""
+        kind = torch.int16 if values.element_size() == 2 else torch.int32
+
+        def is_kept(start: int, stop: int) -> bool:
+            return torch.equal(self.home.read("param", start, stop).to("cpu").view(kind), here[start:stop].view(kind))
+
+        here = values.to("cpu")
+        if not all(is_kept(*each) for each in self.home.chunks()):
+            self.home.write("param", 0, values)
 
     def part_with_params(self, gatherer: Gatherer, own: GatheredSlice, window: Window, unit: Unit) -> GatheredBucket:
         """Keeps this rank's slice of the params in ``own``; the gatherer frees the rest. Allocates nothing."""
@@ -374,30 +386,3 @@ def _compared(
     for master, param in zip(codecs.pieces(masters), codecs.pieces(params), strict=True):
         here = param.to(master.device)
         yield is_rounded(master, here), master, here.float()
-
-
-class RestingSlice:
-    """A shard's params, offloaded to its store."""
-
-    memory: torch.Tensor | None = None
-
-    def __init__(self, shard: Shard):
-        self._shard = shard
-
-    @property
-    def _home(self) -> ShardStorage:
-        return self._shard.home  # looked up at each use: relocation replaces it
-
-    def read(self, into: torch.Tensor) -> None:
-        self._home.read_into("param", 0, into)
-
-    def write(self, values: torch.Tensor) -> None:
-        """Writes the params unless the store holds the same bits: who looks at whole params seldom writes to them."""
-        kind = torch.int16 if values.element_size() == 2 else torch.int32
-        bounds, here = self._home.chunks(), values.to("cpu")
-        if not all(torch.equal(self._bits(low, high), here[low:high].view(kind)) for low, high in bounds):
-            self._home.write("param", 0, values)
-
-    def _bits(self, start: int, stop: int) -> torch.Tensor:
-        values = self._home.read("param", start, stop).to("cpu")
-        return values.view(torch.int16 if values.element_size() == 2 else torch.int32)

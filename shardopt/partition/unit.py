@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -14,29 +15,19 @@ if TYPE_CHECKING:
     from .comm.transport import Transport
 
 
-class Slice(Protocol):
-    """This rank's slice of a bucket, in memory or offloaded."""
+@dataclass(frozen=True, eq=False)
+class Slice:
+    """This rank's slice of a bucket, in memory of its own or offloaded.
 
-    memory: torch.Tensor | None  # 1D [shard_numel]; None if the slice is offloaded
+    Attributes:
+        memory: 1D [shard_numel]; None if the slice is offloaded.
+        read: copies the whole slice into a tensor.
+        write: writes the whole slice.
+    """
 
-    def read(self, into: torch.Tensor) -> None: ...
-
-    def write(self, values: torch.Tensor) -> None:
-        """Writes the whole slice."""
-
-
-class MemorySlice:
-    """A slice with memory of its own."""
-
-    def __init__(self, memory: torch.Tensor):
-        self._memory = memory
-        self.memory: torch.Tensor | None = memory
-
-    def read(self, into: torch.Tensor) -> None:
-        into.copy_(self._memory)
-
-    def write(self, values: torch.Tensor) -> None:
-        self._memory.copy_(values)
+    memory: torch.Tensor | None
+    read: Callable[[torch.Tensor], object]
+    write: Callable[[torch.Tensor], object]
 
 
 class UnitState(Enum):
