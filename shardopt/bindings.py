@@ -25,13 +25,7 @@ from .domain.norm_rules import check_takes_norms
 from .domain.unsharded import check_weights
 from .errors import BindingError, DisagreementError, ShardoptError
 from .module.backward import Backward
-from .module.materialize import (
-    Values,
-    check_materializable,
-    check_unused,
-    device_to_train_on,
-    meta_params,
-)
+from .module.materialize import Values, check_materializable, check_unused, device_to_train_on, meta_params
 from .partition.comm.group import Ranks
 from .partition.mesh import Mesh, everyone_of
 from .partition.placement import Placement, Placements

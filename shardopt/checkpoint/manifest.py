@@ -5,14 +5,7 @@ import json
 import re
 
 from ..errors import CheckpointError
-from .records import (
-    File,
-    Manifest,
-    check_apart,
-    count,
-    tensors_from_json,
-    tensors_to_json,
-)
+from .records import File, Manifest, check_apart, count, tensors_from_json, tensors_to_json
 from .schema import check_schema
 
 WHOLE, IN_BLOCKS = 1, 2  # versions: the second where a param is made up of blocks

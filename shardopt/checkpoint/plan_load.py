@@ -16,22 +16,12 @@ from ..kernels.formats import FORMATS, FP32, BlockFormat, format_of
 from ..rules.rule import EMA
 from .assemble import Assembly, Source, sources_of
 from .block import Block, Frame
-from .elements import (
-    contiguous_strides,
-    flat_of,
-    is_dense,
-    same_order,
-    shard_writer,
-    strides_of,
-    writer_of,
-)
+from .elements import contiguous_strides, flat_of, is_dense, same_order, shard_writer, strides_of, writer_of
 from .reader import chunks_of, needed_chunks
 from .records import Key
 
 if TYPE_CHECKING:
-    from .elements import (
-        Write,
-    )
+    from .elements import Write
     from .fit import Fit
     from .meeting import Crowd
     from .model import Model, ModelParam

@@ -18,14 +18,7 @@ from ..kernels.formats import FP32, BlockFormat
 from ..partition.layout import BLOCK
 from ..tensors.part import Part
 from . import gradients, rng, values
-from .elements import (
-    chunks_of,
-    flat_of,
-    reader_of,
-    shard_reader,
-    stream_reader,
-    strides_of,
-)
+from .elements import chunks_of, flat_of, reader_of, shard_reader, stream_reader, strides_of
 from .everyone import numbers_of
 from .records import NAME_OF_DTYPE, Key, Tensor
 
@@ -34,14 +27,10 @@ if TYPE_CHECKING:
     from ..domain.shard import Shard
     from ..partition.comm.group import Ranks
     from ..partition.mesh import Mesh
-    from .elements import (
-        Read,
-    )
+    from .elements import Read
     from .meeting import Crowd
     from .model import Model, ModelParam
-    from .records import (
-        Tensors,
-    )
+    from .records import Tensors
 
 
 class Request(NamedTuple):

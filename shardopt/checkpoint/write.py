@@ -25,23 +25,13 @@ from . import files, publish
 from .elements import contiguous_strides
 from .manifest import checked, to_bytes
 from .reader import chunks_of_range
-from .records import (
-    File,
-    Manifest,
-    Range,
-    tensors_from_json,
-    tensors_to_json,
-)
+from .records import File, Manifest, Range, tensors_from_json, tensors_to_json
 from .tensor_file import Writer, header
 
 if TYPE_CHECKING:
     from .plan_save import Piece, SavePlan
     from .publish import Site
-    from .records import (
-        Key,
-        Tensor,
-        Tensors,
-    )
+    from .records import Key, Tensor, Tensors
 
 _MOST_OF_A_PART = 1 << 30
 _SHORTEST, _LONGEST = 0.001, 0.25  # seconds between two looks

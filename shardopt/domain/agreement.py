@@ -18,12 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..errors import (
-    CommunicationError,
-    DisagreementError,
-    OffloadError,
-    ShardoptError,
-)
+from ..errors import CommunicationError, DisagreementError, OffloadError, ShardoptError
 from ..kernels.reductions import LIMBS
 
 if TYPE_CHECKING:

@@ -26,22 +26,14 @@ from ..errors import BindingError
 from ..partition.comm.group import Ranks
 from ..partition.mesh import everyone_of
 from .agreement import Consensus, StepDigest, agree
-from .dtensors import (
-    any_dtensor,
-    is_counted_here,
-    is_dtensor,
-    mesh_of,
-    slice_number,
-)
+from .dtensors import any_dtensor, is_counted_here, is_dtensor, mesh_of, slice_number
 from .experts import check_experts, set_members
 from .param import named_params
 
 if TYPE_CHECKING:
     from ..config import Options
     from .domain import Domain
-    from .dtensors import (
-        DTensorLocals,
-    )
+    from .dtensors import DTensorLocals
     from .param import Group
 
 

@@ -10,22 +10,12 @@ import torch
 
 from ..config import StateFormat
 from ..errors import BindingError
-from ..kernels.formats import (
-    BF16,
-    BF16_DITHERED,
-    FP32,
-    SIGNED8,
-    SPLIT,
-    SPLIT24,
-    UNSIGNED8,
-)
+from ..kernels.formats import BF16, BF16_DITHERED, FP32, SIGNED8, SPLIT, SPLIT24, UNSIGNED8
 from ..rules.rule import EMA
 
 if TYPE_CHECKING:
     from ..config import Options
-    from ..kernels.formats import (
-        Format,
-    )
+    from ..kernels.formats import Format
     from ..rules import Rule
 
 _PRECISIONS = get_args(StateFormat)  # from exact to coarse

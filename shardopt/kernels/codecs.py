@@ -10,20 +10,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .formats import (
-    LARGEST_FP32,
-    NAN_BITS,
-    SCALE_DROPPED_BITS,
-    SMALLEST_SCALE,
-    SPLIT,
-    BlockFormat,
-)
+from .formats import LARGEST_FP32, NAN_BITS, SCALE_DROPPED_BITS, SMALLEST_SCALE, SPLIT, BlockFormat
 from .tables import BLOCK
 
 if TYPE_CHECKING:
-    from .formats import (
-        Format,
-    )
+    from .formats import Format
 
 # Elements: whole blocks. It is small beside a model, and large beside the cost of an operation.
 _PIECE = 1024 * BLOCK

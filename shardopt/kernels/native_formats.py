@@ -8,14 +8,7 @@ from typing import Any
 
 from numba import njit, types
 
-from .formats import (
-    BELOW_TOP,
-    GOLDEN,
-    LARGEST_FP32,
-    NAN_BITS,
-    SCALE_DROPPED_BITS,
-    SMALLEST_SCALE,
-)
+from .formats import BELOW_TOP, GOLDEN, LARGEST_FP32, NAN_BITS, SCALE_DROPPED_BITS, SMALLEST_SCALE
 from .native_words import (
     COMPILE_OPTIONS,
     abs,

@@ -6,14 +6,7 @@ Blocks are rows: tiles are 2D [BLOCKS, 256], scales 1D [BLOCKS].
 import triton
 import triton.language as tl
 
-from .formats import (
-    BELOW_TOP,
-    GOLDEN,
-    LARGEST_FP32,
-    NAN_BITS,
-    SCALE_DROPPED_BITS,
-    SMALLEST_SCALE,
-)
+from .formats import BELOW_TOP, GOLDEN, LARGEST_FP32, NAN_BITS, SCALE_DROPPED_BITS, SMALLEST_SCALE
 from .triton_words import column, largest_of
 
 _NAN = tl.constexpr(NAN_BITS)

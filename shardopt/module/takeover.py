@@ -24,13 +24,7 @@ from ..tensors.unsharded_guard import is_sharded
 from .arrivals import ArrivalHooks
 from .backward import Backward
 from .closure import ClosureState, RaiseNow
-from .ddp import (
-    active_wrapper,
-    check_same_ranks,
-    has_reducer,
-    restore_reducer,
-    retire_reducer,
-)
+from .ddp import active_wrapper, check_same_ranks, has_reducer, restore_reducer, retire_reducer
 from .forward import Forward, tensors_within
 from .hooks import ModuleHook, call_while_alive
 from .materialize import give_devices, give_values

@@ -21,16 +21,7 @@ from ..kernels.tables import BLOCK, Factors
 from ..rules.choice import KEY, RuleChoice
 from ..tensors.gradient import GradientPart
 from ..tensors.pipelining import ZERO_BUBBLE
-from .launches import (
-    GradientStats,
-    JoinedLaunch,
-    Launch,
-    ParamUpdate,
-    StepPlan,
-    joined,
-    plan_launches,
-    scalars_of,
-)
+from .launches import GradientStats, JoinedLaunch, Launch, ParamUpdate, StepPlan, joined, plan_launches, scalars_of
 
 if TYPE_CHECKING:
     from ..domain.domain import Domain

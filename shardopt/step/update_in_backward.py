@@ -43,23 +43,8 @@ from ..partition.comm.group import Ranks
 from ..tensors.gradient_slice import divide_
 from ..tensors.released_gradient import ReleasedGradient, second_backward
 from .found_in_backward import found_in, tell_problem
-from .launches import (
-    GradientStats,
-    Launch,
-    ParamUpdate,
-    StepPlan,
-    launches_of,
-    scalars_of,
-)
-from .step import (
-    NOTHING_DONE,
-    Call,
-    Outcome,
-    check_unbroken,
-    commit,
-    digest_of,
-    skip,
-)
+from .launches import GradientStats, Launch, ParamUpdate, StepPlan, launches_of, scalars_of
+from .step import NOTHING_DONE, Call, Outcome, check_unbroken, commit, digest_of, skip
 from .survey import placed_params, states_of_shards, written_params
 from .update import chunks_of, update_and_gather, update_chunks
 
