@@ -25,8 +25,6 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-import torch
-
 from ..errors import CommunicationError
 from ..profiler import label
 from .comm.transport import barrier
@@ -94,10 +92,6 @@ class Gatherer:
         unit.buckets.append(GatheredBucket(bucket, own, window, unit))
         self.orders.forget_schedules()
         return unit.buckets[-1]
-
-    @property
-    def buffers(self) -> list[torch.Tensor]:
-        return [each.bucket.flat for unit in self._gathered for each in unit.buckets]
 
     @property
     def gathered(self) -> list[str]:
@@ -369,17 +363,14 @@ class Gatherer:
         for name in (use.unit, *use.ahead):
             self._ask(self.units[name])
 
-    def _is_kept(self, unit: Unit) -> bool:
-        return self.budget.keeps(unit.name)
-
     def keeps_until_step(self, unit: Unit) -> bool:
         """True if a unit, once it is gathered, stays until the step."""
-        return self._outlives_backward and self._is_kept(unit)
+        return self._outlives_backward and self.budget.keeps(unit.name)
 
     def _stays_for_now(self, unit: Unit) -> bool:
         """True if a unit stays in this pass above the budget although the schedule does not say so."""
         if self.direction is Direction.FORWARD:
-            return unit.is_spread or self._is_kept(unit)
+            return unit.is_spread or self.budget.keeps(unit.name)
         return self.direction is Direction.EVALUATION and unit.is_spread
 
     def _forget_joined(self, now: Pass, use: Use, least: int) -> None:
@@ -414,7 +405,9 @@ class Gatherer:
         if now.direction is Direction.FORWARD and now.uses:
             self._reshard_all_but(self.orders.schedule_of(now.called).kept)
         elif now.direction is not Direction.BACKWARD and not self.waits_for_others:
-            self._reshard_over_budget(None, lambda unit: now.direction is Direction.FORWARD and self._is_kept(unit))
+            self._reshard_over_budget(
+                None, lambda unit: now.direction is Direction.FORWARD and self.budget.keeps(unit.name)
+            )
         else:  # ranks go on from the same state, whatever each of them did
             self._reshard_all_but(())
         self.orders.note_pass(now)
