@@ -3,13 +3,19 @@
 Training itself is compared with torch's elsewhere (``tests/integrations``).
 """
 
+import io
 import re
 import runpy
+import shutil
 import sys
+from collections.abc import Sequence
+from contextlib import redirect_stdout
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from tests.support.launch import launch
 from tests.support.paths import ROOT
@@ -35,8 +41,8 @@ def test_a_recipe_runs(name: str, tmp_path: Path) -> None:
     assert done.returncode == 0 and prints in done.stdout, done.stderr
 
 
-def example(name: str, folder: str) -> None:
-    sys.argv = [name, folder]
+def example(name: str, folder: str, *changes: str) -> None:
+    sys.argv = [name, folder, *changes]
     runpy.run_path(str(ROOT / "examples" / f"{name}.py"), run_name="__main__")
 
 
@@ -49,6 +55,65 @@ def test_the_loops_run_on_ranks_and_resume(tmp_path: Path) -> None:
     assert len(list((tmp_path / "pretrain").glob("*-step*"))) == 2
 
 
+# -- a model that is cut -----------------------------------------------------------------------------------------------
+
+Cut = tuple[int, str]  # ranks, and what is said on the command line
+ALONE = {"three_dimensions": "pp=1 dp=1 tp=1", "experts": "copies=1 ranks=1"}
+STEPS, SAVED, KILLED_AT = 8, 3, 4  # a checkpoint is published after three steps; the step of this number is never taken
+# Ranks add in another order than one process does: the farthest loss was at 2e-7 of it.
+CLOSE = 1e-5
+
+
+class Reached(BaseException):
+    """The step that is never taken."""
+
+
+_held: list[Reached] = []
+
+
+def losses(name: str, folder: str, changes: str) -> dict[int, float]:
+    """What an example prints, by step; as far as it comes."""
+    with redirect_stdout(io.StringIO()) as printed:
+        try:
+            example(name, folder, *changes.split())
+        except Reached as reached:
+            _held.append(reached)  # with all that the example has: the kill finds it as it was
+    return {int(step): float(loss) for step, loss in re.findall(r"step (\d+): loss (\S+)", printed.getvalue())}
+
+
+def losses_until_killed(name: str, folder: str, changes: str) -> dict[int, float]:
+    def stops(optimizer: Any, *_: Any) -> None:
+        if optimizer.updates == KILLED_AT:
+            raise Reached
+
+    register_optimizer_step_pre_hook(stops)
+    return losses(name, folder, changes)
+
+
+SOME = ("experts", (2, "copies=1 ranks=2"), [(2, "copies=2 ranks=1")])
+EIGHT: list[tuple[str, Cut, list[Cut]]] = [
+    ("three_dimensions", (8, ""), [(8, "pp=1 dp=4"), (2, "pp=1 tp=1")]),
+    ("experts", (8, ""), [(4, "ranks=2"), (2, "copies=1 ranks=2"), (1, ALONE["experts"])]),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "cut", "others"), [SOME, *(pytest.param(*each, marks=pytest.mark.slow) for each in EIGHT)]
+)
+def test_killed_in_one_cut_it_goes_on_in_others(name: str, cut: Cut, others: Sequence[Cut], tmp_path: Path) -> None:
+    """Killed when its gradients are there and its step is not: each loss is that of one process nobody interrupts."""
+    (whole,) = launch(losses, name, str(tmp_path / "whole"), ALONE[name], world=1)
+    assert whole.keys() == {*range(STEPS)} and whole[STEPS - 1] < 0.5 * whole[SAVED] < 0.5 * whole[0], whole
+    world, changes = cut
+    killed = launch(losses_until_killed, name, str(tmp_path / "runs"), changes, world=world, killed=True)[0]
+    assert killed == pytest.approx({step: whole[step] for step in range(KILLED_AT)}, rel=CLOSE)
+    for world, changes in others:
+        folder = tmp_path / changes
+        shutil.copytree(tmp_path / "runs", folder, symlinks=True)
+        found = launch(losses, name, str(folder), changes, world=world)[0]
+        assert found == pytest.approx({step: whole[step] for step in range(SAVED, STEPS)}, rel=CLOSE), changes
+
+
 def test_the_page_has_every_file_and_no_other() -> None:
     linked = set(re.findall(r"\(\.\./examples/(\w+)\.py\)", PAGE.read_text()))
-    assert linked == {path.stem for path in (ROOT / "examples").glob("*.py")} == {*RECIPES, "train_gpt"}
+    assert linked == {path.stem for path in (ROOT / "examples").glob("*.py")} == {*RECIPES, *ALONE, "train_gpt"}
