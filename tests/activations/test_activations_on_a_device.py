@@ -46,3 +46,4 @@ def test_slices_rest_on_the_host_without_a_race() -> None:
                 assert counts.by_phase["forward"][COPIES] == (BLOCKS if offload else 0)
                 counts.forget()
             assert not machine.races, machine.races
+    checksum._numbers.cache_clear()

@@ -2,8 +2,9 @@
 
 import gc
 import os
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,22 +22,24 @@ from shardopt.checkpoint.model import unwrapped
 from shardopt.checkpoint.save import _BACKGROUNDS
 from tests.offload.test_pinned import Runtime
 from tests.support.checkpoints import build, facts, save, train
-from tests.support.moments import Moments, until
+from tests.support.moments import DEADLINE, Moments, until
 from tests.support.ranks import Pool
 from tests.support.scripts import run_script
 from tests.support.training import raises
 
 
 @contextmanager
-def slow_disk(seconds: float) -> Any:
-    real = files.write
+def held_disk() -> Iterator[threading.Event]:
+    """Nothing is written in the background before the event."""
+    real, let_go = files.write, threading.Event()
 
     def write(file: int, data: memoryview) -> None:
-        time.sleep(seconds)
+        if threading.current_thread() is not threading.main_thread():
+            assert let_go.wait(DEADLINE)
         real(file, data)
 
     with patch.object(files, "write", write):
-        yield
+        yield let_go
 
 
 def at_the_moment_of_the_call(root: Path, stage: int) -> None:
@@ -44,7 +47,7 @@ def at_the_moment_of_the_call(root: Path, stage: int) -> None:
     train(model, optimizer, range(2))
     expected = facts(model, optimizer)
     noise = torch.ones(3)
-    with slow_disk(0.005):
+    with held_disk() as let_go:
         saving = shardopt.save_checkpoint(root, model, optimizer, extra={"noise": noise}, asynchronous=True)
         assert not saving.done
         noise.zero_()
@@ -53,7 +56,8 @@ def at_the_moment_of_the_call(root: Path, stage: int) -> None:
         with torch.no_grad():
             for buffer in model.buffers():
                 buffer.zero_()
-        assert not saving.done, "the disk was too fast to show anything"
+        assert not saving.done
+        let_go.set()
         path = saving.wait()
     assert path == saving.path and path.is_dir() and not verify(path)
     found = shardopt.load_checkpoint(root, model, optimizer)

@@ -37,8 +37,10 @@ def waits_for_nothing() -> dict[str, list[float]]:
         found["kernel that waits"] = copy.copy_(source).tolist()
     gathered = torch.zeros(2, device="cuda")
     torch.cuda.synchronize()
+    hosts = dist.new_group(backend="gloo")
     work = dist.all_gather_single(gathered, torch.ones(1, device="cuda"), async_op=True)
     found["all-gather"] = gathered.tolist()
+    dist.barrier(hosts)  # a rank that waits makes the other one's part run, too
     work.wait()
     found["all-gather that is waited for"] = gathered.tolist()
     pinned = torch.zeros(4, pin_memory=True)

@@ -3,6 +3,7 @@
 import os
 import signal
 import warnings
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -29,8 +30,12 @@ NUMELS = (300, 1, 2000, 257, 6000)
 
 @contextmanager
 def environment(name: str, value: str) -> Iterator[None]:
-    with patch.dict(os.environ, {name: value}):
+    """Not ``patch.dict``: at its end there is no variable at all for a moment, and the stand-in's threads read them."""
+    os.environ[name] = value
+    try:
         yield
+    finally:
+        del os.environ[name]
 
 
 def dies(stage: int) -> tuple[str, bool] | None:
@@ -72,6 +77,7 @@ def trains_unpinned(offload: Any) -> tuple[list[bytes], list[str], int]:
     with (
         environment("WITHOUT_GPU_NO_PINNING", "1"),
         patch.object(memory, "MAPPED_FROM", 4096),
+        patch.object(pinned, "_ALL", weakref.WeakSet()),  # without what an earlier job of this process left
         warnings.catch_warnings(record=True) as heard,
     ):
         warnings.simplefilter("always")
@@ -94,6 +100,7 @@ def fills_the_device(stage: int) -> tuple[str, str]:
     """Rank 1's GPU has no room for the buckets; the model and what it computes fit."""
     model = torch.nn.Sequential(*(torch.nn.Linear(512, 512, bias=False) for _ in range(8))).cuda()
     optimizer = shardopt.ShardedAdamW(model, stage=stage, tuning=shardopt.Tuning(timeout=120.0))
+    torch.cuda.empty_cache()  # of what earlier jobs of this process left
     free, total = torch.cuda.mem_get_info()
     room = total - free + (4 << 20) if dist.get_rank() == 1 else total
     with environment("WITHOUT_GPU_BYTES", str(room)):

@@ -25,6 +25,7 @@ from shardopt import OffloadError, ShardedAdamW, Tuning
 from shardopt.kernels import native_backend
 from shardopt.offload.disk import file_io
 from shardopt.offload.disk import system as calls
+from tests.support.moments import DEADLINE
 from tests.support.ranks import Pool
 from tests.support.training import raw
 
@@ -347,7 +348,7 @@ def test_a_disk_that_does_not_answer_is_given_up_in_time(tmp_path: Path) -> None
 
     class Stalled(System):
         def write(self, fd: int, buffer: memoryview, offset: int) -> int:
-            gate.wait(20)
+            gate.wait(DEADLINE)
             return super().write(fd, buffer, offset)
 
     with system(Stalled()):
@@ -357,7 +358,7 @@ def test_a_disk_that_does_not_answer_is_given_up_in_time(tmp_path: Path) -> None
             assert training.bits() == before
         with pytest.raises(OffloadError, match="does not answer"):
             store.close()  # its descriptor could become another file's under the transfer
-    store.pipeline._deadline = 20
+    store.pipeline._deadline = DEADLINE
     gate.set()
     for act in training.acts[3:]:
         act()
@@ -373,7 +374,7 @@ def test_a_disk_that_does_not_answer_holds_up_no_move(tmp_path: Path) -> None:
 
     class Stalled(System):
         def read(self, fd: int, buffer: memoryview, offset: int) -> int:
-            gate.wait(20)
+            gate.wait(DEADLINE)
             return super().read(fd, buffer, offset)
 
     with system(Stalled()):
@@ -382,7 +383,7 @@ def test_a_disk_that_does_not_answer_holds_up_no_move(tmp_path: Path) -> None:
                 training.optimizer.offload("cpu")
         with pytest.raises(OffloadError, match="does not answer"):
             store.close()
-    store._reads._deadline = 20
+    store._reads._deadline = DEADLINE
     gate.set()
     assert training.bits() == before
     for act in training.acts[3:]:

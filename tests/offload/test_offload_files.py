@@ -322,7 +322,7 @@ def what_stays(root: Path) -> tuple[int, int]:
     for _ in range(30):
         trained(root).close()
     for thread in [each for each in threading.enumerate() if each.name.startswith("shardopt-io")]:
-        thread.join(5)
+        thread.join(60)
     return len(os.listdir("/proc/self/fd")) - files, threading.active_count() - threads
 
 

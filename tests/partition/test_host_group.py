@@ -4,6 +4,7 @@ There is no GPU here. The groups are torch's own, made for tensors of a GPU alon
 """
 
 import gc
+import weakref
 from datetime import timedelta
 
 import pytest
@@ -59,11 +60,13 @@ def is_one_for_all() -> None:
     world = dist.group.WORLD
     assert world is not None
     group, expected = for_gpus(), trained(world)
-    assert trained(group) == trained(group) == expected and len(host_group._BESIDE) == 1
+    assert trained(group) == expected
+    beside = weakref.ref(host_group._BESIDE[group])
+    assert trained(group) == expected and host_group._BESIDE[group] is beside()
     dist.destroy_process_group(group)
     del group
     gc.collect()
-    assert len(host_group._BESIDE) == 0
+    assert beside() is None
 
 
 def test_one_group_beside_goes_with_its_group(ranks: Pool) -> None:

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import textwrap
 import threading
-import time
 from multiprocessing import connection
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 
 from shardopt import ShardedAdamW, ShardedSGD, ShardoptError, StateError, Tuning
 from shardopt.domain import serve
+from tests.support.moments import DEADLINE, until
 from tests.support.ranks import Pool
 from tests.support.scripts import Done, Program
 from tests.support.training import raises, raw
@@ -127,13 +127,13 @@ def closed_and_strange(most: tuple[int, ...] = ()) -> int:
     for greeting in (b"not json", json.dumps({"token": "x", "challenge": "y"}).encode(), b"{" * 5000):
         with connection.Client(server.address) as stranger:
             stranger.send_bytes(greeting)
-            assert not stranger.poll(5) or _hung_up(stranger)
+            assert stranger.poll(DEADLINE) and _hung_up(stranger)
     # Knowing the token is not enough.
     with connection.Client(server.address) as stranger:
         stranger.send_bytes(json.dumps({"token": peers._shelf.token, "challenge": "y"}).encode())
         json.loads(stranger.recv_bytes())
         stranger.send_bytes(json.dumps({"proof": "0" * 64}).encode())
-        assert stranger.poll(5) and _hung_up(stranger)
+        assert stranger.poll(DEADLINE) and _hung_up(stranger)
     dist.barrier()
     if rank == 0:
         saved(opt.state_dict())
@@ -146,12 +146,12 @@ def closed_and_strange(most: tuple[int, ...] = ()) -> int:
         with raises(StateError, "closed its optimizer"):
             saved(opt.state_dict())
         opt.close()
-    end = time.monotonic() + 10
-    while any(thread.name == "shardopt-farewell" for thread in threading.enumerate()) and time.monotonic() < end:
-        time.sleep(0.01)
+    until(
+        lambda: not any(thread.name == "shardopt-farewell" for thread in threading.enumerate()), "the farewell to end"
+    )
     assert peers not in serve._PEERS
-    while most and answering() > most[rank] and time.monotonic() < end:
-        time.sleep(0.01)
+    if most:
+        until(lambda: answering() <= most[rank], "threads that answered to end")
     return answering()
 
 

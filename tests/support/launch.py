@@ -19,7 +19,6 @@ makes its own, keeps singletons, and must be resumed by processes that remember 
 import os
 import pickle
 import signal
-import socket
 import tempfile
 import time
 from collections.abc import Callable
@@ -29,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from tests.support.coverage_contexts import attributed
 from tests.support.ranks import fork_server, start_with_frameworks
@@ -55,7 +55,9 @@ def launch(
     with tempfile.TemporaryDirectory(prefix="shardopt-launch-") as name:
         folder = Path(name)
         (folder / "job").write_bytes(pickle.dumps((*attributed(function, arguments), killed)))
-        processes = [_start(folder, rank, world, frameworks) for rank in range(world)]
+        # As torchrun's, at a port that the system gives: one that is looked for may be another's when it is used.
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        processes = [_start(folder, rank, world, store.port, frameworks) for rank in range(world)]
         try:
             _wait(processes, time.monotonic() + deadline)
         finally:
@@ -70,29 +72,20 @@ def launch(
         return [pickle.loads(result.read_bytes()) for result in results]
 
 
-def _start(folder: Path, rank: int, world: int, frameworks: bool) -> BaseProcess:
+def _start(folder: Path, rank: int, world: int, port: int, frameworks: bool) -> BaseProcess:
     environment = {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(world),
         "LOCAL_WORLD_SIZE": str(world),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(_port(folder)),
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RUN_ID": "launch",  # how frameworks know torchrun
     }
     process = fork_server().Process(target=_serve, args=(str(folder), rank, environment), daemon=False)
     start_with_frameworks(process) if frameworks else process.start()
     return process
-
-
-def _port(folder: Path) -> int:
-    """A free one, the same for all ranks."""
-    chosen = folder / "port"
-    if not chosen.exists():
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            chosen.write_text(str(free.getsockname()[1]))
-    return int(chosen.read_text())
 
 
 def _wait(processes: list[BaseProcess], end: float) -> None:

@@ -42,6 +42,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor._redistribute import _gen_transform_infos
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from tests.support.coverage_contexts import attributed
 from tests.support.parcels import dumps
@@ -50,7 +52,7 @@ MAX_WORLD = 8
 TIMEOUT = 300.0  # seconds, of one wait in the group: deadlines only end a hang, however busy the machine is
 DEADLINE = 600.0  # seconds, of a job
 _AFTER_A_FAILURE = 30.0  # seconds that the others have to tell what they saw of it
-_WRITES_STACKS = 10.0  # seconds that a process may take to write where it stands
+_ENDS = 60.0  # seconds that a process may take to end, or to write where it stands
 
 
 def fork_server() -> ForkServerContext:
@@ -155,7 +157,7 @@ class Pool:
                     succeeded, value = pickle.loads(pipe.recv_bytes())
                     (results if succeeded else failures)[rank] = value
                 except (EOFError, ConnectionError):
-                    workers[rank].process.join(5)
+                    workers[rank].process.join(_ENDS)
                     failures[rank] = f"the process died, exit code {workers[rank].process.exitcode}"
                     broken = True
             if failures:
@@ -198,9 +200,11 @@ def _stacks_of(worker: Worker) -> str:
     if worker.process.pid is None or not worker.process.is_alive() or not worker.stacks.exists():
         return "(no stack: it was not up yet)"
     os.kill(worker.process.pid, signal.SIGUSR1)
-    end, text = time.monotonic() + _WRITES_STACKS, ""
+    end, text = time.monotonic() + _ENDS, ""
     # The main thread's stack is written last, and ends in the module that was run.
-    while time.monotonic() < end and "in <module>" not in text.partition("Current thread")[2]:
+    while "in <module>" not in text.partition("Current thread")[2]:
+        if not worker.process.is_alive() or time.monotonic() > end:
+            break
         time.sleep(0.01)
         text = worker.stacks.read_text()
     return text
@@ -210,8 +214,9 @@ def _stacks_of(worker: Worker) -> str:
 
 
 def _serve(pipe: connection.Connection, stacks: str) -> None:
-    with open(stacks, "w") as file:
+    with open(f"{stacks}.new", "w") as file:
         faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
+        os.replace(f"{stacks}.new", stacks)  # there from now on: before, the signal would end the process
         torch.set_num_threads(1)
         # What torch.empty gives is then NaN: padding that is read as data shows.
         torch.use_deterministic_algorithms(True)
@@ -232,6 +237,8 @@ def _serve(pipe: connection.Connection, stacks: str) -> None:
             if job is None:
                 return
             # What is there before a job, the modules that it imports among others, no collection needs to walk again.
+            # But garbage that a thread of the last job still held at its end would stay for good.
+            gc.collect()
             gc.freeze()
             pipe.send_bytes(dumps(_run_job(*job)))
 
@@ -273,4 +280,14 @@ def _run_job(
     gc.collect()  # frames of an exception keep tensors, and gloo's threads abort the process over them
     if dist.is_initialized():
         dist.destroy_process_group()
+    _forget_meshes()
     return outcome
+
+
+def _forget_meshes() -> None:
+    """Torch keeps what it found of DTensors by the equality of meshes: a job would meet the groups of an earlier one.
+
+    It asks for groups by name, and a job that makes them in another order gives the names to other ranks.
+    """
+    _clear_sharding_prop_cache()
+    _gen_transform_infos.cache_clear()

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 from tests.support import ranks as ranks_module
 from tests.support.moments import Moments
@@ -39,6 +41,23 @@ def dies_on(rank: int) -> int:
 
 def poisoned() -> bool:
     return bool(torch.empty(1000).isnan().all())
+
+
+def gathered_behind(groups: int) -> list[float]:
+    """In a mesh of two columns, when so many other groups were made before: they have the names of the next ones."""
+    for _ in range(groups):
+        dist.new_group([0, 1])
+        dist.new_group([2, 3])
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("row", "column"))
+    own = torch.full((1,), float(dist.get_rank()))
+    found: list[float] = (DTensor.from_local(own, mesh["row"], [Shard(0)]) + 1).full_tensor().tolist()
+    return found
+
+
+def test_a_job_meets_no_group_of_an_earlier_one(ranks: Pool) -> None:
+    """Torch keeps what it found of DTensors by the equality of meshes, and asks for groups by name."""
+    for groups in (0, 1, 2):
+        assert ranks.run(gathered_behind, groups, world=4) == [[1.0, 3.0], [2.0, 4.0]] * 2
 
 
 def test_ranks(ranks: Pool) -> None:

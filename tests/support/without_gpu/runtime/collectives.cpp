@@ -34,10 +34,10 @@ class Collective {
     for (int peer = 0; peer < of_->size; peer++) {
       const auto& other = shared->members[peer].calls[number_ % 2];
       if (!(other == call_)) {
-        of_->has_failed = true;
         queues::fail("ranks differ in collective " + std::to_string(number_) + " of " + of_->name + ": rank " +
                      std::to_string(of_->rank) + " is at an " + in_words(call_) + ", rank " + std::to_string(peer) + " at an " +
                      in_words(other));
+        of_->has_failed = true;  // behind the report: torch's watchdog may end the process now
         return false;
       }
     }

@@ -105,6 +105,8 @@ void set_failure(const std::string& text) {
   device().progress.notify_all();
 }
 
+thread_local uint64_t here = 0;
+
 // An operation that comes late finds memory gone that somebody gave back too early.
 char running[256];
 struct sigaction before;
@@ -222,9 +224,12 @@ int priority_of(const Stream* stream) { return stream->priority; }
 Point enqueue(Stream* stream, Operation operation) {
   Lock lock(device().mutex);
   start();
+  here++;
   stream->waiting.push_back(std::move(operation));
   return {stream, ++stream->enqueued};
 }
+
+uint64_t enqueued_here() { return here; }
 
 Point end_of(Stream* stream) {
   Lock lock(device().mutex);

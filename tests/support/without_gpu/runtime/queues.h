@@ -37,6 +37,7 @@ int priority_of(const Stream* stream);
 
 // Returns at once.
 Point enqueue(Stream* stream, Operation operation);
+uint64_t enqueued_here();  // how many operations, by this thread
 Point end_of(Stream* stream);
 bool has_ended(const Point& point);
 

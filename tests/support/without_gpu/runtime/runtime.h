@@ -14,8 +14,9 @@ namespace runtime {
 cudaError_t told(cudaError_t code);
 int current_device();
 inline int device_count() {
-  const char* text = getenv("WITHOUT_GPU_COUNT");
-  return text ? atoi(text) : 1;
+  static const char* text = getenv("WITHOUT_GPU_COUNT");  // once: all threads ask, and a program may change others
+  static const int count = text ? atoi(text) : 1;
+  return count;
 }
 queues::Stream* stream_of(cudaStream_t handle);
 // The host waits: an error of the runtime after a failure.
