@@ -136,7 +136,7 @@ def few_or_many(default: int, slow: int) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("examples", [default, pytest.param(slow, marks=pytest.mark.slow)])
 
 
-@few_or_many(40, 1000)
+@few_or_many(15, 1000)
 def test_any_shard(compiling: Compiling, examples: int) -> None:
     """Sizes, offsets, alignment, skipped params, and gradients of every kind, NaN and subnormals among them."""
     compiling(in_any_shard, examples)
@@ -198,7 +198,7 @@ def in_reductions(examples: int) -> set[str]:
     return executed
 
 
-@few_or_many(40, 1000)
+@few_or_many(15, 1000)
 def test_reductions(compiling: Compiling, examples: int) -> None:
     """Sums of squares, largest magnitudes and counts of each block, and what they add up to for each param."""
     compiling(in_reductions, examples)

@@ -307,7 +307,7 @@ def what_steps_take(root: Path, steps: int) -> tuple[Taken, Taken, int]:
     return before, after, grown
 
 
-@pytest.mark.parametrize("steps", [1_000, pytest.param(10_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("steps", [400, pytest.param(10_000, marks=pytest.mark.slow)])
 def test_nothing_grows_with_the_number_of_steps(steps: int, tmp_path: Path) -> None:
     """In a new process: what the tests before it left may end meanwhile."""
     [(before, after, grown)] = launch(what_steps_take, tmp_path, steps, world=1)

@@ -249,7 +249,7 @@ def test_at_the_end_of_a_script(tmp_path: Path) -> None:
     """The others are through with it while rank 0 still saves; they wait, unless something went wrong."""
     script = tmp_path / "script.py"
     script.write_text(textwrap.dedent(SCRIPT))
-    for ending in ("plain", "destroyed", "closed", "several", "in fresh interpreters"):
+    for ending in ("destroyed", "closed", "several", "in fresh interpreters"):
         folder = tmp_path / ending
         folder.mkdir()
         is_fresh = ending == "in fresh interpreters"

@@ -188,51 +188,63 @@ def test_the_script_of_the_package_is_this_command_line() -> None:
 
 GPT2 = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_embd": 64, "n_layer": 2, "n_head": 2}
 
+# A command that may ask for no host, for each folder with a config: how it ended, and what it told.
+ALONE = """
+import contextlib, io, json, socket, sys
+from shardopt.__main__ import main
+
+def asked(host, *_, **__):
+    told.write(f"asked for {host}\\n")
+    raise OSError("no network")
+
+socket.getaddrinfo = asked
+found = []
+for folder in sys.argv[1:]:
+    with contextlib.redirect_stderr(io.StringIO()) as told, contextlib.redirect_stdout(io.StringIO()):
+        found.append((main(["plan", folder]), told.getvalue()))
+print(json.dumps(found))
+"""
+
+
+def planned_alone(texts: list[str], folder: Path, **options: Any) -> list[tuple[int, str]]:
+    """Of each config: the code that the command ends with, and its errors. One process: transformers takes seconds."""
+    (folder / "alone.py").write_text(ALONE)
+    folders = [folder / str(number) for number in range(len(texts))]
+    for each, text in zip(folders, texts, strict=True):
+        each.mkdir()
+        (each / "config.json").write_text(text)
+    done = run_script(folder / "alone.py", *folders, **options)
+    assert done.returncode == 0, done.stderr
+    found: list[tuple[int, str]] = json.loads(done.stdout)
+    return found
+
 
 @pytest.mark.skipif(not importlib.util.find_spec("transformers"), reason="needs the extra 'frameworks'")
 def test_a_model_of_hugging_face_is_planned(tmp_path: Path) -> None:
     """From its config alone, with its own shapes; what is none is one line."""
-    file = tmp_path / "config.json"
-    file.write_text(json.dumps(GPT2))
+    (tmp_path / "config.json").write_text(json.dumps(GPT2))
     done = run_module("shardopt", "plan", str(tmp_path), "--json", "--ranks", "4", frameworks=True)
     assert done.returncode == 0, done.stderr
     block = 2 * 2 * 64 + 64 * 192 + 192 + 64 * 64 + 64 + 2 * 64 * 256 + 256 + 64
     assert json.loads(done.stdout)["params"] == (50257 + 1024) * 64 + 2 * block + 2 * 64  # the head is the embedding
-    for text, words in (
-        (json.dumps({**GPT2, "architectures": ["NobodysModel"]}), "does not make NobodysModel"),
-        (json.dumps({**GPT2, "model_type": "nobodys"}), "does not make GPT2LMHeadModel"),
-        (json.dumps({**GPT2, "architectures": ["BitsAndBytesConfig"]}), "it is not a class of a model"),
-        (json.dumps({**GPT2, "architectures": 5}), "has 5 for a list of architectures"),
-        (json.dumps({"n_embd": 64}), "has no model_type"),
-        ("[", "give a Hugging Face config.json"),
-        ("[" * 100_000, "give a Hugging Face config.json"),
-    ):
-        file.write_text(text)
-        done = run_module("shardopt", "plan", str(file), frameworks=True)
-        assert done.returncode == 1 and words in done.stderr and len(done.stderr.splitlines()) == 1, done.stderr
-
-
-# A command that may ask for no host.
-ALONE = """
-import socket, sys
-from shardopt.__main__ import main
-
-def asked(host, *_, **__):
-    print("asked for", host)
-    raise OSError("no network")
-
-socket.getaddrinfo = asked
-sys.exit(main(sys.argv[1:]))
-"""
+    wrong = {
+        json.dumps({**GPT2, "architectures": ["NobodysModel"]}): "does not make NobodysModel",
+        json.dumps({**GPT2, "model_type": "nobodys"}): "does not make GPT2LMHeadModel",
+        json.dumps({**GPT2, "architectures": ["BitsAndBytesConfig"]}): "it is not a class of a model",
+        json.dumps({**GPT2, "architectures": 5}): "has 5 for a list of architectures",
+        json.dumps({"n_embd": 64}): "has no model_type",
+        "[": "give a Hugging Face config.json",
+        "[" * 100_000: "give a Hugging Face config.json",
+    }
+    for (code, told), words in zip(planned_alone([*wrong], tmp_path, frameworks=True), wrong.values(), strict=True):
+        assert code == 1 and words in told and len(told.splitlines()) == 1, told
 
 
 @pytest.mark.skipif(not importlib.util.find_spec("transformers"), reason="needs the extra 'frameworks'")
 def test_a_config_fetches_nothing_and_runs_no_code_of_the_hub(tmp_path: Path) -> None:
-    """Neither weights of a backbone nor a kernel for attention, which is code."""
-    (tmp_path / "alone.py").write_text(ALONE)
+    """Neither weights of a backbone nor a kernel for attention, which is code. (Frameworks of tests are offline.)"""
     backbone = {"backbone": "someone/else", "use_timm_backbone": False, "use_pretrained_backbone": True}
     detr = {"model_type": "detr", "architectures": ["DetrForObjectDetection"], **backbone, "backbone_config": None}
-    for config, code in ((detr, 1), ({**GPT2, "_attn_implementation": "someone/else"}, 0)):
-        (tmp_path / "config.json").write_text(json.dumps(config))
-        done = run_script(tmp_path / "alone.py", "plan", str(tmp_path))
-        assert done.returncode == code and "asked for" not in done.stdout, done
+    attends = {**GPT2, "_attn_implementation": "someone/else"}
+    found = planned_alone([json.dumps(detr), json.dumps(attends)], tmp_path)
+    assert [code for code, _ in found] == [1, 0] and not any("asked for" in told for _, told in found), found
