@@ -42,8 +42,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import debug
 from torch.distributed.tensor._redistribute import _gen_transform_infos
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from tests.support.coverage_contexts import attributed
 from tests.support.parcels import dumps
@@ -289,5 +289,6 @@ def _forget_meshes() -> None:
 
     It asks for groups by name, and a job that makes them in another order gives the names to other ranks.
     """
-    _clear_sharding_prop_cache()
+    for cache in ("", "_python", "_fast_path"):  # not every version has all of the calls
+        getattr(debug, f"_clear{cache}_sharding_prop_cache", lambda: None)()
     _gen_transform_infos.cache_clear()
