@@ -236,10 +236,24 @@ class Bindings:
         with composition.told("bind() begins"):
             numbers = self._check_together(takeover, candidates, values)
         try:
+            with composition.told("values are shared"):
+                is_shared = self._share_values(takeover, by_domain)
+            if is_shared:
+                composition.compare_experts(self.groups)
             with composition.told("bind() ends"):
                 self._bind_module(takeover, by_domain, values, numbers)
         finally:
             self.local_params.show()
+
+    def _share_values(self, takeover: ModuleTakeover, by_domain: Sequence[tuple[Domain, Sequence[Group]]]) -> bool:
+        """Collective: ranks that hold the same begin with the same values. Returns False where these are there, or are
+        still to be made."""
+        if meta_params(takeover.module):
+            takeover.give_devices(self.compose().main.mesh.world)
+        elif not any(domain.entries for domain, _ in by_domain) and not takeover.fresh:
+            takeover.share_values()
+            return True
+        return False
 
     def _bind_module(
         self,
@@ -249,10 +263,6 @@ class Bindings:
         numbers: Sequence[dict[str, Any]],
     ) -> None:
         main = self.compose().main
-        if meta_params(takeover.module):
-            takeover.give_devices(main.mesh.world)
-        elif not any(domain.entries for domain, _ in by_domain) and not takeover.fresh:
-            takeover.share_values()
         problem: Exception | None = None
         for domain, groups in by_domain:
             try:

@@ -25,8 +25,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..errors import BindingError
 from ..partition.comm.group import Ranks
 from ..partition.mesh import everyone_of
-from .agreement import Consensus, StepDigest, agree
-from .dtensors import any_dtensor, is_counted_here, is_dtensor, mesh_of, slice_number
+from .agreement import Consensus, StepDigest, agree, checksum
+from .dtensors import any_dtensor, is_counted_here, is_dtensor, local_tensor, mesh_of, slice_number
 from .experts import check_experts, set_members
 from .param import named_params
 
@@ -119,6 +119,8 @@ class Domains:
         Raises:
             BindingError: copies cannot be told from different slices.
         """
+        if self.options.norm_group is not None and self._norm_ranks is None:
+            self._norm_ranks = self._ranks_of(everyone_of(self.options.norm_group))
         has_dtensors = any(any_dtensor(group["params"]) for group in groups)
         mesh, problem = self._tensor_mesh(groups) if has_dtensors else (None, None)
         if self.options.norm_group is None and not self.others and mesh is None:
@@ -128,29 +130,18 @@ class Domains:
         dims = range(0 if mesh is None else mesh.ndim)
         self._tensor_ranks = tuple(self._ranks_of(mesh.get_group(dim)) for dim in dims if mesh)
         self.whole = (self.main.mesh.world, *self._tensor_ranks)
-        if self.options.norm_group is not None:
-            if self._norm_ranks is None:
-                self._norm_ranks = self._ranks_of(everyone_of(self.options.norm_group))
+        if self._norm_ranks is not None:
             self.whole = (self._norm_ranks,)
         if problem is not None:
             raise problem
-        self._check_composable(mesh)
+        if self.options.module is not None:
+            everyone = _ranks(self.main.mesh.world)
+            check_experts(self.options, everyone, [_ranks(each.mesh.world) for each in self.others.values()])
         self._note_copies(groups, mesh)
         if self._norm_ranks is not None:
             self._check_within(self._norm_ranks, "norm_group", mesh)
         else:
             self._check_within(self.main.mesh.world, "the optimizer's process_group")
-
-    def _check_composable(self, mesh: DeviceMesh | None) -> None:
-        if self.options.module is not None:
-            everyone = _ranks(self.main.mesh.world)
-            check_experts(self.options, everyone, [_ranks(each.mesh.world) for each in self.others.values()])
-        if self.options.module is not None and mesh is not None and self.others:
-            raise BindingError(
-                "give module.parameters() instead of the module (stage 1), and average gradients over the "
-                "data-parallel ranks, by DDP or all_reduce: the module has both DTensors over other ranks and param "
-                "groups with their own process_group, whose gradients are not reduced together yet."
-            )
 
     @contextmanager
     def told(self, call: str) -> Iterator[None]:
@@ -167,6 +158,36 @@ class Domains:
             problem = error
         if self._tensor_ranks:
             agree_on_whole(StepDigest(call, dict, problem), (self.main.mesh.world, *self._tensor_ranks))
+
+    def compare_experts(self, groups: Sequence[Group]) -> None:
+        """Collective over the model: raises on all ranks if ranks of a tensor mesh begin with the same experts.
+
+        They may be copies, which the norm would count several times.
+        """
+        if not self.others or not self._tensor_ranks:
+            return
+        with self.told("comparing experts"):
+            own = {name: checksum(param) for name, param in self._told_apart(groups)}
+            told = [ranks.exchange_json(own, "comparing experts") for ranks in self._tensor_ranks]
+            for ranks, everyones in zip(self._tensor_ranks, told, strict=True):
+                alike = [rank for rank, each in enumerate(everyones) if own and each == own and rank != ranks.rank]
+                if alike:
+                    found = sorted(_ranks(ranks)[rank] for rank in alike)
+                    raise BindingError(
+                        f"make {next(iter(own))} and its like DTensors (distribute_tensor, Replicate()) if they are "
+                        "copies, or build other experts with other values: a param group with its own process_group "
+                        f"has plain params, and those of ranks {found}, on the same tensor mesh, are the same. The "
+                        "norm would count them several times."
+                    )
+
+    def _told_apart(self, groups: Sequence[Group]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yields local params of experts that no DTensor says to be copies or slices of others on the tensor mesh."""
+        everyone = {rank for ranks in self._tensor_ranks for rank in _ranks(ranks)}
+        for name, param, group in named_params(groups):
+            values: Any = param
+            is_said = is_dtensor(param) and everyone <= set(values.device_mesh.mesh.flatten().tolist())
+            if group.get("process_group") is not None and param.numel() and not is_said:
+                yield name, local_tensor(param)
 
     def agree_on_gradients(self, groups: Sequence[Group], problem: Exception | None) -> None:
         """Collective over the tensor mesh: its ranks agree before they finish sums of gradients together.
@@ -194,7 +215,11 @@ class Domains:
         """Returns the mesh of DTensors with ranks beyond the main domain's world, and the error if it is unusable."""
         found: DeviceMesh | None = None
         everyone = set(_ranks(self.main.mesh.world))
-        for name, param, group in named_params(groups):
+        whole = set() if self._norm_ranks is None else set(_ranks(self._norm_ranks))
+        # Experts come last: they may be spread over a mesh of their own, which tells nothing of plain params.
+        for name, param, group in sorted(
+            named_params(groups), key=lambda each: each[2].get("process_group") is not None
+        ):
             if not is_dtensor(param):
                 continue
             values: Any = param
@@ -205,9 +230,11 @@ class Domains:
             try:
                 mesh_of(param, name)
                 self._check_apart(name, ranks, own)
-                if not is_within and found is not None and found.mesh.tolist() != mesh.mesh.tolist():
+                is_other = found is not None and found.mesh.tolist() != mesh.mesh.tolist()
+                if found is not None and is_other and not is_within and not (own is not None and ranks <= whole):
                     raise BindingError(
-                        f"use one tensor mesh for all params of an optimizer: {name} is a DTensor over ranks "
+                        "use one tensor mesh for all params of an optimizer; experts, in a group with their own "
+                        f"process_group, may have another one within norm_group. {name} is a DTensor over ranks "
                         f"{sorted(ranks)}, others are over ranks {sorted(found.mesh.flatten().tolist())}, and it "
                         "cannot be told which ranks hold copies of plain params."
                     )
@@ -232,18 +259,18 @@ class Domains:
         first = mesh is None or not any(mesh.get_coordinate() or ())
         for name, param, group in named_params(groups):
             own = group.get("process_group")
-            if own is not None and mesh is not None and not is_dtensor(param):
+            if own is not None and mesh is not None and not is_dtensor(param) and self.options.module is None:
                 raise BindingError(
-                    f"make {name} a DTensor (distribute_tensor), replicated or sharded: it is a plain tensor of a "
-                    "group with its own process_group, beside DTensors. The ranks of their mesh may hold copies of it "
-                    "or other values, and the norm could count it several times."
+                    f"hand over the module, or make {name} a DTensor (distribute_tensor), replicated or sharded: it is "
+                    "a plain tensor of a group with its own process_group, beside DTensors. The ranks of their mesh "
+                    "may hold copies of it or other values, and the norm could count it several times."
                 )
             domain = self.main if own is None else self.others[own]
             is_slice = is_dtensor(param)
             is_counted = is_counted_here(param) if is_slice else first or own is not None
             # Other experts have other elements, whose noise is drawn apart: by the first rank that holds them.
             apart = None if own is None else min(_ranks(domain.mesh.world))
-            domain.note_slice(self.locals.of(param), is_counted, slice_number(param) if is_slice else apart)
+            domain.note_slice(self.locals.of(param), is_counted, slice_number(param, apart) if is_slice else apart)
 
     def _check_within(self, ranks: Ranks, what: str, mesh: DeviceMesh | None = None) -> None:
         neighbours = [_ranks(domain.mesh.world) for domain in self.domains]

@@ -214,9 +214,16 @@ def is_counted_here(param: DTensor) -> bool:
     return all(coordinate == 0 or not placement.is_replicate() for placement, coordinate in pairs)
 
 
-def slice_number(param: DTensor) -> int:
-    """Returns the number of this rank's slice of a DTensor; ranks that hold copies have the same number."""
+def slice_number(param: DTensor, apart: int | None = None) -> int:
+    """Returns the number of this rank's slice of a DTensor; ranks that hold copies have the same number.
+
+    Args:
+        apart: of an expert, the first rank that holds it: ranks with other experts have other numbers. It differs
+            between copies on the mesh, so these go without.
+    """
     mesh, number = param.device_mesh, 0
+    if apart is not None and not any(placement.is_replicate() for placement in param.placements):
+        number = apart
     for size, coordinate, placement in zip(mesh.shape, mesh.get_coordinate(), param.placements, strict=True):
         if not placement.is_replicate():
             number = number * size + coordinate

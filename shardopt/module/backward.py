@@ -410,8 +410,8 @@ class Backward(RoundGradients):
         try:
             entry.place_gradient()
         except BaseException as error:
-            if self.is_open:
-                self.abandon(f"{type(error).__name__}: {error}")
+            if self.lead.is_open:
+                self.lead.abandon(f"{type(error).__name__}: {error}")
             raise
         self.take_gradient(entry)
 

@@ -16,9 +16,9 @@ from torch.distributed.device_mesh import init_device_mesh
 import shardopt
 from shardopt import Tuning, load_checkpoint, save_checkpoint
 from shardopt.errors import BindingError, CommunicationError, OffloadError, ShardoptError
-from tests.support.composed import OPTIONS, STATES, Block, Reference, assert_close, batch, loss_of, whole
+from tests.support.composed import OPTIONS, STATES, Block, assert_close, batch, loss_of, whole
 from tests.support.linear_moe import BATCHES, LinearMixture
-from tests.support.moe import NUM, Expert, Mixture, close, groups_of, is_of, mixtures, name_of
+from tests.support.moe import NUM, Expert, Mixture, WholeModel, close, groups_of, is_of, mixtures, name_of
 from tests.support.ranks import Pool
 from tests.support.sweep import Row, sweep_at_once
 
@@ -58,32 +58,10 @@ def closed(step: int, rank: int) -> int:
     return (step + rank // 2) % NUM
 
 
-class WholeModel(Reference):
-    def step(self, step: int) -> float:
-        """The norm of all gradients before clipping."""
-        self.optimizer.zero_grad()
-        for rank in range(self.num_batches):
-            close(self.model, closed(step, rank))
-            (loss_of(self.model(batch(step, rank))) / self.num_batches).backward()
-        norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.max_norm)
-        self.optimizer.step()
-        return float(norm)
-
-    def values(self) -> dict[str, torch.Tensor]:
-        """Params, and the states of those that ever had a gradient."""
-        named = dict(self.model.named_parameters())
-        states = {
-            f"{name}.{kind}": state for name in named for kind, state in self.optimizer.state[named[name]].items()
-        }
-        return {name: value for name, value in states.items() if not name.endswith(".step")} | {
-            name: param.detach() for name, param in named.items()
-        }
-
-
 def trains(settings: list[tuple[str, dict[str, Any]]], folder: Path) -> None:
     experts, called = Experts(), set()
     for kind, options in settings:
-        reference = WholeModel(mixtures(), dist.get_world_size(), MAX_NORM, kind)
+        reference = WholeModel(mixtures(), dist.get_world_size(), MAX_NORM, kind, closed)
         model, optimizer = experts.make(kind, seed=dist.get_rank() // 2, **options)  # the first copy's values count
         for step in range(STEPS):
             if step == SAVED_AT:
@@ -130,7 +108,8 @@ def trains_experts_alone(stages: list[int]) -> None:
     alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
     for stage in stages:
         for group, copies in ((everyone, alone), (experts.group, experts.copies)):
-            reference, model = WholeModel(mixtures(), dist.get_world_size(), math.inf, "SGD"), mixtures(group)
+            reference = WholeModel(mixtures(), dist.get_world_size(), math.inf, "SGD", closed)
+            model = mixtures(group)
             for each in (reference.model, model):
                 for name, param in each.named_parameters():
                     param.requires_grad_("experts." in name)

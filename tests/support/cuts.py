@@ -10,7 +10,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 from unittest.mock import patch
 
 import torch
@@ -36,12 +36,18 @@ class Product(nn.Module):
 
     def forward(self, factors: Factors) -> Tensor:
         pairs = zip(self.parameters(recurse=False), factors(self), strict=True)
-        own = [(param * factor).sum() for param, factor in pairs]
+        own = [local((param * factor).sum()) for param, factor in pairs]
         return torch.stack([*own, *(child(factors) for child in self._below()), torch.zeros(())]).sum()
 
     def _below(self) -> Iterator[nn.Module]:
         for child in self.children():
             yield from child.children() if isinstance(child, nn.ModuleDict | nn.ModuleList) else [child]
+
+
+def local(total: Any) -> Tensor:
+    """Of a DTensor all of it."""
+    found: Tensor = total.full_tensor() if isinstance(total, DTensor) else total
+    return found
 
 
 class Linear(Product, nn.Linear):
@@ -202,15 +208,20 @@ class Cell:
                 if self.cut.tp > 1:
                     self._place(module.up, tensor, Shard(0))
                     self._place(module.down, tensor, Shard(1), bias=Replicate())
-                    self._place(module, tensor, Shard(2))
+                    if self.cut.ep > 1:
+                        self._place(module, self.mesh("ep", "tp"), Shard(0), Shard(2))
+                    else:
+                        self._place(module, tensor, Shard(2))
                 elif self.cut.ep > 1:
                     self._place(module, experts, Shard(0))
+                for number, expert in enumerate(module.experts.children() if self.cut.tp > 1 < self.cut.ep else ()):
+                    self._place(expert, tensor, Replicate() if number else Shard(1))
             elif isinstance(module, nn.Embedding) and self.cut.tp > 1:
                 self._place(module, tensor, Shard(0))
 
-    def _place(self, module: nn.Module, mesh: DeviceMesh, placement: Any, **others: Any) -> None:
+    def _place(self, module: nn.Module, mesh: DeviceMesh, *placements: Any, **others: Any) -> None:
         for name, param in list(module.named_parameters(recurse=False)):
-            values = distribute_tensor(param.detach(), mesh, [others.get(name, placement)])
+            values = distribute_tensor(param.detach(), mesh, [others[name]] if name in others else placements)
             placed = nn.Parameter(values, requires_grad=param.requires_grad)
             setattr(module, name, placed)
             self._global[placed] = self._global.pop(param)
@@ -221,19 +232,19 @@ class Cell:
         experts: list[Any] = []
         for name, param in self.model.named_parameters():
             if param.requires_grad:
-                (experts if "expert" in name or "stacked" in name else rest).append(param)
+                (experts if is_of_experts(name) else rest).append(param)
         groups: list[dict[str, Any]] = [{"params": rest, "weight_decay": 0.1}, {"params": experts, "lr": 0.02}]
         given: dict[str, Any] = {"process_group": model_ranks}
         if self.cut.ep > 1:
             groups[1]["process_group"] = model_ranks
             given["process_group"] = self.mesh("ep", "dp")._flatten().get_group() if self.cut.dp > 1 else None
             given["process_group"] = given["process_group"] or self.mesh("ep").get_group()
-        if self.cut.pp > 1:
+        if self.cut.pp > 1 or (self.cut.ep > 1 and self.cut.tp > 1):
             given["norm_group"] = dist.group.WORLD
         if self.cut.module:
             given["module"] = self.model
-        tuning = Tuning(bucket_bytes=300, live_bytes=0)
-        return shardopt.ShardedAdamW(groups, **OPTIONS, stage=self.cut.stage, tuning=tuning, **given, **options)
+        given |= {"tuning": Tuning(bucket_bytes=300, live_bytes=0), **options}
+        return shardopt.ShardedAdamW(groups, **OPTIONS, stage=self.cut.stage, **given)
 
     # -- a training ------------------------------------------------------------------------------------------------
 
@@ -255,8 +266,15 @@ class Cell:
         self.optimizer.step()
 
     def _factors(self, module: nn.Module, turn: int) -> list[Tensor]:
-        named = [(self._global[param], param) for param in module.parameters(recurse=False)]
-        return [content(f"{name} grad", param.shape, turn) for name, param in named]
+        """Each batch sends tokens to all experts: a rank multiplies its own by those of all ranks that have others."""
+        found: list[Tensor] = []
+        for param in module.parameters(recurse=False):
+            name, values = self._global[param], cast(Any, param)
+            factor = content(f"{name} grad", values.shape, turn) * (self.cut.ep if is_of_experts(name) else 1)
+            if isinstance(values, DTensor):
+                factor = distribute_tensor(factor, values.device_mesh, values.placements)
+            found.append(factor)
+        return found
 
     def facts(self) -> dict[str, str]:
         """Digests of what this rank has a part of, by global name. Collective."""
@@ -277,6 +295,14 @@ class Cell:
                 found[f"{full}.seen"], found[f"{full}.calls"] = digest(layer.seen), str(layer.norm.calls)
         return found
 
+    def states(self) -> dict[str, Tensor]:
+        """Whole, by global name. Collective."""
+        trained = {name: param for param, name in self._global.items() if param.requires_grad}
+        return {
+            f"{name}.{kind}": whole(self.optimizer.state[trained[name]][kind])
+            for name, kind in itertools.product(sorted(trained), STATES)
+        }
+
     def held(self) -> Iterator[tuple[str, str, Tensor]]:
         """The places, in the whole tensor, of the elements that this rank keeps: by name and kind."""
         for param, name in self._global.items():
@@ -296,18 +322,28 @@ class Cell:
                     yield name, kind, own
 
 
-def digest(tensor: Any) -> str:
+def is_of_experts(name: str) -> bool:
+    return "expert" in name or "stacked" in name
+
+
+def whole(tensor: Any) -> Tensor:
     """Collective where it is a DTensor or a part."""
     if isinstance(tensor, DTensor):
-        local = tensor._local_tensor
-        if isinstance(local, Part):
+        values = tensor._local_tensor
+        if isinstance(values, Part):
             tensor = DTensor.from_local(
-                local.full_tensor(), tensor.device_mesh, tensor.placements, shape=tensor.shape, stride=tensor.stride()
+                values.full_tensor(), tensor.device_mesh, tensor.placements, shape=tensor.shape, stride=tensor.stride()
             )
         tensor = tensor.full_tensor()
     elif isinstance(tensor, Part):
         tensor = tensor.full_tensor()
-    return hashlib.sha256(tensor.detach().contiguous().numpy().tobytes()).hexdigest()
+    found: Tensor = tensor.detach()
+    return found
+
+
+def digest(tensor: Any) -> str:
+    """Collective where it is a DTensor or a part."""
+    return hashlib.sha256(whole(tensor).contiguous().numpy().tobytes()).hexdigest()
 
 
 @contextmanager

@@ -1,5 +1,6 @@
 """A mixture of experts in plain torch, its experts on all ranks or spread over those of a group."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -7,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_gather_tensor_autograd, reduce_scatter_tensor_autograd
 
-from tests.support.composed import WIDTH, Block
+from tests.support.composed import WIDTH, Block, Reference, batch, loss_of
 
 NUM = 4  # experts
 
@@ -40,19 +41,26 @@ class Mixture(nn.Module):
         self.experts = nn.ModuleList(made[index] for index in self.own)
 
     def forward(self, x: Tensor) -> Tensor:
-        weights = torch.softmax(self.gate(x), -1)
-        open_ = weights.index_fill(-1, torch.tensor([self.closed]), 0.0)
+        return self.exchange(x, torch.softmax(self.gate(x), -1).index_fill(-1, torch.tensor([self.closed]), 0.0))
+
+    def exchange(self, x: Tensor, open_: Tensor) -> Tensor:
+        """What the experts make of this rank's tokens. ``open_``: the gate's weights."""
         if self.group is not None:
             x, open_ = (all_gather_tensor_autograd(each, 0, self.group) for each in (x, open_))
         weight, chosen = open_.max(-1)
         # A rank without a token takes part in the backward of both collectives.
         done, self.called = (x + weight.unsqueeze(1)) * 0.0, []
-        for index, expert in zip(self.own, self.experts, strict=True):
+        for number, index in enumerate(self.own):
             (tokens,) = torch.where(chosen == index)
             if len(tokens):
                 self.called.append(index)
-                done = done.index_add(0, tokens, expert(x[tokens]) * weight[tokens].unsqueeze(1))
+                done = done.index_add(0, tokens, self.expert(number, x[tokens]) * weight[tokens].unsqueeze(1))
         return done if self.group is None else reduce_scatter_tensor_autograd(done, "sum", 0, self.group)
+
+    def expert(self, number: int, x: Tensor) -> Tensor:
+        """``number``: among those of this rank."""
+        done: Tensor = self.experts[number](x)
+        return done
 
 
 class Layer(nn.Module):
@@ -100,3 +108,33 @@ def is_of(name: str, group: dist.ProcessGroup) -> bool:
     """True if this rank has what the whole model calls so."""
     found = name.partition("experts.")[2]
     return not found or int(found.partition(".")[0]) * group.size() // NUM == group.rank()
+
+
+class WholeModel(Reference):
+    """One process with all experts. ``closed``: step, batch -> the expert that gets no token of this batch."""
+
+    def __init__(
+        self, model: nn.Module, num_batches: int, max_norm: float, kind: str, closed: Callable[[int, int], int]
+    ) -> None:
+        super().__init__(model, num_batches, max_norm, kind)
+        self.closed = closed
+
+    def step(self, step: int) -> float:
+        """The norm of all gradients before clipping."""
+        self.optimizer.zero_grad()
+        for rank in range(self.num_batches):
+            close(self.model, self.closed(step, rank))
+            (loss_of(self.model(batch(step, rank))) / self.num_batches).backward()
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.max_norm)
+        self.optimizer.step()
+        return float(norm)
+
+    def values(self) -> dict[str, Tensor]:
+        """Params, and the states of those that ever had a gradient."""
+        named = dict(self.model.named_parameters())
+        states = {
+            f"{name}.{kind}": state for name in named for kind, state in self.optimizer.state[named[name]].items()
+        }
+        return {name: value for name, value in states.items() if not name.endswith(".step")} | {
+            name: param.detach() for name, param in named.items()
+        }
