@@ -109,7 +109,7 @@ def _bucket(
     is_released: bool,
     undo: ExitStack,
 ) -> Bucket:
-    bucket = Bucket(params, layout, fresh, is_released, list(map(domain.locals.outer_of, params)))
+    bucket = Bucket(params, layout, fresh, is_released, domain.locals.bind(params))
     undo.callback(_give_back, bucket)
     return bucket
 

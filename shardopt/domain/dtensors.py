@@ -48,6 +48,7 @@ class _Local:
     versions: tuple[int, int]  # of ``param`` and ``local``, when they were last compared
     gradient: torch.Tensor | None = None  # its local tensor; a copy if it has to be summed over the mesh
     sums: Sequence[int] = ()  # the dimensions of the mesh over which it is to be summed
+    is_bound: bool = False  # this optimizer moves and updates it; of others' params it only knows them
 
     def follow(self) -> None:
         """Makes the local param follow the DTensor, which may have been moved, cast, loaded or frozen."""
@@ -59,7 +60,12 @@ class _Local:
         self._look()
 
     def show(self) -> None:
-        """Makes the DTensor follow the local param, which may have moved to or from a bucket, or have been updated."""
+        """Makes the DTensor follow the local param, which may have moved to or from a bucket, or have been updated.
+
+        Where another optimizer has bound the param, the DTensor follows that one's.
+        """
+        if not self.is_bound:
+            return
         if self.local.data_ptr() != self.param._local_tensor.data_ptr():
             # It shares the version counter, so that a write to to_local() is noticed.
             self.param._local_tensor = self.local.detach()
@@ -81,6 +87,14 @@ class DTensorLocals:
     def outer_of(self, local: Any) -> Any:
         """Returns the DTensor param behind which this local param is; a plain param itself."""
         return self._outer.get(local, local)
+
+    def bind(self, locals_: Iterable[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
+        """Returns the params as the model has them. DTensors among them follow their local params from now on."""
+        outers = [self.outer_of(local) for local in locals_]
+        for outer in outers:
+            if outer in self._table:
+                self._table[outer].is_bound = True
+        return outers
 
     def of(self, param: torch.nn.Parameter) -> torch.nn.Parameter:
         if not is_dtensor(param):

@@ -38,6 +38,7 @@ SMALL = Tuning(bucket_bytes=300, keep_below=4)
 WITH: dict[str, dict[str, Any]] = {
     "nothing": {},
     "cpu": {"offload": "cpu"},
+    "disk": {},
     "int8": {"state_format": "int8", "tuning": Tuning(bucket_bytes=300, keep_below=4, compress_from=0)},
     "scaler": {},
     "release": {"release_gradients": True, "max_grad_norm": None},
@@ -83,11 +84,13 @@ def values(model: nn.Module, optimizer: ShardedOptimizer, states: Sequence[str] 
     return found
 
 
-def trains(stage: int, layout: str, extra: str, kind: str) -> None:
+def trains(folder: Path, stage: int, layout: str, extra: str, kind: str) -> None:
     mesh = mesh_of()
     data, rank = mesh["dp"].get_group(), mesh["dp"].get_local_rank()
     model = model_of(layout, mesh["tp"])
     given = {**OPTIONS[kind], "max_grad_norm": MAX_NORM, "tuning": SMALL, "stage": stage, **WITH[extra]}
+    if extra == "disk":
+        given["offload"] = folder
     optimizer = getattr(shardopt, f"Sharded{kind}")(model, process_group=data, **given)
     expected = reference(layout, kind, data.size(), given["max_grad_norm"])
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, enabled=extra == "scaler")
@@ -108,18 +111,18 @@ def trains(stage: int, layout: str, extra: str, kind: str) -> None:
     optimizer.close()
 
 
-def trains_all(rows: Sequence[Row]) -> None:
+def trains_all(rows: Sequence[Row], folder: Path) -> None:
     for row in rows:
         try:
-            trains(*row)
+            trains(folder, *row)
         except Exception as error:
             error.add_note(f"in {row}")
             raise
 
 
 @sweep_at_once(AXES, strength=1, allowed=is_allowed)
-def test_trains_as_one_process(ranks: Pool, rows: list[Row]) -> None:
-    ranks.run(trains_all, rows, world=4)
+def test_trains_as_one_process(ranks: Pool, rows: list[Row], tmp_path: Path) -> None:
+    ranks.run(trains_all, rows, tmp_path, world=4)
 
 
 # -- the same bits at every mesh ---------------------------------------------------------------------------------------
@@ -499,6 +502,46 @@ def trains_hybrid(stage: int) -> None:
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow), 3])
 def test_hybrid_mesh(ranks: Pool, stage: int) -> None:
     ranks.run(trains_hybrid, stage, world=8)
+
+
+# -- several optimizers ------------------------------------------------------------------------------------------------
+
+
+def trains_by_two() -> None:
+    """Each optimizer has some params of the module, and knows of the others'."""
+    mesh = mesh_of()
+    rank, rates = mesh["dp"].get_local_rank(), (0.1, 0.02)
+    for stage in (1, 3):
+        model, alone = model_of("blocks", mesh["tp"]), model_of("blocks")
+        given: dict[str, Any] = {"module": model, "process_group": mesh["dp"].get_group(), "tuning": SMALL}
+        ours = [
+            shardopt.ShardedSGD(block.parameters(), lr=lr, momentum=0.9, stage=stage, **given)
+            for block, lr in zip(model.children(), rates, strict=True)
+        ]
+        theirs = [
+            torch.optim.SGD(block.parameters(), lr=lr, momentum=0.9)
+            for block, lr in zip(alone.children(), rates, strict=True)
+        ]
+        for step in range(3):
+            for each in (*ours, *theirs):
+                each.zero_grad()
+            loss(model, step, rank).backward()
+            for number in range(2):
+                (loss(alone, step, number) / 2).backward()
+            for each in (*ours, *theirs):
+                each.step()
+            assert all(each.memory() for each in ours)
+            with ours[0].unsharded(), ours[1].unsharded():
+                found = {name: whole(param).clone() for name, param in model.named_parameters()}
+            composed.assert_close(found, {name: param.detach() for name, param in alone.named_parameters()})
+        ours[0].close()
+        ours[1].close()
+        found = {name: whole(param).clone() for name, param in model.named_parameters()}
+        composed.assert_close(found, {name: param.detach() for name, param in alone.named_parameters()})
+
+
+def test_two_optimizers_share_a_module(ranks: Pool) -> None:
+    ranks.run(trains_by_two, world=4)
 
 
 # -- with pipelines ----------------------------------------------------------------------------------------------------
