@@ -154,11 +154,11 @@ class LoadPlan:
 
     def _note_loss(self, member: ModelParam, saved: str, kind: str, format: str) -> None:
         """Notes what is rounded: other formats, and other blocks of 256 elements that share a scale."""
-        for source in self._sources(member, saved, kind):
+        sources, box = self._sources(member, saved, kind), (member.block.offsets, member.block.sizes)
+        same = [source for source in sources if source.frame[:2] == box]  # of a cut param, other ranks have the others
+        for source in same or sources:
             encoding = self._manifest.tensors[source.key].encoding or FP32.name
-            is_cut_anew = source.frame[:2] != (member.block.offsets, member.block.sizes) and isinstance(
-                FORMATS.get(encoding), BlockFormat
-            )
+            is_cut_anew = not same and isinstance(FORMATS.get(encoding), BlockFormat)
             if format not in (FP32.name, encoding) or (is_cut_anew and format == encoding):
                 told = f"{encoding}, in blocks of another cut," if is_cut_anew and format == encoding else encoding
                 self.rounded[kind, told, format] += 1

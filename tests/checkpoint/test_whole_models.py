@@ -156,7 +156,11 @@ def recuts(root: Path) -> None:
     """int8 states: the blocks of 256 elements that a cut divides otherwise are rounded once more, and that is said."""
     meshes = Meshes()
     options = {"state_format": "int8", "tuning": shardopt.Tuning(bucket_bytes=300, live_bytes=0, compress_from=0)}
-    pairs = {"tensor 2, data 2, stage 2": True, "experts 2, tensor 2, stage 3": True, "experts 4, stage 2": False}
+    pairs = {
+        "tensor 2, data 2, stage 2": True,
+        "experts 2, tensor 2, stage 3": True,
+        "pipeline 2, data 2, stage 2": False,
+    }
     for before, is_rounded in pairs.items():
         cell = Cell(CUTS[before], meshes, **options)
         for turn in range(2):
