@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.pipelining import (
     PipelineStage,
     Schedule1F1B,
@@ -332,6 +333,38 @@ def decides_together(stage: int) -> None:
 @pytest.mark.parametrize("stage", [1, 3])
 def test_all_stages_skip_together(ranks: Pool, stage: int) -> None:
     ranks.run(decides_together, stage, world=4)
+
+
+class Scaled(Pipeline):
+    scaler: ShardedGradScaler
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        return self.scaler.scale(loss_of(output))
+
+
+def scales(*settings: Setting) -> None:
+    """What overflows in one stage lowers the scale of all, and they go on together."""
+    mesh = two_by_two()
+    for setting in settings:
+        pipeline, reference = Scaled(setting, mesh), Reference(blocks(4), 2, MAX_NORM, setting.kind)
+        pipeline.scaler = ShardedGradScaler("cpu", init_scale=2.0**10)
+        pipeline.scaler.scale(torch.zeros(()))
+        for step in range(4):
+            pipeline.optimizer.zero_grad()
+            pipeline.run(step)
+            if step in (1, 2) and pipeline.numbers[0] == step - 1:
+                next(param for _, param in pipeline.named()).grad.mul_(torch.inf)
+            pipeline.scaler.step(pipeline.optimizer)
+            pipeline.scaler.update()
+            if step not in (1, 2):
+                reference.step(step)
+            assert pipeline.scaler.get_scale() == 2.0 ** (10, 9, 8, 8)[step]
+            assert_close(pipeline.params(), reference.values())
+        pipeline.optimizer.close()
+
+
+def test_scalers_of_all_stages(ranks: Pool) -> None:
+    ranks.run(scales, Setting(1, "gpipe", at_once=True), Setting(3, "interleaved"), world=4)
 
 
 # -- tied weights ------------------------------------------------------------------------------------------------------
