@@ -249,9 +249,10 @@ class Domains:
         sharing = set(_ranks(self.main.mesh.world if own is None else self.others[own].mesh.world))
         if len(ranks & sharing) > 1:
             raise BindingError(
-                'give the data-parallel ranks, also if it is one rank: process_group=mesh["dp"].get_group(). '
-                f"{name} is a DTensor over ranks {sorted(ranks)}, and ranks {sorted(ranks & sharing)} of these are to "
-                "share its states. They hold different elements, or copies that tensor parallelism keeps alike."
+                'give the data-parallel ranks, also if it is one rank: process_group=mesh["dp"].get_group(); and leave '
+                f"out fully_shard(): stage=3 does its work. {name} is a DTensor over ranks {sorted(ranks)}, and ranks "
+                f"{sorted(ranks & sharing)} of these are to share its states. They hold different elements, or "
+                "copies that tensor parallelism keeps alike."
             )
 
     def _note_copies(self, groups: Sequence[Group], mesh: DeviceMesh | None) -> None:
