@@ -233,6 +233,7 @@ class Bindings:
         self.settle()
         self._announce("bind")
         composition = self.compose()
+        takeover.leave_out_experts()
         with composition.told("bind() begins"):
             numbers = self._check_together(takeover, candidates, values)
         try:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -104,6 +105,14 @@ class ModuleTakeover:
         This one is listed while its optimizer is in use.
         """
         return [each for each in self._takeovers() if each.module is self.module]
+
+    def leave_out_experts(self) -> None:
+        """Says that experts in param groups of other optimizers are not shared by all ranks either."""
+        assert self._domain is not None
+        others = (group for each in self._sharers() if each is not self for group in each.groups())
+        experts = (param for group in others if group.get("process_group") is not None for param in group["params"])
+        members = self._domain.members
+        self._domain.members = replace(members, params=members.params.union(experts))
 
     def check_covers(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Raises BindingError if an unbound param of these groups is not the module's."""

@@ -132,6 +132,35 @@ def test_experts_train_alone(ranks: Pool) -> None:
     ranks.run(trains_experts_alone, [1, 3], world=4)
 
 
+def trains_by_two(stage: int) -> None:
+    """The optimizer of the rest leaves the experts to the other, and does not give rank 0's to all ranks."""
+    experts = Experts()
+    model, alone = mixtures(experts.group), mixtures()
+    rates = (0.01, 0.02)
+    ours = [
+        shardopt.ShardedSGD([group], module=model, stage=stage, lr=lr, tuning=SMALL)
+        for group, lr in zip(groups_of(model, experts.copies), rates, strict=True)
+    ]
+    theirs = [torch.optim.SGD(group["params"], lr=lr) for group, lr in zip(groups_of(alone, None), rates, strict=True)]
+    for step in range(2):
+        for each in (*ours, *theirs):
+            each.zero_grad()
+        loss_of(model(batch(step, dist.get_rank()))).backward()
+        for rank in range(dist.get_world_size()):
+            (loss_of(alone(batch(step, rank))) / dist.get_world_size()).backward()
+        for each in (*ours, *theirs):
+            each.step()
+        with ours[0].unsharded(), ours[1].unsharded():
+            found = {name_of(name, experts.group): each.detach().clone() for name, each in model.named_parameters()}
+        assert_close(found, {name: param.detach() for name, param in alone.named_parameters()})
+    ours[0].close()
+    ours[1].close()
+
+
+def test_an_optimizer_for_experts_and_one_for_the_rest(ranks: Pool) -> None:
+    ranks.run(trains_by_two, 2, world=4)
+
+
 # -- the same bits at every mesh ---------------------------------------------------------------------------------------
 
 AXES: dict[str, tuple[Any, ...]] = {
