@@ -364,7 +364,7 @@ def scales(*settings: Setting) -> None:
 
 
 def test_scalers_of_all_stages(ranks: Pool) -> None:
-    ranks.run(scales, Setting(1, "gpipe", at_once=True), Setting(3, "interleaved"), world=4)
+    ranks.run(scales, Setting(3, "interleaved"), world=4)
 
 
 # -- tied weights ------------------------------------------------------------------------------------------------------

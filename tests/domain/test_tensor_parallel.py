@@ -507,11 +507,11 @@ def test_hybrid_mesh(ranks: Pool, stage: int) -> None:
 # -- several optimizers ------------------------------------------------------------------------------------------------
 
 
-def trains_by_two() -> None:
+def trains_by_two(*stages: int) -> None:
     """Each optimizer has some params of the module, and knows of the others'."""
     mesh = mesh_of()
     rank, rates = mesh["dp"].get_local_rank(), (0.1, 0.02)
-    for stage in (1, 3):
+    for stage in stages:
         model, alone = model_of("blocks", mesh["tp"]), model_of("blocks")
         given: dict[str, Any] = {"module": model, "process_group": mesh["dp"].get_group(), "tuning": SMALL}
         ours = [
@@ -522,7 +522,7 @@ def trains_by_two() -> None:
             torch.optim.SGD(block.parameters(), lr=lr, momentum=0.9)
             for block, lr in zip(alone.children(), rates, strict=True)
         ]
-        for step in range(3):
+        for step in range(2):
             for each in (*ours, *theirs):
                 each.zero_grad()
             loss(model, step, rank).backward()
@@ -541,7 +541,12 @@ def trains_by_two() -> None:
 
 
 def test_two_optimizers_share_a_module(ranks: Pool) -> None:
-    ranks.run(trains_by_two, world=4)
+    ranks.run(trains_by_two, 3, world=4)
+
+
+@pytest.mark.slow
+def test_two_optimizers_share_a_module_at_stages_1_and_2(ranks: Pool) -> None:
+    ranks.run(trains_by_two, 1, 2, world=4)
 
 
 # -- with pipelines ----------------------------------------------------------------------------------------------------
