@@ -40,7 +40,7 @@ from .partition.schedule import Schedule
 from .partition.unit_view import Units, UnitView
 from .states.consolidate import consolidate, rank_to_gather_on
 from .states.table import StateTable, StateView
-from .states.torch_format import read_state_dict, to_state_dict
+from .states.torch_format import check_same_rules, read_state_dict, to_state_dict
 from .step.step import NOTHING_DONE, Call, run_step
 from .step.update_in_backward import UpdateInBackward, drop_gradients
 
@@ -74,6 +74,7 @@ class Engine(Bindings):
 
     Attributes:
         check_arguments: of a class with torch's arguments: checks those that a param group gives, and returns them.
+        unread: keys of param groups that choose another rule, which the optimizer was not constructed with.
         grad_norm, updates: see :class:`ShardedOptimizer`.
         lock: held by the thread that changes states; a closure may load states, so a thread may hold it several times.
     """
@@ -84,9 +85,10 @@ class Engine(Bindings):
         rule: Rule,
         options: Options,
         check_arguments: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None,
+        unread: Sequence[str] = (),
     ):
         super().__init__(owner, rule, options)
-        self.check_arguments = check_arguments
+        self.check_arguments, self.unread = check_arguments, unread
         self.grad_norm: float | None = None
         self.updates = 0
         self.lock = threading.RLock()
@@ -330,6 +332,7 @@ class Engine(Bindings):
     def load(self, state_dict: Mapping[str, Any], groups: list[dict[str, Any]]) -> None:
         """Loads what hooks have seen. ``groups``: those of the dict, with the params of this optimizer's."""
         with self.lock:
+            check_same_rules(self.rule, self.unread, groups, self.groups)
             loaded, own = read_state_dict(state_dict, groups, self.states)
             self.replace_states(loaded, own)
             self.owner.param_groups = groups

@@ -13,6 +13,7 @@ from torch import nn
 
 from ..domain.hyperparameters import check_numbers, plain_numbers
 from ..errors import CheckpointError
+from ..rules.choice import name_in
 from ..rules.rule import EMA
 from . import values
 from .claims import ADVICE
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from .records import Manifest
 
 _LISTED = 8  # mismatches that an error names
+# Rule -> one with the same states, of which it goes on: clipping an update changes the step alone.
+_STATES_OF = {"stable_adamw": "adam"}
 
 
 class Fit:
@@ -52,6 +55,9 @@ class Fit:
             alias: name for name, about in manifest.params.items() for alias in (name, *about["aliases"])
         }
         self._flags = dict(self._find_flags())  # which states a rule keeps depends on them (amsgrad, momentum)
+        self._group_of = {
+            param: group for engine in model.engines for group in engine.local_groups() for param in group["params"]
+        }
         self._taken: dict[str, str] = {}
         for name, member in model.params.items():
             saved = next(iter(self._names_of(member)), None)
@@ -156,9 +162,11 @@ class Fit:
                 self._note(f"param {name!r} is in no optimizer {where}")
             return False
         rule = self._model.engines[member.optimizer].rule
-        theirs = self._manifest.optimizers[about["optimizer"]]["rule"]
-        if theirs != rule.name:
-            self._note(f"the states of {name!r} are those of {theirs!r}, here it is updated by {rule.name!r}")
+        theirs, ours = self._manifest.optimizers[about["optimizer"]]["rule"], rule.name
+        if theirs == ours:  # which may be several, by group
+            theirs, ours = name_in(rule, self._flags[saved]), name_in(rule, self._group_of[member.param])
+        if _STATES_OF.get(theirs, theirs) != _STATES_OF.get(ours, ours):
+            self._note(f"the states of {name!r} are those of {theirs!r}, here it is updated by {ours!r}")
             return False
         kinds = [kind for kind in self._kinds[saved] if kind not in ("param", "master")]
         missing = [flag for flag in rule.flags if flag not in self._flags[saved]]
@@ -218,10 +226,22 @@ class Fit:
                 self._note(f"optimizer {number} has {count} param groups, in the checkpoint {len(theirs['groups'])}")
             for index, group in enumerate(theirs["groups"][:count]):
                 names = {name for each in told for name in each[number][index]}
-                if set(group["params"]) == names and self._has_all(engine, index):
-                    self.groups[number, index] = group["values"]
-                else:
+                if set(group["params"]) != names or not self._has_all(engine, index):
                     self._note(f"group {index} of optimizer {number} holds other params in the checkpoint")
+                else:
+                    self._group(engine, number, index, group["values"])
+
+    def _group(self, engine: Engine, number: int, index: int, saved: Mapping[str, Any]) -> None:
+        """Takes a group's values, but for those that choose another rule than the optimizer has."""
+        where, own = f"group {index} of optimizer {number}", engine.groups[index]
+        theirs, ours = name_in(engine.rule, saved), name_in(engine.rule, own)
+        if theirs != ours:
+            self._note(f"{where} takes the rule {theirs!r} in the checkpoint, here {ours!r}")
+            return
+        unread = [key for key in engine.unread if saved.get(key) is not None]
+        for key in unread:
+            self._note(f"{where} has {key}={saved[key]!r} in the checkpoint, and here the optimizer was given none")
+        self.groups[number, index] = {key: value for key, value in saved.items() if key not in unread}
 
     def _has_all(self, engine: Engine, index: int) -> bool:
         """True if all params of a group here were found in the checkpoint."""

@@ -105,6 +105,7 @@ def like(
             chosen = {name: arguments[name] for name in choosers if arguments[name] is not None}
             defaults |= {name: number(value, name, above=0) for name, value in chosen.items()}
             self._check_group, self._given = functools.partial(check_group, chosen), given
+            self._unread = tuple(name for name in choosers if name not in chosen)
             of_these = next((choosers[name]() for name in chosen), rule)
             ShardedOptimizer.__init__(self, params, defaults, rule=of_these, **options)
 

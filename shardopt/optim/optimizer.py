@@ -70,11 +70,26 @@ class ShardedOptimizer(torch.optim.Optimizer, JoinableOptimizer):
     _given: Mapping[str, Any] = MappingProxyType({})
     """The arguments of the constructor, for classes with torch's arguments."""
 
+    _unread: tuple[str, ...] = ()
+    """Arguments that choose another rule where they are given, and were not: this one reads none of them in a group."""
+
     def __init__(self, params: Params, defaults: dict[str, Any], *, rule: Rule, **options: Unpack[OptionKeywords]):
         given_params, rule, given = read_arguments(type(self).__name__, params, defaults, rule, options)
         self.engine = _engine(self, rule, given)
         super().__init__(given_params, defaults)
         self._begin()
+
+    @classmethod
+    def _groups_of(
+        cls, module: torch.nn.Module, defaults: Mapping[str, Any], given: Mapping[str, Any]
+    ) -> list[dict[str, Any]]:
+        """The param groups that the constructor makes of a module, for planners.
+
+        Args:
+            defaults: of param groups.
+            given: other arguments of the constructor.
+        """
+        return [{**defaults, "params": list(module.parameters())}]
 
     def _begin(self) -> None:
         """Takes the module over and lists this optimizer among the live ones, once the params are known."""
@@ -276,7 +291,7 @@ class ShardedOptimizer(torch.optim.Optimizer, JoinableOptimizer):
 
         Raises:
             ValueError: the groups do not match (torch's own messages).
-            StateError: tensors are missing, unknown or of other shapes. Nothing changed.
+            StateError: tensors are missing, unknown or of other shapes, or a group has another rule. Nothing changed.
         """
         self.engine.check_open()
         state_dict = self._hooked(self._optimizer_load_state_dict_pre_hooks, copied(state_dict))
@@ -314,7 +329,7 @@ class ShardedOptimizer(torch.optim.Optimizer, JoinableOptimizer):
         """Copies the optimizer with its states; its params are those that ``memo`` maps to, as in torch."""
         other = type(self).__new__(type(self))
         memo[id(self)] = other
-        other._given = self._given
+        other._given, other._unread = self._given, self._unread
         module = copy.deepcopy(self.options.module, memo)
         other.engine = _engine(other, self.rule, dataclasses.replace(self.options, module=module))
         for group in self.param_groups:
@@ -418,4 +433,4 @@ def _engine(optimizer: ShardedOptimizer, rule: Rule, options: Options) -> Engine
     # Not at the top: the engine loads all that a step needs. test_fresh_process.py limits what an import loads.
     from ..engine import Engine
 
-    return Engine(optimizer, rule, options, optimizer._check_group)
+    return Engine(optimizer, rule, options, optimizer._check_group, optimizer._unread)

@@ -131,8 +131,8 @@ def matched(given: Sequence[Group], groups: Sequence[Group], defaults: Mapping[s
         for key in ("param_names", "process_group", "rule", "matrices"):  # torch's dicts know nothing of the last two
             if key in own:
                 new.setdefault(key, own[key])
-        for key, value in defaults.items():  # a dict saved before torch knew the flag
-            new.setdefault(key, value)
+        for key, value in defaults.items():  # a dict saved before torch knew the flag, or where there is no such flag
+            new.setdefault(key, own.get(key, value))
     return saved
 
 

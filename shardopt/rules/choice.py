@@ -67,3 +67,8 @@ class RuleChoice(Rule):
     ) -> tuple[tuple[float, ...], dict[str, float]]:
         """See :meth:`Rule.evaluate`."""
         return self.of(group).evaluate(variant, group, step, carried, shape)
+
+
+def name_in(rule: Rule, group: Mapping[str, Any]) -> str:
+    """Returns the word by which a param group, one that was saved perhaps, names its rule; else the rule's name."""
+    return str(group.get(KEY, next(iter(rule.choices)))) if isinstance(rule, RuleChoice) else rule.name

@@ -9,10 +9,12 @@ import torch
 
 from ..domain.param import named_params, without_process_group
 from ..errors import StateError
+from ..rules.choice import name_in
 
 if TYPE_CHECKING:
     from ..domain.param import Group
     from ..domain.param_state import ParamState
+    from ..rules import Rule
     from .table import StateTable
 
 
@@ -34,6 +36,32 @@ def to_state_dict(groups: Sequence[Group], states: Mapping[Any, Any]) -> dict[st
         for key, state in states.items()
     }
     return {"state": shown, "param_groups": numbered}
+
+
+def check_same_rules(rule: Rule, unread: Sequence[str], saved: Sequence[Group], own: Sequence[Group]) -> None:
+    """Checks that saved param groups name no other rules than the optimizer's own groups have.
+
+    Args:
+        rule: of the optimizer.
+        unread: keys that choose another rule, which the optimizer was not constructed with.
+
+    Raises:
+        StateError: they do.
+    """
+    for number, (theirs, mine) in enumerate(zip(saved, own, strict=True)):
+        for key in unread:
+            if theirs.get(key) is not None:
+                raise StateError(
+                    f"construct the optimizer with {key}={theirs[key]!r}, as the one that was saved, or take {key!r} "
+                    f"out of the dict's groups: group {number} has it, no step of this optimizer would read it, and "
+                    "nothing was loaded."
+                )
+        names = name_in(rule, theirs), name_in(rule, mine)
+        if names[0] != names[1]:
+            raise StateError(
+                f"construct the optimizer with the groups that were saved: group {number} of the dict takes the rule "
+                f"{names[0]!r}, here it takes {names[1]!r}, whose states and updates are others. Nothing was loaded."
+            )
 
 
 def read_state_dict(

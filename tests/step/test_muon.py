@@ -17,12 +17,14 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn import Parameter
 
 from shardopt import (
+    CheckpointError,
     Offload,
     RuleError,
     ShardedAdamW,
     ShardedMuon,
     ShardedOptimizer,
     ShardoptError,
+    StateError,
     Tuning,
     load_checkpoint,
     matrix_rule,
@@ -496,6 +498,39 @@ def test_the_rule_of_a_bound_param_stays() -> None:
     assert raw(weights) == before
     optimizer.param_groups[0]["rule"] = "muon"
     optimizer.step()
+
+
+def of_rules(*words: str) -> tuple[nn.Module, ShardedMuon]:
+    """A matrix for each rule, after a step."""
+    module = Matrices([(4, 4)] * len(words))
+    groups = [{"params": [each], "rule": word} for each, word in zip(module.parameters(), words, strict=True)]
+    optimizer = ShardedMuon(groups, module=module)
+    module(gradients(0, [(4, 4)] * len(words))).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return module, optimizer
+
+
+def test_states_of_swapped_rules_are_refused_when_they_are_loaded(tmp_path: Path) -> None:
+    module, saved = of_rules("muon", "adamw")
+    save_checkpoint(tmp_path, module, saved)
+    other, optimizer = of_rules("adamw", "muon")
+
+    before = comparing.held(optimizer), repr(optimizer.param_groups)
+    with raises(StateError, "group 0 of the dict takes the rule 'muon', here it takes 'adamw'"):
+        optimizer.load_state_dict(saved.state_dict())
+    with raises(CheckpointError, "group 0 of optimizer 0 takes the rule 'muon' in the checkpoint, here 'adamw'"):
+        load_checkpoint(tmp_path, other, optimizer)
+    forged = copy.deepcopy(optimizer.state_dict())
+    forged["param_groups"][1]["rule"] = "sgd"
+    with raises(StateError, "group 1 of the dict takes the rule 'sgd', here it takes 'muon'"):
+        optimizer.load_state_dict(forged)
+    assert (comparing.held(optimizer), repr(optimizer.param_groups)) == before
+    assert len(load_checkpoint(tmp_path, other, optimizer, strict=False).mismatches) == 4  # two params, two groups
+    assert raw(list(other.parameters())) == raw(list(module.parameters()))
+    other(gradients(1, [(4, 4)] * 2)).backward()
+    optimizer.step()  # with the rules that it has
+    assert [group["rule"] for group in optimizer.param_groups] == ["adamw", "muon"]
 
 
 def test_a_group_that_is_parted_is_added_whole_or_not_at_all() -> None:

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from shardopt import (
+    CheckpointError,
     CommunicationError,
     Offload,
     ShardedAdamW,
@@ -25,7 +26,10 @@ from shardopt import (
     ShardedLARS,
     ShardedOptimizer,
     ShardoptError,
+    StateError,
     Tuning,
+    load_checkpoint,
+    save_checkpoint,
 )
 from shardopt.partition.comm.group import Ranks
 from shardopt.step import first_passes, update
@@ -369,3 +373,45 @@ def test_clip_update_of_a_group_is_read_or_refused() -> None:
     with pytest.raises(ValueError, match="clip_update must be a number above 0"):
         ShardedAdamW([{**group, "clip_update": -1.0}], clip_update=1.0)
     assert ShardedAdamW([group], clip_update=1.0).param_groups[0]["clip_update"] == 0.5
+
+
+def clipping(**keywords: Any) -> tuple[nn.Module, ShardedAdamW]:
+    """After a step."""
+    torch.manual_seed(0)
+    module = nn.Linear(40, 30)
+    optimizer = ShardedAdamW(module, **keywords)
+    module(torch.ones(2, 40)).square().sum().backward()
+    optimizer.step()
+    return module, optimizer
+
+
+def test_clip_update_is_not_lost_by_loading(tmp_path: Path) -> None:
+    """States alone would fit, and the update would be AdamW's own from there on."""
+    module, saved = clipping(clip_update=0.5)
+    save_checkpoint(tmp_path, module, saved)
+    other, optimizer = clipping(lr=0.1)
+    before = digest(optimizer), repr(optimizer.param_groups)
+    with pytest.raises(StateError, match=r"construct the optimizer with clip_update=0.5.*nothing was loaded"):
+        optimizer.load_state_dict(saved.state_dict())
+    with pytest.raises(CheckpointError, match=r"group 0 of optimizer 0 has clip_update=0.5 .* Nothing was loaded"):
+        load_checkpoint(tmp_path, other, optimizer)
+    assert (digest(optimizer), repr(optimizer.param_groups)) == before
+    (left_out,) = load_checkpoint(tmp_path, other, optimizer, strict=False).mismatches
+    assert "clip_update" in left_out and "clip_update" not in optimizer.param_groups[0]
+    assert digest(optimizer) == digest(saved) and optimizer.param_groups[0]["lr"] == 1e-3
+
+
+def test_clip_update_stays_where_plain_states_are_loaded(tmp_path: Path) -> None:
+    module, saved = clipping()
+    save_checkpoint(tmp_path, module, saved)
+    for takes_checkpoint in (False, True):
+        other, optimizer = clipping(clip_update=0.5, lr=0.1)
+        optimizer.param_groups[0]["clip_update"] = 0.25
+        if takes_checkpoint:
+            load_checkpoint(tmp_path, other, optimizer)
+        else:
+            optimizer.load_state_dict(saved.state_dict())
+            other.load_state_dict(module.state_dict())
+        (group,) = optimizer.param_groups
+        assert (group["clip_update"], group["lr"]) == (0.25, 1e-3)
+        assert digest(optimizer) == digest(saved)
