@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..arguments import mapping, number, whole
 from ..rules.adam import adam
@@ -20,6 +20,8 @@ from .optimizer import ShardedOptimizer
 if TYPE_CHECKING:
     from ..config import OptionKeywords
     from .param_groups import Params
+
+__all__ = ["ShardedMuon"]
 
 _MUON, _ADAMW = "muon", "adamw"
 _ADAMW_ARGUMENTS = ("lr", "betas", "eps", "weight_decay", "amsgrad", "maximize", "foreach", "fused")
@@ -88,6 +90,14 @@ class ShardedMuon(ShardedOptimizer):
         adamw: Mapping[str, Any] | None = None,
         **options: Unpack[OptionKeywords],
     ) -> None: ...
+
+    @classmethod
+    def _groups_of(
+        cls, module: nn.Module, defaults: Mapping[str, Any], given: Mapping[str, Any]
+    ) -> list[dict[str, Any]]:
+        hidden, others = parts_of({"params": module.parameters()}, apart_from_matrices(module))
+        of_adamw = _of_adamw(given.get("adamw") or {})
+        return [{**defaults, "params": hidden, KEY: _MUON}, {**defaults, **of_adamw, "params": others, KEY: _ADAMW}]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """See :meth:`ShardedOptimizer.add_param_group`. A group that is parted becomes two."""

@@ -6,6 +6,7 @@ will be. Activations, and what the allocator and the communication library keep,
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -25,21 +26,24 @@ from ..kernels.formats import BlockFormat
 from ..offload import gradients as landing
 from ..offload.disk.file_io import PAGE, padded
 from ..offload.disk.pipeline import SLOTS
+from ..optim.classes import recipe
 from ..option import choices_of, planned
 from ..partition.layout import BLOCK, BucketLayout
 from ..partition.placement import Placement, Placements
 from ..partition.reducer import BUCKETS_UNDER_WAY, BYTES_UNDER_WAY
 from ..partition.schedule import assumed_orders, plan_schedule
+from ..rules.matrix import MatrixVariant
+from ..rules.rule import EMA
 
 if TYPE_CHECKING:
     from ..config import GradientFormat, Master, Stage, StateFormat, Tuning
     from ..domain.formats import StreamFormats
-    from ..domain.param import Candidate
+    from ..domain.param import Candidate, Group
     from ..kernels.formats import Format
     from ..optim.optimizer import ShardedOptimizer
     from ..rules import Rule
 
-_FP32 = 4
+_FP32, _BF16 = 4, 2
 KINDS = ("param", "gradient", "master", "state", "buffer", "window", "ddp")
 Tier = Literal["device", "host", "disk"]
 TIERS: tuple[Tier, ...] = get_args(Tier)
@@ -105,9 +109,9 @@ class Need:
         bytes: by kind and tier: those of ``opt.memory()`` between steps, at most (``buffer``: as many as can be under
             way); ``window``: params gathered while modules run; ``ddp``: the buckets of DistributedDataParallel.
         formula: bytes a param for N ranks, without padding, buffers and window; small params keep fp32 states.
-        moved: bytes in a step of one backward: that one rank receives ("wire"), that stream through a GPU and back
-            where states or sums of gradients rest in host memory ("bus"; between CPUs and their memory none does), that
-            its disk reads and writes ("disk").
+        moved: bytes in a step of one backward: that one rank receives ("wire"; of slices of Muon's matrices, the
+            average of the ranks), that stream through a GPU and back where states or sums of gradients rest in host
+            memory ("bus"; between CPUs and their memory none does), that its disk reads and writes ("disk").
     """
 
     way: Way
@@ -168,7 +172,20 @@ def plan(module: nn.Module, optimizer: ShardedOptimizer, ranks: int, way: Way, o
         optimizer: any instance of the class, for its rule and hyper-parameters; it is not touched.
         options: tuning and ``reduce_dtype`` are read from them.
     """
-    return Planner(module, optimizer.rule, optimizer.defaults, ranks, options).need(way)
+    return Planner(module, optimizer.rule, groups_for(module, optimizer), ranks, options).need(way)
+
+
+def groups_for(module: nn.Module, optimizer: ShardedOptimizer | type[ShardedOptimizer]) -> Sequence[Group]:
+    """Returns the param groups that an optimizer, or one of its class with default arguments, makes of a module.
+
+    Raises:
+        TypeError: no module.
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"module takes an nn.Module, found {type(module).__name__}.")
+    if isinstance(optimizer, type):
+        return optimizer._groups_of(module, recipe(optimizer)[1], {})
+    return optimizer._groups_of(module, optimizer.defaults, optimizer._given)
 
 
 # Buckets with one layout and one format, and how many of them there are: layers are alike, and so are their buckets.
@@ -179,22 +196,28 @@ class Planner:
     """Plans for one model, optimizer and number of ranks. Buckets that many ways have in common are laid out once."""
 
     def __init__(
-        self, module: nn.Module, rule: Rule, defaults: dict[str, Any], ranks: int, options: Options | None = None
+        self, module: nn.Module, rule: Rule, groups: Sequence[Group], ranks: int, options: Options | None = None
     ):
         """
         Args:
-            rule, defaults: of the optimizer; the rest as for :func:`plan`.
+            rule: of the optimizer.
+            groups: its param groups, see :func:`groups_for`; the rest as for :func:`plan`.
 
         Raises:
-            TypeError, ValueError: no module, a model without params, or no rank.
+            TypeError, ValueError: a model without params, or no rank.
         """
-        if not isinstance(module, nn.Module):
-            raise TypeError(f"module takes an nn.Module, found {type(module).__name__}.")
         self._ranks = whole(ranks, "ranks", least=1)
-        self._rule, self._defaults, self._options = rule, defaults, options or Options()
-        self._shapes = [param.shape for param in module.parameters()]
-        if not self._shapes:
+        self._rule, self._options = rule, options or Options()
+        self._params = [(param, group) for group in groups for param in group["params"]]
+        if not self._params:
             raise ValueError(f"{type(module).__name__} has no params: nothing would be sharded.")
+        self._numel = sum(param.numel() for param, _ in self._params)
+        variants = [(rule.variant(group), sum(param.numel() for param in group["params"])) for group in groups]
+        # State -> elements that have it; then those that are made whole in each step.
+        self._numels: Counter[str] = Counter()
+        for variant, numel in variants:
+            self._numels.update(dict.fromkeys(variant.states, numel))
+        self._matrices = sum(numel for variant, numel in variants if isinstance(variant, MatrixVariant))
         self._units = units_of(module, self._options.tuning.units)
         self._unit_of = {param: number for number, unit in enumerate(self._units) for param in unit.params}
         self._device, self._module = next(module.parameters()).device, module
@@ -202,10 +225,11 @@ class Planner:
         self._laid: dict[Way, tuple[_Alike, StreamFormats, int, int]] = {}
 
     def need(self, way: Way) -> Need:
-        """Returns what this way needs on one rank."""
-        ranks, given = self._ranks, self._options
+        """Returns what this way needs on one rank; a rule that looks at whole params releases no gradients."""
+        if self._matrices or self._rule.takes_norms:
+            way = replace(way, release_gradients=False)
+        ranks, given, numel = self._ranks, self._options, self._numel
         reduced, tuning = given.reduce_dtype or way.dtype, given.tuning
-        numel = sum(shape.numel() for shape in self._shapes)
         alike, kept, window, gathered = self._lay(way)
         copies = 1 if Placements.of_stage(way.stage).state is Placement.SHARD else ranks
         kinds: dict[str, dict[str, int]] = {kind: {} for kind in KINDS}
@@ -239,13 +263,14 @@ class Planner:
             add("buffer", "host", _staging(alike, way, tuning))
         add("window", "device", window)
         moved = {
-            "wire": _on_the_wire(numel, gathered, ranks, way, kept, given),
+            "wire": _on_the_wire(numel, gathered, ranks, way, kept, given) + _in_slices(self._matrices, ranks, way),
             # Masters and states come and go; sums go, and come where the GPU has the states.
             "bus": 2 * sum(kinds[kind].get("host", 0) for kind in ("master", "state"))
             + kinds["gradient"].get("host", 0) * (2 if way.tier == "host" else 1),
             "disk": 2 * sum(kinds[kind].get("disk", 0) for kind in ("master", "state")),
         }
-        return Need(way, kinds, _formula(way, kept), moved)
+        shares = {name: self._numels[name] / numel if name in self._numels else 1.0 for name in kept.states}
+        return Need(way, kinds, _formula(way, kept, shares), moved)
 
     def _lay(self, way: Way) -> tuple[_Alike, StreamFormats, int, int]:
         """Returns the buckets, the formats of large params, and what :meth:`_gathered` returns.
@@ -276,7 +301,7 @@ class Planner:
 
         candidates = self._of_dtype(way.dtype)
         named = matching(self._module, tuning.keep) if way.stage == 3 else ()
-        pairs = [(mine, theirs) for (_, mine, _), theirs in zip(candidates, self._module.parameters(), strict=True)]
+        pairs = [(mine, theirs) for (_, mine, _), (theirs, _) in zip(candidates, self._params, strict=True)]
         kept_whole = {mine for mine, theirs in pairs if theirs in named}
         unit_of = {mine: self._unit_of[theirs] for mine, theirs in pairs} if way.stage == 3 else None
         units: Counter[int] = Counter()  # bytes of each, padding included
@@ -290,8 +315,8 @@ class Planner:
             _, count = alike.get(key, (bucket, 0))
             alike[key] = bucket, count + 1
         kept = kept_for(rule, asked, way.dtype, tuning.compress_from)
-        states = rule.variant(self._defaults).states
-        kept = replace(kept, states={name: kept.states[name] for name in states})
+        averages = (EMA,) * (way.ema is not None)
+        kept = replace(kept, states={name: kept.states[name] for name in (*self._numels, *averages)})
         return list(alike.values()), kept, *self._gathered(units, numels)
 
     def _gathered(self, units: Mapping[int, int], numels: Mapping[int, int]) -> tuple[int, int]:
@@ -314,8 +339,10 @@ class Planner:
 
     def _of_dtype(self, dtype: torch.dtype) -> list[Candidate]:
         if dtype not in self._candidates:
-            params = [nn.Parameter(torch.empty(shape, dtype=dtype, device="meta")) for shape in self._shapes]
-            self._candidates[dtype] = [("", param, self._defaults) for param in params]
+            self._candidates[dtype] = [
+                ("", nn.Parameter(torch.empty(param.shape, dtype=dtype, device="meta")), group)
+                for param, group in self._params
+            ]
         return self._candidates[dtype]
 
 
@@ -373,8 +400,12 @@ def _plane_bytes(format: Format, elements: int) -> list[int]:
     return [elements * format.itemsize, *scales]
 
 
-def _formula(way: Way, kept: StreamFormats) -> str:
-    """Returns "2 + 4/N, host 12/N": bytes a param of the device, then of other tiers that keep something."""
+def _formula(way: Way, kept: StreamFormats, shares: Mapping[str, float]) -> str:
+    """Returns "2 + 4/N, host 12/N": bytes a param of the device, then of other tiers that keep something.
+
+    Args:
+        shares: of all elements, those that have each state.
+    """
     placed = Placements.of_stage(way.stage)
     gradient = (
         0 if way.release_gradients else kept.gradient.itemsize,
@@ -385,7 +416,7 @@ def _formula(way: Way, kept: StreamFormats) -> str:
     sizes: list[tuple[str, float, Placement]] = [("device", way.dtype.itemsize, placed.param)]
     sizes += [(_sums_tier(way), *gradient)]
     sizes += [(way.tier, _itemsize(kept.master), placed.state)]
-    sizes += [(way.tier, _itemsize(format), placed.state) for format in kept.states.values()]
+    sizes += [(way.tier, shares[name] * _itemsize(format), placed.state) for name, format in kept.states.items()]
 
     def of(tier: str) -> str:
         whole = sum(size for where, size, placement in sizes if (where, placement) == (tier, Placement.REPLICATE))
@@ -415,6 +446,18 @@ def _on_the_wire(numel: int, gathered: int, ranks: int, way: Way, kept: StreamFo
     return (numel * (gradients + params) + again) * (ranks - 1) // ranks
 
 
+def _in_slices(matrices: int, ranks: int, way: Way) -> int:
+    """Returns the bytes of slices that one rank receives in a step, on the average of all ranks.
+
+    Each matrix travels to its owner and back in bf16, but for what the owner has of it: the Nth part, or more.
+
+    Args:
+        matrices: elements that are made whole.
+    """
+    is_sharded = Placements.of_stage(way.stage).state is Placement.SHARD
+    return 2 * _BF16 * matrices * (ranks - 1) // ranks**2 if is_sharded else 0
+
+
 def cheapest(needs: Sequence[Need], device_bytes: int, host_bytes: int | None = None) -> Need | None:
     """Returns the one of least :func:`cost` of those that fit and keep all of fp32, else of those that fit, or None."""
     fitting = [need for need in needs if fits(need, device_bytes, host_bytes)]
@@ -436,12 +479,13 @@ def transformer(numel: int) -> nn.Module:
     layers = max(1, round((numel / (12 * 128**2)) ** (1 / 3)))  # width 128 x depth, as is usual
     width = max(1, int((0.95 * numel / (12 * layers)) ** 0.5) // 16 * 16) if numel > 10_000 else 0
     blocks = [list(_layer(width)) for _ in range(layers)] if width else []
-    left = numel - sum(rows * columns for shapes in blocks for rows, columns in shapes)
+    left = numel - sum(math.prod(shape) for shapes in blocks for shape in shapes)
+    embedding: list[tuple[int, ...]] = [(left,)]  # no matrix of a hidden layer
     return nn.ModuleList(
         nn.ParameterList(nn.Parameter(torch.empty(shape, device="meta")) for shape in shapes)
-        for shapes in ([(left, 1)], *blocks)
+        for shapes in (embedding, *blocks)
     )
 
 
-def _layer(width: int) -> Iterator[tuple[int, int]]:
-    yield from ((width, 1), (3 * width, width), (width, width), (width, 1), (4 * width, width), (width, 4 * width))
+def _layer(width: int) -> Iterator[tuple[int, ...]]:
+    yield from ((width,), (3 * width, width), (width, width), (width,), (4 * width, width), (width, 4 * width))

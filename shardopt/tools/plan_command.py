@@ -11,12 +11,11 @@ from torch import nn
 
 from ..config import Options
 from ..errors import UnsupportedVersionError
-from ..optim import classes
 from ..option import choices_of, planned
+from .optimizers import OPTIMIZERS
 from .terminal import Answer
 from .values import chart_file, memory, params, positive
 
-OPTIMIZERS = {name.removeprefix("Sharded"): getattr(classes, name) for name in classes.__all__}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -29,8 +28,8 @@ def add_plan(commands: Any) -> None:
         "that move in a step. Those are what a rank receives (wire), states in host memory that stream "
         "through a GPU (bus), and the disk's. It also names the cheapest combination of stage, master, "
         "formats and tier that fits, shown or not: the one that keeps all of fp32, then moves least. "
-        "Activations are not counted. From Python, shardopt.plan.plan() takes your own module, on the "
-        "meta device too.",
+        "Activations are not counted. With Muon, matrices of hidden layers take it and all else AdamW. "
+        "From Python, shardopt.plan.plan() takes your own module, on the meta device too.",
     )
     model = plan.add_mutually_exclusive_group(required=True)
     model.add_argument(
@@ -74,7 +73,8 @@ def _model(options: argparse.Namespace) -> tuple[nn.Module, str]:
 
 
 def _plan(options: argparse.Namespace) -> Answer:
-    from .plan import WAYS, Planner, Tier, every_way, possible
+    from ..optim.classes import recipe
+    from .plan import WAYS, Planner, Tier, every_way, groups_for, possible
     from .plan_report import as_data, chart, found, in_words, table
     from .progress import each_of
 
@@ -82,7 +82,8 @@ def _plan(options: argparse.Namespace) -> Answer:
         raise UnsupportedVersionError("--plot draws with Matplotlib, which is missing: pip install matplotlib.")
     model, name = _model(options)
     numel = sum(param.numel() for param in model.parameters())
-    planner = Planner(model, *classes.recipe(OPTIMIZERS[options.optimizer]), options.ranks)
+    kind = OPTIMIZERS[options.optimizer]
+    planner = Planner(model, recipe(kind)[0], groups_for(model, kind), options.ranks)
     ways = [way for way in WAYS if options.dtype is None or way.dtype is DTYPES[options.dtype]]
     given: dict[str, Any] = {field.name: getattr(options, field.name) for field, _ in planned(Options)}
     tier: Tier = "device" if options.offload is None else "host" if options.offload == "cpu" else "disk"

@@ -6,16 +6,19 @@ On a machine with a GPU the Triton kernel is the compiled one; elsewhere Triton'
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from ..kernels.formats import FP32, format_of
+from ..kernels.formats import BF16, format_of
 from ..kernels.launch import backend_of
 from ..kernels.spec import StepSpec
 from ..kernels.tables import BLOCK, Factors, Gradients, Streams
+from ..rules.matrix import MatrixRule
+from ..rules.words import fma
 from .one_shard import run_alone
 
 if TYPE_CHECKING:
@@ -36,19 +39,39 @@ def compare(
 ) -> dict[str, tuple[int, int]]:
     """Takes ``steps`` steps of ``rule`` natively and with Triton, on four params that take turns in ``groups``.
 
+    Of a rule of whole matrices its two passes are compared, each by itself; what lies between them is torch's.
+
     ``advance`` is told of each step. Returns, for each tensor that the steps wrote, its elements, and how many of them
     have bits that differ.
     """
-    device = triton_device()
-    variant = rule.variant(groups[0])
-    spec = StepSpec(variant, format_of(dtype, "the param"), format_of(dtype, "the gradient"))
+    own, param, grad = rule.of(groups[0]), format_of(dtype, "the param"), format_of(dtype, "the gradient")
+    if not isinstance(own, MatrixRule):
+        spec = StepSpec(rule.variant(groups[0]), param, grad)
+        return _compared(rule, spec, groups, steps, seed, advance)
+    first = StepSpec(own.accumulate.variant(groups[0]), BF16, grad, None)  # what it returns is the update
+    second = StepSpec(own.apply.variant(groups[0]), param, BF16)
+    made = _compared(own.accumulate, first, groups, steps, seed, advance)
+    return {"update": made.pop("param"), **made} | _compared(own.apply, second, groups, steps, seed, lambda steps: None)
+
+
+def _compared(
+    rule: Rule,
+    spec: StepSpec,
+    groups: Sequence[dict[str, Any]],
+    steps: int,
+    seed: int,
+    advance: Callable[[int], None],
+) -> dict[str, tuple[int, int]]:
+    device, variant = triton_device(), rule.variant(groups[0])
     native = _ShardOn(spec, torch.device("cpu"), seed)
     triton = _ShardOn(spec, device, seed)
     for step in range(1, steps + 1):
-        facts = [(groups[index % len(groups)], (numel, 1)) for index, numel in enumerate(NUMELS)]
-        scalars = [rule.evaluate(variant, group, step, {}, shape)[0] for group, shape in facts]
-        for run, backend in ((native, backend_of(torch.device("cpu"))), (triton, triton_on(device))):
-            run.step(backend, scalars, step)
+        # A pass of a matrix rule finds the shape of its matrix in the group.
+        facts = [({**groups[index % len(groups)], "shape": (numel, 1)}, numel) for index, numel in enumerate(NUMELS)]
+        scalars = [rule.evaluate(variant, group, step, {}, (numel, 1))[0] for group, numel in facts]
+        native.step(backend_of(torch.device("cpu")), scalars, step)
+        with nullcontext() if device.type == "cuda" else fma_rounds_once():
+            triton.step(triton_on(device), scalars, step)
         advance(1)
     return {
         name: (mine.numel(), int((_bits(mine) != _bits(theirs.cpu())).sum()))
@@ -73,6 +96,22 @@ def triton_on(device: torch.device) -> Backend:
     return triton_backend
 
 
+@contextmanager
+def fma_rounds_once() -> Iterator[None]:
+    """Context in which Triton's interpreter adds to a product that is not rounded, as every GPU does."""
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    def create_fma(_: Any, x: Any, y: Any, z: Any) -> Any:
+        return TensorHandle(fma(x.data, y.data, z.data), z.dtype.scalar)
+
+    before = InterpreterBuilder.create_fma
+    InterpreterBuilder.create_fma = create_fma
+    try:
+        yield
+    finally:
+        InterpreterBuilder.create_fma = before
+
+
 class _ShardOn:
     """One shard with its gradients, on one device."""
 
@@ -85,7 +124,7 @@ class _ShardOn:
             self.valid[start : start + numel] = True
         master = self._values() * self.valid
         self.param = master.to(spec.param.dtype).to(device)
-        self.master = None if spec.param is FP32 else master.to(device)
+        self.master = master.to(device) if spec.has_master else None
         self.states = {name: (self._values().abs() * self.valid).to(device) for name in spec.variant.states}
 
     def _values(self) -> torch.Tensor:

@@ -4,8 +4,9 @@ import argparse
 import time
 from typing import Any
 
-from ..optim import classes
-from .plan_command import DTYPES, OPTIMIZERS
+from ..optim.classes import recipe
+from .optimizers import OPTIMIZERS
+from .plan_command import DTYPES
 from .terminal import Answer
 from .values import positive, seed
 
@@ -33,7 +34,7 @@ def _twins(options: argparse.Namespace) -> Answer:
     from .twins import compare, triton_device
 
     where = "compiled for this GPU" if triton_device().type == "cuda" else "in Triton's interpreter"
-    rule, defaults = classes.recipe(OPTIMIZERS[options.optimizer])
+    rule, defaults = recipe(OPTIMIZERS[options.optimizer])
     groups = [defaults, {**defaults, "lr": 0.5 * float(defaults["lr"])}]
     start = time.perf_counter()
     with progress("comparing steps", options.steps, is_bytes=False) as advance:

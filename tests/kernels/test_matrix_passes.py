@@ -1,19 +1,21 @@
 """The two passes of Muon, which multiply and add with one rounding: Triton's kernels, the native ones and NumPy's."""
 
 import dataclasses
-from typing import Any
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
 import torch
-from triton.runtime import interpreter
 
 from shardopt import ShardedMuon
 from shardopt.kernels import triton_step
 from shardopt.kernels.formats import BF16, FP32, Format
 from shardopt.kernels.spec import StepSpec
+from shardopt.optim import recipe
 from shardopt.rules import Rule, fma
 from shardopt.rules.muon import accumulate, apply
+from shardopt.tools.optimizers import OPTIMIZERS
+from shardopt.tools.twins import compare, fma_rounds_once
 from tests.kernels.test_kernels import NASTY, check
 from tests.support.ptx.process import Compiling
 from tests.support.ptx.shards import check_step
@@ -23,14 +25,11 @@ PASSES: dict[str, tuple[Rule, Format, Format]] = {"accumulate": (accumulate, BF1
 
 
 @pytest.fixture
-def fused(monkeypatch: pytest.MonkeyPatch) -> None:
+def fused(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Triton's interpreter rounds twice, and no GPU does."""
-
-    def create_fma(_: Any, x: Any, y: Any, z: Any) -> Any:
-        return interpreter.TensorHandle(fma(x.data, y.data, z.data), z.dtype.scalar)
-
-    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_fma", create_fma)
     monkeypatch.setattr(triton_step, "BLOCKS_PER_PROGRAM", 8)
+    with fma_rounds_once():
+        yield
 
 
 @pytest.mark.parametrize("name", PASSES)
@@ -38,6 +37,15 @@ def test_passes_of_muon(name: str, fused: None) -> None:
     of, param, grad = PASSES[name]
     for seed, grads in enumerate(("log_uniform", "special")):
         check(dataclasses.replace(NASTY, grads=grads, seed=seed), of, GROUP, param, grad, None)
+
+
+@pytest.mark.parametrize("name", ["Muon", pytest.param("LAMB", marks=pytest.mark.slow)])
+def test_twins_of_rules_of_several_passes(name: str) -> None:
+    rule, group = recipe(OPTIMIZERS[name])
+    found = compare(rule, [group, {**group, "lr": 0.5}], torch.bfloat16, steps=1)
+    states = {"Muon": {"update", "momentum_buffer"}, "LAMB": {"exp_avg", "exp_avg_sq"}}[name]
+    assert set(found) == {"param", "master"} | states
+    assert all(elements and not different for elements, different in found.values()), found
 
 
 def in_passes() -> None:

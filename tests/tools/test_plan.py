@@ -13,10 +13,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import shardopt
-from shardopt import Offload, ShardedAdagrad, ShardedAdamW, ShardedSGD, Tuning
+from shardopt import Offload, ShardedAdagrad, ShardedAdamW, ShardedLAMB, ShardedMuon, ShardedSGD, Tuning
 from shardopt.__main__ import main
 from shardopt.config import Options
 from shardopt.tools.doctor import facts_of, report
+from shardopt.tools.optimizers import OPTIMIZERS
 from shardopt.tools.plan import (
     TIERS,
     WAYS,
@@ -84,7 +85,7 @@ def plans_are_what_is_held(kind: Any, keywords: dict[str, Any], ways: Sequence[W
             tuning=TUNING,
         )
         found = held(wrapped, opt)
-        need = plan(shapes, kind([torch.zeros(1)], **keywords), world, way, Options(tuning=TUNING))
+        need = plan(shapes, kind([torch.zeros(1, 1)], **keywords), world, way, Options(tuning=TUNING))
         for each in ("param", "gradient", "master", "state"):
             wanted = {tier: nbytes for tier, nbytes in need.bytes[each].items() if nbytes}
             assert wanted == found[each], f"{way}, {each}"
@@ -94,7 +95,7 @@ def plans_are_what_is_held(kind: Any, keywords: dict[str, Any], ways: Sequence[W
         if way.sums_rest:  # on CPUs they are made where they rest, and in no slot
             at_rest -= need.bytes["buffer"]["device"]
             still = dataclasses.replace(way, sums_rest=False)
-            at_rest += plan(shapes, kind([torch.zeros(1)], **keywords), world, still, Options(tuning=TUNING)).bytes[
+            at_rest += plan(shapes, kind([torch.zeros(1, 1)], **keywords), world, still, Options(tuning=TUNING)).bytes[
                 "buffer"
             ]["device"]
         assert sum(sum(tiers.values()) for tiers in found.values()) == pytest.approx(at_rest, rel=0.02), (
@@ -135,6 +136,8 @@ def ways_with_formats() -> list[Way]:
 
 
 WORLDS = (1, 2, 4)
+# For rules that look at whole params, and release no gradients, whatever is asked for.
+WHOLE = (Way(2, True, torch.float32), Way(3, True, torch.bfloat16, tier="host"))
 
 
 def by_turns(ways: Sequence[Way], world: int) -> Sequence[Way]:
@@ -153,6 +156,8 @@ def test_plans_are_what_is_held(world: int, ranks: Pool, tmp_path: Path) -> None
     ranks.run(plans_are_what_is_held, ShardedAdamW, {}, by_turns(WAYS, world), str(tmp_path), world=world)
     if world == 2:
         ranks.run(plans_are_what_is_held, ShardedSGD, {"momentum": 0.9}, WAYS[::2], str(tmp_path), world=world)
+        ranks.run(plans_are_what_is_held, ShardedMuon, {}, WHOLE, str(tmp_path), world=world)
+        ranks.run(plans_are_what_is_held, ShardedLAMB, {}, WHOLE[:1], str(tmp_path), world=world)
 
 
 @pytest.mark.parametrize("world", WORLDS)
@@ -178,6 +183,30 @@ def test_formulas() -> None:
     full = [need_of(stage, 8, dtype=torch.float32).formula for stage in (0, 1, 2, 3)]
     assert full == ["16", "4 + 12/N", "4 + 12/N", "16/N"]
     assert need_of(0, 1).moved == {"wire": 0, "bus": 0, "disk": 0}
+
+
+def test_commands_know_every_optimizer() -> None:
+    public = {name for name in shardopt.__all__ if name.startswith("Sharded")} - {"ShardedOptimizer"}
+    assert {f"Sharded{name}" for name in OPTIMIZERS} == public
+
+
+def test_rules_that_look_at_whole_params() -> None:
+    """Muon's momentum is of matrices alone, whose slices travel in bf16 to their owners and back."""
+    model, ranks, way = transformer(10**7), 8, Way(1, True, torch.bfloat16, release_gradients=True)
+    muon = ShardedMuon([torch.zeros(1, 1)], adamw={"amsgrad": True})
+    matrices = sum(param.numel() for param in model.parameters() if param.ndim == 2)
+    need, plain = (
+        plan(model, each, ranks, dataclasses.replace(way, release_gradients=False)) for each in (muon, ADAMW)
+    )
+    states = 4 * matrices + 12 * (10**7 - matrices)
+    assert sum(need.bytes["state"].values()) == pytest.approx(states / ranks, rel=0.01)
+    assert need.formula == f"2 + {round(8 + states / 1e7, 2):g}/N"
+    assert need.moved["wire"] - plain.moved["wire"] == 4 * matrices * (ranks - 1) // ranks**2
+    for optimizer in (muon, ShardedLAMB([torch.zeros(1)])):
+        assert not plan(model, optimizer, ranks, way).way.release_gradients
+    assert plan(model, ADAMW, ranks, way).way.release_gradients
+    whole = plan(model, muon, ranks, Way(0, True, torch.bfloat16)).moved["wire"]
+    assert whole == plan(model, ADAMW, ranks, Way(0, True, torch.bfloat16)).moved["wire"]
 
 
 def test_formulas_and_traffic_of_tiers() -> None:

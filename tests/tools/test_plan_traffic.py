@@ -1,13 +1,14 @@
 """The bytes that the planner says a step moves, against those that the system counts while a training takes it."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from shardopt import ShardedAdamW, Tuning
+from shardopt import ShardedAdamW, ShardedMuon, Tuning
 from shardopt.config import Options
 from shardopt.tools.plan import WAYS, Way, plan
 from tests.support.llama import Llama, loss_of
@@ -23,13 +24,15 @@ MOVING = (
 )
 
 
-def planned_and_moved(ways: Sequence[Way], blocks: int, tuning: Tuning | None = None) -> list[tuple[int, int]]:
+def planned_and_moved(
+    ways: Sequence[Way], blocks: int, tuning: Tuning | None = None, kind: Any = ShardedAdamW
+) -> list[tuple[int, int]]:
     """Bytes that a step moves to this rank, at default settings: by plan, and as the system counts them."""
     found = []
     for way in ways:
         model = Llama(blocks).to(way.dtype)
         trained = model if way.has_module else DistributedDataParallel(model)
-        opt = ShardedAdamW(
+        opt = kind(
             trained if way.has_module else model.parameters(),
             stage=way.stage,
             release_gradients=way.release_gradients,
@@ -55,6 +58,16 @@ def test_plans_are_what_moves(ranks: Pool) -> None:
     for by_way in ranks.run(planned_and_moved, MOVING, 3, world=3):
         for way, (planned, moved) in zip(MOVING, by_way, strict=True):
             assert moved == pytest.approx(planned, rel=CLOSE), f"{way}: {moved / planned:.3f} of what is planned"
+
+
+def planned_for_muon() -> tuple[int, int]:
+    return planned_and_moved([Way(2, True, torch.float32)], 3, kind=ShardedMuon)[0]
+
+
+def test_plans_are_what_moves_of_matrices(ranks: Pool) -> None:
+    """On the average of the ranks: one that owns more receives more."""
+    planned, moved = map(sum, zip(*ranks.run(planned_for_muon, world=3), strict=True))
+    assert moved == pytest.approx(planned, rel=0.03), f"{moved / planned:.3f} of what is planned"
 
 
 def planned_at_stage_3(neighbours: bool) -> tuple[int, int]:
