@@ -4,13 +4,21 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..optim import classes, large_batch, muon
-
 if TYPE_CHECKING:
     from ..optim.optimizer import ShardedOptimizer
 
-# A module of optimizers more is a row here.
-MODULES = (classes, large_batch, muon)
-OPTIMIZERS: dict[str, type[ShardedOptimizer]] = {
-    name.removeprefix("Sharded"): getattr(module, name) for module in MODULES for name in module.__all__
-}
+
+def names() -> list[str]:
+    """Returns those of all public classes."""
+    import shardopt  # not at the top: the package imports what all of this is made of
+
+    public = (each.removeprefix("Sharded") for each in shardopt.__all__ if each.startswith("Sharded"))
+    return sorted(each for each in public if each != "Optimizer")
+
+
+def named(name: str) -> type[ShardedOptimizer]:
+    """Returns the class, which loads now if it has not."""
+    import shardopt
+
+    found: type[ShardedOptimizer] = getattr(shardopt, f"Sharded{name}")
+    return found

@@ -12,7 +12,7 @@ from torch import nn
 from ..config import Options
 from ..errors import UnsupportedVersionError
 from ..option import choices_of, planned
-from .optimizers import OPTIMIZERS
+from .optimizers import named, names
 from .terminal import Answer
 from .values import chart_file, memory, params, positive
 
@@ -39,7 +39,7 @@ def add_plan(commands: Any) -> None:
     plan.add_argument("--ranks", type=positive, default=1, help="default: %(default)s")
     plan.add_argument("--device-memory", type=memory, help="of one rank, such as 80G")
     plan.add_argument("--host-memory", type=memory, help="for one rank, such as 200G (default: any)")
-    plan.add_argument("--optimizer", default="AdamW", choices=sorted(OPTIMIZERS), help="default: %(default)s")
+    plan.add_argument("--optimizer", default="AdamW", choices=names(), help="default: %(default)s")
     plan.add_argument("--dtype", choices=("fp32", "bf16"), help="of params (default: both)")
     for field, told in planned(Options):
         flag, choices, default = f"--{field.name.replace('_', '-')}", choices_of(field.type), field.default
@@ -82,7 +82,7 @@ def _plan(options: argparse.Namespace) -> Answer:
         raise UnsupportedVersionError("--plot draws with Matplotlib, which is missing: pip install matplotlib.")
     model, name = _model(options)
     numel = sum(param.numel() for param in model.parameters())
-    kind = OPTIMIZERS[options.optimizer]
+    kind = named(options.optimizer)
     planner = Planner(model, recipe(kind)[0], groups_for(model, kind), options.ranks)
     ways = [way for way in WAYS if options.dtype is None or way.dtype is DTYPES[options.dtype]]
     given: dict[str, Any] = {field.name: getattr(options, field.name) for field, _ in planned(Options)}

@@ -5,7 +5,7 @@ import time
 from typing import Any
 
 from ..optim.classes import recipe
-from .optimizers import OPTIMIZERS
+from .optimizers import named, names
 from .plan_command import DTYPES
 from .terminal import Answer
 from .values import positive, seed
@@ -20,7 +20,7 @@ def add_twins(commands: Any) -> None:
         "Triton's interpreter elsewhere) and with the native CPU kernel, and compares every bit of params, masters and "
         "states. Exit code 1 if any differs.",
     )
-    twins.add_argument("--optimizer", default="AdamW", choices=sorted(OPTIMIZERS), help="default: %(default)s")
+    twins.add_argument("--optimizer", default="AdamW", choices=names(), help="default: %(default)s")
     twins.add_argument(
         "--dtype", default="bf16", choices=sorted(DTYPES), help="of params and gradients (default: %(default)s)"
     )
@@ -34,7 +34,7 @@ def _twins(options: argparse.Namespace) -> Answer:
     from .twins import compare, triton_device
 
     where = "compiled for this GPU" if triton_device().type == "cuda" else "in Triton's interpreter"
-    rule, defaults = recipe(OPTIMIZERS[options.optimizer])
+    rule, defaults = recipe(named(options.optimizer))
     groups = [defaults, {**defaults, "lr": 0.5 * float(defaults["lr"])}]
     start = time.perf_counter()
     with progress("comparing steps", options.steps, is_bytes=False) as advance:

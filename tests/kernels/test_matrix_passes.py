@@ -14,7 +14,7 @@ from shardopt.kernels.spec import StepSpec
 from shardopt.optim import recipe
 from shardopt.rules import Rule, fma
 from shardopt.rules.muon import accumulate, apply
-from shardopt.tools.optimizers import OPTIMIZERS
+from shardopt.tools.optimizers import named
 from shardopt.tools.twins import compare, fma_rounds_once
 from tests.kernels.test_kernels import NASTY, check
 from tests.support.ptx.process import Compiling
@@ -41,7 +41,7 @@ def test_passes_of_muon(name: str, fused: None) -> None:
 
 @pytest.mark.parametrize("name", ["Muon", pytest.param("LAMB", marks=pytest.mark.slow)])
 def test_twins_of_rules_of_several_passes(name: str) -> None:
-    rule, group = recipe(OPTIMIZERS[name])
+    rule, group = recipe(named(name))
     found = compare(rule, [group, {**group, "lr": 0.5}], torch.bfloat16, steps=1)
     states = {"Muon": {"update", "momentum_buffer"}, "LAMB": {"exp_avg", "exp_avg_sq"}}[name]
     assert set(found) == {"param", "master"} | states

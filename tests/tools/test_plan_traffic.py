@@ -65,9 +65,9 @@ def planned_for_muon() -> tuple[int, int]:
 
 
 def test_plans_are_what_moves_of_matrices(ranks: Pool) -> None:
-    """On the average of the ranks: one that owns more receives more."""
+    """Over all ranks: owners hold more of their matrices than the Nth part that the plan takes off."""
     planned, moved = map(sum, zip(*ranks.run(planned_for_muon, world=3), strict=True))
-    assert moved == pytest.approx(planned, rel=0.03), f"{moved / planned:.3f} of what is planned"
+    assert 0.9 <= moved / planned <= 1.01, f"{moved / planned:.3f} of what is planned"
 
 
 def planned_at_stage_3(neighbours: bool) -> tuple[int, int]:
