@@ -5,13 +5,14 @@ python bench/pictures.py --check    exit code 1 if that would change one (a test
 """
 
 import argparse
+import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from diagrams import timeline, who_holds_what
 from readme import ROOT, newest
-from svg import Picture
+from svg import LINES, Picture
 
 FOLDER = ROOT / "docs" / "pictures"
 # Engine of bench/train.py -> its name in a picture.
@@ -69,11 +70,58 @@ def step_time() -> Picture:
     return bars(title, _note(newest("peers-fp32")), values, lambda value: f"{value:.2f}x")
 
 
+Points = Sequence[tuple[float, float]]
+
+
+def panel(picture: Picture, left: int, title: str, ends: tuple[float, float], curves: dict[str, Points]) -> None:
+    """Curves over an axis from 0 to the largest x, between these losses; what is above them is left out."""
+    top, bottom, width, (low, high) = 90, 300, 330, ends
+    most = max(x for points in curves.values() for x, _ in points)
+    picture.text(left, 72, title, bold=True)
+    for tick in range(math.ceil(10 * low), math.floor(10 * high) + 1, 2):
+        y = bottom - (tick / 10 - low) / (high - low) * (bottom - top)
+        picture.box(left, y, width, 1, "absent")
+        picture.text(left - 6, y + 4, f"{tick / 10:.1f}", "quiet", 12, "end")
+    for part in range(5):
+        x = left + part / 4 * width
+        picture.text(x, bottom + 18, f"{most * part / 4:.3g}", "quiet", 12, "middle")
+    for kind, (name, points) in zip(LINES, curves.items(), strict=False):
+        shown = [(x, y) for x, y in points if y <= high]
+        placed = [(left + x / most * width, bottom - (y - low) / (high - low) * (bottom - top)) for x, y in shown]
+        picture.line(placed, kind, f"{name}: {points[-1][1]:.3f}")
+
+
+def loss_curves() -> Picture:
+    """Training loss of each optimizer at its best rate, over steps and over the time that they take."""
+    result = newest("curves")
+    found, settings = result["results"], result["settings"]
+    points, times = found["points"], found["times"]
+    over_steps = {row["optimizer"]: list(zip(points, row["losses"], strict=True)) for row in found["rows"]}
+    base = times["AdamW"]["step s"]["median"]
+    seconds = {name: base * times[name]["step x AdamW"]["median"] for name in over_steps}
+    over_time = {name: [(seconds[name] * x, y) for x, y in curve] for name, curve in over_steps.items()}
+    picture = Picture(790, 380, "Loss of a small GPT over steps and over time, by optimizer")
+    picture.text(20, 30, "Loss, nats a byte (less is better)", size=15, bold=True)
+    for number, (kind, name) in enumerate(zip(LINES, over_steps, strict=False)):
+        picture.text(360 + 88 * number, 30, name, kind, bold=True)
+    ends = min(row["losses"][-1] for row in found["rows"]) - 0.05, max(row["losses"][4] for row in found["rows"])
+    panel(picture, 50, "over steps", ends, over_steps)
+    panel(picture, 435, "over seconds", ends, over_time)
+    note = (
+        f"GPT of {times['params']:,} params, {settings['batch']} x {settings['context']} bytes a step, "
+        f"{settings['seeds']} seeds, each at the best of {settings['rates']} rates."
+    )
+    picture.text(20, 346, note, "quiet", 13)
+    picture.text(20, 364, f"One thread of {result['machine']['device']}, shared with others.", "quiet", 13)
+    return picture
+
+
 PICTURES: dict[str, Callable[[], Picture]] = {
     "bytes": bytes_a_param,
     "step": step_time,
     "who-holds-what": who_holds_what,
     "timeline": timeline,
+    "curves": loss_curves,
 }
 
 

@@ -311,6 +311,58 @@ def how_far_to_believe_it(quality: dict[str, Any]) -> str:
     )
 
 
+def curves() -> str:
+    """Each optimizer at the best of its rates: loss, steps and time until AdamW's, and what other rates cost."""
+    result = newest("curves")
+    found, settings = result["results"], result["settings"]
+    times, steps = found["times"], settings["steps"]
+    lines = [
+        f"The example's GPT ({settings['layers']} blocks of width {settings['width']}, {times['params']:,} params), "
+        f"{steps} steps of {settings['batch']} sequences of {settings['context']} bytes. Each has the best of "
+        f"{settings['rates']} learning rates with the first seed; the table has the means of {settings['seeds']} seeds "
+        "at that rate, in parentheses the least and the largest. First params, batches, schedule and clipping are the "
+        f"same; there is no weight decay. One thread of {result['machine']['device']}, which other processes used "
+        "meanwhile; steps were timed by turns. The loss to be reached is AdamW's, of the last "
+        f"{settings['every']} steps.",
+        "",
+        "| optimizer | best rate | held-out loss, nats a byte | steps to AdamW's loss | a step, x AdamW's "
+        "| time to AdamW's loss, x | states, bytes a param |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in found["rows"]:
+        of_time, until, ends = times[row["optimizer"]], row["steps to AdamW's loss"], row["held out by seed"]
+        step = of_time["step x AdamW"]
+        cells = [
+            row["optimizer"],
+            f"{row['best rate']:g}",
+            f"{sum(ends) / len(ends):.3f} ({min(ends):.3f} to {max(ends):.3f})",
+            "not reached" if until is None else f"{until:.0f}",
+            interval(step),
+            "-" if until is None else f"{until / steps * step['median']:.2f}",
+            f"{of_time['state bytes a param']:.1f}",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    ranked = sorted(found["rows"], key=lambda row: sum(row["held out by seed"]))
+    until = {row["optimizer"]: row["steps to AdamW's loss"] for row in ranked}
+    reached = {name: each * times[name]["step x AdamW"]["median"] for name, each in until.items() if each is not None}
+    lines += [
+        "",
+        f"From the least held-out loss to the largest: {', '.join(until)}. AdamW's training loss is reached by "
+        f"{min(reached, key=lambda name: until[name])} in the fewest steps, by "
+        f"{min(reached, key=lambda name: reached[name])} in the least time.",
+    ]
+    lines += ["", "The held-out loss of the first seed at each rate, the rate in parentheses:", ""]
+    lines.append(f"| optimizer | {' | '.join(f'rate {number + 1}' for number in range(settings['rates']))} |")
+    lines.append("|---|" + "---|" * settings["rates"])
+    for row in found["rows"]:
+        by_rate = [
+            f"**{loss:.3f}** ({rate})" if float(rate) == row["best rate"] else f"{loss:.3f} ({rate})"
+            for rate, loss in row["held out by rate"].items()
+        ]
+        lines.append(f"| {row['optimizer']} | {' | '.join(by_rate)} |")
+    return "\n".join(lines)
+
+
 # (page, name between its markers) -> what stands there.
 SECTIONS: dict[tuple[str, str], Callable[[], str]] = {
     ("README.md", "headline"): headline,
@@ -320,6 +372,7 @@ SECTIONS: dict[tuple[str, str], Callable[[], str]] = {
     ("docs/formats.md", "bytes"): bytes_of_formats,
     ("docs/formats.md", "costs"): costs_of_formats,
     ("docs/stages.md", "measured"): stages,
+    ("docs/optimizers.md", "curves"): curves,
 }
 
 

@@ -1,5 +1,6 @@
 """Training with states of AdamW that are stored in some code after each step, and the GPT of the example to train."""
 
+import functools
 import importlib.util
 from dataclasses import dataclass
 from types import ModuleType
@@ -78,6 +79,13 @@ def example() -> ModuleType:
     return module
 
 
+@functools.cache
+def texts() -> tuple[Tensor, Tensor]:
+    """To train on, and held out; read once a process."""
+    found: tuple[Tensor, Tensor] = example().read_standard_library()
+    return found
+
+
 @dataclass(frozen=True)
 class Size:
     layers: int = 4
@@ -92,15 +100,18 @@ class Training:
 
     def __init__(self, seed: int, steps: int, size: Size) -> None:
         self.gpt, self.steps, self.size = example(), steps, size
-        self.text, self.held_out_text = self.gpt.read_standard_library()
+        self.text, self.held_out_text = texts()
         torch.manual_seed(seed)
         self.model: nn.Module = self.gpt.GPT(size.context, size.layers, size.width, size.heads)
         self.sampler = torch.Generator().manual_seed(seed)
 
-    def backward(self) -> None:
+    def backward(self) -> Tensor:
+        """Returns the loss."""
         starts = torch.randint(len(self.text) - self.size.context, (self.size.batch,), generator=self.sampler)
-        self.model(*self._sequences(self.text, starts)).backward()
+        loss: Tensor = self.model(*self._sequences(self.text, starts))
+        loss.backward()
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        return loss.detach()
 
     def lr(self, step: int) -> float:
         return 4e-3 * self.gpt.learning_rate_factor(step, self.steps)

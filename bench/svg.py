@@ -1,5 +1,6 @@
-"""The little of SVG that the pictures need: text and boxes on a panel that is legible on light and dark pages."""
+"""The little of SVG that the pictures need: text, boxes and lines on a panel, legible on light and dark pages."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from xml.sax.saxutils import escape
 
@@ -21,11 +22,22 @@ COLOURS = {
     "update": ("#0f766e", "#2dd4bf"),
     "absent": ("#d0d7de", "#30363d"),
 }
+# Likewise of lines, and of the words that name them.
+LINES = {
+    "line-1": ("#59636e", "#9198a1"),
+    "line-2": ("#0f766e", "#2dd4bf"),
+    "line-3": ("#2563eb", "#60a5fa"),
+    "line-4": ("#b45309", "#fbbf24"),
+    "line-5": ("#9333ea", "#c084fc"),
+}
 
 
-def _style() -> str:
+def _style(has_lines: bool) -> str:
     def rules(theme: int) -> str:
-        return "".join(f".{name}{{fill:{colours[theme]}}}" for name, colours in COLOURS.items())
+        found = [f".{name}{{fill:{colours[theme]}}}" for name, colours in COLOURS.items()]
+        for name, colours in LINES.items() if has_lines else ():
+            found.append(f"polyline.{name}{{fill:none;stroke:{colours[theme]}}}text.{name}{{fill:{colours[theme]}}}")
+        return "".join(found)
 
     return f"text{{font-family:{FONT}}}{rules(0)}@media(prefers-color-scheme:dark){{{rules(1)}}}"
 
@@ -62,13 +74,19 @@ class Picture:
             f'<rect class="{kind}" x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="3">{told}</rect>'
         )
 
+    def line(self, points: Sequence[tuple[float, float]], kind: str, words: str) -> None:
+        """Through these points, one of LINES, with what it shows when the pointer rests on it."""
+        drawn = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+        told = f"<title>{escape(words)}</title>"
+        self.body.append(f'<polyline class="{kind}" stroke-width="2" points="{drawn}">{told}</polyline>')
+
     def svg(self) -> str:
         return "\n".join(
             [
                 f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {self.width} {self.height}" '
                 f'width="{self.width}" height="{self.height}" role="img" aria-label="{escape(self.title)}">',
                 f"<title>{escape(self.title)}</title>",
-                f"<style>{_style()}</style>",
+                f"<style>{_style(any(each.startswith('<polyline') for each in self.body))}</style>",
                 f'<rect class="panel" width="{self.width}" height="{self.height}" rx="8"/>',
                 *self.body,
                 "</svg>",
