@@ -148,8 +148,8 @@ def numbers() -> str:
             f"{MEDIANS} yet.",
             "",
             f"**The update** of {kernels['settings']['elements'] / 2**20:.0f}M elements, as bytes read and written "
-            "over time, beside `dst.copy_(src)` with the same threads (a copy reads the lines that it overwrites, so "
-            "an update in place can pass it):",
+            "over time, beside `dst.copy_(src)` with the same threads (more than 100 % is possible, since a "
+            "copy also reads the lines that it overwrites):",
             "",
             *kernel_table(kernels),
             "",
@@ -287,7 +287,7 @@ def how_loss_was_measured(quality: dict[str, Any]) -> str:
         f"rate {settings['lr']:g} and a cosine to zero; {settings['windows']} held-out sequences. Over fp32 masters "
         f"and states, whose loss is {rows[0]['loss']:.3f} nats a byte: mean of {settings['seeds']} seeds, "
         f"{rows[0]['trainings']} trainings of the yardstick and {count} of each format. "
-        "Behind +-, the 95 % interval that chance leaves: one training has a standard deviation of "
+        "After +-, the 95 % interval that chance leaves: one training has a standard deviation of "
         f"{100 * chance['residual']:.2f} % when seed and format are taken out ({chance['freedom']} degrees of "
         f"freedom), and of {100 * chance['an ulp']:.2f} % "
         "when one element's first value is changed by one ulp and nothing else."

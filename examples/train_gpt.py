@@ -46,9 +46,12 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--stage", type=int, choices=(0, 1, 2, 3), default=2, help="of shardopt: what is sharded over the ranks"
     )
-    parser.add_argument("--offload", default=None, help='of shardopt: "cpu" or a directory, where states rest')
+    parser.add_argument("--offload", default=None, help='of shardopt: "cpu" or a directory, where states are kept')
     parser.add_argument(
-        "--master", choices=("fp32", "split", "split24", "none"), default="fp32", help="of shardopt: behind bf16 params"
+        "--master",
+        choices=("fp32", "split", "split24", "none"),
+        default="fp32",
+        help="of shardopt: the masters of bf16 params",
     )
     parser.add_argument(
         "--state-format", choices=("fp32", "bf16", "int8"), default="fp32", help="of shardopt: of the moments"

@@ -89,10 +89,10 @@ class Tuning:
             warning (nothing changes, step counts included), ``"raise"`` on all ranks before anything changed, or
             ``"propagate"`` as torch does (and save the reading of the gradients that looking for it takes). Where
             gradients are released, buckets may be updated before it is met in another one: then the first two are an
-            error on all ranks, behind which there is only a checkpoint.
+            error on all ranks, after which the training goes on from a checkpoint.
         compress_from: elements of a param (all of it, not of a shard) from which on ``state_format`` holds; smaller
             ones keep their states in fp32: biases and norms weigh little and matter much.
-        seed: of what is rounded by chance.
+        seed: of stochastic rounding.
     """
 
     bucket_bytes: int | None = option(
@@ -206,8 +206,8 @@ def _tier(where: object) -> str:
 class Offload:
     """What is kept where between steps. None of it changes a bit of the result.
 
-    ``"cpu"`` is host memory, anything else a directory: each rank makes a file of its own in it, which takes two copies
-    of its masters and states and goes with the optimizer. What is not offered yet is refused.
+    ``"cpu"`` is host memory, anything else a directory: each rank makes its own file in it, which holds two copies of
+    its masters and states, and removes it with the optimizer.
 
     Attributes:
         states: masters and states: ``"cpu"`` or a directory.
@@ -218,7 +218,7 @@ class Offload:
             None: on the device. From a directory they are read whenever their module runs, and travel in messages.
         step: where the update of params on a GPU runs: on the ``"gpu"``, through which states stream; on the ``"cpu"``,
             to which gradients come down and from which params go up; ``"auto"`` measures both in the first steps and
-            goes on with the faster one (``opt.timings()`` tells which). From a disk it is the CPU.
+            goes on with the faster one (``opt.timings()`` shows which). From a disk it is the CPU.
         pin_memory: whether host memory is registered with the GPU, where there is one.
     """
 
@@ -374,9 +374,9 @@ class Options:
         norm_group: all ranks that train one model, where these are more than ``process_group`` holds: those of the
             other stages of a pipeline. The norm and the decision to skip a step are theirs together. None: the ranks
             of ``process_group`` and, where params are DTensors, of their mesh.
-        master: what is kept behind bf16 params: ``"fp32"``, all of the master in 4 bytes; ``"split"``, the half that
-            the param lacks, exact in 2; ``"split24"``, 8 bits of it, in 1; ``"none"``: nothing, the param is rounded up
-            or down by chance, from a counter keyed by seed, step, param and element. fp16 params take ``"fp32"``.
+        master: the masters of bf16 params: ``"fp32"``, all of the master in 4 bytes; ``"split"``, the half that
+            the param lacks, exact in 2; ``"split24"``, 8 bits of it, in 1; ``"none"``: no master, and the param is
+            rounded stochastically, by a counter keyed by seed, step, param and element. fp16 params take ``"fp32"``.
         state_format: of states: ``"fp32"``, ``"bf16"`` or ``"int8"`` (blocks of 256), as far as the rule tolerates it,
             or one for each state by name. Params of fewer than ``Tuning.compress_from`` elements keep fp32.
         gradient_format: of the sums of gradients that a rank keeps of its slices, where the module is handed over:
@@ -393,7 +393,7 @@ class Options:
             the gradient's own.
         offload: where masters and states are kept between steps: ``"cpu"``, a directory, or an :class:`Offload`. None:
             on the device.
-        tuning: the rare knobs.
+        tuning: the rare options.
     """
 
     module: nn.Module | None = option(
@@ -424,7 +424,7 @@ class Options:
     )
     master: Master = option(
         "fp32",
-        'what is kept behind bf16 params (fp32 ones have no master, whatever it says): `"fp32"`; `"split"`: the '
+        'the masters of bf16 params (fp32 ones have none, whatever it says): `"fp32"`; `"split"`: the '
         'half that the param lacks, exact in 2 bytes; `"split24"`: 8 bits of it; `"none"`: stochastic rounding',
         partial(word, choices=get_args(Master)),
         flag=Flag("of bf16 params", "master"),
@@ -521,28 +521,28 @@ class Options:
             raise ValueError(
                 f"{asked} at stage {self.stage}: from stage 2 on sums of gradients are kept to be added to, and at "
                 "stage 3 params lie in slices that backward gathers and drops. Released gradients need no sharding: "
-                "give stage=1, or leave release_gradients away."
+                "give stage=1, or omit release_gradients."
             )
         if self.norm_group is not None:
             raise ValueError(
                 f"{asked} with norm_group: a step is taken in each backward, and a pipeline has one for each micro-"
-                "batch, whose updates the other stages could not skip together. Leave release_gradients away."
+                "batch, whose updates the other stages could not skip together. Omit release_gradients."
             )
         if self.max_grad_norm is not None:
             raise ValueError(
                 f"{asked} with max_grad_norm={self.max_grad_norm!r}: the norm of all gradients is known when the last "
-                "of them is reduced, and most buckets are updated by then. Leave one of the two away."
+                "of them is reduced, and most buckets are updated by then. Omit one of the two."
             )
         if self.gradient_format != "fp32":
             raise ValueError(
                 f"{asked} with gradient_format={self.gradient_format!r}: no sum of gradients is kept in any format, so "
-                "it would have no effect. Leave gradient_format away."
+                "it would have no effect. Omit gradient_format."
             )
         if self.rests is not None and self.rests.directory is not None:
             raise ValueError(
                 f"{asked} with states offloaded to {os.fspath(self.rests.directory)!r}: whether a disk could keep a "
                 "step is decided by all ranks together, for all buckets at once, and buckets are updated one by one. "
-                'With params on CPUs give offload="cpu"; else leave one of the two away.'
+                'With params on CPUs give offload="cpu"; otherwise omit one of the two.'
             )
 
     @property
@@ -571,8 +571,8 @@ class OptionKeywords(TypedDict, total=False):
     steps are theirs together.
     """
     master: Literal["fp32", "split", "split24", "none"]
-    """What is kept behind bf16 params (fp32 ones have no master, whatever it says): ``"fp32"``; ``"split"``: the half
-    that the param lacks, exact in 2 bytes; ``"split24"``: 8 bits of it; ``"none"``: stochastic rounding.
+    """The masters of bf16 params (fp32 ones have none, whatever it says): ``"fp32"``; ``"split"``: the half that the
+    param lacks, exact in 2 bytes; ``"split24"``: 8 bits of it; ``"none"``: stochastic rounding.
     """
     state_format: StateFormat | Mapping[str, StateFormat]
     """Of states: ``"fp32"``, ``"bf16"``, ``"int8"`` in blocks of 256, or one for each by name."""

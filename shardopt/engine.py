@@ -310,7 +310,7 @@ class Engine(Bindings):
         if len(self.domains) > 1:
             raise StateError(
                 "consolidate_state_dict() gathers on one rank, and param groups have their own process_group: their "
-                "params are others on other ranks. Call state_dict() on one rank of each process_group instead."
+                "params differ between ranks. Call state_dict() on one rank of each process_group instead."
             )
         domain = self.domain
         if domain is None or domain.mesh.shard.size == 1:

@@ -1,10 +1,10 @@
-"""What is told of an option in one place, its field: default, meaning, check, what ranks compare, the planner's flag.
+"""All about an option in one place, its field: default, meaning, check, what ranks compare, the planner's flag.
 
 ::
 
     @dataclass(frozen=True)
     class Tuning:
-        seed: int = option(0, "of what is rounded by chance", partial(whole, least=0))
+        seed: int = option(0, "of stochastic rounding", partial(whole, least=0))
 
         def __post_init__(self) -> None:
             check_fields(self, "Tuning.")

@@ -114,6 +114,6 @@ class Sharded:
             "call zero_grad() and take this step again: the tensor stays whole from now on. Or give "
             "partition_activations(check=True), which compares each tensor before it is partitioned. "
             f"Tensor {self._name.position} that the `with` kept, {self._geometry.dtype} of {self._geometry.shape}, was "
-            f"the same on all ranks when they compared it, and is now another one on rank {others[0]} than on rank 0: "
+            f"the same on all ranks when they compared it, and now differs between rank 0 and rank {others[0]}: "
             "backward would have used a mixture."
         )

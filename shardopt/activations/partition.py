@@ -59,7 +59,7 @@ def partition_activations(
     Args:
         process_group: the ranks, or their 1D mesh. None: the default group. With one rank, and without ``offload``,
             nothing changes.
-        offload: ``"cpu"``: slices of tensors of a GPU rest in pinned host memory. With one rank too.
+        offload: ``"cpu"``: slices of tensors on a GPU are kept in pinned host memory, on one rank too.
         keep_below: tensors of fewer elements stay whole: the gather of each costs a message to every rank.
         check: compares each tensor each time, in forward: no tensor that differs is ever partitioned, at the cost of
             one more message each.
@@ -100,7 +100,7 @@ def _group_of(given: object) -> dist.ProcessGroup | None:
     if given is not None and not isinstance(given, dist.ProcessGroup):
         raise TypeError(
             "process_group takes a ProcessGroup that this rank is a member of, a 1D DeviceMesh, or None for the "
-            f"default group, found {given!r}: new_group() returns a number on ranks that are no members."
+            f"default group, found {given!r}: new_group() returns a number on ranks that are not members."
         )
     return given
 

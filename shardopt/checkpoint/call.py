@@ -31,7 +31,7 @@ def engines_of(optimizer: object) -> list[Engine]:
     """Returns the engines of the optimizers that a caller gave: one, several or none.
 
     Raises:
-        TypeError: one that is not shardopt's, or a container that is no list of them.
+        TypeError: one that is not shardopt's, or a container that is not a list of them.
         ValueError: an empty list, which would drop the states, or one optimizer twice.
     """
     if optimizer is None:

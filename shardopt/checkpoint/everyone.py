@@ -28,7 +28,7 @@ class Everyone:
         """Collective.
 
         Raises:
-            CheckpointError: the groups are no dimensions of one mesh.
+            CheckpointError: the groups are not the dimensions of one mesh.
         """
         self._dimensions, self._own = dimensions, str(dist.get_rank())
         self.seconds = min(ranks.seconds for ranks in dimensions)
@@ -40,8 +40,8 @@ class Everyone:
         if not all(alike.values()):
             raise CheckpointError(
                 "give norm_group= all ranks that train the model (torch.distributed.group.WORLD, say): its "
-                f"data-parallel and tensor-parallel ranks, {[numbers_of(ranks) for ranks in dimensions]} here, are no "
-                "dimensions of one mesh, and it cannot be told which ranks make a checkpoint together."
+                f"data-parallel and tensor-parallel ranks, {[numbers_of(ranks) for ranks in dimensions]} here, are "
+                "not the dimensions of one mesh, so it is not known which ranks make a checkpoint together."
             )
         self.size, self.rank = len(self._ranks), self._ranks.index(self._own)
 

@@ -117,7 +117,7 @@ def open_file(path: Path) -> int:
         file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
         raise CheckpointError(
-            "load an older checkpoint of the same directory; `python -m shardopt verify` tells which are whole: "
+            "load an older checkpoint of the same directory; `shardopt verify` shows which are whole: "
             f"{path} cannot be opened ({error.strerror}). Nothing was loaded."
         ) from error
     if not stat.S_ISREG(os.fstat(file).st_mode):

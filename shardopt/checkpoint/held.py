@@ -28,8 +28,8 @@ def block_of(param: Any, name: str) -> Block:
         if type(placement) is not torch.distributed.tensor.Shard:
             raise CheckpointError(
                 f"redistribute() {name!r} to Shard(...) or Replicate() placements first: it is placed {placement} of "
-                f"{tuple(param.placements)}, whose ranks hold elements that are no box of the param. Nothing was saved "
-                "or loaded."
+                f"{tuple(param.placements)}, whose ranks hold elements that do not form a box of the param. Nothing "
+                "was saved or loaded."
             )
         dim = placement.dim % len(shape)
         step = -(-sizes[dim] // size)  # as torch.chunk divides

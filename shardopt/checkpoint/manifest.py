@@ -46,7 +46,7 @@ def from_bytes(data: bytes, where: str) -> Manifest:
     body = data[head:]
     if data[:head] != (_HEAD % hashlib.sha256(body).hexdigest()).encode():
         raise CheckpointError(
-            "load an older checkpoint of the same directory; `python -m shardopt verify` tells which are whole: "
+            "load an older checkpoint of the same directory; `shardopt verify` shows which are whole: "
             f"{where} does not match its own digest: it was truncated or changed. Nothing was loaded."
         )
     try:

@@ -53,7 +53,7 @@ class Names:
 
 
 def read_names(names: object) -> dict[nn.Module, str]:
-    """Returns what ``names=`` was given. Raises TypeError if it is no dict of modules and texts."""
+    """Returns what ``names=`` was given. Raises TypeError if it is not a dict of modules and texts."""
     if names is None:
         return {}
     if not isinstance(names, Mapping):

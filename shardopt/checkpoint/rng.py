@@ -36,8 +36,8 @@ def check(saved: Mapping[str, torch.Tensor], device: torch.device) -> None:
                 np.random.RandomState().set_state(_numpy_state_of(saved[kind]))
     except Exception as error:
         raise CheckpointError(
-            f"load another checkpoint, or load with the {kind} that saved it: the random numbers of {kind!r} are no "
-            f"state of that generator ({type(error).__name__}: {error}). Nothing was loaded."
+            f"load another checkpoint, or load with the {kind} that saved it: the random numbers of {kind!r} are "
+            f"not a state of that generator ({type(error).__name__}: {error}). Nothing was loaded."
         ) from error
 
 

@@ -7,6 +7,7 @@ wait may take means that a rank is gone.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import time
@@ -27,6 +28,19 @@ from .manifest import checked, to_bytes
 from .reader import chunks_of_range
 from .records import File, Manifest, Range, tensors_from_json, tensors_to_json
 from .tensor_file import Writer, header
+
+# What to do about an error of the system. Others have no advice of their own.
+_ADVICE = {
+    errno.ENOSPC: "free space, or save to another disk",
+    errno.EDQUOT: "free space, as the quota of this user is used up, or save to another disk",
+    errno.EFBIG: "save to a file system that allows larger files (ulimit -f)",
+    errno.EROFS: "save to a file system that is not mounted read-only",
+    errno.EACCES: "save to a directory that this user may write to",
+    errno.EPERM: "save to a directory that this user may write to",
+    errno.EMFILE: "raise the number of open files (ulimit -n)",
+    errno.ENFILE: "close files, as the system has too many open",
+    errno.EIO: "look at the system's log, which reports a fault of the disk, or save to another disk",
+}
 
 if TYPE_CHECKING:
     from .plan_save import Piece, SavePlan
@@ -229,9 +243,9 @@ def as_checkpoint_error(error: Exception, path: Path, published: Path | None = N
     outcome = "No checkpoint was published, those before it are whole"
     if published is not None and files.is_directory(published):
         outcome = f"{published} is whole all the same, only `latest` or the removal of older ones is not done"
+    advice = _ADVICE.get(getattr(error, "errno", None) or 0, "mend the cause, or save to another directory")
     converted = CheckpointError(
-        f"free space, or save to another directory, and call save_checkpoint() again: {path}: {type(error).__name__}: "
-        f"{error}. {outcome}."
+        f"{advice}, and call save_checkpoint() again: {path}: {type(error).__name__}: {error}. {outcome}."
     )
     converted.__cause__ = error
     return converted

@@ -24,6 +24,9 @@ from ..kernels.reductions import LIMBS
 if TYPE_CHECKING:
     from ..partition.comm.group import Ranks
 
+# What a description calls the params that a step binds: it says on which calls ranks differ.
+UNBOUND = "params not yet bound (of a new optimizer, a new group, or unfrozen)"
+
 # Averages of one batch agree to rounding; gradients of different batches to no digit.
 _ALIKE, _TINY = 1e-2, 1e-12
 

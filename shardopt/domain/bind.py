@@ -29,7 +29,7 @@ from ..partition.memory import return_free_memory
 from ..partition.placement import Placement, Placements
 from ..tensors.part import Part
 from ..tensors.unsharded_guard import is_sharded
-from .agreement import StepDigest, agree, checksum
+from .agreement import UNBOUND, StepDigest, agree, checksum
 from .allocate import allocate, allocate_frozen
 from .bindable import check_bindable, check_gradient_format, warn_of_master
 from .bucket_plan import plan_buckets
@@ -278,7 +278,7 @@ def _description(
     waiting: Waiting,
 ) -> dict[str, Any]:
     return {
-        "params not yet bound": [name for name, _, _ in candidates],
+        UNBOUND: [name for name, _, _ in candidates],
         "options": {
             "rule": domain.rule.name,
             **compared(domain.options),

@@ -45,8 +45,8 @@ def check_numbers(numbers: Sequence[Mapping[str, Any]], defaults: Mapping[str, A
         missing = [key for key in defaults if key not in group]
         if missing:
             raise TypeError(
-                f"assign a number to {missing} of param group {index}: it is missing or no plain number (a tensor must "
-                "hold one element), and the update cannot be computed."
+                f"assign a number to {missing} of param group {index}: it is missing or not a plain number (a tensor "
+                "must hold one element), and the update cannot be computed."
             )
 
 

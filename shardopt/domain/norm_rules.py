@@ -17,7 +17,7 @@ def check_takes_norms(rule: Rule, options: Options) -> None:
     if rule.takes_norms and options.release_gradients:
         raise ValueError(
             f"omit release_gradients: {rule.name} takes norms of whole params, for which all ranks must meet before a "
-            "param is updated, and release_gradients=True updates each bucket in the midst of backward."
+            "param is updated, and release_gradients=True updates each bucket in the middle of backward."
         )
 
 

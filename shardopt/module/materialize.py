@@ -68,7 +68,7 @@ def check_materializable(module: nn.Module, values: Values, fresh: Collection[to
         fresh: tensors that were on the meta device and still have no values: an earlier attempt failed.
 
     Raises:
-        TypeError: the state dict is no mapping of names, or holds something other than tensors with values; the
+        TypeError: the state dict is not a mapping of names, or holds something other than tensors with values; the
             initializer is no function.
     """
     if values.init_fn is not None and not callable(values.init_fn):

@@ -52,7 +52,7 @@ class JoinableOptimizer(Joinable):
         and takes every step with them: params and states are the same on all ranks throughout, and its param groups
         follow the others' hyper-parameters. What the body raises on one rank between two backwards, DisagreementError
         says on the others. At stage 3 it joins the gathers of the others' forwards, too. Without the module: ``with
-        ddp.join():``, or torch's ``Join([ddp, optimizer])``, with a step behind every backward.
+        ddp.join():``, or torch's ``Join([ddp, optimizer])``, with a step after every backward.
 
         Args:
             divide_by_initial_world_size: gradients are divided by the number of all ranks; False: by the number of

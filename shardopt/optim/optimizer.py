@@ -140,7 +140,7 @@ class ShardedOptimizer(torch.optim.Optimizer, JoinableOptimizer):
 
         Raises:
             BindingError: no bucket can hold a param, or values are missing, unknown or superfluous.
-            TypeError: ``state_dict`` is no mapping of names to dense tensors.
+            TypeError: ``state_dict`` is not a mapping of names to dense tensors.
             Exception: an initializer raised; other ranks raise DisagreementError. Forwards are refused
                 until this call succeeds on every rank.
         """
@@ -182,7 +182,7 @@ class ShardedOptimizer(torch.optim.Optimizer, JoinableOptimizer):
         Raises:
             ShardoptError: ``param`` is not of this optimizer.
             DisagreementError: some ranks have no gradient of it, or one of another shape.
-            TypeError: ``group`` is no group.
+            TypeError: ``group`` is not a process group.
         """
         self.engine.sum_tied(param, group)
 
@@ -344,8 +344,9 @@ class ShardedOptimizer(torch.optim.Optimizer, JoinableOptimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         raise StateError(
-            "a sharded optimizer cannot be pickled: its params and states are views of buffers that the copy would not "
-            "share. Save optimizer.state_dict(), or copy.deepcopy((model, optimizer)) in one process."
+            "save optimizer.state_dict(); in one process copy.deepcopy((model, optimizer)) works too, at stage 3 in "
+            "`with optimizer.unsharded():`. A sharded optimizer cannot be copied alone or pickled: its params and "
+            "states are views of buffers that the copy would not share."
         )
 
     def close(self) -> None:
@@ -378,7 +379,7 @@ class ShardedOptimizer(torch.optim.Optimizer, JoinableOptimizer):
         return self.engine.timings()
 
     def log(self, writer: Writer, every: int = 10) -> Handle:
-        """Tells a writer after each so many steps what this rank knows. Local.
+        """Reports this rank's numbers to a writer, every so many steps. Local.
 
         Numbers by name: ``step``, ``updates``, ``skipped``, ``grad_norm`` where the norm is known, ``seconds/<phase>``,
         ``memory/<kind>/<tier>`` and ``traffic/<kind>`` in bytes, the last ones received in a step.
@@ -399,7 +400,7 @@ class ShardedOptimizer(torch.optim.Optimizer, JoinableOptimizer):
         return log(self, self.engine, writer, whole(every, "every (steps between two reports)", least=1))
 
     def monitor(self, path: str | os.PathLike[str], every: float = 1.0) -> Handle:
-        """Writes what :meth:`log` tells to a small file, which ``shardopt top PATH`` shows while training runs. Local.
+        """Writes what :meth:`log` reports to a small file, which ``shardopt top PATH`` shows. Local.
 
         Args:
             path: a directory, made if missing; each rank that calls this has a file in it. One directory takes one

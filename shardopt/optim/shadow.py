@@ -312,7 +312,7 @@ class Shadow(JoinHook):
         if not _joinable(engine)._join_config.is_first_joinable and self._count(engine, 0) < _STEP:
             raise ShardoptError(
                 "a rank still has batches and ran a forward without a step() after the one before: a rank that has run "
-                "out cannot tell which of the two follows. Call step() behind every backward in this context, or hand "
+                "out cannot tell which of the two follows. Call step() after every backward in this context, or hand "
                 "the module over to the optimizer and use `with optimizer.join():`, where gradients may be accumulated."
             )
         self.shadows = True
@@ -470,7 +470,7 @@ def check_can_join(engine: Engine) -> None:
     ):
         why = (
             "the model is composed with tensor, pipeline or expert parallelism, whose ranks need each other's batches. "
-            "Leave join() away"
+            "Omit join()"
         )
     elif takeover is not None and any(
         each is not engine and each.takeover is not None and each.takeover.module is takeover.module

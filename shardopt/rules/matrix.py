@@ -92,7 +92,7 @@ def matrix_rule(*, accumulate: Rule, apply: Rule) -> Callable[[MatrixFunction], 
 
     Raises:
         RuleError: ``accumulate`` reads the param, or both passes keep a state or carry a scalar of one name.
-        TypeError: one of them is no rule.
+        TypeError: one of them is not a rule.
     """
     for name, each in (("accumulate", accumulate), ("apply", apply)):
         if not isinstance(each, Rule) or isinstance(each, MatrixRule):

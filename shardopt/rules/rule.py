@@ -145,7 +145,7 @@ class Rule:
             The scalars in the order of the variant, and those carried to the param's next step.
 
         Raises:
-            ShardoptError: a scalar is no finite fp32 number: every param of the group would become Inf or NaN.
+            ShardoptError: a scalar is not a finite fp32 number: every param of the group would become Inf or NaN.
             RuleError: the rule's scalars function does not return one of them.
         """
         if self.of_param:
@@ -169,7 +169,7 @@ class Rule:
             raise self._refuse_scalars(group, step, f"are not numbers ({error})") from error
         for name, value in zip((*variant.scalars, *carries), (*scalars, *carries.values()), strict=True):
             if not abs(value) < _ROUNDS_TO_INF:
-                raise self._refuse_scalars(group, step, f"hold {name}={value:g}, no finite fp32 number")
+                raise self._refuse_scalars(group, step, f"hold {name}={value:g}, not a finite fp32 number")
         return scalars, carries
 
     def _refuse_scalars(self, group: Mapping[str, Any], step: int, why: str) -> ShardoptError:

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..domain.agreement import StepDigest, agree, checksum
+from ..domain.agreement import UNBOUND, StepDigest, agree, checksum
 from ..domain.domain import Domain
 from ..domain.domains import agree_on_whole
 from ..domain.hyperparameters import check_numbers, plain_numbers
@@ -212,7 +212,7 @@ def digest_of(plan: StepPlan, call: Call, problem: Exception | None = None) -> S
     def describe() -> dict[str, Any]:
         present = presence()
         return {
-            "params not yet bound": [],
+            UNBOUND: [],
             "calls of step()": domain.rounds,
             "call": {"closure": call.closure},
             "groups": numbers,

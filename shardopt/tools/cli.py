@@ -25,8 +25,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=f"shardopt {shardopt.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for add in (add_twins, add_commands, add_import, add_plan, add_doctor, add_top, add_completion):
+    for add in (add_twins, add_commands, add_import, add_plan, add_doctor, add_top):
         add(commands)
+    add_completion(commands, parser)
     for command in commands.choices.values():
         command.add_argument("--json", action="store_true", help="print the answer as JSON")
     return run(parser.parse_args(arguments))

@@ -13,7 +13,9 @@ from .terminal import Answer
 _BASH = """_shardopt() {{
     local current=${{COMP_WORDS[COMP_CWORD]}} before=${{COMP_WORDS[COMP_CWORD-1]}} command=${{COMP_WORDS[1]}} words=""
     if ((COMP_CWORD == 1)); then
-        COMPREPLY=($(compgen -W "{commands}" -- "$current"))
+        words="{commands}"
+        if [[ $current == -* ]]; then words="{top}"; fi
+        COMPREPLY=($(compgen -W "$words" -- "$current"))
         return
     fi
     case "$command $before" in
@@ -49,8 +51,8 @@ class Option:
     help: str
 
 
-def add_completion(commands: Any) -> None:
-    """Adds the command to the subparsers of the command line, the last of all."""
+def add_completion(commands: Any, parser: argparse.ArgumentParser) -> None:
+    """Adds the command to the subparsers of the command line, the last of all. ``parser``: the command line's own."""
     completion = commands.add_parser(
         "completion",
         help="print what a shell needs to complete command lines",
@@ -62,7 +64,11 @@ def add_completion(commands: Any) -> None:
     def complete(options: argparse.Namespace) -> Answer:
         known = {name: list(_options_of(each)) for name, each in commands.choices.items()}
         helps = {each.dest: each.help or "" for each in commands._choices_actions}
-        script = _fish(known, helps) if options.shell == "fish" else _ZSH * (options.shell == "zsh") + _bash(known)
+        top = [each for each in _options_of(parser) if each.flags]
+        if options.shell == "fish":
+            script = _fish(known, helps, top)
+        else:
+            script = _ZSH * (options.shell == "zsh") + _bash(known, top)
         return Answer({"shell": options.shell, "script": script}, script)
 
     completion.set_defaults(run=complete)
@@ -75,31 +81,37 @@ def _options_of(parser: argparse.ArgumentParser) -> Iterator[Option]:
             yield Option(tuple(action.option_strings), values, (action.help or "").partition(" (default")[0])
 
 
-def _bash(known: dict[str, list[Option]]) -> str:
+def _bash(known: dict[str, list[Option]], top: list[Option]) -> str:
     values, flags = [], []
     for name, options in known.items():
         for each in (each for each in options if each.values):
             patterns = "|".join(f'"{name} {flag}"' for flag in each.flags or (name,))
             values.append(f'        {patterns}) words="{" ".join(each.values)}" ;;')
-        all_flags = " ".join(flag for each in options for flag in each.flags)
-        flags.append(f'            "{name} -"*) words="{all_flags}" ;;')
-    return _BASH.format(commands=" ".join(known), values="\n".join(values), flags="\n".join(flags))
+        flags.append(f'            "{name} -"*) words="{_flags(options)}" ;;')
+    return _BASH.format(commands=" ".join(known), top=_flags(top), values="\n".join(values), flags="\n".join(flags))
 
 
-def _fish(known: dict[str, list[Option]], helps: dict[str, str]) -> str:
-    lines = []
+def _flags(options: list[Option]) -> str:
+    return " ".join(flag for each in options for flag in each.flags)
+
+
+def _fish(known: dict[str, list[Option]], helps: dict[str, str], top: list[Option]) -> str:
+    lines = [f"complete -c shardopt -n __fish_use_subcommand{_given(each)} -d {_quoted(each.help)}" for each in top]
     for name, options in known.items():
         lines.append(f"complete -c shardopt -n __fish_use_subcommand -f -a {name} -d {_quoted(helps.get(name, ''))}")
         for each in options:
             words = f" -x -a {_quoted(' '.join(each.values))}" if each.values else ""
-            longs = [f" -l {flag[2:]}" for flag in each.flags if flag.startswith("--")]
-            shorts = [f" -s {flag[1:]}" for flag in each.flags if not flag.startswith("--")]
-            if words or longs:
-                given = "".join([*shorts, *longs]) + words
+            if words or each.flags:
+                given = _given(each) + words
                 lines.append(
                     f"complete -c shardopt -n '__fish_seen_subcommand_from {name}'{given} -d {_quoted(each.help)}"
                 )
     return "\n".join(lines)
+
+
+def _given(option: Option) -> str:
+    """The flags of an option as fish is given them."""
+    return "".join(f" -l {flag[2:]}" if flag.startswith("--") else f" -s {flag[1:]}" for flag in option.flags)
 
 
 def _quoted(text: str) -> str:

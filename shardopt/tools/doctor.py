@@ -27,7 +27,7 @@ def add_doctor(commands: Any) -> None:
     """Adds the command to the subparsers of the command line."""
     doctor = commands.add_parser(
         "doctor",
-        help="print versions, devices, limits: what a report of a bug needs",
+        help="print versions, devices, limits: what a bug report needs",
         description="Prints versions, devices, backends, limits of memory, and whether direct I/O works in a folder.",
     )
     doctor.add_argument("path", nargs="?", type=Path, default=Path(), help="to try direct I/O in (default: here)")

@@ -16,7 +16,7 @@ def model_of(path: Path) -> nn.Module:
     """Returns the model on the meta device; nothing is downloaded, and no code beside the config is run.
 
     Raises:
-        ShardoptError: the file is no config of a model that Transformers knows.
+        ShardoptError: the file is not the config of a model that Transformers knows.
         UnsupportedVersionError: Transformers is missing.
     """
     file = path / "config.json" if path.is_dir() else path
@@ -49,19 +49,21 @@ def _made(config: dict[str, Any], file: Path) -> nn.Module:
 
     named = config.get("architectures") or ["a causal language model"]
     if not isinstance(named, list):
-        raise ShardoptError(f"give a Hugging Face config.json: {file} has {named!r} for a list of architectures.")
+        raise ShardoptError(
+            f"give a Hugging Face config.json: {file} has {named!r} as architectures, which is not a list."
+        )
     name = named[0]
     try:
         settings = transformers.AutoConfig.for_model(**config)
         causal: Any = transformers.AutoModelForCausalLM
         make = getattr(transformers, name) if config.get("architectures") else causal.from_config
         if config.get("architectures") and not issubclass(make, transformers.PreTrainedModel):
-            raise TypeError("it is not a class of a model")
+            raise TypeError("it is not the class of a model")
         with torch.device("meta"):
             model: nn.Module = make(settings)
     except Exception as error:  # of a library: what is wrong with a value shows anywhere in it
         raise ShardoptError(
-            f"{file}: Transformers {transformers.__version__} does not make {name} of it ({type(error).__name__}: "
-            f"{str(error).partition(chr(10))[0]}). Mend the file, or give --params."
+            f"{file}: Transformers {transformers.__version__} cannot build {name} from it ({type(error).__name__}: "
+            f"{str(error).partition(chr(10))[0]}). Correct the file, or give --params."
         ) from error
     return model

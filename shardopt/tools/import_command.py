@@ -97,7 +97,7 @@ def _kind(sources: Sequence[Path]) -> str:
     if len(found) != 1:
         raise CheckpointError(
             f"give --from, one of {', '.join(KINDS)}: {folder} is "
-            f"{' and '.join(found) or f'no folder with {INDEX} or with *_optim_states.pt files'}. Nothing was imported."
+            f"{' and '.join(found) or f'not a folder with {INDEX} or *_optim_states.pt files'}. Nothing was imported."
         )
     return found[0]
 

@@ -47,11 +47,13 @@ def add_plan(commands: Any) -> None:
             plan.add_argument(flag, choices=choices, default=default, help=f"{told.help} (default: %(default)s)")
         else:
             plan.add_argument(flag, action="store_const", const=told.value, default=default, help=told.help)
-    plan.add_argument("--offload", choices=("cpu", "disk"), help="where masters and states rest (default: the device)")
+    plan.add_argument(
+        "--offload", choices=("cpu", "disk"), help="where masters and states are kept (default: the device)"
+    )
     plan.add_argument(
         "--offload-gradients",
         action="store_true",
-        help="rest their sums in host memory, where that can be: at stage 2 and 3, beside --offload",
+        help="keep sums of gradients in host memory, where that is possible: stages 2 and 3 with --offload",
     )
     plan.add_argument("--all", action="store_true", help="show every master, format and tier")
     plan.add_argument(

@@ -109,7 +109,7 @@ def chart_file(text: str) -> Path:
     """Returns the path of a file for a chart, in a directory that exists."""
     path = Path(text)
     if path.suffix.lower() not in _CHARTS:
-        raise argparse.ArgumentTypeError(f"{text!r} is no {', '.join(_CHARTS[:-1])} or {_CHARTS[-1]} file")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a {', '.join(_CHARTS[:-1])} or {_CHARTS[-1]} file")
     if not path.parent.is_dir() or path.is_dir():
         raise argparse.ArgumentTypeError(f"{text!r} cannot be written: there is no directory {str(path.parent)!r}")
     return path

@@ -1,4 +1,4 @@
-"""Trains a model of the user's own with shardopt and with ``torch.optim``, at every stage, and tells where they differ.
+"""Trains the user's model with shardopt and with ``torch.optim``, at every stage, and reports where they differ.
 
 ::
 
@@ -112,8 +112,8 @@ def verify(
         reference: makes torch's of ``(params, **arguments)``; None: the class of the same name.
         loss: of (module, batch), to run backward from; None: ``module(batch)``, or its ``.loss``.
         ways: what shardopt's optimizer alone is given, one after the other at every stage: ``{"offload": "cpu"}``,
-            ``{"master": "split", "state_format": "int8"}``. Where a format is not torch's, the difference is told and
-            does not count.
+            ``{"master": "split", "state_format": "int8"}``. Where a format is not torch's, the difference is reported
+            and does not count.
         tolerance: what share of the way that a param moved may differ.
         **arguments: of both (``lr=``, ``weight_decay=``).
 

@@ -272,30 +272,39 @@ def test_the_first_checkpoint_of_all(tmp_path: Path, model: Any, monkeypatch: py
 # -- failures ----------------------------------------------------------------------------------------------------------
 
 
-def failing(calls: Iterator[int], at: int, real: Callable[..., Any]) -> Callable[..., Any]:
+def failing(calls: Iterator[int], at: int, code: int, real: Callable[..., Any]) -> Callable[..., Any]:
     def call(*arguments: Any) -> Any:
         if next(calls) == at:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            raise OSError(code, os.strerror(code))
         return real(*arguments)
 
     return call
 
 
-def test_a_disk_that_is_full_at_any_call(tmp_path: Path, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error is typed, the last checkpoint whole, and the next save succeeds and leaves nothing behind."""
+CAUSES = {
+    errno.ENOSPC: "free space",
+    errno.EROFS: "not mounted read-only",
+    errno.EMFILE: "ulimit -n",
+    errno.ENXIO: "mend",
+}
+
+
+def test_a_disk_that_fails_at_any_call(tmp_path: Path, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error is typed and says what to do about its cause; the last checkpoint is whole; the next save succeeds."""
     root = tmp_path / "runs"
     save(root, *model, keep=1)
     for at in range(1000):
         advance(*model)
         last = find(root)
         calls = iter(range(10_000))
+        code, advice = list(CAUSES.items())[at % len(CAUSES)]
         with monkeypatch.context() as full:
             for name in _CHANGING:
-                full.setattr(files, name, failing(calls, at, getattr(files, name)))
+                full.setattr(files, name, failing(calls, at, code, getattr(files, name)))
             try:
                 save(root, *model, keep=1)
             except CheckpointError as error:
-                assert "No space left" in str(error) and "whole" in str(error)
+                assert os.strerror(code) in str(error) and advice in str(error) and "whole" in str(error)
             else:
                 break
         assert find(root) == last or find(root).name > last.name

@@ -265,7 +265,7 @@ def test_files_that_are_no_configs_are_named(tmp_path: Path) -> None:
     for wrong in (None, 3, ["ds.json"]):
         with raises(ShardoptError, "a dict, or the path of a JSON file", type(wrong).__name__):
             from_deepspeed_config(wrong, Net())  # type: ignore[arg-type]
-    with raises(ShardoptError, "no nn.Module"):
+    with raises(ShardoptError, "not an nn.Module"):
         from_deepspeed_config({"optimizer": ADAM}, Net().parameters())  # type: ignore[arg-type]
 
 

@@ -669,6 +669,6 @@ def test_a_rank_that_dies_or_stalls(tmp_path: Path) -> None:
             assert by_deadline == (which == signal.SIGSTOP), survivors
         *survivors, _ = pool.run(dies_before_one_begins, tmp_path / "late", world=3, doomed=(DOOMED,))
         for found in survivors:
-            assert found.error == LOST and found.unchanged and "rank 2 is gone" in found.message, survivors
+            assert found.error == LOST and found.unchanged and "It is rank 2;" in found.message, survivors
     finally:
         pool.close()

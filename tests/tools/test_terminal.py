@@ -165,7 +165,9 @@ def test_a_shell_completes(capsys: Printed, tmp_path: Path) -> None:
     assert main(["completion", "bash"]) == 0
     script = capsys.readouterr().out
     assert completed(script, "shardopt pl") == ["plan"]
+    assert completed(script, "shardopt --") == ["--help", "--version"]
     assert completed(script, "shardopt plan --device") == ["--device-memory"]
+    assert completed(script, "shardopt plan --he") == ["--help"]
     assert completed(script, "shardopt plan --master s") == ["split", "split24"]
     assert completed(script, "shardopt import --from d") == ["dcp", "deepspeed"]
     assert completed(script, "shardopt completion ") == ["bash", "zsh", "fish"]
@@ -177,6 +179,7 @@ def test_a_shell_completes(capsys: Printed, tmp_path: Path) -> None:
     assert all(
         line.startswith("complete -c shardopt -n ") and line.replace("\\'", "").count("'") % 2 == 0 for line in lines
     )
+    assert any("__fish_use_subcommand -l version " in line for line in lines)
     assert any("__fish_seen_subcommand_from plan' -l master -x -a 'fp32 split split24 none'" in line for line in lines)
 
 
@@ -228,10 +231,10 @@ def test_a_model_of_hugging_face_is_planned(tmp_path: Path) -> None:
     block = 2 * 2 * 64 + 64 * 192 + 192 + 64 * 64 + 64 + 2 * 64 * 256 + 256 + 64
     assert json.loads(done.stdout)["params"] == (50257 + 1024) * 64 + 2 * block + 2 * 64  # the head is the embedding
     wrong = {
-        json.dumps({**GPT2, "architectures": ["NobodysModel"]}): "does not make NobodysModel",
-        json.dumps({**GPT2, "model_type": "nobodys"}): "does not make GPT2LMHeadModel",
-        json.dumps({**GPT2, "architectures": ["BitsAndBytesConfig"]}): "it is not a class of a model",
-        json.dumps({**GPT2, "architectures": 5}): "has 5 for a list of architectures",
+        json.dumps({**GPT2, "architectures": ["NobodysModel"]}): "cannot build NobodysModel",
+        json.dumps({**GPT2, "model_type": "nobodys"}): "cannot build GPT2LMHeadModel",
+        json.dumps({**GPT2, "architectures": ["BitsAndBytesConfig"]}): "it is not the class of a model",
+        json.dumps({**GPT2, "architectures": 5}): "has 5 as architectures, which is not a list",
         json.dumps({"n_embd": 64}): "has no model_type",
         "[": "give a Hugging Face config.json",
         "[" * 100_000: "give a Hugging Face config.json",

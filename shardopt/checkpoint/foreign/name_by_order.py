@@ -24,7 +24,7 @@ def name_by_order(groups: Sequence[Sequence[Shape | None]], candidates: Mapping[
     for index, one in enumerate(shapes):
         for other in shapes[index + 1 :]:
             if one & other or (None in one | other):
-                raise _unclear(f"two groups have params of the shape {sorted(one & other, key=str) or 'not told'}")
+                raise _unclear(f"two groups have params of the shape {sorted(one & other, key=str) or 'unknown'}")
     named = []
     for group in groups:
         fitting = [(name, shape) for name, shape in candidates.items() if None in group or shape in group]

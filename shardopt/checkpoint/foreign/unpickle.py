@@ -75,7 +75,7 @@ def read_index(path: Path) -> Any:
     """Returns the ``.metadata`` of a distributed checkpoint, with inert objects in place of torch's.
 
     Raises:
-        CheckpointError: it is no such file, or names anything else.
+        CheckpointError: it is not such a file, or names anything else.
     """
     try:
         if path.stat().st_size > MAX_BYTES:

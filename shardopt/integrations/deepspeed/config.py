@@ -120,7 +120,7 @@ def from_deepspeed_config(
     """
     if not isinstance(module, nn.Module):
         raise ShardoptError(
-            f"from_deepspeed_config(config, module): module is a {type(module).__name__}, no nn.Module."
+            f"from_deepspeed_config(config, module): module is a {type(module).__name__}, not an nn.Module."
         )
     if params is not None and (isinstance(params, str) or not isinstance(params, Iterable)):
         raise TypeError(f"params takes tensors or param groups, or None, found {type(params).__name__}.")

@@ -25,6 +25,9 @@ from .host_group import backend_of, host_group, timeout_of
 # before memory is allocated for it.
 MAX_MESSAGE_BYTES = 256 << 20
 
+# Some messages of backends end with a mark, and some do not.
+_MARKS = ".! \n"
+
 # Seconds between two looks at a collective of the device, while a host waits for it.
 _NAP = 50e-6
 
@@ -293,7 +296,7 @@ class Ranks:
         except RuntimeError as error:
             self.give_up(phase)
             raise CommunicationError(
-                f"{self.at(phase)}: {error}. A peer died, left, or did not make the same call in time "
-                "(every rank must call step(), with or without a closure alike). Look at the other ranks' output for "
-                "the first error."
+                f"{self.at(phase)}: {str(error).rstrip(_MARKS)}. A peer died, left, or did not make the same call in "
+                "time (every rank must call step(), with or without a closure alike). Look at the other ranks' output "
+                "for the first error."
             ) from error

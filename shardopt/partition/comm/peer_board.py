@@ -133,7 +133,7 @@ class PeerBoard:
             self._memory.read(self.pids[rank], address, into)
         except CommunicationError as error:
             self._own[_MISSED] = rank + 1
-            raise CommunicationError(f"while {phase}: rank {rank} is gone. {error}") from error
+            raise CommunicationError(f"{error} It is rank {rank}; others were {phase}.") from error
 
     def _look(self, rank: int, phase: str) -> Notice:
         self.read(rank, self._addresses[rank], self._seen, phase)

@@ -59,8 +59,8 @@ class PeerMemory:
             if count <= 0:
                 reason = os.strerror(ctypes.get_errno())
                 raise CommunicationError(
-                    "look at the other ranks' output: a rank of this machine died, or freed its params while others "
-                    f"gathered them. Reading {nbytes} bytes of process {pid} stopped after {done}: {reason}."
+                    f"look at the other ranks' output: process {pid} died, or freed its memory while others read it ("
+                    f"{reason}, after {done} of {nbytes} bytes)."
                 )
             done += count
 
