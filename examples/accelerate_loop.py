@@ -1,9 +1,11 @@
 """A loop with Accelerate: gradient accumulation, clipping, save_state and load_state.
 
-python examples/accelerate_loop.py                                               one process
-accelerate launch --num_processes 2 examples/accelerate_loop.py checkpoint      two ranks
+python examples/accelerate_loop.py                                                       one process
+accelerate launch --config_file examples/accelerate.yaml examples/accelerate_loop.py     two ranks
+torchrun --standalone --nproc-per-node 2 examples/accelerate_loop.py checkpoint          the same
 
-A config file of Accelerate for it names no FSDP and no DeepSpeed: `distributed_type: MULTI_GPU` (`MULTI_CPU`) is all.
+The config names no FSDP and no DeepSpeed. `MULTI_GPU` starts two ranks on CPUs too, where there is no GPU; `MULTI_CPU`
+of Accelerate takes mpirun.
 """
 
 import sys
@@ -28,7 +30,8 @@ def main(folder: str) -> None:
                 accelerator.clip_grad_norm_(model.parameters(), 1.0)
             opt.step()
             opt.zero_grad()
-    accelerator.save_state(folder)
+    accelerator.save_state(folder)  # the main process writes, and the others do not wait for it
+    accelerator.wait_for_everyone()
     accelerator.load_state(folder)
     accelerator.print(f"loss {loss.item():.4f}")
     accelerator.end_training()

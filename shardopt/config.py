@@ -348,6 +348,8 @@ def _in_full(value: Any) -> Offload:
 
 
 def _tuning(value: object, what: str) -> object:
+    if value is None:
+        return Tuning()
     if not isinstance(value, Tuning):
         raise TypeError(f"{what} takes a shardopt.Tuning, found {type(value).__name__}.")
     return value
@@ -594,5 +596,5 @@ class OptionKeywords(TypedDict, total=False):
     """Where masters and states are kept between steps: ``"cpu"``, a directory (a path, not a bare name), or
     ``Offload(...)``.
     """
-    tuning: Tuning
+    tuning: Tuning | None
     """Bucket size, timeout, what to do about Inf and NaN."""

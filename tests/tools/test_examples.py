@@ -22,13 +22,15 @@ from tests.support.paths import ROOT
 from tests.support.scripts import run_script
 
 # File -> the library that it needs, and what it prints.
-RECIPES = {
+RECIPES: dict[str, tuple[str | None, str]] = {
     "plain_ddp": (None, "step 15: loss"),
     "pretrain": (None, "step 7: loss"),
     "hf_trainer": ("transformers", "train_loss"),
     "accelerate_loop": ("accelerate", "loss 0."),
     "lightning_module": ("lightning", "loss 0."),
+    "lightning_cli": ("jsonargparse", "stage 2: loss 0."),
 }
+CLI = ("fit", "--config", ROOT / "examples" / "lightning_cli.yaml", "--trainer.accelerator", "cpu")
 PAGE = ROOT / "docs" / "recipes.md"
 
 
@@ -37,7 +39,8 @@ def test_a_recipe_runs(name: str, tmp_path: Path) -> None:
     library, prints = RECIPES[name]
     if library is not None and find_spec(library) is None:
         pytest.skip(f"needs the extra 'frameworks' ({library}): pip install .[frameworks]")
-    done = run_script(ROOT / "examples" / f"{name}.py", tmp_path / "out", cwd=tmp_path, frameworks=library is not None)
+    arguments = CLI if name == "lightning_cli" else (tmp_path / "out",)
+    done = run_script(ROOT / "examples" / f"{name}.py", *arguments, cwd=tmp_path, frameworks=library is not None)
     assert done.returncode == 0 and prints in done.stdout, done.stderr
 
 
@@ -53,6 +56,17 @@ def test_the_loops_run_on_ranks_and_resume(tmp_path: Path) -> None:
     assert alone.returncode == 0 and alone.stdout.startswith("step 20: loss"), alone.stderr
     launch(example, "pretrain", str(tmp_path / "pretrain"))
     assert len(list((tmp_path / "pretrain").glob("*-step*"))) == 2
+
+
+@pytest.mark.skipif(find_spec("accelerate") is None, reason="needs the extra 'frameworks'")
+def test_accelerate_on_ranks(tmp_path: Path) -> None:
+    """By a config that Accelerate reads; what the main process saves, all ranks load."""
+    from accelerate.commands.config.config_args import load_config_from_file
+    from accelerate.utils import DistributedType
+
+    config = load_config_from_file(str(ROOT / "examples" / "accelerate.yaml"))
+    assert (config.distributed_type, config.num_processes) == (DistributedType.MULTI_GPU, 2)
+    launch(example, "accelerate_loop", str(tmp_path / "checkpoint"), frameworks=True)
 
 
 # -- a model that is cut -----------------------------------------------------------------------------------------------
