@@ -16,7 +16,7 @@ PICTURE = re.compile(r"^```mermaid\n(.*?)^```\n", re.MULTILINE | re.DOTALL)
 ARROW = re.compile(r"(\w+) -->\|(\d+)\| (\w+)")
 WIDTH, ROW, BOX, HEIGHT = 880, 76, 118, 34
 # Where rooms that have a floor to themselves stand: side by side, so that arrows pass beside them.
-STEPS = (440, 190, 690, 320, 560, 130, 750)
+STEPS = (440, 190, 690, 320, 560, 130, 750, 590, 300)
 
 
 def places(shown: set[str]) -> dict[str, tuple[float, float]]:

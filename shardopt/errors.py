@@ -17,6 +17,12 @@ Mistakes that ``torch.optim`` itself reports keep torch's type and message. Ever
 what would have gone wrong, and the call to make next.
 """
 
+import sys
+import warnings
+
+# Whose lines a script's author does not know: a warning names the line of the script.
+_INSIDE = ("shardopt", "torch", "contextlib")
+
 
 class ShardoptError(RuntimeError):
     """Base class of shardopt's errors."""
@@ -56,3 +62,11 @@ class CheckpointError(ShardoptError):
 
 class UnsupportedVersionError(ShardoptError):
     """A library that a kernel needs is missing or has a version that was never tested."""
+
+
+def warn(message: str) -> None:
+    """Warns at the line of the script that led here."""
+    level, frame = 2, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _INSIDE:
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, stacklevel=level)

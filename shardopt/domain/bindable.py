@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ..errors import BindingError
+from ..errors import BindingError, warn
 from ..kernels.formats import format_of
 from ..tensors.strides import dense_strides
 from .param import named_params
@@ -57,11 +56,10 @@ def warn_of_master(options: Options, groups: Sequence[Group]) -> None:
     """Warns if ``master=`` has no effect. A script that trains in several dtypes may give it all the same."""
     dtypes = {param.dtype for _, param, _ in named_params(groups)}
     if options.master != "fp32" and dtypes == {torch.float32}:
-        warnings.warn(
+        warn(
             "cast the model to bfloat16 before its first step (autocast does not), or omit master: "
             f"master={options.master!r} was given and all params are float32, which are their own masters. It has no "
-            "effect, and saves no memory.",
-            stacklevel=2,
+            "effect, and saves no memory."
         )
 
 

@@ -17,7 +17,6 @@ until then is raised on all of them.
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -30,7 +29,7 @@ from ..domain.domains import agree_on_whole
 from ..domain.hyperparameters import check_numbers, plain_numbers
 from ..domain.masters import follow_written_params
 from ..domain.param import Candidate, Group
-from ..errors import DisagreementError, ShardoptError
+from ..errors import DisagreementError, ShardoptError, warn
 from ..kernels.reductions import sum_of_squares
 from ..kernels.tables import Factors
 from .launches import StepPlan
@@ -326,7 +325,7 @@ def skip(policy: str, nonfinite: int, where: str) -> None:
             f'look for the loss that overflowed, or give Tuning(nonfinite="skip") to skip such steps: {found}, and '
             f"{effect}, so no rank took the step and nothing changed."
         )
-    warnings.warn(f"{found}: {effect}, so all ranks skipped this step and nothing changed.", stacklevel=5)
+    warn(f"{found}: {effect}, so all ranks skipped this step and nothing changed.")
 
 
 def _clip(domain: Domain, norm: float | None) -> float:

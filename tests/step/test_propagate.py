@@ -60,8 +60,9 @@ def skips_and_tells(stage: int | None) -> None:
         spoil(model, value)
         opt = ShardedAdamW(model if stage else model.parameters(), max_grad_norm=1.0, stage=stage or 1)
         loss_of(model, 0).backward()
-        with pytest.warns(UserWarning, match="skipped this step"):
+        with pytest.warns(UserWarning, match="skipped this step") as caught:
             opt.step()
+        assert caught[0].filename == __file__  # the line of the script
         assert str(opt.grad_norm) == str(value) and opt.updates == 0
 
 

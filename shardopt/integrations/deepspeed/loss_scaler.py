@@ -41,6 +41,9 @@ class LossScaler(torch.amp.GradScaler):
         self._patience = scale.hysteresis
         self._stable = -1  # steps since the last overflow, itself not counted; as if there had been one at the start
 
+    def __repr__(self) -> str:
+        return f"LossScaler(scale={self.get_scale():g}, {self._rule})" if self.is_enabled() else "LossScaler(disabled)"
+
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
         """Updates the scale as torch's scaler does, by this rule.
 
