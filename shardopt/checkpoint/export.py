@@ -38,7 +38,7 @@ def export_weights(checkpoint: Checkpoint, target: Path, advance: Advance) -> No
     keys.sort(key=lambda key: -_tensor(manifest, key).values_dtype.itemsize)
     described = [(key.name, (each := _tensor(manifest, key)).values_dtype, each.shape) for key in keys]
     with _new(target) as made:
-        writer = Writer(made, header(described, {"format": "pt"}))
+        writer = Writer(made, header(described, {"format": "pt"}), files.PUBLIC)
         try:
             for key in keys:
                 writer.add(_chunks(checkpoint, key, advance))

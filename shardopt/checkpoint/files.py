@@ -1,7 +1,7 @@
 """Every call on the file system that checkpoints make, so that a test can stand between them and the disk.
 
-Files are made new (never opened where something lies already), private (0600 in directories of 0700) and never through
-a symbolic link. Byte counts are checked: a short write or read goes on, or is an error.
+Files are made new (never opened where something lies already), private (0600 in directories of 0700) but for exports,
+and never through a symbolic link. Byte counts are checked: a short write or read goes on, or is an error.
 """
 
 import fcntl
@@ -11,6 +11,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from ..errors import CheckpointError
+
+PRIVATE, PUBLIC = 0o600, 0o666  # modes of new files; the umask of the user takes from them
 
 
 def make_directory(path: Path) -> None:
@@ -26,13 +28,13 @@ def make_directories(path: Path) -> None:
     sync_directory(path.parent)
 
 
-def create(path: Path) -> int:
-    """Returns a new file, open for writing.
+def create(path: Path, mode: int = PRIVATE) -> int:
+    """Returns a new file, open for writing. ``mode``: who may read it, as far as the umask lets them.
 
     Raises:
         FileExistsError: something lies there.
     """
-    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
 
 
 def write(file: int, data: memoryview) -> None:

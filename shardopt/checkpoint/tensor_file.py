@@ -42,13 +42,13 @@ def bytes_of(values: torch.Tensor) -> memoryview:
 
 
 class Writer:
-    """Streams one file and takes the checksum of each chunk."""
+    """Streams one file and takes the checksum of each chunk. ``mode``: as of :func:`files.create`."""
 
-    def __init__(self, path: Path, head: bytes):
+    def __init__(self, path: Path, head: bytes, mode: int = files.PRIVATE):
         self._path, self._head = path, head
         self.nbytes = self._begun = 0  # written, and handed to the disk
         self._helper = ThreadPoolExecutor(1, "shardopt-checksum")
-        self._file = files.create(path)
+        self._file = files.create(path, mode)
         self._write(memoryview(head))
 
     def _write(self, data: memoryview) -> None:

@@ -84,6 +84,7 @@ def test_all_of_an_export_is_on_the_disk_before_it_has_its_name(tmp_path: Path) 
     model, optimizer = build(0)
     train(model, optimizer, range(1))
     save(tmp_path / "runs", model, optimizer)
+    (tmp_path / "mine").touch()
     synced: list[bytes] = []
     renamed: list[bytes] = []
 
@@ -98,6 +99,7 @@ def test_all_of_an_export_is_on_the_disk_before_it_has_its_name(tmp_path: Path) 
         for kind in ("safetensors", "torch"):
             assert main(["export", str(tmp_path / "runs"), "--to", kind, str(tmp_path / kind)]) == 0
             assert renamed[-1] == synced[-1] == (tmp_path / kind).read_bytes()
+            assert (tmp_path / kind).stat().st_mode == (tmp_path / "mine").stat().st_mode  # by the umask, both
     assert len(renamed) == 2
 
 
