@@ -62,7 +62,8 @@ def read_arguments(
         raise TypeError(f"params takes a module, tensors or param groups, found {type(params).__name__}.")
     from .matrices import check_matrix_options
 
-    given = Options(**options)
+    keywords: dict[str, Any] = {**options}
+    given = Options(**keywords)
     check_matrix_options(rule, given)
     if given.ema is not None:
         rule = rule.averaging(given.ema)
