@@ -62,7 +62,7 @@ OPTIONS = {
     "release_gradients": {"0"},  # without the module
     "reduce_dtype": NONE,
     "offload": NONE,
-    "tuning": NOTHING,
+    "tuning": NONE,
 }
 # Of torch's arguments. As in torch NaN is refused, and a hint may be left open.
 TORCH = {
