@@ -31,11 +31,14 @@ NUMELS = (300, 1, 2000, 257, 6000)
 @contextmanager
 def environment(name: str, value: str) -> Iterator[None]:
     """Not ``patch.dict``: at its end there is no variable at all for a moment, and the stand-in's threads read them."""
-    os.environ[name] = value
+    before, os.environ[name] = os.environ.get(name), value
     try:
         yield
     finally:
-        del os.environ[name]
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
 
 
 def dies(stage: int) -> tuple[str, bool] | None:

@@ -81,6 +81,7 @@ def _start(folder: Path, rank: int, world: int, port: int, frameworks: bool) -> 
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
         "TORCHELASTIC_RUN_ID": "launch",  # how frameworks know torchrun
     }
     process = fork_server().Process(target=_serve, args=(str(folder), rank, environment), daemon=False)
@@ -116,6 +117,6 @@ def _serve(name: str, rank: int, environment: dict[str, str]) -> None:
 
 def _wait_for_all(folder: Path) -> None:
     """A rank that dies while another one is still in a collective with it would take that one along."""
-    end = time.monotonic() + 60
+    end = time.monotonic() + 600
     while len(list(folder.glob("result*"))) < int(os.environ["WORLD_SIZE"]) and time.monotonic() < end:
         time.sleep(0.01)
