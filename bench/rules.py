@@ -24,17 +24,22 @@ from common import median_of, parser_of, pick_device, ratios, show, write_result
 from gpt import GPT
 
 import shardopt
-from shardopt import ShardedOptimizer
 
 # Bytes an element: gradient, param and states, each once for every pass that reads or writes it.
-BYTES = {"AdamW": 28, "LAMB": 24 + 16, "AdamW, clipped": 20 + 16, "SGD": 20, "LARS": 8 + 20}
-BESIDE = {"LAMB": "AdamW", "AdamW, clipped": "AdamW", "LARS": "SGD"}
-OPTIMIZERS: dict[str, Callable[[Any], ShardedOptimizer]] = {
+BYTES = {"AdamW": 28, "LAMB": 24 + 16, "AdamW, clipped": 20 + 16, "SGD": 20, "LARS": 8 + 20, "Adafactor": 4 + 8 + 12}
+BYTES |= dict.fromkeys(("torch's Adafactor", "torch's, foreach"), 24)  # those that would do
+BESIDE = {"LAMB": "AdamW", "AdamW, clipped": "AdamW", "LARS": "SGD", "Adafactor": "AdamW"}
+# torch's two forms, the fastest of which counts; of one rank, as torch's states are not sharded.
+BESIDE_TORCH = ("torch's Adafactor", "torch's, foreach")
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "AdamW": lambda params: shardopt.ShardedAdamW(params),
     "LAMB": lambda params: shardopt.ShardedLAMB(params),
     "AdamW, clipped": lambda params: shardopt.ShardedAdamW(params, clip_update=1.0),
     "SGD": lambda params: shardopt.ShardedSGD(params, lr=0.1, momentum=0.9),
     "LARS": lambda params: shardopt.ShardedLARS(params),
+    "Adafactor": lambda params: shardopt.ShardedAdafactor(params),
+    "torch's Adafactor": lambda params: torch.optim.Adafactor(params),
+    "torch's, foreach": lambda params: torch.optim.Adafactor(params, foreach=True),
 }
 
 
@@ -63,7 +68,7 @@ def rows_of(seconds: dict[str, list[float]], world: int) -> list[dict[str, Any]]
             "ratio": ratios(seconds[name], seconds[other]),
             "bytes": round(BYTES[name] / BYTES[other], 3),
         }
-        for name, other in BESIDE.items()
+        for name, other in [*BESIDE.items(), *(("Adafactor", each) for each in BESIDE_TORCH if world == 1)]
     ]
 
 

@@ -86,6 +86,7 @@ WRITTEN: dict[str, Callable[[str], str]] = {
     **{page: partial(written, kinds=kinds) for page, kinds in PAGES.items()},
     "shardopt/config.py": with_meanings,
     "shardopt/optim/classes.py": with_keywords,
+    "shardopt/optim/adafactor.py": with_keywords,
     "shardopt/optim/large_batch.py": with_keywords,
     "shardopt/optim/optimizer.py": with_keywords,
 }

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from .checkpoint.prepare import prepare_states
     from .checkpoint.save import save_checkpoint
     from .integrations.deepspeed.config import DeepSpeedRun, from_deepspeed_config
+    from .optim.adafactor import ShardedAdafactor
     from .optim.large_batch import ShardedLAMB, ShardedLARS
     from .optim.muon import ShardedMuon
     from .rules.matrix import matrix_rule
@@ -64,6 +65,7 @@ __all__ = [
     "RuleError",
     "ShardedASGD",
     "ShardedAdadelta",
+    "ShardedAdafactor",
     "ShardedAdagrad",
     "ShardedAdam",
     "ShardedAdamW",
@@ -109,6 +111,8 @@ def __getattr__(name: str) -> Any:
         from .optim import large_batch
 
         found = getattr(large_batch, name)
+    elif name == "ShardedAdafactor":
+        from .optim.adafactor import ShardedAdafactor as found
     elif name == "ShardedMuon":
         from .optim.muon import ShardedMuon as found
     elif name == "matrix_rule":

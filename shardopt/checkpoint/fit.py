@@ -173,8 +173,10 @@ class Fit:
         if missing:
             self._note(f"the group of {name!r} says nothing of {missing}, by which {rule.name!r} knows its states")
             return False
-        needed = rule.variant(self._flags[saved]).states if about["has_state"] else ()
-        wrong = [kind for kind in self._kinds[saved] if self._kinds[saved][kind].shape != shape]
+        variant = rule.variant(self._flags[saved], shape)
+        needed = (*variant.margins, *variant.states) if about["has_state"] else ()
+        shapes = {kind: rule.state_shape(kind, shape) if kind in variant.margins else shape for kind in kinds}
+        wrong = [kind for kind in kinds if self._kinds[saved][kind].shape != shapes[kind]]
         carried = set(rule.carried) if about["has_state"] else set()
         lacking = carried - about["carried"].keys() or about["carried"].keys() - set(rule.carried)
         differ = set(kinds) ^ set(needed)

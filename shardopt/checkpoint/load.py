@@ -271,7 +271,8 @@ class Loading:
             shard.zero(index)
             entry.write_initial()
             return
-        entry.take_counters(ParamState(about["step"], self._manifest.carried(saved)))
+        margins = self.plan.margins.get(param.param, {})
+        entry.take_counters(ParamState(about["step"], self._manifest.carried(saved), margins=margins))
         if EMA in shard.kept.states and EMA not in kinds:
             shard.begin_average(index)
 

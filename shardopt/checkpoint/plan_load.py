@@ -44,6 +44,7 @@ class LoadPlan:
         targets: in the order in which they are filled.
         gradients: of this rank alone, which were not reduced; filled like targets.
         sums: what was saved of reduced gradients, which targets bring.
+        margins: by param, whole, of those that are bound.
         waiting: states for params that no optimizer has bound: whole, on the host.
         rounded: (kind, format that it was saved in, shorter one that it is kept in) -> params.
     """
@@ -59,6 +60,7 @@ class LoadPlan:
         self.targets: list[Target] = []
         self.gradients: dict[torch.nn.Parameter, torch.Tensor] = {}
         self.sums: dict[torch.nn.Parameter, Mapping[str, Any]] = {}
+        self.margins: dict[torch.nn.Parameter, dict[str, torch.Tensor]] = defaultdict(dict)
         self.waiting: dict[torch.nn.Parameter, ParamState] = {}
         self.rounded: Counter[tuple[str, str, str]] = Counter()
         self._manifest, self._model, self._world = manifest, model, world
@@ -136,7 +138,11 @@ class LoadPlan:
     def _states(self, member: ModelParam, saved: str) -> None:
         keeps_average = member.optimizer is not None and self._model.engines[member.optimizer].rule.average is not None
         kinds = [kind for kind in self._manifest.kinds[saved] if kind != "param" and (kind != EMA or keeps_average)]
+        margins = self._margins_of(member, saved)
+        kinds = [kind for kind in kinds if kind not in margins]
         if member.entry is not None and member.shard is not None:
+            for kind in margins:
+                self._margin(saved, kind, self.margins[member.param])
             member.shard.ensure_states(kind for kind in kinds if kind != "master")
             for kind in kinds:
                 format = "the param"  # a master that is not kept here
@@ -148,9 +154,23 @@ class LoadPlan:
             about = self._manifest.params[saved]
             state = ParamState(about["step"], self._manifest.carried(saved))
             self.waiting[member.param] = state
+            for kind in margins:
+                self._margin(saved, kind, state.margins)
             for kind in kinds:
                 keep = partial(state.tensors.__setitem__, kind)
                 self._deliver(self._sources(member, saved, kind), member.block, keep)
+
+    def _margins_of(self, member: ModelParam, saved: str) -> list[str]:
+        """Returns the states in the checkpoint that have a value for each row or column of the param."""
+        assert member.optimizer is not None
+        margins = self._model.engines[member.optimizer].rule.margins
+        return [kind for kind in self._manifest.kinds[saved] if kind in margins]
+
+    def _margin(self, saved: str, kind: str, into: dict[str, torch.Tensor]) -> None:
+        key = Key("params", saved, kind)
+        tensor = self._manifest.tensors[key]
+        block = Block.whole(tensor.shape)
+        self._deliver([Source(key, Frame.of(block, tensor.strides))], block, partial(into.__setitem__, kind))
 
     def _note_loss(self, member: ModelParam, saved: str, kind: str, format: str) -> None:
         """Notes what is rounded: other formats, and other blocks of 256 elements that share a scale."""

@@ -211,7 +211,7 @@ def _plan_param(
     state = ParamState()
     has_state = False
     if member.entry is not None and member.shard is not None:
-        state = ParamState(member.entry.step, member.entry.carried)
+        state = ParamState(member.entry.step, member.entry.carried, margins=member.entry.margins)
         has_state = member.entry.has_state
     elif member.optimizer is not None:
         loaded = model.engines[member.optimizer].states.waiting.get(member.param)
@@ -224,10 +224,10 @@ def _plan_param(
     else:
         _plan_slice(plan, member, member.shard, "param", widens)
         if member.entry is not None and member.optimizer is not None:
-            names = model.engines[member.optimizer].rule.variant(group).states if has_state else ()
+            names = model.engines[member.optimizer].rule.variant(group, member.block.shape).states if has_state else ()
             for kind in (*member.shard.masters, *(name for name in names if name in member.shard.states)):
                 _plan_slice(plan, member, member.shard, kind, widens)
-    for kind, tensor in state.tensors.items():
+    for kind, tensor in (*state.tensors.items(), *state.margins.items()):
         if isinstance(tensor, Part):
             raise CheckpointError(
                 f"take a step first, or save before loading: {kind} of {member.name!r} was loaded as a part and is "

@@ -71,7 +71,7 @@ def plan_buckets(
         is_whole = not shards_params or param.numel() < options.tuning.keep_below or param in kept_whole
         unit = 0 if is_whole or unit_of is None else -unit_of[param]
         stage = -stage_of.get(param, 0) if stage_of else 0
-        states, name = rule.variant(group).states, rule.of(group).name
+        states, name = rule.variant(group, param.shape).states, rule.of(group).name
         return is_whole, stage, unit, str(param.dtype), kept_of(param).key, states, name
 
     # Backward runs from the last param to the first; sorting is stable, so each kind keeps that order.

@@ -67,6 +67,9 @@ def _is_bound(domain: Domain, param: torch.nn.Parameter) -> bool:
 
 def _add_shards(found: dict[str, Counter[str]], domain: Domain, slices: str) -> None:
     found["buffer"]["device"] += sum(shard.tables.nbytes for shard in domain.shards)
+    of_margins = sum(each.nbytes for entry in domain.entries.values() for each in entry.margins.values())
+    if of_margins:
+        found["state"]["device" if domain.device.type == "cpu" else "host"] += of_margins
     for shard in (*domain.shards, *domain.frozen_shards):
         found["param"]["device"] += shard.bucket.resident_bytes
         if shard.param_bytes:

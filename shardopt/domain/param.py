@@ -61,6 +61,8 @@ class ParamRecord:
         version: of the param's data when the master last followed it; None in every state but FOLLOWS.
         step: updates so far. It is an int: a float counter stops counting (bf16 at 256, fp32 at 2**24).
         carried: scalars that the rule hands on from step to step.
+        margins: states with a value for each row or column, whole on every rank, fp32 in host memory; never written to,
+            as a state dict or a save may hold them.
         begins_average: True if the average of the weights starts with the weights that the next step finds.
         gradient_slice: this rank's slice of the reduced gradient, if the module was handed over.
     """
@@ -76,6 +78,7 @@ class ParamRecord:
     master_state: MasterState = MasterState.LOADED
     step: int = 0
     carried: dict[str, float] = field(default_factory=dict)
+    margins: dict[str, torch.Tensor] = field(default_factory=dict)
     has_state: bool = False
     begins_average: bool = False
     gradient_slice: GradientSlice | None = None
@@ -157,17 +160,18 @@ class ParamRecord:
                 self.shard.write(name, self.index, where.start, values)
 
     def take_counters(self, state: ParamState) -> None:
-        """Takes the step count and the carried scalars of a state that was loaded."""
+        """Takes the step count, the carried scalars and the margins of a state that was loaded."""
         self.step, self.carried, self.has_state = state.step, dict(state.carried), True
+        self.margins = {name: _on_host(tensor) for name, tensor in state.margins.items()}
 
-    def count_step(self, carried: dict[str, float]) -> None:
+    def count_step(self, carried: dict[str, float], margins: dict[str, torch.Tensor]) -> None:
         """Records an update."""
-        self.step, self.carried, self.has_state = self.step + 1, carried, True
+        self.step, self.carried, self.margins, self.has_state = self.step + 1, carried, margins, True
         self.begins_average = False
 
     def forget(self) -> None:
         """Returns to before the param's first step. The caller zeroes the states and calls :meth:`write_initial`."""
-        self.step, self.carried, self.has_state = 0, {}, bool(self.initial)
+        self.step, self.carried, self.margins, self.has_state = 0, {}, {}, bool(self.initial)
         self.begins_average = False
         self.drop_unmatched_master()
 
@@ -209,6 +213,11 @@ def without_process_group(group: Group) -> Group:
 def _lacks_average(shard: Shard, state: ParamState) -> bool:
     """True if an average of the weights is kept, and a state from after the first step holds none."""
     return bool(state.step) and EMA in shard.kept.states and EMA not in state.tensors
+
+
+def _on_host(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a copy in host memory, contiguous and fp32."""
+    return torch.empty(tensor.shape, dtype=torch.float32).copy_(tensor.detach())
 
 
 def _describe(tensor: torch.Tensor) -> str:

@@ -13,6 +13,7 @@ from ..rules.rule import EMA
 
 if TYPE_CHECKING:
     from ..rules import Rule
+    from ..rules.rule import Shape
     from ..tensors.part import Part
 
 # The largest whole number up to which fp32 can count.
@@ -32,11 +33,13 @@ class ParamState:
         step: updates so far.
         carried: scalars that the rule hands on from step to step.
         tensors: by name of the state; "master" for the master weights of a low-precision param.
+        margins: by name, states with a value for each row or column of the param.
     """
 
     step: int = 0
     carried: dict[str, float] = field(default_factory=dict)
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    margins: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def to_torch(self, counts_steps: bool) -> dict[str, Any]:
         """Returns the state in the form of ``torch.optim``'s state dicts."""
@@ -44,11 +47,12 @@ class ParamState:
         if counts_steps:
             counters["step"] = count_as_torch(self.step)
         carried = {name: torch.tensor(value, dtype=torch.float64) for name, value in self.carried.items()}
-        return {**counters, **carried, **self.tensors}
+        return {**counters, **carried, **self.margins, **self.tensors}
 
     def copy(self) -> ParamState:
         tensors = {name: tensor.detach().clone() for name, tensor in self.tensors.items()}
-        return ParamState(self.step, dict(self.carried), tensors)
+        margins = {name: tensor.detach().clone() for name, tensor in self.margins.items()}
+        return ParamState(self.step, dict(self.carried), tensors, margins)
 
     @staticmethod
     def from_torch(
@@ -67,24 +71,31 @@ class ParamState:
         # A rule that counts no steps has tensors only after a step.
         step = int(tensors.pop("step", 1 if tensors else 0))
         carried = {key: float(tensors.pop(key)) for key in rule.carried if key in tensors}
-        _check_names(tensors, step, rule, group, name)
+        margins = rule.variant(group, param.shape).margins
+        _check_names(tensors, step, rule, group, param.shape, name)
         if tensors and lacking:
             raise StateError(
                 f"give each param's state its 'step': the state of {name} lacks {lacking}, the update would be that of "
                 "a first step, and nothing was loaded. Convert a format that keeps the count elsewhere."
             )
         for key, tensor in tensors.items():
-            if not isinstance(tensor, torch.Tensor) or tensor.shape != param.shape:
+            shape = rule.state_shape(key, param.shape) if key in margins else tuple(param.shape)
+            if not isinstance(tensor, torch.Tensor) or tuple(tensor.shape) != shape:
                 found = tuple(tensor.shape) if isinstance(tensor, torch.Tensor) else type(tensor).__name__
                 raise StateError(
                     f"load the state dict that was saved with this model: {key} of {name} has shape {found}, the param "
-                    f"{tuple(param.shape)}. This is the state of another model, and nothing was loaded."
+                    f"{tuple(param.shape)}{f', which needs {shape}' if key in margins else ''}. This is the state of "
+                    "another model, and nothing was loaded."
                 )
-        return ParamState(step, carried, tensors)
+        of_margins = {key: tensors.pop(key) for key in margins if key in tensors}
+        return ParamState(step, carried, tensors, of_margins)
 
 
-def _check_names(tensors: Mapping[str, Any], step: int, rule: Rule, group: Mapping[str, Any], name: str) -> None:
-    needed = rule.variant(group).states
+def _check_names(
+    tensors: Mapping[str, Any], step: int, rule: Rule, group: Mapping[str, Any], shape: Shape, name: str
+) -> None:
+    variant = rule.variant(group, shape)
+    needed = (*variant.margins, *variant.states)
     # A state without an average of the weights is accepted: the average begins with the weights.
     missing = [state for state in needed if state not in tensors and state != EMA] if step else []
     unknown = [state for state in tensors if state not in (*needed, "master")]

@@ -20,6 +20,7 @@ PHASES = {
     "survey": "checking params and gradients, building the kernels' launch tables",
     "agree": "comparing the step with the other ranks",
     "fetch": "waiting for offloaded states",
+    "margins": "squares over rows and columns, summed over all ranks, where the rule has them",
     "update": "the kernels",
     "matrices": "the function of each whole matrix, where the rule has one",
     "write back": "returning states to where they are offloaded",

@@ -11,7 +11,10 @@ from .pass_spec import PassSpec
 from .versions import require
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from .formats import Format
+    from .products import MarginPiece
     from .spec import StepSpec
     from .tables import Factors, Gradients
 
@@ -55,10 +58,13 @@ class Backend(Protocol):
         factors: Factors,
         noise: torch.Tensor | None,
         totals: torch.Tensor | None,
+        products: torch.Tensor | None = None,
     ) -> None:
         """Runs one pass of a rule over the shard, as ``step`` does a whole one. No device is waited for.
 
         Args:
+            products: 2D [num_rows, products.COLUMNS] int64 in host memory, for a rule that reads a product; the
+                factors lie where the kernel runs.
             totals: 3D [len(spec.variant.measured), num_rows, COLUMNS] int64, to which the block sums of each measured
                 value are added, row by row; where the kernel runs. None if the pass measures nothing.
         """
@@ -71,6 +77,12 @@ class Backend(Protocol):
         Args:
             totals: 2D [num_rows, COLUMNS] int64, as :mod:`.reductions` has it; on the device of the table.
         """
+
+    def prepare_margin_sums(self, grad: Format) -> None:
+        """Compiles what ``add_margin_sums`` needs."""
+
+    def add_margin_sums(self, pieces: Sequence[MarginPiece], factors: Factors) -> None:
+        """Adds squares of ``grad * unscale * clip`` to sums of rows and columns; see :class:`.products.MarginPiece`."""
 
     def count_nonfinite(self, grad: Format, gradients: Gradients, count: torch.Tensor) -> None:
         """Adds to ``count``, 1D [1] int64, how many elements of the gradients are Inf or NaN."""
@@ -108,9 +120,10 @@ def run_kernel(
     factors: Factors,
     noise: torch.Tensor | None,
     totals: torch.Tensor | None,
+    products: torch.Tensor | None = None,
 ) -> None:
     """Runs a step, or a pass; ``totals`` are None for a step and for a pass that measures nothing."""
     if isinstance(spec, PassSpec):
-        backend.run_pass(spec, streams, gradients, scalars, factors, noise, totals)
+        backend.run_pass(spec, streams, gradients, scalars, factors, noise, totals, products)
     else:
         backend.step(spec, streams, gradients, scalars, factors, noise)

@@ -13,15 +13,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from .formats import format_of
+from .native_margins import compile_margin_sums
 from .native_pass import SUMS, compile_pass
 from .native_reductions import compile_add_blocks, compile_block_sums, compile_count_nonfinite
 from .native_step import compile_step
-from .pool import run_over_blocks
+from .pool import run_each, run_over_blocks
 from .reductions import BlockSums
 
 if TYPE_CHECKING:
     from .formats import Format
     from .pass_spec import PassSpec
+    from .products import MarginPiece
     from .spec import StepSpec
     from .tables import Factors, Gradients, Streams
 
@@ -76,9 +79,13 @@ def run_pass(
     factors: Factors,
     noise: torch.Tensor | None,
     totals: torch.Tensor | None,
+    products: torch.Tensor | None = None,
 ) -> None:
     kernel = compile_pass(spec)
     arguments = _arguments(spec, streams, gradients, scalars, factors, noise)
+    if spec.has_product:
+        assert products is not None
+        arguments.append(products.data_ptr())
     if totals is None:
         run_over_blocks(lambda first, last: kernel(first, last, *arguments), gradients.num_blocks)
         return
@@ -94,6 +101,24 @@ def run_pass(
 
 def _run_from(kernel: Callable[..., None], first: int, arguments: Sequence[Any], start: int, stop: int) -> None:
     kernel(first + start, first + stop, *arguments)
+
+
+def prepare_margin_sums(grad: Format) -> None:
+    compile_margin_sums(grad)
+
+
+def add_margin_sums(pieces: Sequence[MarginPiece], factors: Factors) -> None:
+    assert factors.divisor == 1
+    scaling = np.float32(factors.unscale), np.float32(factors.clip)
+
+    def add(each: MarginPiece) -> None:
+        outer, inner = (each.rows, each.columns) if each.geometry.outer_is_row else (each.columns, each.rows)
+        place = np.array([each.start, outer.data_ptr(), inner.data_ptr(), *each.geometry.columns])
+        kernel = compile_margin_sums(format_of(each.grad.dtype, "a gradient"))
+        kernel(each.grad.numel(), each.grad.data_ptr(), place.ctypes.data, *scaling)
+
+    # The longest first. One thread goes over all of a piece, so that the order of addition is that of its elements.
+    run_each([partial(add, each) for each in sorted(pieces, key=lambda each: -each.grad.numel())])
 
 
 def zero_sums(num_blocks: int) -> BlockSums:

@@ -15,6 +15,18 @@ takes a norm of is put on the stack, a block at a time, and summed up as ``reduc
                 store_bf16(exp_avg_at, i, kept_exp_avg, 3)
             ... mantissa_1, exponent_1, largest_1, nonfinite_1 of the block ...
 
+A product of factors is loaded where a state would be. Its loop goes over the runs of ``products.py``, in each of which
+one factor stays::
+
+            at = start
+            while at < start + count:
+                ... the run that element ``at`` is in, the places of its factors, where it ends ...
+                outer = load_f32(outer_at, outer_place)
+                for i in range(at, stop):
+                    state_root = outer * load_f32(inner_at, inner_place + i - at)
+                    ... loads, the rule, stores ...
+                at = stop
+
 A state in 8 bits is known once the scale of its block is. States whose values follow from those of other such states,
 as they are stored, take a loop more over the block. LLVM drops from each loop what nothing in it depends on.
 """
@@ -23,7 +35,7 @@ from __future__ import annotations
 
 import ast
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -40,12 +52,13 @@ from .native_step import (
     noise_bits,
     pointers_of,
 )
+from .products import COLUMNS, DIMS, FIRST, INNER, INNER_STEP, OUTER, OUTER_STEP, RUN, SLOWER
 from .tables import BLOCK
 from .translate import function_from_source, native_body
 
 if TYPE_CHECKING:
     from .formats import Format
-    from .pass_spec import PassSpec
+    from .pass_spec import PassArithmetic, PassSpec
 
 # Of each measured value, for each block: see ``BlockSums``.
 SUMS = ("mantissa", "exponent", "largest", "nonfinite")
@@ -62,7 +75,7 @@ def compile_pass(spec: PassSpec) -> Callable[..., None]:
     i64, f32 = numba.types.int64, numba.types.float32
     names = {**kernel_words(native_words, native_formats), "i64": i64}
     function = function_from_source(pass_source(spec), "native", names)
-    pointers = len(pointers_of(spec)) + len(SUMS) * len(spec.variant.measured)
+    pointers = len(pointers_of(spec)) + spec.has_product + len(SUMS) * len(spec.variant.measured)
     signature = numba.types.void(*[i64] * 6, f32, f32, *[i64] * pointers)
     with compiling:
         return numba.njit(signature, **native_words.COMPILE_OPTIONS)(function)  # type: ignore[no-any-return]
@@ -147,6 +160,8 @@ def pass_source(spec: PassSpec) -> str:
     text.load += [each.load for each in states]
     sums = [f"{column}_{number}" for number in part.measured for column in SUMS]
     arguments = ["first", "last", "row_of_block", "rows", "scalars", "noise", "unscale", "clip", *pointers_of(spec)]
+    arguments += ["products"] * spec.has_product
+    text.block += [f"{name} = {value}" for name, value in _PRODUCT.items() if spec.has_product]
     lines = [
         f"def {part.rule}({', '.join([*arguments, *sums])}):",
         *(f"    {line}" for line in text.once),
@@ -158,7 +173,7 @@ def pass_source(spec: PassSpec) -> str:
         "            continue",
         "        grad_at = load_i64(rows, row * 2, TABLE)",
         *(f"        {line}" for line in text.block),
-        *(f"        {line}" for line in _loops(text, states, native_body(part), part.measured)),
+        *(f"        {line}" for line in _loops(text, states, native_body(part), part)),
     ]
     for number in part.measured:
         lines += [f"        {line}" for line in _SUM.replace("_K", f"_{number}").splitlines()]
@@ -220,7 +235,7 @@ def _block_state(
     return state
 
 
-def _loops(text: KernelText, states: list[_State], rule: list[str], measured: Sequence[int]) -> list[str]:
+def _loops(text: KernelText, states: list[_State], rule: list[str], part: PassArithmetic) -> list[str]:
     """Returns the loops over the elements of a block; a loop more for each depth of states in 8 bits."""
     _find_depths(states, rule)
     deepest = max((each.depth for each in states), default=0)
@@ -235,11 +250,66 @@ def _loops(text: KernelText, states: list[_State], rule: list[str], measured: Se
                 body.append(each.store)
         if is_last:
             body += text.store
-            body += [line for each in measured for line in _measuring(each)]
+            body += [line for each in part.measured for line in _measuring(each)]
             body += text.advance
-        lines += [*(line for each in states for line in each.restart), *loop_over(_with_advance(body, states))]
+        body = _with_advance(body, states)
+        loop = _loop_over_runs(part.products[0], body) if part.products else loop_over(body)
+        lines += [*(line for each in states for line in each.restart), *loop]
         lines += [line for each in states if each.depth == number for line in each.scale]
     return lines
+
+
+# Of the param that a block belongs to.
+_PRODUCT = {
+    "place": f"row * {COLUMNS}",
+    **{
+        name: f"load_i64(products, place + {column}, TABLE)"
+        for name, column in {
+            "first_of_param": FIRST,
+            "outer_at": OUTER,
+            "inner_at": INNER,
+            "run": RUN,
+            "outer_step": OUTER_STEP,
+            "inner_step": INNER_STEP,
+            "dims": DIMS,
+        }.items()
+    },
+}
+# The places of the factors of element ``at``, and where its run ends.
+_RUN = f"""\
+number = (at + first_of_param) // run
+inside = at + first_of_param - number * run
+outer_place = inside * outer_step
+inner_place = inside * inner_step
+for dim in range(dims):
+    slower = place + {SLOWER} + 3 * dim
+    size = load_i64(products, slower, TABLE)
+    digit = number % size
+    number = number // size
+    outer_place += digit * load_i64(products, slower + 1, TABLE)
+    inner_place += digit * load_i64(products, slower + 2, TABLE)
+stop = min(at + run - inside, start + count)
+outer = load_f32(outer_at, outer_place, TABLE)
+"""
+
+
+def _loop_over_runs(product: str, body: list[str]) -> list[str]:
+    """Returns the loop over a block with a product: that of nearly all params, which LLVM vectorizes, and another."""
+    plain = f"state_{product} = outer * load_f32(inner_at, inner_place + (i - at), TABLE)"
+    outer = "load_f32(outer_at, outer_place + (i - at) * outer_step, TABLE)"
+    inner = "load_f32(inner_at, inner_place + (i - at) * inner_step, TABLE)"
+    return [
+        "at = start",
+        "while at < start + count:",
+        *(f"    {line}" for line in _RUN.splitlines()),
+        "    if outer_step == 0 and inner_step == 1:",
+        "        for i in range(at, stop):",
+        *(f"            {line}" for line in (plain, *body)),
+        "    else:",
+        "        for i in range(at, stop):",
+        *(f"            {line}" for line in (f"state_{product} = {outer} * {inner}", *body)),
+        "    at = stop",
+    ]
 
 
 def _measuring(number: int) -> list[str]:

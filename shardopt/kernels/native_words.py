@@ -15,6 +15,7 @@ from numba.extending import intrinsic
 _FLOAT, _HALF = ir.FloatType(), ir.HalfType()
 _LLVM_TYPES = {
     types.float32: _FLOAT,
+    types.float64: ir.DoubleType(),
     types.uint8: ir.IntType(8),
     types.int8: ir.IntType(8),
     types.uint16: ir.IntType(16),
@@ -91,6 +92,7 @@ def _llvm_unary(name: str) -> Callable[[Any, Any], Any]:
 
 
 load_f32, store_f32 = _make_load(types.float32), _make_store(types.float32)
+load_f64, store_f64 = _make_load(types.float64), _make_store(types.float64)
 load_u8, store_u8 = _make_load(types.uint8), _make_store(types.uint8)
 load_u16, store_u16 = _make_load(types.uint16), _make_store(types.uint16)
 load_i8, store_i8 = _make_load(types.int8), _make_store(types.int8)

@@ -34,6 +34,10 @@ class PassArithmetic(Arithmetic, Protocol):
     def writes_param(self) -> bool:
         """True if ``param`` is stored."""
 
+    @property
+    def products(self) -> tuple[str, ...]:
+        """Names, at most one, that the source reads as it reads states: factor of a row times that of a column."""
+
 
 @dataclass(frozen=True)
 class PassSpec(StepSpec):
@@ -48,3 +52,8 @@ class PassSpec(StepSpec):
     @property
     def written(self) -> tuple[str, ...]:
         return self.variant.written
+
+    @property
+    def has_product(self) -> bool:
+        """True if the kernel takes a table of products, see :mod:`.products`."""
+        return bool(self.variant.products)

@@ -8,7 +8,7 @@ block. So the threads are the pool's own; the caller's thread runs only short wo
 import itertools
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 
@@ -55,17 +55,35 @@ def run_over_blocks(kernel: Callable[[int, int], None], num_blocks: int) -> None
     if num_blocks <= BLOCKS_PER_RANGE and _SUBNORMAL * np.float32(1) > 0:
         kernel(0, num_blocks)  # another thread would take longer to wake than this takes to run
         return
-    num_threads = getattr(_here, "num_threads", None) or torch.get_num_threads()
+    num_threads = _num_threads()
     length = max(BLOCKS_PER_RANGE, -(-num_blocks // (RANGES_PER_THREAD * num_threads)))
-    ranges = itertools.count(0, length)  # its next() is atomic under the GIL
+
+    def run(number: int) -> None:
+        kernel(number * length, min((number + 1) * length, num_blocks))
+
+    _run_in_turn(run, -(-num_blocks // length), num_threads)
+
+
+def run_each(tasks: Sequence[Callable[[], None]]) -> None:
+    """Calls all of these, on as many threads as :func:`run_over_blocks`; each begins in its turn."""
+    _run_in_turn(lambda number: tasks[number](), len(tasks), _num_threads())
+
+
+def _num_threads() -> int:
+    return getattr(_here, "num_threads", None) or torch.get_num_threads()
+
+
+def _run_in_turn(run: Callable[[int], None], count: int, num_threads: int) -> None:
+    """Calls ``run`` with 0 to ``count - 1``, on the pool's threads."""
+    numbers = itertools.count()  # its next() is atomic under the GIL
     interrupted = threading.Event()
 
     def work() -> None:
-        while (first := next(ranges)) < num_blocks and not interrupted.is_set():
-            kernel(first, min(first + length, num_blocks))
+        while (number := next(numbers)) < count and not interrupted.is_set():
+            run(number)
 
     pool = _pool(num_threads)
-    tasks = [pool.submit(work) for _ in range(min(num_threads, -(-num_blocks // length)))]
+    tasks = [pool.submit(work) for _ in range(min(num_threads, count))]
     try:
         wait(tasks)
     finally:  # after Ctrl-C too: kernels hold addresses that the caller may free

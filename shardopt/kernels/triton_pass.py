@@ -229,9 +229,10 @@ def run_pass(
     factors: Factors,
     noise: torch.Tensor | None,
     totals: torch.Tensor | None,
+    products: torch.Tensor | None = None,
 ) -> None:
     """Launches once for all shards, on the current CUDA stream of their device."""
-    assert factors.divisor == 1
+    assert factors.divisor == 1 and products is None  # rules with products are refused on a GPU
     num_blocks, device = gradients.num_blocks, gradients.row_of_block.device
     if num_blocks == 0:
         return

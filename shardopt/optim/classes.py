@@ -152,7 +152,10 @@ def _checked(parameter: inspect.Parameter, value: Any) -> Any:
         return _number(value, name, may_be_tensor)
     if not isinstance(value, tuple | list) or len(value) != len(default):
         raise TypeError(f"{name} takes {len(default)} numbers, as {default}, found {value!r}.")
-    return type(value)(_number(each, f"{name}[{index}]", may_be_tensor) for index, each in enumerate(value))
+    return type(value)(
+        None if each is None and own is None else _number(each, f"{name}[{index}]", may_be_tensor)
+        for index, (each, own) in enumerate(zip(value, default, strict=True))
+    )
 
 
 def _number(value: Any, name: str, may_be_tensor: bool) -> Any:

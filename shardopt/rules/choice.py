@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import RuleError
-from .rule import Rule, Shape, Variant
+from .rule import FP32_EPS, Rule, Shape, Variant
 
 KEY = "rule"
 
@@ -58,15 +58,21 @@ class RuleChoice(Rule):
         """See :meth:`Rule.initial_values`."""
         return self.of(group).initial_values(group)
 
-    def variant(self, group: Mapping[str, Any]) -> Variant:
+    def variant(self, group: Mapping[str, Any], shape: Shape = ()) -> Variant:
         """See :meth:`Rule.variant`."""
-        return self.of(group).variant(group)
+        return self.of(group).variant(group, shape)
 
     def evaluate(
-        self, variant: Variant, group: Mapping[str, Any], step: int, carried: Mapping[str, float], shape: Shape = ()
+        self,
+        variant: Variant,
+        group: Mapping[str, Any],
+        step: int,
+        carried: Mapping[str, float],
+        shape: Shape = (),
+        eps: float = FP32_EPS,
     ) -> tuple[tuple[float, ...], dict[str, float]]:
         """See :meth:`Rule.evaluate`."""
-        return self.of(group).evaluate(variant, group, step, carried, shape)
+        return self.of(group).evaluate(variant, group, step, carried, shape, eps)
 
 
 def name_in(rule: Rule, group: Mapping[str, Any]) -> str:

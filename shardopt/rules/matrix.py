@@ -29,7 +29,7 @@ from typing import Any
 import torch
 
 from ..errors import RuleError
-from .rule import Rule, Shape, Variant
+from .rule import FP32_EPS, Rule, Shape, Variant
 
 # (update: 2D bf16, which the function may overwrite, the param group's plain numbers) -> 2D of the same shape.
 MatrixFunction = Callable[[torch.Tensor, Mapping[str, Any]], torch.Tensor]
@@ -59,7 +59,7 @@ class MatrixRule(Rule):
         assert isinstance(averaged, MatrixRule)
         return replace(averaged, apply=self.apply.averaging(decay))
 
-    def variant(self, group: Mapping[str, Any]) -> MatrixVariant:
+    def variant(self, group: Mapping[str, Any], shape: Shape = ()) -> MatrixVariant:
         """See :meth:`Rule.variant`."""
         first, second = self.accumulate.variant(group), self.apply.variant(group)
         states, scalars = (*first.states, *second.states), (*first.scalars, *second.scalars)
@@ -67,13 +67,19 @@ class MatrixRule(Rule):
         return MatrixVariant(self.name, states, scalars, source, accumulate=first, apply=second)
 
     def evaluate(
-        self, variant: Variant, group: Mapping[str, Any], step: int, carried: Mapping[str, float], shape: Shape = ()
+        self,
+        variant: Variant,
+        group: Mapping[str, Any],
+        step: int,
+        carried: Mapping[str, float],
+        shape: Shape = (),
+        eps: float = FP32_EPS,
     ) -> tuple[tuple[float, ...], dict[str, float]]:
         """See :meth:`Rule.evaluate`. ``group["shape"]`` is that of the matrix; (1, 1) where no param is meant."""
         assert isinstance(variant, MatrixVariant)
         group = {"shape": (1, 1), **group}
-        first, carries = self.accumulate.evaluate(variant.accumulate, group, step, carried, shape)
-        second, also_carries = self.apply.evaluate(variant.apply, group, step, carried, shape)
+        first, carries = self.accumulate.evaluate(variant.accumulate, group, step, carried, shape, eps)
+        second, also_carries = self.apply.evaluate(variant.apply, group, step, carried, shape, eps)
         return (*first, *second), {**carries, **also_carries}
 
 

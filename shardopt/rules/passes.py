@@ -42,6 +42,7 @@ class Pass:
         written: those of them that the pass stores.
         measured: the numbers of the reductions whose argument the pass computes.
         writes_param: True for the last pass.
+        products: those of the variant.
     """
 
     rule: str
@@ -53,6 +54,7 @@ class Pass:
     written: tuple[str, ...]
     measured: tuple[int, ...]
     writes_param: bool
+    products: tuple[str, ...] = ()
 
 
 class _Line(NamedTuple):
@@ -158,6 +160,7 @@ class _Cut:
             written=_plain(written),
             measured=tuple(each for at in self._measured(number) if (each := self.lines[at].reduction) is not None),
             writes_param=number == self.count - 1,
+            products=variant.products,
         )
 
 

@@ -18,7 +18,8 @@ What a body may hold:
 * ``norm mean_square max_abs`` of an expression over all elements of the param: the kernel is cut into passes there, see
   ``rules/passes.py``;
 * ``if flags.<name>:`` (with ``not`` and ``else``), resolved before anything is compiled: the flag is the truth of the
-  param group's value of that name, so ``flags.momentum`` is ``group["momentum"] != 0``;
+  param group's value of that name, so ``flags.momentum`` is ``group["momentum"] != 0``, or of a fact that ``of_param``
+  names;
 * one ``return``, last: the new param.
 """
 
@@ -44,8 +45,15 @@ _EMA_RATE = "ema_rate"
 _ROUNDS_TO_INF = 2.0**128 - 2.0**103  # the least float64 that rounds to an infinite fp32 number
 # Other keys of a param's state in a state dict, and names of the kernels' other streams.
 _RESERVED = ("step", "master", EMA, "param", "grad")
-# What ``scalars`` may be told of a param: of its whole, on whichever ranks its elements lie.
-FACTS: dict[str, Callable[[Shape], float]] = {"ndim": len, "numel": math.prod}
+FP32_EPS = 2.0**-23
+# What ``scalars`` and flags may be told of a param: of its whole, on whichever ranks its elements lie. Its shape, and
+# the distance from 1 to the next number of its dtype.
+FACTS: dict[str, Callable[[Shape, float], float]] = {
+    "ndim": lambda shape, eps: len(shape),
+    "numel": lambda shape, eps: math.prod(shape),
+    "is_matrix": lambda shape, eps: len(shape) >= 2,
+    "dtype_eps": lambda shape, eps: eps,
+}
 # A native kernel tells 32 streams apart: gradient, param, master, tables, and two for each state (its old and its new
 # values). With one more state for the average of the weights that leaves room for 12.
 MAX_STATES = 12
@@ -59,7 +67,8 @@ class Variant:
     ``source`` holds one assignment a line on the names ``param``, ``grad``, ``state_<name>``, ``s_<name>`` and
     ``local_<name>``, so that no name of the rule can meet one of the kernel's; it ends with ``param = ...``.
     Equal variants share their kernels. ``reductions`` are words on all elements of the param: the source assigns the
-    result of number ``k`` to ``s_<k>``, and no one kernel can run it but those of its passes.
+    result of number ``k`` to ``s_<k>``, and no one kernel can run it but those of its passes. ``products`` are read as
+    states are, and stored nowhere: see ``factored.py``.
     """
 
     rule: str
@@ -67,6 +76,8 @@ class Variant:
     scalars: tuple[str, ...]  # names, in order of first use
     source: str = field(repr=False)
     reductions: tuple[str, ...] = ()
+    products: tuple[str, ...] = ()
+    margins: tuple[str, ...] = ()  # names of states with a value for each row or column, in torch's order
 
 
 @dataclass(frozen=True)
@@ -88,6 +99,7 @@ class Rule:
     initial: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False, hash=False)
     takes_norms: bool = False  # True if some flags make it look at all elements of a param
     of_param: tuple[str, ...] = ()  # facts of each param, which ``scalars`` finds in the group
+    asked_of_param: tuple[str, ...] = ()  # those of them whose truth the body asks for as a flag
 
     def averaging(self, decay: float) -> "Rule":
         r"""The same rule with a moving average of the weights as its last state, ``ema``.
@@ -116,8 +128,17 @@ class Rule:
         states = self.variant(group).states if self.initial else ()
         return {state: float(group[key]) for state, key in self.initial.items() if state in states}
 
-    def variant(self, group: Mapping[str, Any]) -> Variant:
-        """Returns the straight-line form for the flags of a param group.
+    def state_shape(self, name: str, shape: Shape) -> tuple[int, ...]:
+        """Returns the shape in which a state dict holds a state, a master or a margin of a param of this shape."""
+        return tuple(shape)
+
+    @property
+    def margins(self) -> tuple[str, ...]:
+        """Names of states with a value for each row or column, that some params may need."""
+        return ()
+
+    def variant(self, group: Mapping[str, Any], shape: Shape = ()) -> Variant:
+        """Returns the straight-line form for the flags of a param group, and for a param of this shape.
 
         Raises:
             RuleError: the group lacks the key of a flag.
@@ -128,11 +149,29 @@ class Rule:
                 f"add {missing[0]!r} to the optimizer's defaults: rule {self.name!r} asks for flags.{missing[0]}, and "
                 f"the param group has only {sorted(group)}, so that which branch to take is unknown."
             )
-        variant = _variant(self, tuple(bool(group[name]) for name in self.flags))
+        facts = (FACTS[name](shape, FP32_EPS) for name in self.asked_of_param)
+        variant = _variant(self, tuple(map(bool, (*(group[name] for name in self.flags), *facts))))
         return variant if self.average is None else _averaging(variant)
 
+    def _facts(self, shape: Shape, eps: float) -> dict[str, float]:
+        return {name: FACTS[name](shape, eps) for name in self.of_param}
+
+    def values(
+        self, group: Mapping[str, Any], step: int, carried: Mapping[str, float], shape: Shape, eps: float
+    ) -> dict[str, float]:
+        """Returns what the scalars function returns for one param, see :meth:`evaluate`."""
+        if self.of_param:
+            group = {**group, **self._facts(shape, eps)}
+        return dict(self.scalars(group, step, carried))
+
     def evaluate(
-        self, variant: Variant, group: Mapping[str, Any], step: int, carried: Mapping[str, float], shape: Shape = ()
+        self,
+        variant: Variant,
+        group: Mapping[str, Any],
+        step: int,
+        carried: Mapping[str, float],
+        shape: Shape = (),
+        eps: float = FP32_EPS,
     ) -> tuple[tuple[float, ...], dict[str, float]]:
         """Computes the scalars of ``variant`` for one param.
 
@@ -140,6 +179,7 @@ class Rule:
             step: of this param, counted from 1.
             carried: scalars from the param's last step.
             shape: of the whole param, for rules that ask for facts of it.
+            eps: of the param's dtype, likewise.
 
         Returns:
             The scalars in the order of the variant, and those carried to the param's next step.
@@ -148,10 +188,8 @@ class Rule:
             ShardoptError: a scalar is not a finite fp32 number: every param of the group would become Inf or NaN.
             RuleError: the rule's scalars function does not return one of them.
         """
-        if self.of_param:
-            group = {**group, **{name: FACTS[name](shape) for name in self.of_param}}
         try:
-            values = dict(self.scalars(group, step, carried))
+            values = self.values(group, step, carried, shape, eps)
         except (ArithmeticError, TypeError, ValueError) as error:
             raise self._refuse_scalars(group, step, f"cannot be computed ({error})") from error
         if self.average is not None:
@@ -208,8 +246,9 @@ def rule(
         initial: states that ``state_dict()`` shows before a param's first step, and the key of the param group that
             tells their value, as torch's Adagrad does from its construction on. Only ``state_dict()`` and loading use
             it: at a first step the body meets zeros or this value, so give it a scalar for ``step == 1``.
-        of_param: facts of each param that ``scalars`` finds in its group, among :data:`FACTS`: ``"ndim"``, the number
-            of its dimensions, and ``"numel"``, that of its elements.
+        of_param: facts of each param that ``scalars`` finds in its group, and flags may ask for: ``"ndim"``, the
+            number of its dimensions, ``"numel"``, that of its elements, ``"is_matrix"``, if it has two dimensions or
+            more, and ``"dtype_eps"``, the distance from 1 to the next number of its dtype.
 
     Raises:
         RuleError: the body leaves the vocabulary; the message names file and line.
@@ -248,7 +287,7 @@ def rule(
         return Rule(
             name=function.__name__,
             states=tuple(states),
-            flags=tuple(reader.flags),
+            flags=tuple(name for name in reader.flags if name not in of_param),
             carried=tuple(carried),
             counts_steps=counts_steps,
             nonnegative=frozenset(nonnegative),
@@ -256,6 +295,7 @@ def rule(
             initial=dict(initial or {}),
             takes_norms=reader.takes_norms,
             of_param=of_param,
+            asked_of_param=tuple(name for name in reader.flags if name in of_param),
             scalars=scalars,
             function=function,
             tree=tree,
@@ -291,7 +331,7 @@ def _averaging(variant: Variant) -> Variant:
 @functools.cache
 def _variant(of: Rule, flag_values: tuple[bool, ...]) -> Variant:
     reader = RuleReader(of.function, of.tree, of.states)
-    lines = reader.flatten(dict(zip(of.flags, flag_values, strict=True)))
+    lines = reader.flatten(dict(zip((*of.flags, *of.asked_of_param), flag_values, strict=True)))
     return Variant(
         rule=of.name,
         states=tuple(name for name in of.states if name in reader.states_seen),

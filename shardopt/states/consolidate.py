@@ -55,7 +55,7 @@ def _gathered(
         entry = domain.entries.get(param)
         if entry is not None:
             empty = dict.fromkeys(names_of(domain, entry, group), torch.empty(0))  # replaced below
-            states[param] = ParamState(entry.step, dict(entry.carried), empty)
+            states[param] = ParamState(entry.step, dict(entry.carried), empty, dict(entry.margins))
     members: dict[Shard, list[ParamRecord]] = defaultdict(list)
     for param in states:
         members[domain.entries[param].shard].append(domain.entries[param])

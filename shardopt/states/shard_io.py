@@ -20,13 +20,15 @@ def read_state(domain: Domain, entry: ParamRecord, group: Group) -> ParamState:
     """Returns the state of one param: views of the shard if one rank holds everything, else parts."""
     moment = domain.epoch.now("state")  # before the counters: a step of another thread may change them meanwhile
     tensors = {name: _read_tensor(domain, entry, name, moment) for name in names_of(domain, entry, group)}
-    return ParamState(entry.step, dict(entry.carried), tensors)
+    margins = {name: tensor.to(entry.param.device) for name, tensor in entry.margins.items()}
+    return ParamState(entry.step, dict(entry.carried), tensors, margins)
 
 
 def names_of(domain: Domain, entry: ParamRecord, group: Group) -> list[str]:
-    """Returns the names of the tensors in the param's state, in torch's order."""
+    """Returns the names of the tensors of elements in the param's state, in torch's order."""
     shard = entry.shard
-    return [*(name for name in domain.rule.variant(group).states if name in shard.states), *shard.masters]
+    needed = domain.rule.variant(group, entry.param.shape).states
+    return [*(name for name in needed if name in shard.states), *shard.masters]
 
 
 def _read_tensor(domain: Domain, entry: ParamRecord, name: str, moment: Moment) -> torch.Tensor:
@@ -80,7 +82,9 @@ def _shows(entry: ParamRecord, state: ParamState) -> bool:
     """
     if (state.step, state.carried) != (entry.step, entry.carried) or not entry.has_state:
         return False
-    shard = entry.shard
+    shard, shown = entry.shard, entry.margins
+    if any(name not in shown or _memory_of(shown[name]) != _memory_of(each) for name, each in state.margins.items()):
+        return False
     mine = ((shard.read(name, entry.index), tensor) for name, tensor in state.tensors.items())
     locals_ = ((own, tensor.local if isinstance(tensor, Part) else tensor) for own, tensor in mine)
     return all(_memory_of(own) == _memory_of(tensor) for own, tensor in locals_)

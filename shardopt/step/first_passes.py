@@ -33,6 +33,7 @@ from ..module.gradient_report import Report, ReportLayout
 from ..rules.passes import passes_of
 from ..rules.rule import Variant
 from .pass_specs import pass_specs
+from .variants import Variants
 
 if TYPE_CHECKING:
     from ..domain.domain import Domain
@@ -59,8 +60,9 @@ class FirstPasses:
 
     def __init__(self, plan: StepPlan, launches: Launches):
         self.domain, self._launches = plan.domain, launches
-        rule = plan.domain.rule
-        variants = {rule.variant(plan.numbers[group]) for group in {each.group for each in plan.updates}}
+        variant_of = Variants(plan.domain.rule, plan.numbers)
+        kinds = {(each.group, each.entry.param.shape) for each in plan.updates}
+        variants = {variant_of(*kind) for kind in kinds}
         self._passes = [passes_of(each) for each in variants if each.reductions]
         self.cuts = max((len(each) - 1 for each in self._passes), default=0)
         self._entries = [each.entry for each in plan.updates]

@@ -32,12 +32,15 @@ from ..kernels.launch import backend_of, prepare
 from ..kernels.reductions import LIMBS
 from ..kernels.tables import BLOCK, Gradients, JoinedStreams, Streams, noise_from
 from ..rules.matrix import MatrixVariant
+from ..rules.rule import FP32_EPS
 from .matrix_passes import accumulate_spec, plan_apply, shape_for
 from .pass_specs import pass_specs
+from .variants import Variants, eps_of, param_geometry
 
 if TYPE_CHECKING:
     from ..domain.domain import Domain
     from ..domain.shard import Shard
+    from ..kernels.products import Products
     from ..kernels.spec import StepSpec
     from ..rules import Variant
     from ..tensors.gradient_slice import GradientSlice
@@ -90,6 +93,7 @@ class Launch:
     noise: torch.Tensor | None  # 2D [num_rows, 4] int32; None if everything is rounded to nearest
     is_on_host: bool  # true if the gradients are in host memory and the shard is on a device
     apply: Apply | None = None  # of a rule of whole matrices: the pass that follows
+    products: Products | None = None  # of a factored rule
     # Of a pass that measures: 3D [measured values, num_rows, COLUMNS] int64, where the kernel runs.
     totals: torch.Tensor | None = None
 
@@ -115,11 +119,13 @@ class StepPlan:
     states: dict[Shard, dict[str, None]] = field(default_factory=dict)  # names each shard needs, the same on all ranks
     written: list[ParamRecord] = field(default_factory=list)  # params that others wrote since the last step
     stats: GradientStats = field(default_factory=GradientStats)
+    margins: dict[ParamRecord, dict[str, torch.Tensor]] = field(default_factory=dict)  # new ones, from the update on
 
 
 def scalars_of(domain: Domain, numbers: Sequence[dict[str, Any]], updates: Sequence[ParamUpdate]) -> Scalars:
     """Evaluates the rule's scalars, once for all params that share group, step, carried values and facts."""
-    rule, variants = domain.rule, [domain.rule.variant(group) for group in numbers]
+    rule, variant_of = domain.rule, Variants(domain.rule, numbers)
+    variants = [variant_of(group) for group in range(len(numbers))]
     matrices = [shape_for(variant, group) for variant, group in zip(variants, numbers, strict=True)]
     known: dict[tuple[Any, ...], tuple[tuple[float, ...], dict[str, float]]] = {}
     scalars: Scalars = {}
@@ -128,10 +134,12 @@ def scalars_of(domain: Domain, numbers: Sequence[dict[str, Any]], updates: Seque
         matrix_of = matrices[each.group]
         matrix = None if matrix_of is None else matrix_of(entry.param)
         shape = tuple(entry.param.shape) if rule.of_param else ()
-        key = (each.group, entry.step, matrix, shape, *entry.carried.values())
+        eps = eps_of(entry.param) if rule.of_param else FP32_EPS
+        key = (each.group, entry.step, matrix, shape, eps, *entry.carried.values())
         if key not in known:
             group = numbers[each.group] if matrix is None else {**numbers[each.group], "shape": matrix}
-            known[key] = rule.evaluate(variants[each.group], group, entry.step + 1, entry.carried, shape)
+            variant = variant_of(each.group, shape)
+            known[key] = rule.evaluate(variant, group, entry.step + 1, entry.carried, shape, eps)
         scalars[entry] = known[key]
     return scalars
 
@@ -143,7 +151,7 @@ def plan_launches(
     by_shard: dict[Shard, dict[int, ParamUpdate]] = defaultdict(dict)
     for each in updates:
         by_shard[each.entry.shard][each.entry.index] = each
-    variants = [domain.rule.variant(group) for group in numbers]
+    variants = Variants(domain.rule, numbers)
     seed = domain.options.tuning.seed
     return [
         launch for shard in domain.shards for launch in launches_of(shard, variants, by_shard[shard], scalars, seed)
@@ -151,22 +159,26 @@ def plan_launches(
 
 
 def launches_of(
-    shard: Shard, variants: Sequence[Variant], updates: Mapping[int, ParamUpdate], scalars: Scalars, seed: int
+    shard: Shard, variants: Variants, updates: Mapping[int, ParamUpdate], scalars: Scalars, seed: int
 ) -> Iterator[Launch]:
     """Yields the launches that update params of one shard.
 
     Args:
-        variants: of each param group.
         updates: index of the param in its bucket -> its update.
     """
     rows: dict[tuple[int, torch.dtype, int, bool], dict[int, ParamUpdate]] = defaultdict(dict)
-    first_with = [variants.index(each) for each in variants]  # hashed by their number: there are many params
+    first_with: dict[Variant, int] = {}
+    numbers: dict[int, int] = {}  # of variants, by group: params of one bucket are all matrices or none
     for row, piece in enumerate(shard.pieces):
         each = updates.get(piece.param)
         if each is not None:
-            rows[first_with[each.group], each.grad.dtype, each.divisor, each.is_on_host][row] = each
+            if each.group not in numbers:
+                variant = variants(each.group, each.entry.param.shape)
+                numbers[each.group] = first_with.setdefault(variant, len(first_with))
+            rows[numbers[each.group], each.grad.dtype, each.divisor, each.is_on_host][row] = each
+    kinds = list(first_with)
     for (kind, dtype, divisor, is_on_host), members in rows.items():
-        whole, format = variants[kind], format_of(dtype, "a gradient")
+        whole, format = kinds[kind], format_of(dtype, "a gradient")
         variant = whole.accumulate if isinstance(whole, MatrixVariant) else whole
         spec = accumulate_spec(shard, whole, format) if isinstance(whole, MatrixVariant) else shard.spec(whole, format)
         is_whole = not is_on_host and len(members) == len(shard.pieces)
@@ -178,6 +190,10 @@ def launches_of(
         device = shard.home.device
         for each_pass in pass_specs(spec):
             prepare(each_pass, device, gradients.aligned)
+        if whole.margins:
+            backend_of(shard.device).prepare_margin_sums(format)
+            for each in members.values():
+                param_geometry(each.entry)
         table = np.zeros((shard.tables.num_rows, len(variant.scalars)), dtype=np.float32)
         # Few are evaluated, by scalars_of(): the rows of each are filled together.
         alike: dict[int, tuple[tuple[float, ...], list[int]]] = {}

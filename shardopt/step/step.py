@@ -353,7 +353,7 @@ def commit(plan: StepPlan) -> None:
     """Notes in the records of the params that they were updated."""
     _mark_used(plan)
     for each in plan.updates:
-        each.entry.count_step(plan.scalars[each.entry][1])
+        each.entry.count_step(plan.scalars[each.entry][1], plan.margins.get(each.entry, {}))
     torch.autograd.graph.increment_version([each.entry.param for each in plan.updates])
     for entry in plan.written:
         entry.follow_param()

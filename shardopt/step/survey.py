@@ -22,6 +22,7 @@ from ..rules.choice import KEY, RuleChoice
 from ..tensors.gradient import GradientPart
 from ..tensors.pipelining import ZERO_BUBBLE
 from .launches import GradientStats, JoinedLaunch, Launch, ParamUpdate, StepPlan, joined, plan_launches, scalars_of
+from .variants import Variants
 
 if TYPE_CHECKING:
     from ..domain.domain import Domain
@@ -157,9 +158,10 @@ def states_of_shards(
     They follow from the groups alone, not from what this rank holds: the shards of all ranks then hold the same states.
     """
     states: dict[Shard, dict[str, None]] = {shard: {} for shard in domain.shards}
-    names = [dict.fromkeys(domain.rule.variant(plain).states) for plain in numbers]
+    variant_of = Variants(domain.rule, numbers)
     for group, shard in listed.shards:
-        states[shard].update(names[group])
+        # All params of a bucket are matrices, or none is, where a rule asks for it.
+        states[shard].update(dict.fromkeys(variant_of(group, shard.bucket.params[0].shape).states))
     return states
 
 

@@ -26,8 +26,10 @@ from ..kernels.launch import backend_of, run_kernel
 from ..kernels.pool import beside_a_gpu
 from ..kernels.tables import BLOCK, Factors, Gradients, Streams, blocks_of, noise_from
 from ..profiler import label
+from ..rules.factored import FactoredRule
 from .first_passes import FirstPasses
 from .launches import Launch, StepPlan, joined
+from .margins import with_products
 from .matrices import split_matrices
 
 if TYPE_CHECKING:
@@ -353,6 +355,10 @@ def _run_first_passes(
     """
     if not plan.domain.rule.takes_norms:
         return launches
+    if isinstance(plan.domain.rule, FactoredRule):
+        with plan.domain.clock.phase("margins"):
+            divided = {shard: [_divided(each) for each in its] for shard, its in launches.items()}
+            launches = with_products(plan, divided, factors, problem)
     passes = FirstPasses(plan, launches)
     for number in range(passes.cuts):
         ran: dict[Shard, list[tuple[Launch, Launch]]] = {}
@@ -431,7 +437,8 @@ def _launch(launch: Launch, each: ChunkUpdate, fetched: Fetched, gradients: Grad
     streams = _streams(launch.spec, each, fetched)
     backend = backend_of(streams.param.device)
     folded = _folded(factors, launch.divisor)
-    run_kernel(backend, launch.spec, streams, gradients, launch.scalars, folded, noise, launch.totals)
+    products = None if launch.products is None else launch.products.part(each.chunk.start)
+    run_kernel(backend, launch.spec, streams, gradients, launch.scalars, folded, noise, launch.totals, products)
 
 
 def _streams(spec: StepSpec, each: ChunkUpdate, fetched: Fetched) -> Streams:

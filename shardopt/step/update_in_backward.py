@@ -47,12 +47,12 @@ from .launches import GradientStats, Launch, ParamUpdate, StepPlan, launches_of,
 from .step import NOTHING_DONE, Call, Outcome, check_unbroken, commit, digest_of, skip
 from .survey import placed_params, states_of_shards, written_params
 from .update import chunks_of, update_and_gather, update_chunks
+from .variants import Variants
 
 if TYPE_CHECKING:
     from ..domain.domain import Domain
     from ..domain.shard import Shard
     from ..module.gradient_report import Report
-    from ..rules import Variant
 
 
 @dataclass
@@ -60,7 +60,7 @@ class _Round:
     """One backward: what it updates with, as of its beginning, and how far it has come."""
 
     numbers: list[dict[str, Any]]  # hyper-parameters of each group
-    variants: list[Variant]
+    variants: Variants
     updates: dict[ParamRecord, ParamUpdate]  # of all bound params of the groups, without gradients
     states: dict[Shard, dict[str, None]]
     whole: Sequence[Ranks]  # see run_step()
@@ -190,7 +190,7 @@ class UpdateInBackward(Backward):
         bits = {}
         if domain.mesh.world.size > 1:
             bits = {f"weights (sum of bits) of {entry.name}": checksum(entry.param) for entry in written}
-        variants = [domain.rule.variant(group) for group in numbers]
+        variants = Variants(domain.rule, numbers)
         states = states_of_shards(domain, listed, numbers)
         return _Round(numbers, variants, updates, states, whole, written, bits)
 

@@ -57,6 +57,8 @@ ENTRIES = {"step": STEPS, "add_totals": SUMS, "count_nonfinite": SUMS, "run_pass
 EXEMPT = {
     "prepare": "a step over one skipped block, launched for what it compiles",
     "prepare_pass": "likewise",
+    "prepare_margin_sums": "refuses: rules with margins have no kernel for a GPU",
+    "add_margin_sums": "likewise",
     "joins_shards": "a fact",
 }
 # Rules that together use every word.

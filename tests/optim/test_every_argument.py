@@ -98,6 +98,11 @@ TORCH = {
 # Where a class differs.
 OF_CLASS: dict[str, dict[str, set[str]]] = {
     "ShardedASGD": {"alpha": {"-1", "inf", *FROM_0} - {"1e30"}},
+    "ShardedAdafactor": {
+        "eps": NOTHING,
+        "beta2_decay": {"0", "-1", "-inf"},
+        "d": ONE | {"1e30", "inf"},
+    },
     "ShardedMuon": {
         "nesterov": FLAG,
         "eps": FROM_0 | {"inf"},  # of which updates of zeros are the limit

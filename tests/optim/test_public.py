@@ -31,6 +31,7 @@ EXPORTED = [
     "RuleError",
     "ShardedASGD",
     "ShardedAdadelta",
+    "ShardedAdafactor",
     "ShardedAdagrad",
     "ShardedAdam",
     "ShardedAdamW",
@@ -59,15 +60,16 @@ EXPORTED = [
     "save_checkpoint",
     "verify",
 ]
-TORCH_CLASSES = [case.name for case in CASES if case.is_torchs]
+TORCH_CLASSES = [*(case.name for case in CASES if case.is_torchs), "Adafactor"]
 
 
 def test_names_are_added_on_purpose() -> None:
     assert sorted(shardopt.__all__) == sorted(EXPORTED)
     optimizers = {name for name in EXPORTED if name.startswith("Sharded")} - {"ShardedOptimizer"}
-    # None without its row in the tests' tables, but for one of whole matrices (tests/step/test_muon.py).
+    # None without its row in the tests' tables, but for one of whole matrices (tests/step/test_muon.py), and one whose
+    # states are of rows and columns (tests/step/test_adafactor.py).
     rows = {case.ours.__name__ for case in (*CASES, *NORM_CASES)}
-    assert optimizers == rows | {"ShardedMuon"}
+    assert optimizers == rows | {"ShardedMuon", "ShardedAdafactor"}
     assert all(hasattr(shardopt, name) for name in EXPORTED)
     assert [name for name in dir(shardopt) if not name.startswith("_")] == sorted(EXPORTED)  # and no module
 

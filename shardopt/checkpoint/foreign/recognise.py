@@ -67,12 +67,13 @@ def _kinds(foreign: Foreign) -> set[str]:
 def _states_fit(foreign: Foreign, rule: Rule, defaults: Mapping[str, Any]) -> bool:
     for names, hyper in foreign.groups:
         flags = {**defaults, **plain_hyper(hyper)}
-        try:
-            needed = set(rule.variant(flags).states)
-        except (KeyError, TypeError):
-            return False
         for name in names:
             state = foreign.params[name].state
+            try:
+                variant = rule.variant(flags, foreign.params[name].values.shape)
+            except (KeyError, TypeError):
+                return False
+            needed = {*variant.margins, *variant.states}
             found = {key for key, value in state.items() if value is not None}
             if found and found - {"step", "master"} != needed | set(rule.carried):
                 return False

@@ -1,0 +1,143 @@
+"""The part of a step before the passes of a factored rule: sums of squares over rows and columns, on all ranks.
+
+::
+
+    gradients   | sums of this rank's elements |            | new margins, |
+    all ranks                                  | one sum    | factors      |  passes, as of any rule that takes norms
+
+Margins are kept whole on every rank, and made anew in each step: those of before stay what they were until all ranks
+have taken the step. So nothing is undone after an error, and a state dict or a save of before holds the old ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+
+from ..errors import CommunicationError
+from ..kernels.launch import backend_of
+from ..kernels.products import COLUMNS, FIRST, INNER, OUTER, RUN, Geometry, MarginPiece, Products
+from ..rules.factored import FactoredRule
+from .variants import eps_of, param_geometry
+
+if TYPE_CHECKING:
+    from ..domain.param import ParamRecord
+    from ..domain.shard import Shard
+    from ..kernels.tables import Factors
+    from .launches import Launch, ParamUpdate, StepPlan
+
+    Array = np.ndarray[Any, Any]
+    Launches = Mapping[Shard, Sequence[Launch]]
+
+_ADDING_UP = "adding up squares over rows and columns"
+
+
+class _Sums(NamedTuple):
+    """Of one param: views of the message of all, 1D float64 in host memory."""
+
+    update: ParamUpdate
+    geometry: Geometry
+    rows: torch.Tensor
+    columns: torch.Tensor
+
+    def piece(self, launch: Launch, row: int) -> MarginPiece:
+        """Returns this rank's elements of the param."""
+        each, piece = launch.updates[row], launch.shard.pieces[row]
+        grad = each.grad.as_strided((piece.numel,), (1,), each.grad.storage_offset() + piece.start - each.start)
+        return MarginPiece(grad, piece.start, self.geometry, self.rows, self.columns)
+
+
+def with_products(
+    plan: StepPlan, launches: Launches, factors: Factors, problem: Exception | None
+) -> dict[Shard, list[Launch]]:
+    """Collective: makes the new margins of all params, which the step's commit keeps. Returns launches with products.
+
+    Args:
+        launches: their gradients are divided.
+        problem: keeps this rank from taking part; it is raised here, once the other ranks were told.
+
+    Raises:
+        Exception: the problem; CommunicationError on the other ranks.
+    """
+    mesh = plan.domain.mesh
+    sums, message = _blank(plan)
+    if not sums:
+        return {shard: list(its) for shard, its in launches.items()}
+    if problem is None and mesh.world.rank in mesh.one_copy:  # replicas hold the same, which counts once
+        try:
+            _add_own(launches, sums, factors)
+        except Exception as error:
+            problem = error
+    message[-1] = problem is not None
+    mesh.world.add_up(message, _ADDING_UP)
+    if problem is not None:
+        raise problem
+    if message[-1]:
+        raise CommunicationError(
+            "look at the output of the other ranks for an error: one of them could not add up squares over rows and "
+            "columns, so no rank knows these sums and none can finish this step."
+        )
+    made = {entry: _made(plan, each) for entry, each in sums.items()}
+    return {shard: [_with_table(each, sums, made) for each in its] for shard, its in launches.items()}
+
+
+def _blank(plan: StepPlan) -> tuple[dict[ParamRecord, _Sums], torch.Tensor]:
+    """Returns sums of nothing for all params with margins, and the message that they lie in; the same on all ranks."""
+    rule = plan.domain.rule
+    updates = [each for each in plan.updates if rule.variant(plan.numbers[each.group], each.entry.param.shape).margins]
+    geometries = [param_geometry(each.entry) for each in updates]
+    sizes = [size for each in geometries for size in (each.rows, each.num_columns)]
+    message = torch.from_numpy(np.zeros(sum(sizes) + 1))
+    views = iter(message[:-1].split(sizes))
+    sums = {each.entry: _Sums(each, of, next(views), next(views)) for each, of in zip(updates, geometries, strict=True)}
+    return sums, message
+
+
+def _add_own(launches: Launches, sums: Mapping[ParamRecord, _Sums], factors: Factors) -> None:
+    for launch in (each for its in launches.values() for each in its):
+        pieces = [sums[each.entry].piece(launch, row) for row, each in launch.updates.items() if each.entry in sums]
+        if pieces:
+            folded = factors._replace(divisor=launch.divisor).folded()
+            assert folded is not None  # all others were divided
+            backend_of(pieces[0].grad.device).add_margin_sums(pieces, folded)
+
+
+def _made(plan: StepPlan, sums: _Sums) -> tuple[torch.Tensor, torch.Tensor]:
+    """Notes the new margins of one param. Returns its factors: of the outer and of the inner."""
+    rule, each = plan.domain.rule, sums.update
+    assert isinstance(rule, FactoredRule)
+    entry, shape = each.entry, tuple(each.entry.param.shape)
+    lengths = {-1: max(shape[-1], 1), -2: max(shape[-2], 1)}
+    found = {-1: sums.rows.numpy(), -2: sums.columns.numpy()}
+    means: dict[str, Array] = {}
+    before: dict[str, Array] = {}
+    with np.errstate(over="ignore", invalid="ignore"):  # as in fp32 anywhere else
+        for name, dim in rule.means.items():
+            of_shape = rule.state_shape(name, shape)
+            means[name] = (found[dim] / lengths[dim]).astype(np.float32).reshape(of_shape)
+            before[name] = entry.margins[name].numpy() if name in entry.margins else np.zeros(of_shape, np.float32)
+        scalars = rule.values(plan.numbers[each.group], entry.step + 1, entry.carried, shape, eps_of(entry.param))
+        new, rows, columns = rule.factors(means, before, scalars)
+    plan.margins[entry] = {name: torch.from_numpy(value) for name, value in new.items()}
+    factors = torch.from_numpy(rows.reshape(-1)), torch.from_numpy(columns.reshape(-1))
+    return factors if sums.geometry.outer_is_row else factors[::-1]
+
+
+def _with_table(
+    launch: Launch, sums: Mapping[ParamRecord, _Sums], made: Mapping[ParamRecord, tuple[torch.Tensor, torch.Tensor]]
+) -> Launch:
+    """Returns the launch with the products of its params; as it is, if it reads none."""
+    members = {row: each.entry for row, each in launch.updates.items() if each.entry in sums}
+    if not members:
+        return launch
+    table = np.zeros((launch.shard.tables.num_rows, COLUMNS), np.int64)
+    for row, entry in members.items():
+        piece, (outer, inner) = launch.shard.pieces[row], made[entry]
+        table[row, FIRST] = piece.start - piece.shard_start
+        table[row, OUTER], table[row, INNER] = outer.data_ptr(), inner.data_ptr()
+        table[row, RUN:] = sums[entry].geometry.columns
+    return replace(launch, products=Products(torch.from_numpy(table), [made[entry] for entry in members.values()]))
