@@ -34,14 +34,17 @@ from ..partition.reducer import BUCKETS_UNDER_WAY, BYTES_UNDER_WAY
 from ..partition.schedule import assumed_orders, plan_schedule
 from ..rules.matrix import MatrixVariant
 from ..rules.rule import EMA
+from .cut import Cut, parts_of
 
 if TYPE_CHECKING:
     from ..config import GradientFormat, Master, Stage, StateFormat, Tuning
     from ..domain.formats import StreamFormats
     from ..domain.param import Candidate, Group
+    from ..domain.units import UnitPlan
     from ..kernels.formats import Format
     from ..optim.optimizer import ShardedOptimizer
     from ..rules import Rule
+    from .cut import Part
 
 _FP32, _BF16 = 4, 2
 KINDS = ("param", "gradient", "master", "state", "buffer", "window", "ddp")
@@ -108,16 +111,23 @@ class Need:
     Attributes:
         bytes: by kind and tier: those of ``opt.memory()`` between steps, at most (``buffer``: as many as can be under
             way); ``window``: params gathered while modules run; ``ddp``: the buckets of DistributedDataParallel.
-        formula: bytes a param for N ranks, without padding, buffers and window; small params keep fp32 states.
-        moved: bytes in a step of one backward: that one rank receives ("wire"; of slices of Muon's matrices, the
-            average of the ranks), that stream through a GPU and back where states or sums of gradients rest in host
-            memory ("bus"; between CPUs and their memory none does), that its disk reads and writes ("disk").
+        formula: bytes a param for N data-parallel ranks, without padding, buffers and window; small params keep fp32
+            states.
+        moved: bytes in a step: that one rank receives ("wire"; of slices of Muon's matrices, the average of the ranks),
+            that stream through a GPU and back where states or sums of gradients rest in host memory ("bus"; between
+            CPUs and their memory none does), that its disk reads and writes ("disk").
+        wire: those of the wire by the ranks that they move among: "data", and "experts" where an expert has copies.
+        numel: of the params on the rank.
+        cut: that the model was planned in.
     """
 
     way: Way
     bytes: dict[str, dict[str, int]]
     formula: str
     moved: dict[str, int]
+    wire: dict[str, int]
+    numel: int
+    cut: Cut
 
     def on(self, tier: str) -> int:
         """Returns the bytes of all kinds on a tier."""
@@ -164,15 +174,29 @@ def every_way(ways: Sequence[Way] = WAYS) -> list[Way]:
     return list(dict.fromkeys(possible(replace(way, **each)) for way, each in product(ways, changes)))
 
 
-def plan(module: nn.Module, optimizer: ShardedOptimizer, ranks: int, way: Way, options: Options | None = None) -> Need:
-    """Returns what one way needs on one rank.
+def plan(
+    module: nn.Module,
+    optimizer: ShardedOptimizer,
+    ranks: int,
+    way: Way,
+    options: Options | None = None,
+    cut: Cut | None = None,
+) -> Need:
+    """Returns what one way needs on one rank: of a pipeline, on one of the stage that needs most.
 
     Args:
-        module: on any device, the meta device too; its params' dtypes are those of ``way`` instead.
+        module: on any device, the meta device too; its params' dtypes are those of ``way`` instead. Of DTensors, what
+            this rank has of them.
         optimizer: any instance of the class, for its rule and hyper-parameters; it is not touched.
+        ranks: all those of the model.
         options: tuning and ``reduce_dtype`` are read from them.
+        cut: divides the module; None: all ranks have all of it. Bytes that these ranks exchange to compute
+            (activations, tokens, sums of partial results) are not counted.
+
+    Raises:
+        TypeError, ValueError: no module, a model without params, no rank; ranks or a model that the cut cannot divide.
     """
-    return Planner(module, optimizer.rule, groups_for(module, optimizer), ranks, options).need(way)
+    return Planner(module, optimizer.rule, groups_for(module, optimizer), ranks, options, cut).need(way)
 
 
 def groups_for(module: nn.Module, optimizer: ShardedOptimizer | type[ShardedOptimizer]) -> Sequence[Group]:
@@ -192,11 +216,52 @@ def groups_for(module: nn.Module, optimizer: ShardedOptimizer | type[ShardedOpti
 _Alike = Sequence[tuple[PlannedBucket, int]]
 
 
+@dataclass(frozen=True)
+class _Group:
+    """What ranks share that hold the same params: a domain, as the optimizer has it.
+
+    Attributes:
+        ranks: their number.
+        numel: of the params.
+        matrices: elements of those that are made whole in each step.
+        gathered: elements that are gathered in a step, more than once where it is so.
+    """
+
+    ranks: int
+    numel: int
+    matrices: int
+    alike: _Alike
+    gathered: int
+
+
+@dataclass(frozen=True)
+class _Laid:
+    """A stage of the pipeline, laid out.
+
+    Attributes:
+        groups: by name.
+        kept: the formats of large params.
+        shares: of all elements, those that have each state.
+        window: the most bytes that are gathered at once.
+    """
+
+    groups: dict[str, _Group]
+    kept: StreamFormats
+    shares: dict[str, float]
+    window: int
+
+
 class Planner:
     """Plans for one model, optimizer and number of ranks. Buckets that many ways have in common are laid out once."""
 
     def __init__(
-        self, module: nn.Module, rule: Rule, groups: Sequence[Group], ranks: int, options: Options | None = None
+        self,
+        module: nn.Module,
+        rule: Rule,
+        groups: Sequence[Group],
+        ranks: int,
+        options: Options | None = None,
+        cut: Cut | None = None,
     ):
         """
         Args:
@@ -204,85 +269,111 @@ class Planner:
             groups: its param groups, see :func:`groups_for`; the rest as for :func:`plan`.
 
         Raises:
-            TypeError, ValueError: a model without params, or no rank.
+            TypeError, ValueError: a model without params, no rank; ranks or a model that the cut cannot divide.
         """
-        self._ranks = whole(ranks, "ranks", least=1)
+        self._cut = cut or Cut()
+        self._ranks = self._cut.data_parallel(whole(ranks, "ranks", least=1))
         self._rule, self._options = rule, options or Options()
-        self._params = [(param, group) for group in groups for param in group["params"]]
-        if not self._params:
+        self._group_of = {param: group for group in groups for param in group["params"]}
+        if not self._group_of:
             raise ValueError(f"{type(module).__name__} has no params: nothing would be sharded.")
-        self._numel = sum(param.numel() for param, _ in self._params)
-        variants = [(rule.variant(group), sum(param.numel() for param in group["params"])) for group in groups]
-        # State -> elements that have it; then those that are made whole in each step.
-        self._numels: Counter[str] = Counter()
-        for variant, numel in variants:
-            self._numels.update(dict.fromkeys(variant.states, numel))
-        self._matrices = sum(numel for variant, numel in variants if isinstance(variant, MatrixVariant))
+        variants = [(rule.variant(group), group["params"]) for group in groups]
+        self._variants = {param: variant for variant, params in variants for param in params}
+        # Those that are made whole in each step.
+        self._matrices = {param for param, each in self._variants.items() if isinstance(each, MatrixVariant)}
+        if self._matrices and self._cut.tensor > 1:
+            raise ValueError(
+                f"plan for tensor=1, or for another optimizer: {rule.name} makes matrices whole and refuses DTensors, "
+                f"of which a rank has a slice, found tensor={self._cut.tensor}."
+            )
         self._units = units_of(module, self._options.tuning.units)
         self._unit_of = {param: number for number, unit in enumerate(self._units) for param in unit.params}
         self._device, self._module = next(module.parameters()).device, module
-        self._candidates: dict[torch.dtype, list[Candidate]] = {}
-        self._laid: dict[Way, tuple[_Alike, StreamFormats, int, int]] = {}
+        # In the order of the groups, as the optimizer has its params.
+        self._parts: list[Part] = [
+            {param: part[param] for param in self._group_of if param in part}
+            for part in parts_of(module, self._units, self._cut)
+        ]
+        self._candidates: dict[tuple[int, torch.dtype], dict[nn.Parameter, Candidate]] = {}
+        self._laid: dict[tuple[int, Way], _Laid] = {}
+
+    @property
+    def numel(self) -> int:
+        """The params of a rank that has most."""
+        return max(sum(piece.shape.numel() for piece in part.values()) for part in self._parts)
 
     def need(self, way: Way) -> Need:
-        """Returns what this way needs on one rank; a rule that looks at whole params releases no gradients."""
+        """Returns what this way needs on one rank, of the stage that needs most.
+
+        A rule that looks at whole params releases no gradients.
+        """
+        return max(self.needs(way), key=lambda need: (need.on("device"), need.moved["wire"]))
+
+    def needs(self, way: Way) -> list[Need]:
+        """Returns what this way needs on one rank of each stage of the pipeline."""
         if self._matrices or self._rule.takes_norms:
             way = replace(way, release_gradients=False)
-        ranks, given, numel = self._ranks, self._options, self._numel
-        reduced, tuning = given.reduce_dtype or way.dtype, given.tuning
-        alike, kept, window, gathered = self._lay(way)
-        copies = 1 if Placements.of_stage(way.stage).state is Placement.SHARD else ranks
+        return [self._need(way, stage) for stage in range(len(self._parts))]
+
+    def _need(self, way: Way, stage: int) -> Need:
+        laid, tuning = self._lay(way, stage), self._options.tuning
+        reduced = self._options.reduce_dtype or way.dtype
         kinds: dict[str, dict[str, int]] = {kind: {} for kind in KINDS}
-        is_lone = sum(count for _, count in alike) == 1
 
         def add(kind: str, tier: str, nbytes: int) -> None:
             kinds[kind][tier] = kinds[kind].get(tier, 0) + nbytes
 
-        for bucket, count in alike:
-            shard = bucket.layout.shard_numel
-            add("param", "device", count * (shard if bucket.is_released else bucket.layout.numel) * way.dtype.itemsize)
-            add("master", way.tier, count * int(shard * _itemsize(bucket.kept.master)))
-            add(
-                "state",
-                way.tier,
-                count * sum(int(shard * _itemsize(bucket.kept.states[each])) for each in bucket.states),
-            )
-            # The row of each block: of a shard, and of shards that one launch takes.
-            add("buffer", "device", count * shard // BLOCK * 4 * (1 if is_lone else 2))
+        for group in laid.groups.values():
+            ranks, alike = group.ranks, group.alike
+            copies = 1 if Placements.of_stage(way.stage).state is Placement.SHARD else ranks
+            is_lone = sum(count for _, count in alike) == 1
+            for bucket, count in alike:
+                shard = bucket.layout.shard_numel
+                held = shard if bucket.is_released else bucket.layout.numel
+                add("param", "device", count * held * way.dtype.itemsize)
+                add("master", way.tier, count * int(shard * _itemsize(bucket.kept.master)))
+                add(
+                    "state",
+                    way.tier,
+                    count * sum(int(shard * _itemsize(bucket.kept.states[each])) for each in bucket.states),
+                )
+                # The row of each block: of a shard, and of shards that one launch takes.
+                add("buffer", "device", count * shard // BLOCK * 4 * (1 if is_lone else 2))
+                if way.has_module:
+                    # Copies of one shard sum its gradients in equal parts.
+                    sums = BucketLayout((shard,), copies).numel * bucket.kept.gradient.itemsize
+                    add("gradient", _sums_tier(way), 0 if way.release_gradients else count * sums)
             if way.has_module:
-                # Copies of one shard sum its gradients in equal parts.
-                sums = BucketLayout((shard,), copies).numel * bucket.kept.gradient.itemsize
-                add("gradient", _sums_tier(way), 0 if way.release_gradients else count * sums)
-        if way.has_module:
-            slots = _slots(alike, reduced, ranks) if way.sums_rest else 0
-            add("buffer", "device", _under_way(alike, reduced, ranks) + slots)
-        else:
-            add("gradient", "device", numel * way.dtype.itemsize)
-            add("ddp", "device", numel * way.dtype.itemsize * (ranks > 1))
-        if way.tier == "disk":
-            add("buffer", "host", _staging(alike, way, tuning))
-        add("window", "device", window)
+                slots = _slots(alike, reduced, ranks) if way.sums_rest else 0
+                add("buffer", "device", _under_way(alike, reduced, ranks) + slots)
+            else:
+                add("gradient", "device", group.numel * way.dtype.itemsize)
+                add("ddp", "device", group.numel * way.dtype.itemsize * (ranks > 1))
+            if way.tier == "disk":
+                add("buffer", "host", _staging(alike, way, tuning))
+        add("window", "device", laid.window)
+        wire = {
+            name: _on_the_wire(group, way, laid.kept, reduced, self._cut) + _in_slices(group, way)
+            for name, group in laid.groups.items()
+        }
         moved = {
-            "wire": _on_the_wire(numel, gathered, ranks, way, kept, given) + _in_slices(self._matrices, ranks, way),
+            "wire": sum(wire.values()),
             # Masters and states come and go; sums go, and come where the GPU has the states.
             "bus": 2 * sum(kinds[kind].get("host", 0) for kind in ("master", "state"))
             + kinds["gradient"].get("host", 0) * (2 if way.tier == "host" else 1),
             "disk": 2 * sum(kinds[kind].get("disk", 0) for kind in ("master", "state")),
         }
-        shares = {name: self._numels[name] / numel if name in self._numels else 1.0 for name in kept.states}
-        return Need(way, kinds, _formula(way, kept, shares), moved)
+        numel = sum(group.numel for group in laid.groups.values())
+        return Need(way, kinds, _formula(way, laid.kept, laid.shares), moved, wire, numel, self._cut)
 
-    def _lay(self, way: Way) -> tuple[_Alike, StreamFormats, int, int]:
-        """Returns the buckets, the formats of large params, and what :meth:`_gathered` returns.
-
-        Ways that differ in tiers share them.
-        """
+    def _lay(self, way: Way, stage: int) -> _Laid:
+        """Returns the stage laid out. Ways that differ in tiers share it."""
         common = replace(way, tier="device", sums_rest=False, release_gradients=False)
-        if common not in self._laid:
-            self._laid[common] = self._lay_out(common)
-        return self._laid[common]
+        if (stage, common) not in self._laid:
+            self._laid[stage, common] = self._lay_out(common, stage)
+        return self._laid[stage, common]
 
-    def _lay_out(self, way: Way) -> tuple[_Alike, StreamFormats, int, int]:
+    def _lay_out(self, way: Way, stage: int) -> _Laid:
         given, tuning = self._options, self._options.tuning
         asked = Options(
             module=self._module if way.has_module else None,
@@ -294,56 +385,97 @@ class Planner:
         rule = self._rule
         if way.ema is not None and rule.average is None:
             rule = rule.averaging(way.ema)
-        shards = self._ranks if Placements.of_stage(way.stage).state is Placement.SHARD else 1
 
         def bucket_bytes(_: torch.device) -> int:
             return tuning.bucket_bytes_of(self._device, way.has_module)
 
-        candidates = self._of_dtype(way.dtype)
+        part, candidates = self._parts[stage], self._of_dtype(way.dtype, stage)
         named = matching(self._module, tuning.keep) if way.stage == 3 else ()
-        pairs = [(mine, theirs) for (_, mine, _), (theirs, _) in zip(candidates, self._params, strict=True)]
-        kept_whole = {mine for mine, theirs in pairs if theirs in named}
-        unit_of = {mine: self._unit_of[theirs] for mine, theirs in pairs} if way.stage == 3 else None
+        kept_whole = {mine for theirs, (_, mine, _) in candidates.items() if theirs in named}
+        unit_of = None
+        if way.stage == 3:
+            unit_of = {mine: self._unit_of[theirs] for theirs, (_, mine, _) in candidates.items()}
+        sizes = {"data": self._ranks, "experts": self._ranks // self._cut.experts}
+        alike: dict[str, dict[Any, tuple[PlannedBucket, int]]] = {name: {} for name in sizes}
         units: Counter[int] = Counter()  # bytes of each, padding included
-        numels: Counter[int] = Counter()
-        alike: dict[Any, tuple[PlannedBucket, int]] = {}
-        for bucket in plan_buckets(candidates, rule, asked, shards, bucket_bytes, kept_whole, unit_of):
-            if unit_of is not None and bucket.is_released:
-                units[unit_of[bucket.members[0][1]]] += bucket.layout.numel * way.dtype.itemsize
-                numels[unit_of[bucket.members[0][1]]] += sum(bucket.layout.numels)
-            key = bucket.layout, bucket.kept.key, bucket.is_released
-            _, count = alike.get(key, (bucket, 0))
-            alike[key] = bucket, count + 1
+        numels: dict[str, Counter[int]] = {name: Counter() for name in sizes}
+        for name, ranks in sizes.items():
+            own = [candidates[param] for param, piece in part.items() if piece.is_expert == (name == "experts")]
+            shards = ranks if Placements.of_stage(way.stage).state is Placement.SHARD else 1
+            for bucket in plan_buckets(own, rule, asked, shards, bucket_bytes, kept_whole, unit_of):
+                if unit_of is not None and bucket.is_released:
+                    units[unit_of[bucket.members[0][1]]] += bucket.layout.numel * way.dtype.itemsize
+                    numels[name][unit_of[bucket.members[0][1]]] += sum(bucket.layout.numels)
+                key = bucket.layout, bucket.kept.key, bucket.is_released
+                _, count = alike[name].get(key, (bucket, 0))
+                alike[name][key] = bucket, count + 1
         kept = kept_for(rule, asked, way.dtype, tuning.compress_from)
+        states = Counter[str]()  # state -> elements that have it
+        matrices = dict.fromkeys(sizes, 0)
+        for param, piece in part.items():
+            states.update(dict.fromkeys(self._variants[param].states, piece.shape.numel()))
+            matrices["experts" if piece.is_expert else "data"] += piece.shape.numel() * (param in self._matrices)
+        numel = sum(piece.shape.numel() for piece in part.values())
         averages = (EMA,) * (way.ema is not None)
-        kept = replace(kept, states={name: kept.states[name] for name in (*self._numels, *averages)})
-        return list(alike.values()), kept, *self._gathered(units, numels)
+        kept = replace(kept, states={name: kept.states[name] for name in (*states, *averages)})
+        shares = {name: states[name] / numel if name in states else 1.0 for name in kept.states}
+        window, turns = self._gathered(units, stage)
+        groups = {
+            name: _Group(
+                ranks,
+                sum(sum(bucket.layout.numels) * count for bucket, count in alike[name].values()),
+                matrices[name],
+                list(alike[name].values()),
+                sum(numel * turns[unit] for unit, numel in numels[name].items()),
+            )
+            for name, ranks in sizes.items()
+            if alike[name]
+        }
+        return _Laid(groups, kept, shares, window)
 
-    def _gathered(self, units: Mapping[int, int], numels: Mapping[int, int]) -> tuple[int, int]:
-        """Returns the most bytes that are gathered at once, and the elements that are gathered for the backward again.
+    def _gathered(self, units: Mapping[int, int], stage: int) -> tuple[int, dict[int, int]]:
+        """Returns the most bytes that are gathered at once, and how often a step gathers each unit.
 
-        The modules run in their order. Ranks on CPUs read each other's memory, as those of one machine do, unless
-        ``Tuning(neighbours=False)`` says that params travel.
+        The modules run in their order, and micro-batches of a pipeline in that of 1F1B. Ranks on CPUs read each other's
+        memory, as those of one machine do, unless ``Tuning(neighbours=False)`` says that params travel.
 
         Args:
-            units, numels: by the number of each unit, its bytes, and its elements without padding.
+            units: by the number of each unit, its bytes.
         """
-        tuning = self._options.tuning
+        tuning, cut = self._options.tuning, self._cut
         names = {self._units[number].name: number for number in sorted(units)}
-        orders = assumed_orders((name, self._units[number].is_spread) for name, number in names.items())
+        part = self._parts[stage]
+        orders = assumed_orders((name, _is_spread(self._units[number], part)) for name, number in names.items())
         nbytes = {name: units[number] for name, number in names.items()}
         travels = not (tuning.neighbours and self._device.type == "cpu")
-        schedule = plan_schedule(*orders, nbytes, gathering_budget(tuning, travels))
-        again = sum(numels.values()) - sum(numels[names[name]] for name in schedule.kept)
-        return schedule.most_bytes(nbytes), again
+        budget = gathering_budget(tuning, travels)
+        schedule = plan_schedule(*orders, nbytes, budget)
+        # A backward that follows the forward of some micro-batch finds what this one kept.
+        found = cut.micro_batches
+        if cut.pipeline > 1:
+            found -= min(cut.pipeline - stage, cut.micro_batches) - 1
+        turns = {number: 2 * cut.micro_batches for number in units}
+        for name in schedule.kept:
+            stays = cut.pipeline > 1 and budget.keeps(name)  # until the step
+            turns[names[name]] = 1 if stays else 2 * cut.micro_batches - found
+        return schedule.most_bytes(nbytes), turns
 
-    def _of_dtype(self, dtype: torch.dtype) -> list[Candidate]:
-        if dtype not in self._candidates:
-            self._candidates[dtype] = [
-                ("", nn.Parameter(torch.empty(param.shape, dtype=dtype, device="meta")), group)
-                for param, group in self._params
-            ]
-        return self._candidates[dtype]
+    def _of_dtype(self, dtype: torch.dtype, stage: int) -> dict[nn.Parameter, Candidate]:
+        if (stage, dtype) not in self._candidates:
+            self._candidates[stage, dtype] = {
+                param: (
+                    "",
+                    nn.Parameter(torch.empty(piece.shape, dtype=dtype, device="meta")),
+                    self._group_of[param],
+                )
+                for param, piece in self._parts[stage].items()
+            }
+        return self._candidates[stage, dtype]
+
+
+def _is_spread(unit: UnitPlan, part: Part) -> bool:
+    """True if several modules of this pipeline stage use the unit."""
+    return sum(any(param in part for param in module.parameters()) for module in unit.modules) > 1
 
 
 def _itemsize(format: Format | None) -> float:
@@ -427,35 +559,36 @@ def _formula(way: Way, kept: StreamFormats, shares: Mapping[str, float]) -> str:
     return ", ".join([of("device"), *(f"{tier} {of(tier) or 0}" for tier in others)])
 
 
-def _on_the_wire(numel: int, gathered: int, ranks: int, way: Way, kept: StreamFormats, options: Options) -> int:
+def _on_the_wire(group: _Group, way: Way, kept: StreamFormats, reduced: torch.dtype, cut: Cut) -> int:
     """Returns the bytes that one rank receives in a step; an all-reduce is 2 (ranks - 1) / ranks of the params.
 
-    At stage 3 every unit is gathered for the forward and for the backward; a unit that is kept between them only once.
+    Every micro-batch is reduced, unless all are reduced at once. At stage 3 every unit is gathered for the forward and
+    for the backward; a unit that is kept between them only once.
     """
-    travels = (options.reduce_dtype or way.dtype).itemsize
-    # At stage 3 forward and backward gather, in place of the one gathering after the update.
-    again = gathered * way.dtype.itemsize
+    rounds = 1 if cut.at_once and way.stage < 2 else cut.micro_batches
+    size = way.dtype.itemsize
     if not way.has_module:
-        gradients, params = 2 * way.dtype.itemsize, way.stage and way.dtype.itemsize
+        gradients, params = 2 * size, size if way.stage else 0  # the caller reduces, once
     elif way.stage == 0 and way.release_gradients:
-        gradients, params = travels * ranks, 0  # every rank receives all that the others have
+        gradients, params = reduced.itemsize * group.ranks * rounds, 0  # every rank receives all that the others have
     elif way.stage == 0:
-        gradients, params = travels + kept.gradient.itemsize, 0  # sums come back as they are kept
+        gradients, params = (reduced.itemsize + kept.gradient.itemsize) * rounds, 0  # sums come back as they are kept
     else:
-        gradients, params = travels, way.dtype.itemsize
-    return (numel * (gradients + params) + again) * (ranks - 1) // ranks
+        gradients, params = reduced.itemsize * rounds, size
+    sharded = sum(
+        sum(bucket.layout.numels) * count for bucket, count in group.alike if way.stage == 3 and bucket.is_released
+    )
+    moved = group.numel * gradients + (group.numel - sharded) * params + group.gathered * size
+    return moved * (group.ranks - 1) // group.ranks
 
 
-def _in_slices(matrices: int, ranks: int, way: Way) -> int:
+def _in_slices(group: _Group, way: Way) -> int:
     """Returns the bytes of slices that one rank receives in a step, on the average of all ranks.
 
     Each matrix travels to its owner and back in bf16, but for what the owner has of it: the Nth part, or more.
-
-    Args:
-        matrices: elements that are made whole.
     """
     is_sharded = Placements.of_stage(way.stage).state is Placement.SHARD
-    return 2 * _BF16 * matrices * (ranks - 1) // ranks**2 if is_sharded else 0
+    return 2 * _BF16 * group.matrices * (group.ranks - 1) // group.ranks**2 if is_sharded else 0
 
 
 def cheapest(needs: Sequence[Need], device_bytes: int, host_bytes: int | None = None) -> Need | None:

@@ -10,12 +10,19 @@ import torch
 from torch import nn
 
 from ..config import Options
-from ..errors import UnsupportedVersionError
+from ..errors import ShardoptError, UnsupportedVersionError
 from ..option import choices_of, planned
 from .optimizers import named, names
 from .terminal import Answer
 from .values import chart_file, memory, params, positive
 
+# The fields of Cut.
+_CUT = {
+    "tensor": "ranks that share each matrix",
+    "pipeline": "stages, on other ranks each",
+    "experts": "ranks that share the experts of a layer",
+    "micro_batches": "backwards of a step",
+}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -36,7 +43,14 @@ def add_plan(commands: Any) -> None:
         "config", metavar="CONFIG", nargs="?", type=Path, help="a Hugging Face config.json, or a folder that holds one"
     )
     model.add_argument("--params", type=params, help="of the model, such as 7B or 7e9, in place of CONFIG")
-    plan.add_argument("--ranks", type=positive, default=1, help="default: %(default)s")
+    plan.add_argument("--ranks", type=positive, default=1, help="of the whole model (default: %(default)s)")
+    for name, words in _CUT.items():
+        plan.add_argument(_flag(name), type=positive, default=1, help=f"{words} (default: %(default)s)")
+    plan.add_argument(
+        "--reduce-at-once",
+        action="store_true",
+        help="at stages 0 and 1, micro-batches run under no_sync(), and reduce_gradients() follows",
+    )
     plan.add_argument("--device-memory", type=memory, help="of one rank, such as 80G")
     plan.add_argument("--host-memory", type=memory, help="for one rank, such as 200G (default: any)")
     plan.add_argument("--optimizer", default="AdamW", choices=names(), help="default: %(default)s")
@@ -62,6 +76,10 @@ def add_plan(commands: Any) -> None:
     plan.set_defaults(run=_plan)
 
 
+def _flag(field: str) -> str:
+    return f"--{field.replace('_', '-')}"
+
+
 def _model(options: argparse.Namespace) -> tuple[nn.Module, str]:
     """The model to plan for, on the meta device, and its name."""
     if options.config is None:
@@ -76,6 +94,7 @@ def _model(options: argparse.Namespace) -> tuple[nn.Module, str]:
 
 def _plan(options: argparse.Namespace) -> Answer:
     from ..optim.classes import recipe
+    from .cut import Cut
     from .plan import WAYS, Planner, Tier, every_way, groups_for, possible
     from .plan_report import as_data, chart, found, in_words, table
     from .progress import each_of
@@ -85,7 +104,11 @@ def _plan(options: argparse.Namespace) -> Answer:
     model, name = _model(options)
     numel = sum(param.numel() for param in model.parameters())
     kind = named(options.optimizer)
-    planner = Planner(model, recipe(kind)[0], groups_for(model, kind), options.ranks)
+    try:
+        cut = Cut(**{field: getattr(options, field) for field in _CUT}, at_once=options.reduce_at_once)
+        planner = Planner(model, recipe(kind)[0], groups_for(model, kind), options.ranks, cut=cut)
+    except ValueError as error:  # these numbers divide no model, or not this one
+        raise ShardoptError(str(error)) from None
     ways = [way for way in WAYS if options.dtype is None or way.dtype is DTYPES[options.dtype]]
     given: dict[str, Any] = {field.name: getattr(options, field.name) for field, _ in planned(Options)}
     tier: Tier = "device" if options.offload is None else "host" if options.offload == "cpu" else "disk"
@@ -97,11 +120,13 @@ def _plan(options: argparse.Namespace) -> Answer:
     every = [planner.need(way) for way in each_of(every_way(ways), "laying out")] if is_searched else []
     shown = every if options.all else [planner.need(way) for way in each_of(asked, "laying out")]
     limits = options.device_memory, options.host_memory
-    text = f"{options.optimizer}, {name}{numel:,} params, {options.ranks} ranks; GB on one rank\n\n"
-    text += table(shown, numel, *limits)
+    text = f"{options.optimizer}, {name}{numel:,} params, {options.ranks} ranks"
+    text += f" ({cut}; {planner.numel:,} params on one)" if str(cut) else ""
+    text += f"; GB on one rank\n\n{table(shown, planner.numel, *limits)}"
     if options.plot is not None:
         chart(shown, options.device_memory, options.plot)
     data = {"optimizer": options.optimizer, "params": numel, "ranks": options.ranks}
+    data |= {"params on a rank": planner.numel}
     data |= {"ways": [as_data(need, options.optimizer, *limits) for need in shown]}
     if options.device_memory is None:
         return Answer(data, text)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from .plan import KINDS, TIERS, cheapest, cost, fits, possible
 
 if TYPE_CHECKING:
+    from .cut import Cut
     from .plan import Need, Way
 
 _HATCHES = {"device": None, "host": "//", "disk": "xx"}
@@ -34,14 +35,19 @@ def table(needs: Sequence[Need], numel: int, device_bytes: int | None, host_byte
     return "\n".join(lines)
 
 
-def call(optimizer: str, way: Way) -> str:
+def call(optimizer: str, way: Way, cut: Cut) -> str:
     """Returns the line of code that makes an optimizer of this way."""
     keywords = [f"stage={way.stage}"]
+    keywords += ["process_group=mesh['dp'].get_group()"] * (cut.tensor * cut.pipeline > 1)
+    keywords += ["norm_group=dist.group.WORLD"] * (cut.pipeline > 1)
     keywords += [f"{name}={value!r}" for name, value in possible(way).options.items()]
     rests = repr("cpu" if way.tier == "host" else "/a/directory")
     rests = f"Offload({rests}, gradients='cpu')" if way.sums_rest else rests
     keywords += [f"offload={rests}"] * (way.tier != "device")
-    return f"Sharded{optimizer}({'model' if way.has_module else 'model.parameters()'}, {', '.join(keywords)})"
+    given = "model" if way.has_module else "model.parameters()"
+    if cut.experts > 1:  # experts have a process_group of their own
+        given = "groups, module=model" if way.has_module else "groups"
+    return f"Sharded{optimizer}({given}, {', '.join(keywords)})"
 
 
 def found(needs: Sequence[Need], device_bytes: int, host_bytes: int | None = None) -> dict[str, Need]:
@@ -71,10 +77,11 @@ def as_data(need: Need, optimizer: str, device_bytes: int | None, host_bytes: in
     """Returns one way for ``--json``: bytes, and the line of code that makes it."""
     return {
         "way": str(need.way),
-        "call": call(optimizer, need.way),
+        "call": call(optimizer, need.way, need.cut),
         "formula": need.formula,
         "bytes": need.bytes,
         "moved": need.moved,
+        "wire": need.wire,
         **{tier: need.on(tier) for tier in TIERS},
         "fits": None if device_bytes is None else fits(need, device_bytes, host_bytes),
     }
@@ -82,7 +89,7 @@ def as_data(need: Need, optimizer: str, device_bytes: int | None, host_bytes: in
 
 def _line(title: str, need: Need, optimizer: str, device_bytes: int) -> str:
     left = (device_bytes - need.on("device")) / 1e9
-    return f"{title}: {need.way}; it leaves {left:.1f} GB for activations\n    {call(optimizer, need.way)}"
+    return f"{title}: {need.way}; it leaves {left:.1f} GB for activations\n    {call(optimizer, need.way, need.cut)}"
 
 
 def _gigabytes(nbytes: int) -> str:

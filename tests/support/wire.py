@@ -11,7 +11,7 @@ import struct
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from unittest.mock import patch
 
@@ -28,10 +28,11 @@ _BOARD = 1000
 
 @dataclass
 class Moved:
-    """Bytes that this rank received from others, and sent to them."""
+    """Bytes that this rank received from others, and sent to them; ``by_rank``: those received from each."""
 
     received: int = 0
     sent: int = 0
+    by_rank: Counter[int] = field(default_factory=Counter)
 
 
 @contextmanager
@@ -51,16 +52,26 @@ def counting() -> Iterator[Moved]:
     with patch.object(neighbours, "_read", counted):
         yield moved
     dist.barrier()
-    moved.received, moved.sent = (now - then for now, then in zip(_tcp_bytes(), before, strict=True))
-    everyones: list[Counter[int]] = [Counter()] * dist.get_world_size()
-    dist.all_gather_object(everyones, read)
-    moved.received += read.total()
-    moved.sent += sum(each[os.getpid()] for each in everyones)
+    after = _tcp_bytes()
+    everyones: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyones, (os.getpid(), read, [*after]))
+    other_ends = {each[::-1]: rank for rank, (_, _, connections) in enumerate(everyones) for each in connections}
+    for connection, (received, sent) in after.items():
+        earlier = before.get(connection, (0, 0))
+        moved.sent += sent - earlier[1]
+        moved.by_rank[other_ends.get(connection, -1)] += received - earlier[0]
+    for rank, (pid, reads, _) in enumerate(everyones):
+        moved.by_rank[rank] += read[pid]
+        moved.sent += reads[os.getpid()]
+    moved.received = moved.by_rank.total()
 
 
-def _tcp_bytes() -> tuple[int, int]:
-    """Received and sent so far by all TCP connections that this process has open."""
-    received = sent = 0
+Connection = tuple[tuple[str, int], tuple[str, int]]  # host and port of this end, and of the other one
+
+
+def _tcp_bytes() -> dict[Connection, tuple[int, int]]:
+    """Received and sent so far by each TCP connection that this process has open."""
+    found: dict[Connection, tuple[int, int]] = {}
     for name in os.listdir("/proc/self/fd"):
         try:
             if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
@@ -71,10 +82,14 @@ def _tcp_bytes() -> tuple[int, int]:
         with connection:
             if connection.family in (socket.AF_INET, socket.AF_INET6) and connection.type == socket.SOCK_STREAM:
                 info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
-                received += struct.unpack_from("<Q", info, _RECEIVED)[0]
+                (received,) = struct.unpack_from("<Q", info, _RECEIVED)
                 all_sent, sent_again = struct.unpack_from("<QQ", info, _SENT)
-                sent += all_sent - sent_again
-    return received, sent
+                try:
+                    ends = connection.getsockname()[:2], connection.getpeername()[:2]
+                except OSError:  # listens, or has ended
+                    continue
+                found[ends] = received, all_sent - sent_again
+    return found
 
 
 class Calls(TorchDispatchMode):

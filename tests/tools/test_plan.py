@@ -316,6 +316,13 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     printed = capsys.readouterr().out
     assert sum("released gradients" in line for line in printed.split("cheapest")[0].splitlines()) == 2
     assert "release_gradients=True)" in printed
+    cut = ["--ranks", "8", "--dtype", "fp32", "--tensor", "2", "--pipeline", "2"]
+    assert main(["plan", "--params", "7e5", *cut, "--device-memory", "1G"]) == 0
+    printed = capsys.readouterr().out
+    assert "8 ranks (tensor 2, pipeline 2; " in printed
+    assert "(model, stage=1, process_group=mesh['dp'].get_group(), norm_group=dist.group.WORLD)" in printed
+    for wrong, words in ((["--tensor", "3"], "3 divides"), (["--experts", "2", "--ranks", "2"], "called experts")):
+        assert main(["plan", "--params", "7e5", *wrong]) == 1 and words in capsys.readouterr().err
     least = ["--device-memory", "80M", "--dtype", "bf16", "--optimizer", "SGD"]
     assert main(["plan", "--params", "7e7", *least]) == 1
     assert "none fits" in capsys.readouterr().out

@@ -1,0 +1,189 @@
+"""The plan of a model that is cut, against what its ranks hold, and receive from the others of each group."""
+
+import runpy
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+from shardopt import ShardedAdamW, Tuning
+from shardopt.config import Options
+from shardopt.tools.cut import Cut
+from shardopt.tools.plan import Need, Planner, Way, groups_for, plan, transformer
+from tests.support.paths import ROOT
+from tests.support.ranks import Pool
+from tests.support.wire import Moved, counting
+
+CLOSE = 0.01  # padding of shards to blocks, agreements and headers of messages
+FP32 = torch.float32
+MICRO_BATCHES = 4
+ADAMW = ShardedAdamW([torch.zeros(1)])
+
+
+SHARDED = Tuning(keep_below=0)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A training on four ranks; each rank has one data-parallel peer, but for experts, which all ranks are."""
+
+    cut: Cut
+    stage: Any
+    tuning: Tuning = SHARDED
+
+    @property
+    def way(self) -> Way:
+        return Way(self.stage, True, FP32)
+
+
+def need_of(whole: nn.Module, setting: Setting, stage: int = 0) -> Need:
+    given = Options(tuning=setting.tuning)
+    return Planner(whole, ADAMW.rule, groups_for(whole, ADAMW), 4, given, setting.cut).needs(setting.way)[stage]
+
+
+def held(opt: ShardedAdamW) -> dict[str, int]:
+    memory = opt.memory()
+    return {kind: memory[kind].get("device", 0) for kind in ("param", "gradient", "master", "state")}
+
+
+def of_plan(need: Need) -> dict[str, int]:
+    return {kind: need.bytes[kind].get("device", 0) for kind in ("param", "gradient", "master", "state")}
+
+
+def example(name: str) -> dict[str, Any]:
+    return runpy.run_path(str(ROOT / "examples" / f"{name}.py"))
+
+
+def in_a_pipeline(made: dict[str, Any], setting: Setting) -> tuple[Need, dict[str, int], int]:
+    """Of tensor or pipeline parallelism: what is planned, held, and received from the data-parallel peer."""
+    cut = setting.cut
+    sizes = {"pp": cut.pipeline, "dp": 2, "tp": cut.tensor}
+    config = made["Config"]("", width=128, **sizes)
+    mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    number, group = mesh["pp"].get_local_rank(), mesh["dp"].get_group()
+    whole, model = made["Stage"](replace(config, pp=1), 0), made["Stage"](config, number)
+    if cut.tensor > 1:
+        made["divide"](model, mesh["tp"])
+    opt = ShardedAdamW(
+        model, stage=setting.stage, process_group=group, norm_group=dist.group.WORLD, tuning=setting.tuning
+    )
+    stage = PipelineStage(model, number, cut.pipeline, torch.device("cpu"), group=mesh["pp"].get_group())
+    schedule = Schedule1F1B(stage, cut.micro_batches, loss_fn=made["loss_of"])
+
+    def backward() -> None:
+        tokens = made["batch_of"](config, 0)
+        schedule.step(*((tokens[:, :-1],) if model.is_first else ()), target=tokens[:, 1:] if model.is_last else None)
+
+    moved = second_step(opt, cut, backward)
+    (peer,) = {*dist.get_process_group_ranks(group)} - {dist.get_rank()}
+    found = need_of(whole, setting, number), held(opt), moved.by_rank[peer]
+    opt.close()
+    return found
+
+
+def with_experts(made: dict[str, Any], setting: Setting) -> tuple[Need, dict[str, int], int, int]:
+    """What is planned, held, and received from the rank of the same experts, and from the one without tokens for it."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "experts"))
+    copies = mesh["copies"].get_group()
+    alone = [dist.new_group([rank]) for rank in range(4)][dist.get_rank()]
+    config = made["Config"]("", width=128)
+    whole, model = (made["Decoder"](config, group) for group in (alone, mesh["experts"].get_group()))
+    spread = {param for name, param in model.named_parameters() if ".experts." in name}
+    groups: list[dict[str, Any]] = [
+        {"params": [param for param in model.parameters() if param not in spread]},
+        {"params": [param for param in model.parameters() if param in spread], "process_group": copies},
+    ]
+    opt = ShardedAdamW(groups, module=model, stage=setting.stage, tuning=setting.tuning)
+
+    def backward() -> None:
+        model(made["batch_of"](config, 0)[:, :-1]).square().mean().backward()
+
+    moved = second_step(opt, setting.cut, backward)
+    (copy,) = {*dist.get_process_group_ranks(copies)} - {dist.get_rank()}
+    (opposite,) = {*range(4)} - {copy} - {*dist.get_process_group_ranks(mesh["experts"].get_group())}
+    found = need_of(whole, setting), held(opt), moved.by_rank[copy], moved.by_rank[opposite]
+    opt.close()
+    return found
+
+
+def second_step(opt: ShardedAdamW, cut: Cut, backward: Callable[[], None]) -> Moved:
+    """The first one shares weights, and shows the order of units."""
+    for _ in range(2):
+        opt.zero_grad()
+        with counting() as moved:
+            with opt.no_sync() if cut.at_once else nullcontext():
+                backward()
+            if cut.at_once:
+                opt.reduce_gradients()
+            opt.step()
+    return moved
+
+
+def in_pipelines(settings: Sequence[Setting]) -> list[tuple[Need, dict[str, int], int]]:
+    made = example("three_dimensions")
+    return [in_a_pipeline(made, setting) for setting in settings]
+
+
+def with_all_experts(settings: Sequence[Setting]) -> list[tuple[Need, dict[str, int], int, int]]:
+    made = example("experts")
+    return [with_experts(made, setting) for setting in settings]
+
+
+TENSOR, EXPERTS = Cut(tensor=2), Cut(experts=2)
+PIPELINE = Cut(pipeline=2, micro_batches=MICRO_BATCHES)
+AT_ONCE = Cut(pipeline=2, micro_batches=MICRO_BATCHES, at_once=True)
+TUNINGS = (
+    SHARDED,
+    Tuning(keep_below=0, neighbours=False),
+    Tuning(keep_below=0, reshard_after_forward=False),
+    Tuning(),
+)
+FEW = [Setting(PIPELINE, 1), Setting(AT_ONCE, 1), Setting(PIPELINE, 3), Setting(TENSOR, 3)]
+
+
+def check_pipelines(pool: Pool, settings: Sequence[Setting]) -> None:
+    for by_setting in pool.run(in_pipelines, settings, world=4):
+        for setting, (need, held, received) in zip(settings, by_setting, strict=True):
+            assert held == of_plan(need), setting
+            assert need.wire.keys() == {"data"}
+            assert received == pytest.approx(need.wire["data"], rel=CLOSE), f"{setting}: {received / need.wire['data']}"
+
+
+def check_experts(pool: Pool, settings: Sequence[Setting]) -> None:
+    for by_setting in pool.run(with_all_experts, settings, world=4):
+        for setting, (need, held, of_copy, of_opposite) in zip(settings, by_setting, strict=True):
+            assert held == of_plan(need), setting
+            data, experts = need.wire["data"], need.wire["experts"]
+            assert of_opposite == pytest.approx(data / 3, rel=CLOSE), f"{setting}: {3 * of_opposite / data}"
+            assert of_copy == pytest.approx(data / 3 + experts, rel=CLOSE), f"{setting}: {of_copy - of_opposite}"
+
+
+def test_plans_of_cuts(ranks: Pool) -> None:
+    check_pipelines(ranks, FEW)
+    check_experts(ranks, [Setting(EXPERTS, 3)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tuning", TUNINGS)
+def test_plans_of_all_cuts(ranks: Pool, tuning: Tuning) -> None:
+    check_pipelines(ranks, [Setting(cut, stage, tuning) for cut in (TENSOR, PIPELINE, AT_ONCE) for stage in range(4)])
+    check_experts(ranks, [Setting(EXPERTS, stage, tuning) for stage in range(4)])
+
+
+def test_what_cannot_be_cut() -> None:
+    for cut, ranks, words in (
+        (Cut(tensor=2), 3, "2 divides"),
+        (Cut(pipeline=9), 9, "at most"),
+        (Cut(experts=2), 2, "called experts"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            plan(transformer(10**5), ADAMW, ranks, Way(1, True, FP32), cut=cut)
+    with pytest.raises(ValueError, match="both DTensors and experts"):
+        Cut(tensor=2, experts=2)
