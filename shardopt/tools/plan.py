@@ -426,15 +426,15 @@ class Planner:
                 sum(sum(bucket.layout.numels) * count for bucket, count in alike[name].values()),
                 matrices[name],
                 list(alike[name].values()),
-                sum(numel * turns[unit] for unit, numel in numels[name].items()),
+                sum(numel * turns[name, unit] for unit, numel in numels[name].items()),
             )
             for name, ranks in sizes.items()
             if alike[name]
         }
         return _Laid(groups, kept, shares, window)
 
-    def _gathered(self, units: Mapping[int, int], stage: int) -> tuple[int, dict[int, int]]:
-        """Returns the most bytes that are gathered at once, and how often a step gathers each unit.
+    def _gathered(self, units: Mapping[int, int], stage: int) -> tuple[int, dict[tuple[str, int], int]]:
+        """Returns the most bytes that are gathered at once, and how often a step gathers what a group has of each unit.
 
         The modules run in their order, and micro-batches of a pipeline in that of 1F1B. Ranks on CPUs read each other's
         memory, as those of one machine do, unless ``Tuning(neighbours=False)`` says that params travel.
@@ -450,14 +450,16 @@ class Planner:
         travels = not (tuning.neighbours and self._device.type == "cpu")
         budget = gathering_budget(tuning, travels)
         schedule = plan_schedule(*orders, nbytes, budget)
-        # A backward that follows the forward of some micro-batch finds what this one kept.
-        found = cut.micro_batches
-        if cut.pipeline > 1:
-            found -= min(cut.pipeline - stage, cut.micro_batches) - 1
-        turns = {number: 2 * cut.micro_batches for number in units}
+        # How many forwards follow a forward.
+        ahead = min(cut.pipeline - stage, cut.micro_batches) - 1 if cut.pipeline > 1 else 0
+        turns = {(group, number): 2 * cut.micro_batches for group in ("data", "experts") for number in units}
         for name in schedule.kept:
             stays = cut.pipeline > 1 and budget.keeps(name)  # until the step
-            turns[names[name]] = 1 if stays else 2 * cut.micro_batches - found
+            # A backward finds what the forward before it kept; a forward does if its first use does not drop it.
+            found = cut.micro_batches - (0 if name in schedule.forward[0].here else ahead)
+            turns["data", names[name]] = 1 if stays else 2 * cut.micro_batches - found
+            if budget.keeps(name):  # else the rest of its block is used last, and stays in place of its experts
+                turns["experts", names[name]] = turns["data", names[name]]
         return schedule.most_bytes(nbytes), turns
 
     def _of_dtype(self, dtype: torch.dtype, stage: int) -> dict[nn.Parameter, Candidate]:

@@ -93,7 +93,7 @@ def with_experts(made: dict[str, Any], setting: Setting) -> tuple[Need, dict[str
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "experts"))
     copies = mesh["copies"].get_group()
     alone = [dist.new_group([rank]) for rank in range(4)][dist.get_rank()]
-    config = made["Config"]("", width=128)
+    config = made["Config"]("", width=256, experts=4)
     whole, model = (made["Decoder"](config, group) for group in (alone, mesh["experts"].get_group()))
     spread = {param for name, param in model.named_parameters() if ".experts." in name}
     groups: list[dict[str, Any]] = [
@@ -174,6 +174,11 @@ def test_plans_of_cuts(ranks: Pool) -> None:
 @pytest.mark.parametrize("tuning", TUNINGS)
 def test_plans_of_all_cuts(ranks: Pool, tuning: Tuning) -> None:
     check_pipelines(ranks, [Setting(cut, stage, tuning) for cut in (TENSOR, PIPELINE, AT_ONCE) for stage in range(4)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tuning", [each for each in TUNINGS if each.neighbours])
+def test_plans_of_all_experts(ranks: Pool, tuning: Tuning) -> None:
     check_experts(ranks, [Setting(EXPERTS, stage, tuning) for stage in range(4)])
 
 
