@@ -1,5 +1,6 @@
 """The plan of a model that is cut, against what its ranks hold, and receive from the others of each group."""
 
+import itertools
 import runpy
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -28,6 +29,7 @@ ADAMW = ShardedAdamW([torch.zeros(1)])
 
 
 SHARDED = Tuning(keep_below=0)
+_names = itertools.count()
 
 
 @dataclass(frozen=True)
@@ -66,15 +68,17 @@ def in_a_pipeline(made: dict[str, Any], setting: Setting) -> tuple[Need, dict[st
     cut = setting.cut
     sizes = {"pp": cut.pipeline, "dp": 2, "tp": cut.tensor}
     config = made["Config"]("", width=128, **sizes)
-    mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-    number, group = mesh["pp"].get_local_rank(), mesh["dp"].get_group()
+    # Torch keeps what it found of DTensors by the equality of meshes, for all jobs of a process.
+    pp, dp, tp = (f"{kind}{next(_names)}" for kind in sizes)
+    mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=(pp, dp, tp))
+    number, group = mesh[pp].get_local_rank(), mesh[dp].get_group()
     whole, model = made["Stage"](replace(config, pp=1), 0), made["Stage"](config, number)
     if cut.tensor > 1:
-        made["divide"](model, mesh["tp"])
+        made["divide"](model, mesh[tp])
     opt = ShardedAdamW(
         model, stage=setting.stage, process_group=group, norm_group=dist.group.WORLD, tuning=setting.tuning
     )
-    stage = PipelineStage(model, number, cut.pipeline, torch.device("cpu"), group=mesh["pp"].get_group())
+    stage = PipelineStage(model, number, cut.pipeline, torch.device("cpu"), group=mesh[pp].get_group())
     schedule = Schedule1F1B(stage, cut.micro_batches, loss_fn=made["loss_of"])
 
     def backward() -> None:
