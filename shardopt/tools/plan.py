@@ -455,8 +455,8 @@ class Planner:
         turns = {(group, number): 2 * cut.micro_batches for group in ("data", "experts") for number in units}
         for name in schedule.kept:
             stays = cut.pipeline > 1 and budget.keeps(name)  # until the step
-            # A backward finds what the forward before it kept; a forward does if its first use does not drop it.
-            found = cut.micro_batches - (0 if name in schedule.forward[0].here else ahead)
+            # A backward finds what the forward before it kept.
+            found = cut.micro_batches - ahead
             turns["data", names[name]] = 1 if stays else 2 * cut.micro_batches - found
             if budget.keeps(name):  # else the rest of its block is used last, and stays in place of its experts
                 turns["experts", names[name]] = turns["data", names[name]]
