@@ -33,7 +33,7 @@ class Cut:
         at_once: those of stages 0 and 1 run under ``no_sync()``, and ``reduce_gradients()`` follows.
 
     Raises:
-        TypeError, ValueError: one is no count, or there are both DTensors and experts, which no module may have.
+        TypeError, ValueError: one is no count, or both tensor and experts are above 1.
     """
 
     tensor: int = 1
@@ -48,8 +48,8 @@ class Cut:
             flag(value, field.name) if field.name == "at_once" else whole(value, field.name, least=1)
         if self.tensor > 1 and self.experts > 1:
             raise ValueError(
-                "plan for tensor or for experts: a module with both DTensors and experts is refused when it is handed "
-                f"over, found tensor={self.tensor} and experts={self.experts}."
+                "plan for tensor or for experts: tensor mates may cut experts, copy them or have others each, "
+                f"and which is not said, found tensor={self.tensor} and experts={self.experts}."
             )
 
     def data_parallel(self, ranks: int) -> int:

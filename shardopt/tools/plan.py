@@ -212,7 +212,7 @@ def groups_for(module: nn.Module, optimizer: ShardedOptimizer | type[ShardedOpti
     return optimizer._groups_of(module, optimizer.defaults, optimizer._given)
 
 
-# Buckets with one layout and one format, and how many of them there are: layers are alike, and so are their buckets.
+# Buckets with one layout, the same states and formats, and their number: layers are alike, and so are their buckets.
 _Alike = Sequence[tuple[PlannedBucket, int]]
 
 
@@ -406,7 +406,7 @@ class Planner:
                 if unit_of is not None and bucket.is_released:
                     units[unit_of[bucket.members[0][1]]] += bucket.layout.numel * way.dtype.itemsize
                     numels[name][unit_of[bucket.members[0][1]]] += sum(bucket.layout.numels)
-                key = bucket.layout, bucket.kept.key, bucket.is_released
+                key = bucket.layout, bucket.states, bucket.kept.key, bucket.is_released
                 _, count = alike[name].get(key, (bucket, 0))
                 alike[name][key] = bucket, count + 1
         kept = kept_for(rule, asked, way.dtype, tuning.compress_from)

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
-from shardopt import ShardedAdamW, Tuning
+from shardopt import ShardedAdamW, ShardedMuon, Tuning
 from shardopt.config import Options
 from shardopt.tools.cut import Cut
 from shardopt.tools.plan import Need, Planner, Way, groups_for, plan, transformer
@@ -25,7 +25,7 @@ from tests.support.wire import Moved, counting
 CLOSE = 0.01  # padding of shards to blocks, agreements and headers of messages
 FP32 = torch.float32
 MICRO_BATCHES = 4
-ADAMW = ShardedAdamW([torch.zeros(1)])
+ADAMW, MUON = ShardedAdamW([torch.zeros(1)]), ShardedMuon([torch.zeros(1, 1)])
 
 
 SHARDED = Tuning(keep_below=0)
@@ -188,6 +188,25 @@ def test_plans_of_all_experts(ranks: Pool, tuning: Tuning) -> None:
     check_experts(ranks, [Setting(EXPERTS, stage, tuning) for stage in range(4)])
 
 
+def test_muon_in_a_pipeline() -> None:
+    """Of each stage its own matrices: the embedding, which AdamW takes, is at the first one."""
+    model, way, cut = transformer(10**6), Way(2, True, FP32), Cut(pipeline=2)
+    for stage in range(2):
+        need, plain = (
+            Planner(model, each.rule, groups_for(model, each), 8, cut=cut).needs(way)[stage] for each in (MUON, ADAMW)
+        )
+        matrices = sum(param.numel() for block in halves_of(model)[stage] for param in block if param.ndim == 2)
+        states = 4 * matrices + 8 * (need.numel - matrices)
+        assert need.formula == f"4 + {round(4 + states / need.numel, 2):g}/N"
+        assert sum(need.bytes["state"].values()) == pytest.approx(states / 4, rel=CLOSE)
+        assert need.wire["data"] - plain.wire["data"] == 4 * matrices * 3 // 16
+
+
+def halves_of(model: nn.Module) -> list[list[nn.ParameterList]]:
+    blocks: list[Any] = list(model.children())[1:]
+    return [blocks[: len(blocks) // 2], blocks[len(blocks) // 2 :]]
+
+
 def test_what_cannot_be_cut() -> None:
     for cut, ranks, words in (
         (Cut(tensor=2), 3, "2 divides"),
@@ -196,5 +215,7 @@ def test_what_cannot_be_cut() -> None:
     ):
         with pytest.raises(ValueError, match=words):
             plan(transformer(10**5), ADAMW, ranks, Way(1, True, FP32), cut=cut)
-    with pytest.raises(ValueError, match="both DTensors and experts"):
+    with pytest.raises(ValueError, match="makes matrices whole"):
+        plan(transformer(10**5), MUON, 2, Way(1, True, FP32), cut=Cut(tensor=2))
+    with pytest.raises(ValueError, match="tensor or for experts"):
         Cut(tensor=2, experts=2)
