@@ -242,12 +242,14 @@ class _Laid:
         groups: by name.
         kept: the formats of large params.
         shares: of all elements, those that have each state.
+        margins: bytes of states with a value for each row or column, which every rank has whole.
         window: the most bytes that are gathered at once.
     """
 
     groups: dict[str, _Group]
     kept: StreamFormats
     shares: dict[str, float]
+    margins: int
     window: int
 
 
@@ -277,14 +279,13 @@ class Planner:
         self._group_of = {param: group for group in groups for param in group["params"]}
         if not self._group_of:
             raise ValueError(f"{type(module).__name__} has no params: nothing would be sharded.")
-        variants = [(rule.variant(group), group["params"]) for group in groups]
-        self._variants = {param: variant for variant, params in variants for param in params}
+        self._variants = {param: rule.variant(group, param.shape) for param, group in self._group_of.items()}
         # Those that are made whole in each step.
         self._matrices = {param for param, each in self._variants.items() if isinstance(each, MatrixVariant)}
-        if self._matrices and self._cut.tensor > 1:
+        if (self._matrices or rule.margins) and self._cut.tensor > 1:
             raise ValueError(
-                f"plan for tensor=1, or for another optimizer: {rule.name} makes matrices whole and refuses DTensors, "
-                f"of which a rank has a slice, found tensor={self._cut.tensor}."
+                f"plan for tensor=1, or for another optimizer: {rule.name} looks at whole matrices, "
+                f"of which a rank would have a slice, found tensor={self._cut.tensor}."
             )
         self._units = units_of(module, self._options.tuning.units)
         self._unit_of = {param: number for number, unit in enumerate(self._units) for param in unit.params}
@@ -351,6 +352,7 @@ class Planner:
                 add("ddp", "device", group.numel * way.dtype.itemsize * (ranks > 1))
             if way.tier == "disk":
                 add("buffer", "host", _staging(alike, way, tuning))
+        add("state", "device", laid.margins)
         add("window", "device", laid.window)
         wire = {
             name: _on_the_wire(group, way, laid.kept, reduced, self._cut) + _in_slices(group, way)
@@ -411,8 +413,10 @@ class Planner:
                 alike[name][key] = bucket, count + 1
         kept = kept_for(rule, asked, way.dtype, tuning.compress_from)
         states = Counter[str]()  # state -> elements that have it
-        matrices = dict.fromkeys(sizes, 0)
+        matrices, margins = dict.fromkeys(sizes, 0), 0
         for param, piece in part.items():
+            for margin in self._variants[param].margins:
+                margins += 4 * math.prod(rule.state_shape(margin, piece.shape))
             states.update(dict.fromkeys(self._variants[param].states, piece.shape.numel()))
             matrices["experts" if piece.is_expert else "data"] += piece.shape.numel() * (param in self._matrices)
         numel = sum(piece.shape.numel() for piece in part.values())
@@ -431,7 +435,7 @@ class Planner:
             for name, ranks in sizes.items()
             if alike[name]
         }
-        return _Laid(groups, kept, shares, window)
+        return _Laid(groups, kept, shares, margins, window)
 
     def _gathered(self, units: Mapping[int, int], stage: int) -> tuple[int, dict[tuple[str, int], int]]:
         """Returns the most bytes that are gathered at once, and how often a step gathers what a group has of each unit.

@@ -13,7 +13,16 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import shardopt
-from shardopt import Offload, ShardedAdagrad, ShardedAdamW, ShardedLAMB, ShardedMuon, ShardedSGD, Tuning
+from shardopt import (
+    Offload,
+    ShardedAdafactor,
+    ShardedAdagrad,
+    ShardedAdamW,
+    ShardedLAMB,
+    ShardedMuon,
+    ShardedSGD,
+    Tuning,
+)
 from shardopt.__main__ import main
 from shardopt.config import Options
 from shardopt.tools.doctor import facts_of, report
@@ -157,6 +166,7 @@ def test_plans_are_what_is_held(world: int, ranks: Pool, tmp_path: Path) -> None
         ranks.run(plans_are_what_is_held, ShardedSGD, {"momentum": 0.9}, WAYS[::2], str(tmp_path), world=world)
         ranks.run(plans_are_what_is_held, ShardedMuon, {}, WHOLE, str(tmp_path), world=world)
         ranks.run(plans_are_what_is_held, ShardedLAMB, {}, WHOLE[:1], str(tmp_path), world=world)
+        ranks.run(plans_are_what_is_held, ShardedAdafactor, {}, WHOLE[:1], str(tmp_path), world=world)
 
 
 @pytest.mark.parametrize("world", WORLDS)
