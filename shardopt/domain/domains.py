@@ -162,9 +162,9 @@ class Domains:
     def compare_experts(self, groups: Sequence[Group]) -> None:
         """Collective over the model: raises on all ranks if ranks of a tensor mesh begin with the same experts.
 
-        They may be copies, which the norm would count several times.
+        They may be copies, which the norm would count several times. Ranks without experts take part.
         """
-        if not self.others or not self._tensor_ranks:
+        if not self._tensor_ranks:
             return
         with self.told("comparing experts"):
             own = {name: checksum(param) for name, param in self._told_apart(groups)}

@@ -250,3 +250,27 @@ def refuses() -> None:
 
 def test_experts_that_may_be_copies_are_refused(ranks: Pool) -> None:
     ranks.run(refuses, world=4)
+
+
+def takes_part_without_experts() -> None:
+    """Of two ranks of a tensor mesh, the first has an expert, and the second has none."""
+    mesh, rank = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp")), dist.get_rank()
+    model = nn.Sequential(nn.Linear(8, 8, bias=False))
+    model[0].weight = nn.Parameter(distribute_tensor(torch.ones(8, 8), mesh["tp"], [Shard(0)]))
+    groups: list[dict[str, Any]] = [{"params": [model[0].weight]}]
+    alone = mesh["dp"].get_group()
+    if rank == 0:
+        model.append(nn.Linear(8, 8, bias=False))
+        groups.append({"params": [model[1].weight], "process_group": alone})
+    optimizer = shardopt.ShardedSGD(groups, module=model, process_group=alone, max_grad_norm=1.0)
+    optimizer.bind()
+    x = torch.ones(2, 8)
+    loss = (x @ model[0].weight.to_local().T).sum()
+    (loss if rank else loss + model[1](x).sum()).backward()
+    optimizer.step()
+    assert optimizer.grad_norm == pytest.approx((4 * 8 * (8 + 8)) ** 0.5)  # each element of each gradient is 2
+    optimizer.close()
+
+
+def test_a_rank_of_a_tensor_mesh_may_have_no_experts(ranks: Pool) -> None:
+    ranks.run(takes_part_without_experts, world=2)
