@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 _LISTED = 8  # mismatches that an error names
 # Rule -> one with the same states, of which it goes on: clipping an update changes the step alone.
 _STATES_OF = {"stable_adamw": "adam"}
+_DECOUPLED = "decoupled_weight_decay"  # which tells AdamW from Adam, of the same rule: only AdamW clips
 
 
 class Fit:
@@ -163,9 +164,14 @@ class Fit:
             return False
         rule = self._model.engines[member.optimizer].rule
         theirs, ours = self._manifest.optimizers[about["optimizer"]]["rule"], rule.name
+        saved_flags, own = self._flags[saved], self._group_of[member.param]
         if theirs == ours:  # which may be several, by group
-            theirs, ours = name_in(rule, self._flags[saved]), name_in(rule, self._group_of[member.param])
-        if _STATES_OF.get(theirs, theirs) != _STATES_OF.get(ours, ours):
+            theirs, ours = name_in(rule, saved_flags), name_in(rule, own)
+        goes_on = theirs == ours or (
+            _STATES_OF.get(theirs, theirs) == _STATES_OF.get(ours, ours)
+            and saved_flags.get(_DECOUPLED) == own.get(_DECOUPLED)
+        )
+        if not goes_on:
             self._note(f"the states of {name!r} are those of {theirs!r}, here it is updated by {ours!r}")
             return False
         kinds = [kind for kind in self._kinds[saved] if kind not in ("param", "master")]

@@ -21,6 +21,7 @@ from shardopt import (
     CheckpointError,
     CommunicationError,
     Offload,
+    ShardedAdam,
     ShardedAdamW,
     ShardedLAMB,
     ShardedLARS,
@@ -415,3 +416,18 @@ def test_clip_update_stays_where_plain_states_are_loaded(tmp_path: Path) -> None
         (group,) = optimizer.param_groups
         assert (group["clip_update"], group["lr"]) == (0.25, 1e-3)
         assert digest(optimizer) == digest(saved)
+
+
+def test_adam_and_clipped_adamw_do_not_load_each_other(tmp_path: Path) -> None:
+    """Adam would go on without clipping; AdamW would take Adam's flag, which its rule does not read."""
+    module = nn.Linear(40, 30)
+    clipped, adam = clipping(clip_update=0.5), (module, ShardedAdam(module))
+    module(torch.ones(2, 40)).sum().backward()
+    adam[1].step()
+    pairs: list[tuple[tuple[nn.Module, Any], tuple[nn.Module, Any]]] = [(clipped, adam), (adam, clipped)]
+    for number, (saved, loads) in enumerate(pairs):
+        save_checkpoint(tmp_path / str(number), *saved)
+        before = digest(loads[1]), repr(loads[1].param_groups)
+        with pytest.raises(CheckpointError, match=r"the states of 'bias' are those of .*adam.* Nothing was loaded"):
+            load_checkpoint(tmp_path / str(number), *loads)
+        assert (digest(loads[1]), repr(loads[1].param_groups)) == before
