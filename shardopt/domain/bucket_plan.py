@@ -65,19 +65,23 @@ def plan_buckets(
             formats[kind] = kept_for(rule, options, param.dtype, param.numel())
         return formats[kind]
 
-    def key(candidate: Candidate) -> tuple[bool, int, int, str, tuple[str, ...], tuple[str, ...], str]:
+    def key(
+        candidate: Candidate,
+    ) -> tuple[bool, int, int, str, tuple[str, ...], tuple[str, ...], str, tuple[bool, ...]]:
         _, param, group = candidate
         # A bucket of whole params holds those of many layers: backward fills it last, so it comes last.
         is_whole = not shards_params or param.numel() < options.tuning.keep_below or param in kept_whole
         unit = 0 if is_whole or unit_of is None else -unit_of[param]
         stage = -stage_of.get(param, 0) if stage_of else 0
         states, name = rule.variant(group, param.shape).states, rule.of(group).name
-        return is_whole, stage, unit, str(param.dtype), kept_of(param).key, states, name
+        # The params of a bucket share one variant, see launches_of().
+        answers = rule.answers(group, param.shape)
+        return is_whole, stage, unit, str(param.dtype), kept_of(param).key, states, name, answers
 
     # Backward runs from the last param to the first; sorting is stable, so each kind keeps that order.
     backward = sorted(reversed(candidates), key=key)
     plan = []
-    for (is_whole, _, _, _, _, states, _), same_kind in groupby(backward, key=key):
+    for (is_whole, _, _, _, _, states, _, _), same_kind in groupby(backward, key=key):
         kind = list(same_kind)
         sizes = [param.numel() * param.element_size() for _, param, _ in kind]
         most = bucket_bytes(kind[0][1].device) if is_whole or unit_of is None else sum(sizes)

@@ -38,7 +38,7 @@ def adafactor_scalars(group: Mapping[str, Any], step: int, carried: Mapping[str,
 def adafactor_factors(means: Mapping[str, Any], margins: Mapping[str, Any], s: Mapping[str, float]) -> Any:
     new = {name: _lerp(margins[name], means[name], s) for name in margins}
     rows, columns = (new[name].astype(np.float64) for name in ("row_var", "col_var"))
-    mean = np.maximum(rows.mean(axis=-2, keepdims=True), s["eps1"])
+    mean = np.maximum(rows.sum(axis=-2, keepdims=True) / max(rows.shape[-2], 1), s["eps1"])  # of a param with no rows
     return new, np.sqrt(rows / mean).astype(np.float32), np.sqrt(columns).astype(np.float32)
 
 

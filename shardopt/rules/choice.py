@@ -33,6 +33,7 @@ class RuleChoice(Rule):
             tolerated={state: finest for each in rules for state, finest in each.tolerated.items()},
             takes_norms=any(each.takes_norms for each in rules),
             of_param=tuple(dict.fromkeys(fact for each in rules for fact in each.of_param)),
+            asked_of_param=tuple(dict.fromkeys(fact for each in rules for fact in each.asked_of_param)),
             scalars=first.scalars,
             function=first.function,
             tree=first.tree,
@@ -61,6 +62,10 @@ class RuleChoice(Rule):
     def variant(self, group: Mapping[str, Any], shape: Shape = ()) -> Variant:
         """See :meth:`Rule.variant`."""
         return self.of(group).variant(group, shape)
+
+    def answers(self, group: Mapping[str, Any], shape: Shape) -> tuple[bool, ...]:
+        """See :meth:`Rule.answers`."""
+        return self.of(group).answers(group, shape)
 
     def evaluate(
         self,

@@ -149,9 +149,13 @@ class Rule:
                 f"add {missing[0]!r} to the optimizer's defaults: rule {self.name!r} asks for flags.{missing[0]}, and "
                 f"the param group has only {sorted(group)}, so that which branch to take is unknown."
             )
-        facts = (FACTS[name](shape, FP32_EPS) for name in self.asked_of_param)
-        variant = _variant(self, tuple(map(bool, (*(group[name] for name in self.flags), *facts))))
+        flags = tuple(bool(group[name]) for name in self.flags)
+        variant = _variant(self, (*flags, *self.answers(group, shape)))
         return variant if self.average is None else _averaging(variant)
+
+    def answers(self, group: Mapping[str, Any], shape: Shape) -> tuple[bool, ...]:
+        """Returns the truth of the facts that the body asks for as flags, for a param of this shape."""
+        return tuple(bool(FACTS[name](shape, FP32_EPS)) for name in self.asked_of_param)
 
     def _facts(self, shape: Shape, eps: float) -> dict[str, float]:
         return {name: FACTS[name](shape, eps) for name in self.of_param}

@@ -168,7 +168,7 @@ def launches_of(
     """
     rows: dict[tuple[int, torch.dtype, int, bool], dict[int, ParamUpdate]] = defaultdict(dict)
     first_with: dict[Variant, int] = {}
-    numbers: dict[int, int] = {}  # of variants, by group: params of one bucket are all matrices or none
+    numbers: dict[int, int] = {}  # of variants, by group: params of one bucket give one answer
     for row, piece in enumerate(shard.pieces):
         each = updates.get(piece.param)
         if each is not None:

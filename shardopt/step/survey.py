@@ -160,7 +160,7 @@ def states_of_shards(
     states: dict[Shard, dict[str, None]] = {shard: {} for shard in domain.shards}
     variant_of = Variants(domain.rule, numbers)
     for group, shard in listed.shards:
-        # All params of a bucket are matrices, or none is, where a rule asks for it.
+        # All params of a bucket give one answer to what a rule asks of them.
         states[shard].update(dict.fromkeys(variant_of(group, shard.bucket.params[0].shape).states))
     return states
 

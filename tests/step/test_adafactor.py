@@ -6,7 +6,7 @@ params and margins are equal wherever shards end.
 
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -21,11 +21,13 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from shardopt import (
     CommunicationError,
     ShardedAdafactor,
+    ShardedOptimizer,
     ShardoptError,
     StateError,
     Tuning,
     load_checkpoint,
     prepare_states,
+    rule,
     save_checkpoint,
 )
 from shardopt.kernels.products import COLUMNS, DIMS, INNER_STEP, OUTER_STEP, RUN, SLOWER, geometry_of
@@ -107,7 +109,7 @@ def test_eps_of_bf16_params_is_that_of_bf16(master: Any) -> None:
 def test_every_element_finds_its_row_and_column() -> None:
     """By the table alone, as the kernels do, for every order of up to five dimensions."""
     generator = torch.Generator().manual_seed(0)
-    for _ in range(100):
+    for _ in range(30):
         count = int(torch.randint(2, 6, (), generator=generator))
         shape = [(1, 2, 3, 5)[each] for each in torch.randint(0, 4, (count,), generator=generator).tolist()]
         order = torch.randperm(count, generator=generator).tolist()
@@ -131,6 +133,40 @@ def places(row: Sequence[int], element: int) -> tuple[int, int]:
         number, digit = divmod(number, row[at])
         outer, inner = outer + digit * row[at + 1], inner + digit * row[at + 2]
     return outer, inner
+
+
+def test_params_without_elements() -> None:
+    """Whose rows or columns have no mean; a warning is an error here."""
+    params = as_params([torch.ones(0, 5), torch.ones(5, 0), torch.ones(3, 0, 4), torch.ones(2, 3)])
+    opt, alone = ShardedAdafactor(params), ShardedAdafactor(as_params(params[3:]))
+    for each in (opt, alone):
+        for param in each.param_groups[0]["params"]:
+            param.grad = torch.ones_like(param)
+        each.step()
+    assert torch.equal(params[3], alone.param_groups[0]["params"][0])
+    assert opt.state[params[2]]["col_var"].shape == (3, 1, 4)
+
+
+def rate_alone(group: Mapping[str, Any], step: int, carried: Mapping[str, float]) -> dict[str, float]:
+    return {"lr": group["lr"]}
+
+
+@rule(states=("average",), scalars=rate_alone, of_param=("is_matrix",))
+def steps_of_matrices_are_longer(param: Any, grad: Any, state: Any, s: Any, flags: Any) -> Any:
+    state.average = state.average + grad
+    if flags.is_matrix:
+        grad = 10 * grad
+    return param - s.lr * grad
+
+
+def test_params_of_one_bucket_give_one_answer() -> None:
+    """Also where a rule keeps the same states for all, so that only its arithmetic differs."""
+    params = as_params([torch.zeros(3), torch.zeros(2, 2), torch.zeros(3)])
+    opt = ShardedOptimizer(params, rule=steps_of_matrices_are_longer, defaults={"lr": 1.0})
+    for param in params:
+        param.grad = torch.ones_like(param)
+    opt.step()
+    assert [float(param.detach().mean()) for param in params] == [-1, -10, -1]
 
 
 # -- at several ranks --------------------------------------------------------------------------------------------------
