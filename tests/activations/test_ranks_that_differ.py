@@ -43,7 +43,7 @@ def same_at_first() -> None:
             with shardopt.partition_activations(keep_below=1, check=check) as context:
                 loss = forward(x, own, constant(5))
             if step == 1 and not check:
-                with raises(DisagreementError, "zero_grad()", "check=True", "on rank 1 than on rank 0"):
+                with raises(DisagreementError, "zero_grad()", "check=True", "between rank 0 and rank 1"):
                     loss.backward()
                 x.grad = None
                 continue

@@ -96,7 +96,7 @@ class Disk:
     def _make_directory(self, _: None, path: Path) -> None:
         self._new(path, True)
 
-    def _create(self, file: int, path: Path) -> None:
+    def _create(self, file: int, path: Path, *_mode: int) -> None:
         self._new(path, False)
         self._open[file] = self._places[path]
 
