@@ -127,7 +127,7 @@ def _open(directory: Path, meeting: Meeting) -> Checkpoint:
 def _load(
     checkpoint: Checkpoint, look: Callable[[], Model], engines: list[Engine], strict: bool, meeting: Meeting
 ) -> Loaded:
-    """Loads into the model that ``look`` finds, before its params are bound and behind it."""
+    """Loads into the model that ``look`` finds, both before and after its params are bound."""
     manifest, path = checkpoint.manifest, checkpoint.path
     phase = "comparing the checkpoint with the model"
 

@@ -11,7 +11,7 @@ def prepare_states(optimizer: ShardedOptimizer) -> None:
     """Collective: gives every param that has no state yet the one from which a first step begins.
 
     ``torch.distributed.checkpoint.load({"optim": optimizer}, ...)`` fills the states that there are. A new optimizer
-    has none, so nothing would be loaded, without a word: call this before. Params are bound here, as at the first
+    has none, so nothing would be loaded, silently: call this before. Params are bound here, as at the first
     step: move, cast and wrap the model before. (:func:`load_checkpoint` needs no such call.)
 
     Raises:

@@ -162,7 +162,7 @@ class ShardedOptimizer(torch.optim.Optimizer, JoinableOptimizer):
         and the mean over ``process_group`` after it. From stage 2 on it does nothing: every backward is reduced.
 
         Raises:
-            ShardoptError: there is no module, or a backward was broken off.
+            ShardoptError: no module was given, or a backward did not end.
             DisagreementError: another rank makes another call.
         """
         self.engine.reduce_gradients()

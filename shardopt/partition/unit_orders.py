@@ -89,7 +89,7 @@ class UnitOrders:
             }
 
     def forget_schedules(self) -> None:
-        """The units are others now."""
+        """Forgets the schedules: the units that they were made for no longer exist."""
         self._schedules, self._is_guess = {}, True
 
     # -- what the step does ----------------------------------------------------------------------------------------
