@@ -75,6 +75,7 @@ class Engine(Bindings):
     Attributes:
         check_arguments: of a class with torch's arguments: checks those that a param group gives, and returns them.
         unread: keys of param groups that choose another rule, which the optimizer was not constructed with.
+        fixed: values of param groups that belong to the class: no state dict or checkpoint changes them.
         grad_norm, updates: see :class:`ShardedOptimizer`.
         lock: held by the thread that changes states; a closure may load states, so a thread may hold it several times.
     """
@@ -86,9 +87,10 @@ class Engine(Bindings):
         options: Options,
         check_arguments: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None,
         unread: Sequence[str] = (),
+        fixed: Mapping[str, Any] | None = None,
     ):
         super().__init__(owner, rule, options)
-        self.check_arguments, self.unread = check_arguments, unread
+        self.check_arguments, self.unread, self.fixed = check_arguments, unread, fixed or {}
         self.grad_norm: float | None = None
         self.updates = 0
         self.lock = threading.RLock()
@@ -335,6 +337,8 @@ class Engine(Bindings):
             check_same_rules(self.rule, self.unread, groups, self.groups)
             loaded, own = read_state_dict(state_dict, groups, self.states)
             self.replace_states(loaded, own)
+            for group in groups:
+                group.update(self.fixed)
             self.owner.param_groups = groups
 
     def replace_states(self, loaded: Mapping[torch.nn.Parameter, ParamState], own: dict[Any, Any]) -> None:

@@ -249,7 +249,8 @@ class Fit:
         unread = [key for key in engine.unread if saved.get(key) is not None]
         for key in unread:
             self._note(f"{where} has {key}={saved[key]!r} in the checkpoint, and here the optimizer was given none")
-        self.groups[number, index] = {key: value for key, value in saved.items() if key not in unread}
+        taken = {key: value for key, value in saved.items() if key not in unread}
+        self.groups[number, index] = {**taken, **engine.fixed}
 
     def _has_all(self, engine: Engine, index: int) -> bool:
         """True if all params of a group here were found in the checkpoint."""

@@ -13,6 +13,7 @@ import inspect
 import math
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack, cast
 
 import torch
@@ -216,6 +217,9 @@ class ShardedAdamW(ShardedOptimizer):
         >>> optimizer = ShardedAdamW(model.parameters(), lr=3e-4, weight_decay=0.1)
     """
 
+    # As in torch: the states of an Adam do not turn this into one.
+    _fixed = MappingProxyType({"decoupled_weight_decay": True})
+
     @like(torch.optim.AdamW, rule=adam, chosen_by={"clip_update": _stable_adamw})
     def __init__(
         self,
@@ -234,11 +238,6 @@ class ShardedAdamW(ShardedOptimizer):
         clip_update: float | None = None,
         **options: Unpack[OptionKeywords],
     ) -> None: ...
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super().load_state_dict(state_dict)
-        for group in self.param_groups:  # as in torch: the dict of an Adam does not turn this into one
-            group["decoupled_weight_decay"] = True
 
 
 class ShardedAdam(ShardedOptimizer):

@@ -73,6 +73,9 @@ class ShardedOptimizer(torch.optim.Optimizer, JoinableOptimizer):
     _unread: tuple[str, ...] = ()
     """Arguments that choose another rule where they are given, and were not: this one reads none of them in a group."""
 
+    _fixed: Mapping[str, Any] = MappingProxyType({})
+    """Values of param groups that belong to the class: no state dict or checkpoint changes them."""
+
     def __init__(self, params: Params, defaults: dict[str, Any], *, rule: Rule, **options: Unpack[OptionKeywords]):
         given_params, rule, given = read_arguments(type(self).__name__, params, defaults, rule, options)
         self.engine = _engine(self, rule, given)
@@ -434,4 +437,4 @@ def _engine(optimizer: ShardedOptimizer, rule: Rule, options: Options) -> Engine
     # Not at the top: the engine loads all that a step needs. test_fresh_process.py limits what an import loads.
     from ..engine import Engine
 
-    return Engine(optimizer, rule, options, optimizer._check_group, optimizer._unread)
+    return Engine(optimizer, rule, options, optimizer._check_group, optimizer._unread, optimizer._fixed)

@@ -431,3 +431,22 @@ def test_adam_and_clipped_adamw_do_not_load_each_other(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match=r"the states of 'bias' are those of .*adam.* Nothing was loaded"):
             load_checkpoint(tmp_path / str(number), *loads)
         assert (digest(loads[1]), repr(loads[1].param_groups)) == before
+
+
+def test_adams_states_leave_adamw_what_it_is(tmp_path: Path) -> None:
+    """Its decay stays decoupled, as torch's AdamW has it; a group of Adam's flags would make it Adam, silently."""
+    module = nn.Linear(40, 30)
+    adam = ShardedAdam(module, weight_decay=0.1)
+    module(torch.ones(2, 40)).sum().backward()
+    adam.step()
+    save_checkpoint(tmp_path, module, adam)
+    for takes_checkpoint in (False, True):
+        other, optimizer = clipping()
+        if takes_checkpoint:
+            load_checkpoint(tmp_path, other, optimizer)
+        else:
+            optimizer.load_state_dict(adam.state_dict())
+            other.load_state_dict(module.state_dict())
+        (group,) = optimizer.param_groups
+        assert group["decoupled_weight_decay"] is True and group["weight_decay"] == 0.1
+        assert digest(optimizer) == digest(adam)
