@@ -43,31 +43,31 @@ def bars(title: str, note: str, values: dict[str, float], words: Callable[[float
     return picture
 
 
-def _note(quiet: dict[str, Any], peers: dict[str, Any]) -> str:
-    settings, machine = quiet["settings"], quiet["machine"]
+def _note(result: dict[str, Any]) -> str:
+    settings, machine, packages = result["settings"], result["machine"], result["results"]["packages"]
     return (
-        f"GPT of {quiet['results']['params'] / 1e6:.1f}M params, {settings['dtype']}, {settings['ranks']} gloo ranks, "
-        f"{machine['device']}. No GPU was\nmeasured yet. DeepSpeed {peers['results']['packages']['deepspeed']}: beside "
-        "DDP in a run of its own, on a busy machine."
+        f"GPT of {result['results']['params'] / 1e6:.1f}M params, {settings['dtype']}, {settings['ranks']} gloo ranks, "
+        f"{machine['device']}.\ntorch {machine['torch']}, DeepSpeed {packages['deepspeed']}. "
+        "No GPU has been measured yet."
     )
 
 
 def measured(value: Callable[[dict[str, Any]], float]) -> dict[str, float]:
-    """A value of every engine of the pictures; DeepSpeed's are of a run that the others were part of too."""
-    quiet, peers = newest("train-fp32")["results"]["engines"], newest("peers-fp32")["results"]["engines"]
-    return {name: value(quiet.get(name) or peers[name]) for name in NAMES}
+    """A value of every engine of the pictures, all of one run."""
+    engines = newest("peers-fp32")["results"]["engines"]
+    return {name: value(engines[name]) for name in NAMES}
 
 
 def bytes_a_param() -> Picture:
     title = "Peak memory of a rank, bytes a param (less is better)"
     values = measured(lambda engine: engine["peak bytes a param"])
-    return bars(title, _note(newest("train-fp32"), newest("peers-fp32")), values, lambda value: f"{value:.1f}")
+    return bars(title, _note(newest("peers-fp32")), values, lambda value: f"{value:.1f}")
 
 
 def step_time() -> Picture:
     title = "Time of a training step, times DDP's (less is better)"
     values = measured(lambda engine: engine["step x DDP"]["median"])
-    return bars(title, _note(newest("train-fp32"), newest("peers-fp32")), values, lambda value: f"{value:.2f}x")
+    return bars(title, _note(newest("peers-fp32")), values, lambda value: f"{value:.2f}x")
 
 
 Points = Sequence[tuple[float, float]]
