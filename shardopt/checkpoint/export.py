@@ -37,8 +37,9 @@ def export_weights(checkpoint: Checkpoint, target: Path, advance: Advance) -> No
     keys = [_weight(manifest, name) for name in manifest.params] + [key for key, _ in manifest.of("buffers")]
     keys.sort(key=lambda key: -_tensor(manifest, key).values_dtype.itemsize)
     described = [(key.name, (each := _tensor(manifest, key)).values_dtype, each.shape) for key in keys]
-    with _new(target) as made:
-        writer = Writer(made, header(described, {"format": "pt"}), files.PUBLIC)
+    head = header(described, {"format": "pt"})
+    with _new(target) as (_, file):
+        writer = Writer(file, head)
         try:
             for key in keys:
                 writer.add(_chunks(checkpoint, key, advance))
@@ -83,21 +84,20 @@ def export_states(checkpoint: Checkpoint, target: Path, number: int, advance: Ad
     if not 0 <= number < len(manifest.optimizers):
         raise CheckpointError(f"there is no optimizer {number}: the checkpoint holds {len(manifest.optimizers)}.")
     state_dict, contents = _state_dict(checkpoint, number)
-    with _new(target) as made:
+    with _new(target) as (made, descriptor), open(descriptor, "wb") as file:
         # Torch writes its own format with holes for the elements, and reads no tensor for that.
         with torch.serialization.skip_data():
             torch.save(state_dict, made)
         offsets = _offsets(made)
-        with open(made, "r+b") as file:
-            for storage, content in enumerate(contents):
-                file.seek(offsets[storage])
-                if isinstance(content, torch.Tensor):
-                    file.write(bytes_of(content.reshape(-1)))
-                    continue
-                for chunk in _chunks(checkpoint, content, advance):
-                    file.write(bytes_of(chunk))
-            file.flush()
-            files.sync(file.fileno())
+        for storage, content in enumerate(contents):
+            file.seek(offsets[storage])
+            if isinstance(content, torch.Tensor):
+                file.write(bytes_of(content.reshape(-1)))
+                continue
+            for chunk in _chunks(checkpoint, content, advance):
+                file.write(bytes_of(chunk))
+        file.flush()
+        files.sync(file.fileno())
 
 
 def _state_dict(checkpoint: Checkpoint, number: int) -> tuple[dict[str, Any], list[Key | torch.Tensor]]:
@@ -147,11 +147,11 @@ def _offsets(path: Path) -> dict[int, int]:
 
 
 @contextmanager
-def _new(target: Path) -> Iterator[Path]:
-    """Yields the path of a file beside ``target``, which replaces ``target`` once it is whole."""
+def _new(target: Path) -> Iterator[tuple[Path, int]]:
+    """Yields a new file beside ``target``, open for writing, which replaces ``target`` once it is whole."""
     made = target.with_name(f"{target.name}.part-{secrets.token_hex(4)}")
     try:
-        yield made
+        yield made, files.create_in_place_of(target, made)
         files.rename(made, target)
     except BaseException:
         with suppress(OSError):

@@ -13,6 +13,7 @@ from pathlib import Path
 from ..errors import CheckpointError
 
 PRIVATE, PUBLIC = 0o600, 0o666  # modes of new files; the umask of the user takes from them
+_PERMISSIONS = 0o777  # of a mode: who may read, write and execute
 
 
 def make_directory(path: Path) -> None:
@@ -35,6 +36,20 @@ def create(path: Path, mode: int = PRIVATE) -> int:
         FileExistsError: something lies there.
     """
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
+
+
+def create_in_place_of(target: Path, path: Path) -> int:
+    """Returns a new file that will be renamed to ``target``, open for writing, for those who may read what lies there.
+
+    If nothing lies there, for all whom the umask lets.
+    """
+    try:
+        permissions = os.stat(target).st_mode & _PERMISSIONS | PRIVATE  # who writes it opens it by its name again
+    except FileNotFoundError:
+        return create(path, PUBLIC)
+    file = create(path, permissions)
+    os.fchmod(file, permissions)  # the umask took from them
+    return file
 
 
 def write(file: int, data: memoryview) -> None:

@@ -9,7 +9,6 @@ import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -42,13 +41,12 @@ def bytes_of(values: torch.Tensor) -> memoryview:
 
 
 class Writer:
-    """Streams one file and takes the checksum of each chunk. ``mode``: as of :func:`files.create`."""
+    """Streams one new file, which it closes, and takes the checksum of each chunk."""
 
-    def __init__(self, path: Path, head: bytes, mode: int = files.PRIVATE):
-        self._path, self._head = path, head
+    def __init__(self, file: int, head: bytes):
+        self._file, self._head = file, head
         self.nbytes = self._begun = 0  # written, and handed to the disk
         self._helper = ThreadPoolExecutor(1, "shardopt-checksum")
-        self._file = files.create(path, mode)
         self._write(memoryview(head))
 
     def _write(self, data: memoryview) -> None:

@@ -97,7 +97,8 @@ class RankWriter:
         pieces = sorted(self._plan.pieces, key=lambda piece: -piece.tensor.dtype.itemsize)
         described = [(piece.label, piece.tensor.dtype, _shape_in_file(piece)) for piece in pieces]
         identity = {"format": "shardopt checkpoint", "token": self.site.token, "rank": str(self._rank)}
-        writer = Writer(self._path, header(described, identity))
+        head = header(described, identity)
+        writer = Writer(files.create(self._path), head)
         tensors: Tensors = {}
         try:
             for piece in pieces:

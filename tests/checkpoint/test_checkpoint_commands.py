@@ -1,6 +1,7 @@
 """The command line, and files that the safetensors library and torch read."""
 
 import os
+import stat
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -87,9 +88,11 @@ def test_all_of_an_export_is_on_the_disk_before_it_has_its_name(tmp_path: Path) 
     (tmp_path / "mine").touch()
     synced: list[bytes] = []
     renamed: list[bytes] = []
+    modes: list[int] = []
 
     def sync(fd: int) -> None:
         synced.append(Path(f"/proc/self/fd/{fd}").read_bytes())
+        modes.append(stat.S_IMODE(os.fstat(fd).st_mode))
 
     def rename(source: Path, target: Path) -> None:
         renamed.append(source.read_bytes())
@@ -100,7 +103,11 @@ def test_all_of_an_export_is_on_the_disk_before_it_has_its_name(tmp_path: Path) 
             assert main(["export", str(tmp_path / "runs"), "--to", kind, str(tmp_path / kind)]) == 0
             assert renamed[-1] == synced[-1] == (tmp_path / kind).read_bytes()
             assert (tmp_path / kind).stat().st_mode == (tmp_path / "mine").stat().st_mode  # by the umask, both
-    assert len(renamed) == 2
+            for mode in (0o600, 0o664):  # those of the file that is replaced, from the first byte on
+                (tmp_path / kind).chmod(mode)
+                assert main(["export", str(tmp_path / "runs"), "--to", kind, str(tmp_path / kind)]) == 0
+                assert modes[-1] == stat.S_IMODE((tmp_path / kind).stat().st_mode) == mode
+    assert len(renamed) == 6
 
 
 @pytest.mark.parametrize("command", ["inspect", "verify", "export"])
