@@ -23,11 +23,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import CheckpointError
 from .block import Block, make_up
+from .everyone import Holder
 
 if TYPE_CHECKING:
-    from .meeting import Told
-
-Holder = tuple[int, ...]  # the global numbers of ranks that hold the same
+    from .meeting import Content
 
 ADVICE = (
     'give names={module: "its name in the whole model"} to save_checkpoint() and to load_checkpoint(), on the ranks '
@@ -100,7 +99,7 @@ class Claims:
     problem: str | None = None
 
     @staticmethod
-    def of(told: Sequence[Told], section: str) -> Claims:
+    def of(told: Sequence[Content], section: str) -> Claims:
         """Returns what follows for "params" or "buffers"."""
         found = Claims()
         by_name: defaultdict[str, list[Claim]] = defaultdict(list)
@@ -108,7 +107,7 @@ class Claims:
             meshes = each.own["meshes"]
             for name, about in each.common[section].items():
                 mesh = meshes[each.own["mesh_of"][section].get(name, 0)]
-                by_name[name].append(Claim.heard(each.ranks, name, about, mesh))
+                by_name[name].append(Claim.heard(each.holder, name, about, mesh))
         found._number_all_experts(claim for claims in by_name.values() for claim in claims)
         for name, claims in by_name.items():
             found._settle(name, claims)

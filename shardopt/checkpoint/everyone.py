@@ -12,10 +12,12 @@ from ..errors import CheckpointError
 if TYPE_CHECKING:
     from ..partition.comm.group import Ranks
 
+Holder = tuple[int, ...]  # the global numbers of ranks that hold the same
 
-def numbers_of(ranks: Ranks) -> list[int]:
+
+def numbers_of(ranks: Ranks) -> Holder:
     """Returns the global numbers of ranks, by rank."""
-    return [0] if ranks.group is None else dist.get_process_group_ranks(ranks.group)
+    return (0,) if ranks.group is None else tuple(dist.get_process_group_ranks(ranks.group))
 
 
 class Everyone:
@@ -40,7 +42,7 @@ class Everyone:
         if not all(alike.values()):
             raise CheckpointError(
                 "give norm_group= all ranks that train the model (torch.distributed.group.WORLD, say): its "
-                f"data-parallel and tensor-parallel ranks, {[numbers_of(ranks) for ranks in dimensions]} here, are "
+                f"data-parallel and tensor-parallel ranks, {[list(numbers_of(each)) for each in dimensions]} here, are "
                 "not the dimensions of one mesh, so it is not known which ranks make a checkpoint together."
             )
         self.size, self.rank = len(self._ranks), self._ranks.index(self._own)

@@ -16,8 +16,9 @@ from .order import joined_order
 from .records import Key, tensors_from_json, tensors_to_json
 
 if TYPE_CHECKING:
-    from .claims import Claims, Holder
-    from .meeting import Meeting, Told
+    from .claims import Claims
+    from .everyone import Holder
+    from .meeting import Meeting
     from .model import Model
     from .plan_save import Piece, SavePlan
 
@@ -55,14 +56,15 @@ def _contents(plan: SavePlan, model: Model) -> list[Content]:
             own["module_extra"], own["mesh"] = plan.own["module_extra"], sorted(model.mesh)
             extra = {key: each for key, each in plan.tensors.items() if key.section == "extra"}
             own["extra"] = tensors_to_json(extra)
-        found.append(Content(holders, {**common, "tensors": tensors_to_json(tensors)}, own))
+        common["tensors"] = tensors_to_json(tensors)
+        found.append(Content(numbers_of(holders), common, own if holders.rank == 0 else None))
     return found
 
 
 _OF_PARAMS = ("params", "gradients")
 
 
-def _take(plan: SavePlan, model: Model, told: Sequence[Told]) -> None:
+def _take(plan: SavePlan, model: Model, told: Sequence[Content]) -> None:
     homes = [each for each in told if "optimizers" in each.common]
     params: dict[str, Any] = {}
     for each in told:
@@ -76,7 +78,7 @@ def _take(plan: SavePlan, model: Model, told: Sequence[Told]) -> None:
         for key, tensor in tensors_from_json(each.common["tensors"]).items():
             if plan.tensors.setdefault(key, tensor) != tensor:
                 raise different_params(
-                    f"{key} is kept as {plan.tensors[key]}, and as {tensor} on ranks {list(each.ranks)}"
+                    f"{key} is kept as {plan.tensors[key]}, and as {tensor} on ranks {list(each.holder)}"
                 )
     _check_kinds(model.claims, plan.tensors)
     step = max([home.common["step"] for home in homes])
@@ -114,7 +116,7 @@ def _check_kinds(claims: Claims, tensors: Iterable[Key]) -> None:
                 )
 
 
-def _joined_optimizers(homes: Sequence[Told], told: Sequence[Told]) -> list[dict[str, Any]]:
+def _joined_optimizers(homes: Sequence[Content], told: Sequence[Content]) -> list[dict[str, Any]]:
     """Returns the optimizers with the params of all ranks: groups of one number are one group."""
     first = homes[0].common["optimizers"]
     for home in homes[1:]:
@@ -123,8 +125,8 @@ def _joined_optimizers(homes: Sequence[Told], told: Sequence[Told]) -> list[dict
             where, ours, theirs = difference
             raise CheckpointError(
                 "give all ranks of the model the same param groups with the same values, empty ones too: "
-                f"{where} is {ours!r} on ranks {list(homes[0].ranks)}, {theirs!r} on ranks {list(home.ranks)}. Nothing "
-                "was written."
+                f"{where} is {ours!r} on ranks {list(homes[0].holder)}, {theirs!r} on ranks {list(home.holder)}. "
+                "Nothing was written."
             )
 
     def joined(number: int, index: int) -> list[str]:
@@ -140,15 +142,16 @@ def _without_params(optimizers: Sequence[Any]) -> list[Any]:
     return [{**each, "groups": [{**group, "params": []} for group in each["groups"]]} for each in optimizers]
 
 
-def _take_extra_states(plan: SavePlan, homes: Sequence[Told]) -> None:
+def _take_extra_states(plan: SavePlan, homes: Sequence[Content]) -> None:
     """Takes the extra states of all modules; those of a part's first ranks count, as its buffers do."""
-    found: dict[str, tuple[Any, Told]] = {}
+    found: dict[str, tuple[Any, Content]] = {}
     for home in homes:
         for name, state in home.own["module_extra"].items():
             before, first = found.setdefault(name, (state, home))
-            are_copies = first is home or set(first.own["mesh"]) & {*home.ranks}
+            are_copies = first is home or set(first.own["mesh"]) & {*home.holder}
             if not are_copies and before != state:
-                raise different_params(f"the extra states of modules {name!r} on ranks {first.ranks} and {home.ranks}")
+                ranks = f"{first.holder} and {home.holder}"
+                raise different_params(f"the extra states of modules {name!r} on ranks {ranks}")
         if home is not homes[0]:
             described = tensors_from_json(home.own["extra"])
             plan.tensors.update({key: each for key, each in described.items() if "." in key.name})
@@ -190,7 +193,7 @@ def _digests(plan: SavePlan, model: Model) -> list[Any]:
         claims = model.buffer_claims if key.section == "buffers" else model.claims
         if key.section in ("params", "buffers") and key.name in claims.contested:
             ranks = holder_of[key.section, key.name]
-            _, kinds = found.setdefault((key.section, key.name), (tuple(numbers_of(ranks)), {}))
+            _, kinds = found.setdefault((key.section, key.name), (numbers_of(ranks), {}))
             kinds[key.kind] = _digest(piece)
     return [[*where, list(holder), kinds] for where, (holder, kinds) in found.items()]
 
@@ -209,9 +212,9 @@ def _drop_copies(plan: SavePlan, model: Model) -> None:
     """Leaves the pieces that this rank writes."""
     dropped = set()
     for member in model.params.values():
-        if model.claims.writers.get(member.block_name) != tuple(numbers_of(member.holders)):
+        if model.claims.writers.get(member.block_name) != numbers_of(member.holders):
             dropped.add(("params", member.block_name))
     for name in model.buffers:
-        if model.buffer_claims.writers[name] != tuple(numbers_of(model.home)):
+        if model.buffer_claims.writers[name] != numbers_of(model.home):
             dropped.add(("buffers", name))
     plan.pieces = [piece for piece in plan.pieces if piece.key[:2] not in dropped]

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 from ..domain.agreement import first_difference
 from ..errors import CheckpointError
 from ..partition.comm.group import Ranks
-from .everyone import Everyone, numbers_of
+from .everyone import Everyone, Holder
 
 Problem = Exception | None
 Result = TypeVar("Result")
@@ -23,18 +23,10 @@ class Content(NamedTuple):
 
     Attributes:
         common: JSON that is the same on all of them.
-        own: JSON of the first one, which counts.
+        own: JSON of the first one, which counts; None on the others.
     """
 
-    ranks: Ranks
-    common: Any
-    own: Any
-
-
-class Told(NamedTuple):
-    """:class:`Content` as all ranks know it; ``ranks`` by their global numbers."""
-
-    ranks: tuple[int, ...]
+    holder: Holder
     common: Any
     own: Any
 
@@ -102,7 +94,7 @@ class Meeting:
         elif problem is not None:
             raise problem
 
-    def by_holders(self, contents: Sequence[Content], phase: str) -> list[Told]:
+    def by_holders(self, contents: Sequence[Content], phase: str) -> list[Content]:
         """Collective: what each set of ranks that hold the same says of it, in the order of their first ranks.
 
         Ranks of one set must say the same, so only the first of them sends it; where all ranks are one set, none does.
@@ -110,31 +102,29 @@ class Meeting:
         Raises:
             CheckpointError: they do not; on every rank.
         """
-        own: list[list[Any]] = []
-        for each in contents:
-            own.append([numbers_of(each.ranks), _digest(each.common), each.own if each.ranks.rank == 0 else None])
+        own = [[each.holder, _digest(each.common), each.own] for each in contents]
         told = list(itertools.chain.from_iterable(self.everyones(own, phase)))
-        digests: dict[tuple[int, ...], set[str]] = {}
-        for ranks, digest, _ in told:
-            digests.setdefault(tuple(ranks), set()).add(digest)
+        digests: dict[Holder, set[str]] = {}
+        for holder, digest, _ in told:
+            digests.setdefault(tuple(holder), set()).add(digest)
         if any(len(each) > 1 for each in digests.values()):
             self._raise_difference(contents, phase)
-        apart = {tuple(ranks): its_own for ranks, _, its_own in told if its_own is not None}
+        apart = {tuple(holder): its_own for holder, _, its_own in told if its_own is not None}
         if len(digests) == 1:  # a message of one rank costs every rank a buffer of its length for each rank
             common = [json.loads(json.dumps(each.common)) for each in contents]
         else:
-            sent = [each.common if each.ranks.rank == 0 else None for each in contents]
+            sent = [None if each.own is None else each.common for each in contents]
             everyones = itertools.chain.from_iterable(self.everyones(sent, phase))
             common = [each for each in everyones if each is not None]
-        return [Told(ranks, each, apart[ranks]) for ranks, each in zip(apart, common, strict=True)]
+        return [Content(holder, each, apart[holder]) for holder, each in zip(apart, common, strict=True)]
 
     def _raise_difference(self, contents: Sequence[Content], phase: str) -> None:
         """Collective: raises CheckpointError with the first difference between ranks that hold the same."""
-        told = self.everyones([[numbers_of(each.ranks), each.common] for each in contents], phase)
-        first: dict[tuple[int, ...], tuple[int, Any]] = {}
+        told = self.everyones([[each.holder, each.common] for each in contents], phase)
+        first: dict[Holder, tuple[int, Any]] = {}
         for rank, theirs in enumerate(told):
-            for ranks, common in theirs:
-                one, expected = first.setdefault(tuple(ranks), (rank, common))
+            for holder, common in theirs:
+                one, expected = first.setdefault(tuple(holder), (rank, common))
                 _raise_if_different(expected, common, (one, rank), phase)
 
     def _compare_in(self, ranks: Crowd, own: Any, phase: str) -> None:

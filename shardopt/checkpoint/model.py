@@ -15,7 +15,7 @@ from ..partition.comm.group import Ranks
 from ..tensors.unsharded_guard import is_sharded
 from .block import Block
 from .claims import Claim, Claims
-from .everyone import Everyone, numbers_of
+from .everyone import Everyone, Holder, numbers_of
 from .held import block_of
 from .meeting import Content, Meeting
 from .names import Names, unwrapped
@@ -74,7 +74,7 @@ class ModelParam:
 
     def settled(self, claims: Claims) -> ModelParam:
         """Returns it as all ranks know it: with its name among other experts, written by one of those who hold it."""
-        holder = tuple(numbers_of(self.holders))
+        holder = numbers_of(self.holders)
         turn, before = claims.turns.get((holder, self.name)), claims.older.get((holder, self.name))
         names = self.name, *self.aliases
         older = () if before is None else tuple(before.of(each) for each in names)
@@ -218,7 +218,7 @@ class Model:
                 for section, each in claims.items()
             }
             own = {"meshes": [sorted(mesh) for mesh in meshes], "mesh_of": mesh_of_names}
-            contents.append(Content(holders, common, own))
+            contents.append(Content(numbers_of(holders), common, own if holders.rank == 0 else None))
         told = meeting.by_holders(contents, phase)
         self.claims, self.buffer_claims = Claims.of(told, "params"), Claims.of(told, "buffers")
         self._settle_params()
@@ -234,19 +234,18 @@ class Model:
 
     def by_holders(self) -> list[tuple[Ranks, list[ModelParam]]]:
         """Returns the params by the ranks that hold the same, those of :attr:`home` first."""
-        found: dict[tuple[int, ...], tuple[Ranks, list[ModelParam]]] = {tuple(numbers_of(self.home)): (self.home, [])}
+        found: dict[Holder, tuple[Ranks, list[ModelParam]]] = {numbers_of(self.home): (self.home, [])}
         for member in self.params.values():
-            found.setdefault(tuple(numbers_of(member.holders)), (member.holders, []))[1].append(member)
+            found.setdefault(numbers_of(member.holders), (member.holders, []))[1].append(member)
         return list(found.values())
 
     @staticmethod
     def _claim(member: ModelParam) -> Claim:
-        holder = tuple(numbers_of(member.holders))
-        dtype = str(member.param.dtype)
+        holder, dtype = numbers_of(member.holders), str(member.param.dtype)
         return Claim(holder, member.name, member.aliases, member.block, dtype, frozenset(member.mesh), member.experts)
 
     def _claim_of_buffer(self, name: str) -> Claim:
-        buffer, holder = self.buffers[name], tuple(numbers_of(self.home))
+        buffer, holder = self.buffers[name], numbers_of(self.home)
         return Claim(holder, name, (), Block.whole(buffer.shape), str(buffer.dtype), frozenset(self.mesh), None)
 
     def names_in(self, engine: Engine) -> list[list[str]]:
@@ -332,7 +331,7 @@ def meeting_of_parts(engines: Sequence[Engine]) -> Meeting:
 
 def _crossing(engines: Sequence[Engine]) -> list[Ranks]:
     """Returns the groups whose ranks are the model: one that holds all, or the dimensions of a mesh."""
-    found: dict[tuple[int, ...], Ranks] = {}
+    found: dict[Holder, Ranks] = {}
     for engine in engines:
         engine.groups_by_domain()
         composition = engine.compose()

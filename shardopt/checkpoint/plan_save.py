@@ -149,7 +149,7 @@ def plan_save(model: Model, world: Crowd, request: Request) -> SavePlan:
         name: _plan_param(plan, model, member, group_of.get(member.param, {}), request.full_precision)
         for name, member in model.params.items()
     }
-    is_first, home = model.home.rank == 0, tuple(numbers_of(model.home))
+    is_first, home = model.home.rank == 0, numbers_of(model.home)
     for name, buffer in model.buffers.items():
         # Ranks may hold other running statistics; as in DDP, those of the first one count.
         if model.buffer_claims.is_planned(name, home):
