@@ -17,10 +17,10 @@ import torch
 
 from ..domain.param_state import count_as_torch
 from ..errors import CheckpointError
-from . import elements, files, values
-from .assemble import whole_of
-from .elements import contiguous_strides, reader_of, same_order
-from .reader import chunks_of
+from . import files, values
+from .assemble import Assembly, source_of, sources_of
+from .block import Block, Frame
+from .elements import chunks_of, contiguous_strides, reader_of
 from .records import Key
 from .tensor_file import Writer, bytes_of, header
 
@@ -59,23 +59,13 @@ def _tensor(manifest: Manifest, key: Key) -> Tensor:
 
 def _chunks(checkpoint: Checkpoint, key: Key, advance: Advance) -> Iterator[torch.Tensor]:
     """Yields elements in contiguous order; a tensor that was saved in another order passes through memory whole."""
-    tensor = _tensor(checkpoint.manifest, key)
-    if key not in checkpoint.manifest.tensors:
-        assembly = whole_of(checkpoint.manifest, key.name, key.kind)
-        for start, stop in assembly.windows(0, tensor.numel):
-            read = reader_of(assembly.read(checkpoint, start, stop))
-            yield from elements.chunks_of(read, stop - start, assembly.dtype)
-            advance((stop - start) * tensor.dtype.itemsize)
-        return
-    if same_order(tensor.shape, tensor.strides, contiguous_strides(tensor.shape)):
-        for chunk in chunks_of(key, tensor):
-            yield checkpoint.values(chunk)
-            advance(chunk.nbytes)
-        return
-    flat = checkpoint.whole(key).contiguous().reshape(-1)
-    for piece in flat.split((1 << 20) // flat.itemsize):
-        yield piece
-        advance(piece.numel() * tensor.dtype.itemsize)
+    manifest, tensor = checkpoint.manifest, _tensor(checkpoint.manifest, key)
+    sources = sources_of(manifest, *key) if key.section == "params" else source_of(manifest, key)
+    frame = Frame.of(Block.whole(tensor.shape), contiguous_strides(tensor.shape))
+    for _, read in Assembly(manifest, sources, frame).values(checkpoint):
+        # Values may take more bytes than what was saved of them: those of split masters do.
+        yield from chunks_of(reader_of(read), read.numel(), read.dtype)
+        advance(read.numel() * tensor.dtype.itemsize)
 
 
 def export_states(checkpoint: Checkpoint, target: Path, number: int, advance: Advance) -> None:

@@ -176,8 +176,8 @@ class Loading:
         self.plan = LoadPlan(self._manifest, model, fitting, meeting.world)
         for name in self._manifest.files:
             checkpoint.check_file(name)
-        for target in self.plan.targets:
-            for chunk in target.chunks():
+        for assembly, _ in self.plan.targets:
+            for chunk in assembly.chunks():
                 checkpoint.read(chunk)
         own_rng = sorted(key for key, _ in self._manifest.of("rng") if key.name == str(meeting.world.rank))
         # Read whole while they are proven: extra, random numbers.
@@ -211,8 +211,9 @@ class Loading:
                     stores.enter_context(domain.epoch.loading())
                     if domain.shards:
                         stores.enter_context(domain.all_or_nothing())
-                for target in self.plan.targets:
-                    target.fill(self._checkpoint)
+                for assembly, write in self.plan.targets:
+                    for before, read in assembly.values(self._checkpoint):
+                        write(before, read)
                 self._commit()
         except ShardoptError as error:
             problem = error

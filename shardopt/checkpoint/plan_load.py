@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,34 +12,25 @@ from ..domain.param_state import ParamState
 from ..errors import CheckpointError
 from ..kernels.formats import FORMATS, FP32, BlockFormat, format_of
 from ..rules.rule import EMA
-from .assemble import Assembly, Source, sources_of
+from .assemble import Assembly, source_of, sources_of
 from .block import Block, Frame
-from .elements import contiguous_strides, flat_of, is_dense, same_order, shard_writer, strides_of, writer_of
-from .reader import chunks_of, needed_chunks
+from .elements import flat_of, is_dense, shard_writer, strides_of, writer_of
 from .records import Key
 
 if TYPE_CHECKING:
+    from .assemble import Sources
     from .elements import Write
     from .fit import Fit
     from .meeting import Crowd
     from .model import Model, ModelParam
-    from .reader import Checkpoint, Chunk
     from .records import Manifest
-
-
-@dataclass(frozen=True)
-class Target:
-    """The chunks of which elements are made, and what brings them from the checkpoint to where they belong."""
-
-    chunks: Callable[[], Iterator[Chunk]]
-    fill: Callable[[Checkpoint], object]
 
 
 class LoadPlan:
     """One rank's part in loading what fits. Making it allocates states that are not there yet, and changes no value.
 
     Attributes:
-        targets: in the order in which they are filled.
+        targets: what is read, and what takes it, in this order.
         gradients: of this rank alone, which were not reduced; filled like targets.
         sums: what was saved of reduced gradients, which targets bring.
         margins: by param, whole, of those that are bound.
@@ -57,7 +46,7 @@ class LoadPlan:
         Raises:
             CheckpointError: there is no memory to load into.
         """
-        self.targets: list[Target] = []
+        self.targets: list[tuple[Assembly, Write]] = []
         self.gradients: dict[torch.nn.Parameter, torch.Tensor] = {}
         self.sums: dict[torch.nn.Parameter, Mapping[str, Any]] = {}
         self.margins: dict[torch.nn.Parameter, dict[str, torch.Tensor]] = defaultdict(dict)
@@ -82,9 +71,8 @@ class LoadPlan:
                 self._states(member, saved)
             self._gradients(member, saved)
         for name in fit.buffers:
-            key, buffer = Key("buffers", name, "value"), model.buffers[name]
-            block = Block.whole(buffer.shape)
-            self._plain([Source(key, Frame.of(block, manifest.tensors[key].strides))], block, buffer)
+            source, buffer = source_of(manifest, Key("buffers", name, "value")), model.buffers[name]
+            self._plain(source, Block.whole(buffer.shape), buffer)
 
     def losses(self) -> tuple[str, ...]:
         """Returns in words which of the checkpoint's precision is lost here."""
@@ -93,56 +81,29 @@ class LoadPlan:
             for (kind, saved, kept), count in self.rounded.items()
         )
 
-    def _sources(self, member: ModelParam, saved: str, kind: str, section: str = "params") -> list[Source]:
+    def _sources(self, member: ModelParam, saved: str, kind: str, section: str = "params") -> Sources:
         # A checkpoint of one part of a model holds what this rank has, whatever it is of the whole.
         is_of_part = "place" in self._manifest.params[saved]
         return sources_of(self._manifest, section, saved, kind, member.block if is_of_part else None)
 
-    def _bring(self, sources: Sequence[Source], frame: Frame, start: int, stop: int, write: Write) -> None:
-        """Plans elements ``[start, stop)`` of a frame, a chunk at a time; ``write`` counts from ``start``."""
-        same = next((source.key for source in sources if _same(source.frame, frame)), None)
-        if same is not None:
-            self._write(same, start, stop, write)
-            return
-        assembly = Assembly(self._manifest, sources, frame)
-        windows = list(assembly.windows(start, stop))
+    def _bring(self, sources: Sources, frame: Frame, start: int, stop: int, write: Write) -> None:
+        """Plans elements ``[start, stop)`` of a frame; ``write`` counts from ``start``."""
+        self.targets.append((Assembly(self._manifest, sources, frame, start, stop), write))
 
-        def fill(checkpoint: Checkpoint) -> None:
-            for first, last in windows:
-                write(first - start, assembly.read(checkpoint, first, last))
-
-        self.targets.append(Target(lambda: (chunk for window in windows for chunk in assembly.chunks(*window)), fill))
-
-    def _write(self, key: Key, start: int, stop: int, write: Write) -> None:
-        """Plans elements ``[start, stop)`` of a tensor, as they were saved."""
-
-        def fill(checkpoint: Checkpoint) -> None:
-            for chunk in chunks_of(key, checkpoint.manifest.tensors[key], start, stop):
-                first, last = max(chunk.start, start), min(chunk.stop, stop)
-                write(first - start, checkpoint.values(chunk)[first - chunk.start : last - chunk.start])
-
-        self.targets.append(Target(lambda: needed_chunks(self._manifest, key, start, stop), fill))
-
-    def _deliver(self, sources: Sequence[Source], block: Block, deliver: Callable[[torch.Tensor], object]) -> None:
-        """Plans all elements of a block, as a contiguous tensor on the host."""
-        shape = block.sizes
-        frame = Frame.of(block, contiguous_strides(shape))
-        assembly = Assembly(self._manifest, sources, frame)
-        numel = frame.numel
-
-        def fill(checkpoint: Checkpoint) -> None:
-            deliver(assembly.read(checkpoint, 0, numel).view(shape))
-
-        self.targets.append(Target(lambda: assembly.chunks(0, numel), fill))
+    def _whole(self, sources: Sources, block: Block, device: torch.device | str = "cpu") -> torch.Tensor:
+        """Plans all elements of a block. Returns the tensor that they will fill, contiguous."""
+        dtype = self._manifest.tensors[next(iter(sources))].values_dtype
+        whole = torch.empty(block.sizes, dtype=dtype, device=device)
+        self._plain(sources, block, whole)
+        return whole
 
     def _states(self, member: ModelParam, saved: str) -> None:
         keeps_average = member.optimizer is not None and self._model.engines[member.optimizer].rule.average is not None
         kinds = [kind for kind in self._manifest.kinds[saved] if kind != "param" and (kind != EMA or keeps_average)]
-        margins = self._margins_of(member, saved)
+        margins = self._margins(member, saved)
         kinds = [kind for kind in kinds if kind not in margins]
         if member.entry is not None and member.shard is not None:
-            for kind in margins:
-                self._margin(saved, kind, self.margins[member.param])
+            self.margins[member.param].update(margins)
             member.shard.ensure_states(kind for kind in kinds if kind != "master")
             for kind in kinds:
                 format = "the param"  # a master that is not kept here
@@ -154,30 +115,27 @@ class LoadPlan:
             about = self._manifest.params[saved]
             state = ParamState(about["step"], self._manifest.carried(saved))
             self.waiting[member.param] = state
-            for kind in margins:
-                self._margin(saved, kind, state.margins)
-            for kind in kinds:
-                keep = partial(state.tensors.__setitem__, kind)
-                self._deliver(self._sources(member, saved, kind), member.block, keep)
+            state.margins.update(margins)
+            state.tensors.update(
+                {kind: self._whole(self._sources(member, saved, kind), member.block) for kind in kinds}
+            )
 
-    def _margins_of(self, member: ModelParam, saved: str) -> list[str]:
-        """Returns the states in the checkpoint that have a value for each row or column of the param."""
+    def _margins(self, member: ModelParam, saved: str) -> dict[str, torch.Tensor]:
+        """Plans the states that have a value for each row or column of the param. Returns what they will fill."""
         assert member.optimizer is not None
-        margins = self._model.engines[member.optimizer].rule.margins
-        return [kind for kind in self._manifest.kinds[saved] if kind in margins]
-
-    def _margin(self, saved: str, kind: str, into: dict[str, torch.Tensor]) -> None:
-        key = Key("params", saved, kind)
-        tensor = self._manifest.tensors[key]
-        block = Block.whole(tensor.shape)
-        self._deliver([Source(key, Frame.of(block, tensor.strides))], block, partial(into.__setitem__, kind))
+        margins, tensors = self._model.engines[member.optimizer].rule.margins, self._manifest.tensors
+        keys = {kind: Key("params", saved, kind) for kind in self._manifest.kinds[saved] if kind in margins}
+        sources = {kind: (source_of(self._manifest, key), tensors[key].shape) for kind, key in keys.items()}
+        return {kind: self._whole(source, Block.whole(shape)) for kind, (source, shape) in sources.items()}
 
     def _note_loss(self, member: ModelParam, saved: str, kind: str, format: str) -> None:
         """Notes what is rounded: other formats, and other blocks of 256 elements that share a scale."""
         sources, box = self._sources(member, saved, kind), (member.block.offsets, member.block.sizes)
-        same = [source for source in sources if source.frame[:2] == box]  # of a cut param, other ranks have the others
-        for source in same or sources:
-            encoding = self._manifest.tensors[source.key].encoding or FP32.name
+        same = [
+            key for key, frame in sources.items() if frame[:2] == box
+        ]  # of a cut param, other ranks have the others
+        for key in same or sources:
+            encoding = self._manifest.tensors[key].encoding or FP32.name
             is_cut_anew = not same and isinstance(FORMATS.get(encoding), BlockFormat)
             if format not in (FP32.name, encoding) or (is_cut_anew and format == encoding):
                 told = f"{encoding}, in blocks of another cut," if is_cut_anew and format == encoding else encoding
@@ -211,10 +169,11 @@ class LoadPlan:
             kept = member.entry.gradient_slice.total.dtype
             sources = self._sources(member, saved, "reduced", "gradients")
             self._slice(member, saved, "reduced", "gradients")
-            about = self._manifest.info.get("gradients", {}).get(sources[0].key.name)
+            first = next(iter(sources))
+            about = self._manifest.info.get("gradients", {}).get(first.name)
             if about is not None:  # norms are those of one block
                 self.sums[member.param] = about if len(sources) == 1 else {**about, "norms": None}
-            if self._manifest.tensors[sources[0].key].dtype.itemsize > kept.itemsize:
+            if self._manifest.tensors[first].dtype.itemsize > kept.itemsize:
                 self.rounded["gradient", FP32.name, format_of(kept, "a gradient").name] += 1
         own, saved_by = kinds - {"reduced"}, self._manifest.info["world"]
         if own and saved_by != self._world.size:
@@ -222,7 +181,7 @@ class LoadPlan:
                 f"load this checkpoint at as many ranks, or save before no_sync(): {saved_by} ranks "
                 f"accumulated gradients of {saved!r} under no_sync(), which {self._world.size} ranks cannot divide."
             )
-        kind, param = str(self._world.rank), member.param
+        kind = str(self._world.rank)
         key = Key("gradients", member.block.name_in(saved), kind)
         if kind in own and key not in self._manifest.tensors:
             raise CheckpointError(
@@ -230,21 +189,22 @@ class LoadPlan:
                 f"accumulated a gradient of another block of {saved!r} than it has here."
             )
         if kind in own:
+            source = {key: Frame.of(member.block, self._manifest.tensors[key].strides)}
+            self.gradients[member.param] = self._whole(source, member.block, member.param.device)
 
-            def deliver(whole: torch.Tensor) -> None:
-                self.gradients[param] = whole.to(param.device)
-
-            source = Source(key, Frame.of(member.block, self._manifest.tensors[key].strides))
-            self._deliver([source], member.block, deliver)
-
-    def _plain(self, sources: Sequence[Source], block: Block, to: torch.Tensor) -> None:
+    def _plain(self, sources: Sources, block: Block, to: torch.Tensor) -> None:
         """Plans all elements of a tensor that lies in memory of its own on this rank."""
-        if is_dense(to):
-            self._bring(sources, Frame.of(block, strides_of(to)), 0, block.numel, writer_of(flat_of(to)))
-        else:
-            self._deliver(sources, block, to.detach().copy_)
+        frame = Frame.of(block, strides_of(to))
+        self._bring(sources, frame, 0, block.numel, writer_of(flat_of(to)) if is_dense(to) else _box_writer(to, frame))
 
 
-def _same(one: Frame, other: Frame) -> bool:
-    """True if both number the same elements alike."""
-    return one[:2] == other[:2] and same_order(one.sizes, one.strides, other.strides)
+def _box_writer(to: torch.Tensor, frame: Frame) -> Write:
+    """Writes elements of a tensor with gaps, which has no view of all of them in one dimension."""
+
+    def write(start: int, values: torch.Tensor) -> None:
+        for low, high in frame.spans(start, start + values.numel()):
+            spans = zip(frame.offsets, low, high, strict=True)
+            box = to.detach()[tuple(slice(first - offset, last - offset) for offset, first, last in spans)]
+            box.copy_(frame.view(values, start, (low, high)))
+
+    return write

@@ -11,9 +11,11 @@ import safetensors
 import safetensors.torch
 import torch
 
+import shardopt
 from shardopt.__main__ import main
 from shardopt.checkpoint import files
 from tests.support.checkpoints import build, save, train
+from tests.support.cuts import small_chunks
 from tests.support.ranks import Pool
 
 
@@ -108,6 +110,21 @@ def test_all_of_an_export_is_on_the_disk_before_it_has_its_name(tmp_path: Path) 
                 assert main(["export", str(tmp_path / "runs"), "--to", kind, str(tmp_path / kind)]) == 0
                 assert modes[-1] == stat.S_IMODE((tmp_path / kind).stat().st_mode) == mode
     assert len(renamed) == 6
+
+
+def test_values_may_take_more_bytes_than_what_was_saved_of_them(tmp_path: Path) -> None:
+    """The low halves of split masters take two bytes an element, or one; a chunk of them is exported as fp32."""
+    for master in ("split", "split24"):
+        param = torch.nn.Parameter(torch.randn(40, 30).t().bfloat16())
+        module = torch.nn.ParameterDict({"weight": param})
+        optimizer = shardopt.ShardedAdamW(module.parameters(), lr=0.1, master=master)
+        param.grad = torch.randn_like(param)
+        optimizer.step()
+        with small_chunks():
+            shardopt.save_checkpoint(tmp_path / master, module, optimizer)
+            assert main(["export", str(tmp_path / master), "--to", "safetensors", str(tmp_path / "weights")]) == 0
+        exported = safetensors.torch.load_file(tmp_path / "weights")
+        assert same_bits(exported["weight"], optimizer.state[param]["master"])
 
 
 @pytest.mark.parametrize("command", ["inspect", "verify", "export"])
