@@ -11,9 +11,11 @@ from ..checkpoint.foreign.from_dcp import INDEX, read_dcp
 from ..checkpoint.foreign.from_deepspeed import find_tag, read_deepspeed
 from ..checkpoint.foreign.from_torch import Hints, read_torch
 from ..checkpoint.foreign.import_foreign import plan_import, write_import
-from ..checkpoint.foreign.recognise import optimizer_names, recognise
+from ..checkpoint.foreign.recognise import recognise
 from ..checkpoint.inspect import size
 from ..errors import CheckpointError
+from ..optim.classes import recipe
+from .optimizers import named, names
 from .progress import progress
 from .terminal import Answer
 
@@ -44,9 +46,9 @@ def add_import(commands: Any) -> None:
     command.add_argument("--from", dest="kind", choices=KINDS, help="what SOURCE is; found out where it is not given")
     command.add_argument(
         "--optimizer",
-        choices=optimizer_names(),
+        choices=names(),
         metavar="NAME",
-        help="which torch.optim class it was, where that is not clear",
+        help="which class it was, by torch's name where it has one, where that is not clear",
     )
     command.add_argument(
         "--names", metavar="FILE", type=Path, help="names of the optimizer's params, in its order, one a line"
@@ -65,7 +67,8 @@ def add_import(commands: Any) -> None:
 def _import(options: argparse.Namespace) -> Answer:
     """Raises CheckpointError: nothing was written."""
     foreign = _read(options)
-    plan = plan_import(foreign, *recognise(foreign, options.optimizer))
+    every = {name: recipe(named(name)) for name in names()}
+    plan = plan_import(foreign, *recognise(foreign, every, options.optimizer))
     total = sum(piece.nbytes for piece in plan.pieces)
     with progress(f"writing {options.output}", total) as advance:
         path = write_import(plan, options.output, advance)

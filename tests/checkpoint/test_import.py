@@ -78,6 +78,33 @@ def test_every_value_is_the_one_that_the_library_had(case: str, tmp_path: Path) 
     assert main(["verify", str(tmp_path / "runs")]) == 0
 
 
+@pytest.mark.parametrize("name", ["Adafactor", "Muon"])
+def test_rules_that_look_at_whole_params(name: str, tmp_path: Path) -> None:
+    """Their states are rows and columns, or count no steps; nothing says which class it was, or names its params."""
+
+    def model_of_matrices() -> torch.nn.Module:
+        return torch.nn.Sequential(*(torch.nn.Linear(*sizes, bias=name == "Adafactor") for sizes in ((7, 5), (5, 3))))
+
+    model = model_of_matrices()
+    theirs = getattr(torch.optim, name)(model.parameters(), lr=0.25)
+    for _ in range(2):
+        theirs.zero_grad()
+        model(torch.randn(4, 7)).square().sum().backward()
+        theirs.step()
+    torch.save({"model": model.state_dict(), "optimizer": theirs.state_dict()}, tmp_path / "both.pt")
+    assert main(["import", str(tmp_path / "both.pt"), str(tmp_path / "runs")]) == 0
+    again = model_of_matrices()
+    optimizer = getattr(shardopt, f"Sharded{name}")(again.parameters(), lr=9.0)
+    shardopt.load_checkpoint(tmp_path / "runs", again, optimizer)
+    assert all(map(torch.equal, again.parameters(), model.parameters()))
+    assert optimizer.param_groups[0]["lr"] == 0.25
+    found, expected = optimizer.state_dict()["state"], theirs.state_dict()["state"]
+    assert found.keys() == expected.keys() and len(found) == len(list(model.parameters()))
+    for number, state in expected.items():
+        assert found[number].keys() == state.keys()
+        assert all(torch.equal(found[number][kind], tensor) for kind, tensor in state.items()), number
+
+
 def model_of(case: str) -> torch.nn.Module:
     """As it was in the library, with values that the checkpoint must replace."""
     model = Tiny()

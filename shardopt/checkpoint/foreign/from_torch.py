@@ -207,6 +207,9 @@ def _dealt(names: Sequence[str], keys: Sequence[Sequence[Any]]) -> list[list[str
 
 
 def _shape(state: Mapping[str, Any]) -> tuple[int, ...] | None:
-    """Returns the param's shape, as its states have it; None if it has none."""
+    """Returns the param's shape: that of its states, or of a row and a column of them; None if none of these tells."""
     shapes = {value.shape for key, value in state.items() if isinstance(value, Values) and key != "step"}
-    return max(shapes, key=len) if shapes else None
+    try:
+        return tuple(torch.broadcast_shapes(*shapes)) if shapes else None
+    except RuntimeError:
+        return None

@@ -50,7 +50,7 @@ def plan_import(foreign: Foreign, rule: Rule, defaults: Mapping[str, Any]) -> Sa
     for name, param in foreign.params.items():
         add(Key("params", name, "param"), param.values)
         state = _checked(name, param, rule, group_of.get(name))
-        for kind in state.tensors:
+        for kind in (*state.tensors, *state.margins):
             add(Key("params", name, kind), param.state[kind].as_dtype(torch.float32))
         params[name] = {
             "aliases": list(param.aliases),

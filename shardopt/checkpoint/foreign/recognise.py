@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ...errors import CheckpointError
-from ...optim import classes as optim
 from .source import HOW, plain_hyper
 
 if TYPE_CHECKING:
@@ -16,17 +15,19 @@ if TYPE_CHECKING:
 _OPTIONAL = {"maximize", "decoupled_weight_decay"}  # not in the dicts of every version
 
 
-def optimizer_names() -> list[str]:
-    return sorted(name.removeprefix("Sharded") for name in optim.__all__)
+Recipe = tuple["Rule", dict[str, Any]]  # the rule of an optimizer's class, and the defaults of its param groups
 
 
-def recognise(foreign: Foreign, name: str | None) -> tuple[Rule, dict[str, Any]]:
-    """Returns the rule and the defaults of the one class that fits. ``name``: the class that the user gave, or None.
+def recognise(foreign: Foreign, every: Mapping[str, Recipe], name: str | None) -> Recipe:
+    """Returns the recipe of the one class that fits.
+
+    Args:
+        every: by name, all classes that there are.
+        name: the class that the user gave, or None.
 
     Raises:
         CheckpointError: no class fits, or several do.
     """
-    every = {each: optim.recipe(getattr(optim, f"Sharded{each}")) for each in optimizer_names()}
     fitting = [each for each, (rule, defaults) in every.items() if _states_fit(foreign, rule, defaults)]
     if name is not None:
         if name not in fitting:
@@ -44,7 +45,7 @@ def recognise(foreign: Foreign, name: str | None) -> tuple[Rule, dict[str, Any]]
     ]
     if len(fitting) != 1:
         raise CheckpointError(
-            f"give --optimizer, one of {', '.join(optimizer_names())}: the states {sorted(_kinds(foreign))} with the "
+            f"give --optimizer, one of {', '.join(every)}: the states {sorted(_kinds(foreign))} with the "
             f"hyper-parameters {sorted(set().union(*(hyper for _, hyper in foreign.groups)))} are those of "
             f"{' or of '.join(fitting) if fitting else 'no optimizer that is known for certain'}. Nothing was written."
         )
