@@ -54,7 +54,7 @@ class Site:
 
     @property
     def owner(self) -> Path:
-        return self.saving / f"owner-{self.token}"
+        return _sign_of(self.saving)
 
 
 def begin(root: Path, step: int) -> tuple[Site, int]:
@@ -99,10 +99,9 @@ def _check_free(root: Path) -> None:
 
 
 def _check_unowned(root: Path, path: Path) -> None:
-    sign = path / f"owner-{path.name[-16:]}"
-    if files.is_file(sign):
+    if _is_ours(path):
         try:
-            is_held = files.is_held(sign)
+            is_held = files.is_held(_sign_of(path))
         except CheckpointError:  # renamed just now, and looked at under its new name
             return
         if is_held:
@@ -195,49 +194,53 @@ def find(directory: Path) -> Path:
 def rotate(root: Path, keep: int, newest: Path) -> None:
     """Rank 0: removes all but the ``keep`` newest checkpoints; ``newest``, just verified, stays in any case."""
     older = [path for path in published(root) if path != newest]
-    for path in older[: len(older) - (keep - 1)] if keep > 1 else older:
-        match = PUBLISHED.fullmatch(path.name)
-        assert match is not None
-        if not _is_ours(path, match["token"]):
-            continue
-        leaving = root / f"removing-{match['token']}"
+    for path in filter(_is_ours, older[: max(len(older) - (keep - 1), 0)]):
+        leaving = root / f"removing-{_token_of(path)}"
         files.rename(path, leaving)
         files.sync_directory(root)
-        _empty(leaving, match["token"])
+        _empty(leaving)
 
 
 def collect(root: Path) -> None:
     """Removes what crashes left in ``root``; not what has no token of ours, or is being written by a process."""
     for name in files.names(root):
-        path, directory, pointer = root / name, _LEFTOVER.fullmatch(name), _POINTER.fullmatch(name)
-        if pointer is not None and files.is_file(path):
+        path = root / name
+        if _POINTER.fullmatch(name) and files.is_file(path):
             files.remove(path)
-        elif directory is not None and files.is_directory(path):
-            token = directory["token"]
+        elif _LEFTOVER.fullmatch(name) and files.is_directory(path):
             if not files.names(path):  # its process ended before it made the owner's file, or after it removed that
                 files.remove_directory(path)
-            elif _is_ours(path, token) and not files.is_held(path / f"owner-{token}"):
-                _empty(path, token)
+            elif _is_ours(path) and not files.is_held(_sign_of(path)):
+                _empty(path)
 
 
-def _is_ours(path: Path, token: str) -> bool:
-    return files.is_file(path / f"owner-{token}")
+def _token_of(path: Path) -> str:
+    """Returns the token of a directory of ours, with which its name ends in all its life."""
+    return path.name[-16:]
 
 
-def _empty(path: Path, token: str) -> None:
+def _sign_of(path: Path) -> Path:
+    return path / f"owner-{_token_of(path)}"
+
+
+def _is_ours(path: Path) -> bool:
+    return files.is_file(_sign_of(path))
+
+
+def _empty(path: Path) -> None:
     """Removes the files that we make and, if nothing else is there, the directory; the owner's sign goes last."""
-    sign = f"owner-{token}"
+    sign = _sign_of(path)
     there = files.names(path)
     for name in there:
-        if _OURS.fullmatch(name) and name != sign and files.is_file(path / name):
+        if _OURS.fullmatch(name) and name != sign.name and files.is_file(path / name):
             files.remove(path / name)
     if all(_OURS.fullmatch(name) for name in there):
         files.sync_directory(path)
-        files.remove(path / sign)
+        files.remove(sign)
         files.remove_directory(path)
 
 
 def abandon(site: Site) -> None:
     """Rank 0: gives the checkpoint up: removes its directory, or leaves it to be collected."""
-    if files.is_directory(site.saving) and _is_ours(site.saving, site.token):
-        _empty(site.saving, site.token)
+    if files.is_directory(site.saving) and _is_ours(site.saving):
+        _empty(site.saving)

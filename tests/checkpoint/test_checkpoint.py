@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import shardopt
 from shardopt import CheckpointError
+from shardopt.checkpoint.publish import published
 from shardopt.checkpoint.records import CHUNK_BYTES
 from tests.support.checkpoints import build, draws, facts, save, train
 from tests.support.cuts import small_chunks
@@ -258,6 +259,14 @@ def a_whole_script(root: Path, is_resumed: bool) -> Any:
         if step >= 3:
             found.append((loss.item(), draws(), [digest(optimizer) for optimizer in optimizers]))
     return found
+
+
+@pytest.mark.parametrize("keep", [1, 2, 3, 4, 7])
+def test_as_many_checkpoints_stay_as_are_to_be_kept(keep: int, tmp_path: Path) -> None:
+    module, saved = nn.Linear(2, 2), []
+    for _ in range(6):
+        saved.append(shardopt.save_checkpoint(tmp_path, module, keep=keep).path)
+        assert published(tmp_path) == saved[-keep:]
 
 
 def test_tensors_with_gaps_in_memory(tmp_path: Path) -> None:
