@@ -215,7 +215,7 @@ class Fit:
     def _extra_states(self) -> list[str]:
         """Finds this rank's modules that take an extra state. Returns the names of all of them."""
         able = {
-            self._model.names.of(name): name
+            self._model.name_of(name): name
             for name, each in self._model.module.named_modules()
             if type(each).set_extra_state is not nn.Module.set_extra_state
         }

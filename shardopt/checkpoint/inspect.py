@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from .records import Key, Manifest, Tensor
 
 Advance = Callable[[int], None]  # told how many bytes were done
+_COLUMNS = ("name", "kind", "shape", "dtype", "step", "size", "ranges")
 
 
 def describe(directory: Path) -> Iterator[str]:
@@ -40,7 +41,7 @@ def describe(directory: Path) -> Iterator[str]:
     if info["extra"]:
         yield f"extra: {', '.join(info['extra'])}"
     yield ""
-    yield from _table(("name", "kind", "shape", "dtype", "step", "size", "ranges"), _rows(manifest))
+    yield from _table(_COLUMNS, (_row(manifest, key, tensor) for key, tensor in _in_order(manifest)))
 
 
 def as_data(directory: Path) -> dict[str, Any]:
@@ -49,8 +50,6 @@ def as_data(directory: Path) -> dict[str, Any]:
     with Checkpoint(path) as checkpoint:
         manifest = checkpoint.manifest
     info = manifest.info
-    columns = ("name", "kind", "shape", "dtype", "step", "size", "ranges")
-    tensors = [(key, tensor) for section in SECTIONS for key, tensor in sorted(manifest.of(section))]
     return {
         "path": str(path),
         **{name: info[name] for name in ("step", "world", "shardopt", "torch")},
@@ -61,9 +60,9 @@ def as_data(directory: Path) -> dict[str, Any]:
             {"rule": each["rule"], "groups": list(map(_group_as_json, each["groups"]))} for each in manifest.optimizers
         ],
         "tensors": [
-            dict(zip(columns, _row(manifest, key, tensor), strict=True))
+            dict(zip(_COLUMNS, _row(manifest, key, tensor), strict=True))
             | {"shape": list(tensor.shape), "bytes": tensor.numel * tensor.dtype.itemsize}
-            for key, tensor in tensors
+            for key, tensor in _in_order(manifest)
         ],
     }
 
@@ -84,10 +83,9 @@ def _as_json(value: Any) -> Any:
     return value if value is None or isinstance(value, int | float | str) else str(value)
 
 
-def _rows(manifest: Manifest) -> Iterator[tuple[str, ...]]:
+def _in_order(manifest: Manifest) -> Iterator[tuple[Key, Tensor]]:
     for section in SECTIONS:
-        for key, tensor in sorted(manifest.of(section)):
-            yield _row(manifest, key, tensor)
+        yield from sorted(manifest.of(section))
 
 
 def _row(manifest: Manifest, key: Key, tensor: Tensor) -> tuple[str, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,7 @@ from .claims import Claim, Claims
 from .everyone import Everyone, Holder, numbers_of
 from .held import block_of
 from .meeting import Content, Meeting
-from .names import Names, unwrapped
+from .names import global_names, unwrapped
 
 if TYPE_CHECKING:
     from ..domain.domain import Domain
@@ -90,6 +90,7 @@ class Model:
 
     Attributes:
         given_names: of modules, in the whole model.
+        name_of: gives what the module calls a tensor or module its name in the whole model.
         home: the ranks that hold the same, but for experts.
         mesh: the ranks that hold copies of what is plain here.
         claims: which params all ranks of the model hold, once :meth:`settle` has heard it; likewise which buffers.
@@ -99,7 +100,7 @@ class Model:
     engines: Sequence[Engine]
     given_names: Mapping[nn.Module, str] = field(default_factory=dict)
     home: Ranks = field(init=False)
-    names: Names = field(init=False)
+    name_of: Callable[[str], str] = field(init=False)
     params: dict[str, ModelParam] = field(init=False)
     buffers: dict[str, torch.Tensor] = field(init=False)
     mesh: tuple[int, ...] = field(init=False, default=())
@@ -108,10 +109,10 @@ class Model:
 
     def __post_init__(self) -> None:
         self.module = unwrapped(self.module)
-        self.names = Names(self.module, self.given_names)
+        self.name_of = global_names(self.module, self.given_names)
         self.home = home_of(self.engines)
         self.params = self._apart((member.name, member) for member in self._find_params())
-        self.buffers = self._apart(_persistent_buffers(self.module, self.names))
+        self.buffers = self._apart(_persistent_buffers(self.module, self.name_of))
         if not self.engines and self.home.size > 1 and any(map(is_dtensor, self.module.parameters())):
             raise CheckpointError(
                 "give the optimizer too, with its process_group: without it all ranks are taken for copies of one "
@@ -133,7 +134,7 @@ class Model:
     def _find_params(self) -> Iterator[ModelParam]:
         names: dict[nn.Parameter, list[str]] = {}
         for name, param in self.module.named_parameters(remove_duplicate=False):
-            names.setdefault(param, []).append(self.names.of(name))
+            names.setdefault(param, []).append(self.name_of(name))
         numbered = [(number, group) for number, engine in enumerate(self.engines) for group in engine.groups]
         owner = {param: (number, group) for number, group in numbered for param in group["params"]}
         for param, (number, _) in owner.items():
@@ -342,13 +343,13 @@ def _crossing(engines: Sequence[Engine]) -> list[Ranks]:
     return [ranks for numbers, ranks in several.items() if not any(set(numbers) < set(other) for other in several)]
 
 
-def _persistent_buffers(module: nn.Module, names: Names) -> Iterator[tuple[str, torch.Tensor]]:
+def _persistent_buffers(module: nn.Module, name_of: Callable[[str], str]) -> Iterator[tuple[str, torch.Tensor]]:
     seen = set()
     for prefix, each in module.named_modules():
         for name, buffer in each.named_buffers(recurse=False):
             if name not in each._non_persistent_buffers_set and buffer not in seen:
                 seen.add(buffer)
-                full = names.of(f"{prefix}.{name}" if prefix else name)
+                full = name_of(f"{prefix}.{name}" if prefix else name)
                 if is_dtensor(buffer):
                     raise CheckpointError(
                         f"make buffer {full!r} a plain tensor, or not persistent: it is a DTensor, and only one rank's "

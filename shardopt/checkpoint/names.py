@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -11,8 +11,8 @@ from torch.nn.parallel import DistributedDataParallel
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
 
-class Names:
-    """What params, buffers and modules of a module are called in the whole model.
+def global_names(module: nn.Module, given: Mapping[nn.Module, str]) -> Callable[[str], str]:
+    """Returns the function from the name of a param, buffer or module of ``module`` to that in the whole model.
 
     ::
 
@@ -20,36 +20,34 @@ class Names:
 
         0.weight       layers.3.0.weight           the innermost module that has a name counts
         1.up.weight    layers.3.experts.7.up.weight
+
+    Raises:
+        ValueError: one of the modules that were given names is not in ``module``.
     """
+    named = {unwrapped(each): prefix for each, prefix in given.items()}
+    prefixes: dict[str, str] = {}
+    found = set()
+    for path, each in module.named_modules(remove_duplicate=False):
+        inner = unwrapped(each)
+        if inner in named:
+            prefixes[plain_name(f"{path}.").rstrip(".")] = named[inner]
+            found.add(inner)
+    lost = [each for each in named if each not in found]
+    if lost:
+        raise ValueError(
+            f"names takes modules within the one that is saved or loaded: a {type(lost[0]).__name__} is not in it, so "
+            f"no param would be called {named[lost[0]]!r}."
+        )
 
-    def __init__(self, module: nn.Module, given: Mapping[nn.Module, str]):
-        """
-        Raises:
-            ValueError: one of the modules is not in ``module``.
-        """
-        named = {unwrapped(each): prefix for each, prefix in given.items()}
-        self._prefixes: dict[str, str] = {}
-        found = set()
-        for path, each in module.named_modules(remove_duplicate=False):
-            inner = unwrapped(each)
-            if inner in named:
-                self._prefixes[plain_name(f"{path}.").rstrip(".")] = named[inner]
-                found.add(inner)
-        lost = [type(each).__name__ for each in named if each not in found]
-        if lost:
-            raise ValueError(
-                f"names takes modules within the one that is saved or loaded: a {lost[0]} is not in it, so no param "
-                f"would be called {next(prefix for each, prefix in named.items() if each not in found)!r}."
-            )
-
-    def of(self, name: str) -> str:
-        """Returns the name in the whole model of a param, buffer or module that is called ``name`` in this one."""
+    def name_of(name: str) -> str:
         parts = plain_name(name).split(".")
         for end in range(len(parts), -1, -1):
-            prefix = self._prefixes.get(".".join(parts[:end]))
+            prefix = prefixes.get(".".join(parts[:end]))
             if prefix is not None:
                 return ".".join(filter(None, (prefix, *parts[end:])))
         return plain_name(name)
+
+    return name_of
 
 
 def read_names(names: object) -> dict[nn.Module, str]:

@@ -315,4 +315,4 @@ def _described(key: Key, tensor: torch.Tensor) -> Tensor:
 def _extra_states(model: Model) -> Iterator[tuple[str, Any]]:
     for name, each in model.module.named_modules():
         if type(each).get_extra_state is not nn.Module.get_extra_state:
-            yield model.names.of(name), each.get_extra_state()
+            yield model.name_of(name), each.get_extra_state()
