@@ -127,19 +127,10 @@ def from_deepspeed_config(
     keys = Keys(config, mapping(auto, "auto", "{'optimizer.params.lr': 1e-4}"), SECTIONS, RENAMED)
     micro, steps = batch_of(keys, _ranks(module, process_group))
     dtype, scale = precision_of(keys)
-    stage = stage_of(keys)
     first = next(module.parameters(), torch.zeros(()))
-    tuning = tuning_of(keys, module, dtype or first.dtype)
+    options = _options_of(keys, module, dtype, first)
     construct, params, states = optimizer_of(keys, module, params, optimizer)
     schedule = schedule_of(keys, has_betas(construct))
-    options = {
-        "stage": stage,
-        "max_grad_norm": clip_of(keys),
-        "reduce_dtype": reduce_dtype_of(keys),
-        "gradient_format": gradient_format_of(keys, dtype),
-        "tuning": tuning,
-        **offload_of(keys, stage, first.device),
-    }
     check_rest(keys)
     keys.finish()
     if keys.warnings:
@@ -152,6 +143,24 @@ def from_deepspeed_config(
     if dtype is not None:  # last, as nothing can fail after it; params are bound at the first forward
         module.to(dtype)
     return DeepSpeedRun(made, scaler, steps, micro, scheduler)
+
+
+def _options_of(keys: Keys, module: nn.Module, dtype: torch.dtype | None, first: torch.Tensor) -> dict[str, Any]:
+    """Returns shardopt's own keywords.
+
+    Args:
+        dtype: that the module will be cast to; None: it keeps its own.
+        first: of its params.
+    """
+    stage = stage_of(keys)
+    return {
+        "stage": stage,
+        "tuning": tuning_of(keys, module, dtype or first.dtype),
+        "max_grad_norm": clip_of(keys),
+        "reduce_dtype": reduce_dtype_of(keys),
+        "gradient_format": gradient_format_of(keys, dtype),
+        **offload_of(keys, stage, first.device),
+    }
 
 
 def _ranks(module: nn.Module, process_group: dist.ProcessGroup | None) -> int:

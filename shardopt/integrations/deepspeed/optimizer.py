@@ -132,13 +132,9 @@ def _uncorrected_scalars(group: Mapping[str, Any], step: int, carried: Mapping[s
 _UNCORRECTED = replace(adam, name="adam_uncorrected", scalars=_uncorrected_scalars)
 
 
-class UncorrectedAdam(ShardedOptimizer):
-    """Adam or AdamW for ``"bias_correction": false``."""
-
-    def __init__(self, params: Any, decoupled: bool, **keywords: Any):
-        plain = optim.ShardedAdamW if decoupled else optim.ShardedAdam
-        own = {key: keywords.pop(key) for key in ("lr", "betas", "eps", "weight_decay", "amsgrad") if key in keywords}
-        super().__init__(params, plain([torch.zeros(1)], **own).defaults, rule=_UNCORRECTED, **keywords)
+def _uncorrected_adam(params: Any, plain: Construct, arguments: Mapping[str, Any], **options: Any) -> ShardedOptimizer:
+    """Returns Adam or AdamW for ``"bias_correction": false``. ``plain``: the class with the correction."""
+    return ShardedOptimizer(params, plain([torch.zeros(1)], **arguments).defaults, rule=_UNCORRECTED, **options)
 
 
 # Defaults of DeepSpeed's constructors, where they differ from the classes' here.
@@ -171,11 +167,12 @@ def _of_section(keys: Keys, params: Any) -> Wanted:
             keys.errors.append(f"optimizer.params.{key}: {kind} has no such argument{_INSTEAD.get(key, '')}")
     arguments = keys.take_all("optimizer.params", lambda key: _kind_of(known[key]))
     arguments = {**({} if is_torchs else _DEFAULTS.get(name, {})), **arguments}
-    if not is_corrected:
-        if name not in ("Adam", "AdamW"):
-            keys.refuse("optimizer.params.bias_correction", False, f"{kind} has no such argument")
-        construct = functools.partial(UncorrectedAdam, decoupled=name == "AdamW")
-    construct = functools.partial(construct, **arguments)
+    if is_corrected:
+        construct = functools.partial(construct, **arguments)
+    elif name in ("Adam", "AdamW"):
+        construct = functools.partial(_uncorrected_adam, plain=construct, arguments=arguments)
+    else:
+        keys.refuse("optimizer.params.bias_correction", False, f"{kind} has no such argument")
     try:
         construct([torch.zeros(1)])
     except (TypeError, ValueError) as error:
