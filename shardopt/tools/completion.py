@@ -4,8 +4,6 @@ Made from the parser, so that it knows every command and option; a shell that re
 """
 
 import argparse
-from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from .terminal import Answer
@@ -37,20 +35,6 @@ complete -o filenames -F _shardopt shardopt"""
 _ZSH = "autoload -U +X compinit bashcompinit && compinit && bashcompinit\n"
 
 
-@dataclass(frozen=True)
-class Option:
-    """An option of a command, or its positional argument.
-
-    Attributes:
-        flags: none of a positional one.
-        values: the words that it takes; none where any text is one.
-    """
-
-    flags: tuple[str, ...]
-    values: tuple[str, ...]
-    help: str
-
-
 def add_completion(commands: Any, parser: argparse.ArgumentParser) -> None:
     """Adds the command to the subparsers of the command line, the last of all. ``parser``: the command line's own."""
     completion = commands.add_parser(
@@ -62,9 +46,9 @@ def add_completion(commands: Any, parser: argparse.ArgumentParser) -> None:
     completion.add_argument("shell", choices=("bash", "zsh", "fish"))
 
     def complete(options: argparse.Namespace) -> Answer:
-        known = {name: list(_options_of(each)) for name, each in commands.choices.items()}
+        known = {name: _options_of(each) for name, each in commands.choices.items()}
         helps = {each.dest: each.help or "" for each in commands._choices_actions}
-        top = [each for each in _options_of(parser) if each.flags]
+        top = [each for each in _options_of(parser) if each.option_strings]
         if options.shell == "fish":
             script = _fish(known, helps, top)
         else:
@@ -74,44 +58,48 @@ def add_completion(commands: Any, parser: argparse.ArgumentParser) -> None:
     completion.set_defaults(run=complete)
 
 
-def _options_of(parser: argparse.ArgumentParser) -> Iterator[Option]:
-    for action in parser._actions:
-        values = tuple(map(str, action.choices or ()))
-        if action.help is not argparse.SUPPRESS:
-            yield Option(tuple(action.option_strings), values, (action.help or "").partition(" (default")[0])
+def _options_of(parser: argparse.ArgumentParser) -> list[argparse.Action]:
+    """Returns the options of a command, and its positional arguments, which have no flags."""
+    return [action for action in parser._actions if action.help is not argparse.SUPPRESS]
 
 
-def _bash(known: dict[str, list[Option]], top: list[Option]) -> str:
+def _words(action: argparse.Action) -> str:
+    """Returns the words that it takes; none where any text is one."""
+    return " ".join(map(str, action.choices or ()))
+
+
+def _help(action: argparse.Action) -> str:
+    return _quoted((action.help or "").partition(" (default")[0])
+
+
+def _bash(known: dict[str, list[argparse.Action]], top: list[argparse.Action]) -> str:
     values, flags = [], []
     for name, options in known.items():
-        for each in (each for each in options if each.values):
-            patterns = "|".join(f'"{name} {flag}"' for flag in each.flags or (name,))
-            values.append(f'        {patterns}) words="{" ".join(each.values)}" ;;')
+        for each in filter(_words, options):
+            patterns = "|".join(f'"{name} {flag}"' for flag in each.option_strings or (name,))
+            values.append(f'        {patterns}) words="{_words(each)}" ;;')
         flags.append(f'            "{name} -"*) words="{_flags(options)}" ;;')
     return _BASH.format(commands=" ".join(known), top=_flags(top), values="\n".join(values), flags="\n".join(flags))
 
 
-def _flags(options: list[Option]) -> str:
-    return " ".join(flag for each in options for flag in each.flags)
+def _flags(options: list[argparse.Action]) -> str:
+    return " ".join(flag for each in options for flag in each.option_strings)
 
 
-def _fish(known: dict[str, list[Option]], helps: dict[str, str], top: list[Option]) -> str:
-    lines = [f"complete -c shardopt -n __fish_use_subcommand{_given(each)} -d {_quoted(each.help)}" for each in top]
+def _fish(known: dict[str, list[argparse.Action]], helps: dict[str, str], top: list[argparse.Action]) -> str:
+    lines = [f"complete -c shardopt -n __fish_use_subcommand{_given(each)} -d {_help(each)}" for each in top]
     for name, options in known.items():
         lines.append(f"complete -c shardopt -n __fish_use_subcommand -f -a {name} -d {_quoted(helps.get(name, ''))}")
         for each in options:
-            words = f" -x -a {_quoted(' '.join(each.values))}" if each.values else ""
-            if words or each.flags:
-                given = _given(each) + words
-                lines.append(
-                    f"complete -c shardopt -n '__fish_seen_subcommand_from {name}'{given} -d {_quoted(each.help)}"
-                )
+            given = _given(each) + (f" -x -a {_quoted(_words(each))}" if each.choices else "")
+            if given:
+                lines.append(f"complete -c shardopt -n '__fish_seen_subcommand_from {name}'{given} -d {_help(each)}")
     return "\n".join(lines)
 
 
-def _given(option: Option) -> str:
+def _given(option: argparse.Action) -> str:
     """The flags of an option as fish is given them."""
-    return "".join(f" -l {flag[2:]}" if flag.startswith("--") else f" -s {flag[1:]}" for flag in option.flags)
+    return "".join(f" -l {flag[2:]}" if flag.startswith("--") else f" -s {flag[1:]}" for flag in option.option_strings)
 
 
 def _quoted(text: str) -> str:

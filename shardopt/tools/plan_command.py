@@ -56,11 +56,15 @@ def add_plan(commands: Any) -> None:
     plan.add_argument("--optimizer", default="AdamW", choices=names(), help="default: %(default)s")
     plan.add_argument("--dtype", choices=("fp32", "bf16"), help="of params (default: both)")
     for field, told in planned(Options):
-        flag, choices, default = f"--{field.name.replace('_', '-')}", choices_of(field.type), field.default
+        choices, default = choices_of(field.type), field.default
         if choices:
-            plan.add_argument(flag, choices=choices, default=default, help=f"{told.help} (default: %(default)s)")
+            plan.add_argument(
+                _flag(field.name), choices=choices, default=default, help=f"{told.help} (default: %(default)s)"
+            )
         else:
-            plan.add_argument(flag, action="store_const", const=told.value, default=default, help=told.help)
+            plan.add_argument(
+                _flag(field.name), action="store_const", const=told.value, default=default, help=told.help
+            )
     plan.add_argument(
         "--offload", choices=("cpu", "disk"), help="where masters and states are kept (default: the device)"
     )

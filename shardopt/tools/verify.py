@@ -123,24 +123,9 @@ def verify(
             differ; no torch class of that name.
     """
     steps, tolerance = whole(steps, "steps", least=1), number(tolerance, "tolerance", least=0)
-    stages, ways = _listed(stages, "stages"), _listed(ways, "ways")
-    stages = [whole(stage, "each of stages", least=0, most=3) for stage in stages]
-    for way in ways:
-        if not isinstance(way, Mapping):
-            raise TypeError(f"each of ways is a dict of keywords, such as {{'offload': 'cpu'}}, found {way!r}.")
+    tried = list(itertools.product(_ways(ways), _stages(stages)))
     _check_functions(build, optimizer, reference, loss)
-    if not isinstance(batches, Iterable) or isinstance(batches, str | Mapping):
-        raise TypeError(f"batches takes what yields batches, found {type(batches).__name__}.")
-    kept = list(itertools.islice(batches, steps))
-    if not kept:
-        raise ValueError("verify() needs at least one batch to train on.")
-    name = getattr(optimizer, "__name__", "").removeprefix("Sharded")
-    make = reference or getattr(torch.optim, name, None)
-    if make is None:
-        raise ValueError(
-            "pass reference=, which makes an optimizer of (params, **arguments): torch.optim has no "
-            f"{name or 'class of this name'} to compare with."
-        )
+    kept, make = _kept(batches, steps), reference or _class_of_torch(optimizer)
     first = _built(build)
     start = _values(first)
     module = _built(build, first, start)
@@ -157,12 +142,46 @@ def verify(
             yield values, reached
 
     expected, found = list(trained(wrapped, module, theirs)), []
-    for way, stage in itertools.product(ways, stages):
+    for way, stage in tried:
         mine = _built(build, module, start)
         opt = optimizer(mine, stage=stage, **way, **copy.deepcopy(arguments))
         found.append(_compare(stage, way, trained(mine, mine, opt), expected, start, tolerance))
         opt.close()
     return Verdict(tuple(found), tolerance)
+
+
+def _stages(stages: Any) -> list[int]:
+    return [whole(stage, "each of stages", least=0, most=3) for stage in _listed(stages, "stages")]
+
+
+def _ways(ways: Any) -> list[Mapping[str, Any]]:
+    found = _listed(ways, "ways")
+    for way in found:
+        if not isinstance(way, Mapping):
+            raise TypeError(f"each of ways is a dict of keywords, such as {{'offload': 'cpu'}}, found {way!r}.")
+    return found
+
+
+def _kept(batches: Any, steps: int) -> list[Any]:
+    """Returns at most as many batches as steps."""
+    if not isinstance(batches, Iterable) or isinstance(batches, str | Mapping):
+        raise TypeError(f"batches takes what yields batches, found {type(batches).__name__}.")
+    kept = list(itertools.islice(batches, steps))
+    if not kept:
+        raise ValueError("verify() needs at least one batch to train on.")
+    return kept
+
+
+def _class_of_torch(optimizer: Callable[..., ShardedOptimizer]) -> Make:
+    """Returns torch's class of the same name."""
+    name = getattr(optimizer, "__name__", "").removeprefix("Sharded")
+    found: Make | None = getattr(torch.optim, name, None)
+    if found is None:
+        raise ValueError(
+            "pass reference=, which makes an optimizer of (params, **arguments): torch.optim has no "
+            f"{name or 'class of this name'} to compare with."
+        )
+    return found
 
 
 def _listed(values: Any, what: str) -> list[Any]:
