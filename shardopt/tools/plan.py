@@ -10,8 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -27,7 +26,6 @@ from ..offload import gradients as landing
 from ..offload.disk.file_io import PAGE, padded
 from ..offload.disk.pipeline import SLOTS
 from ..optim.classes import recipe
-from ..option import choices_of, planned
 from ..partition.layout import BLOCK, BucketLayout
 from ..partition.placement import Placement, Placements
 from ..partition.reducer import BUCKETS_UNDER_WAY, BYTES_UNDER_WAY
@@ -35,9 +33,11 @@ from ..partition.schedule import assumed_orders, plan_schedule
 from ..rules.matrix import MatrixVariant
 from ..rules.rule import EMA
 from .cut import Cut, parts_of
+from .need import KINDS, Need
+from .ways import TIERS
 
 if TYPE_CHECKING:
-    from ..config import GradientFormat, Master, Stage, StateFormat, Tuning
+    from ..config import Tuning
     from ..domain.formats import StreamFormats
     from ..domain.param import Candidate, Group
     from ..domain.units import UnitPlan
@@ -45,133 +45,9 @@ if TYPE_CHECKING:
     from ..optim.optimizer import ShardedOptimizer
     from ..rules import Rule
     from .cut import Part
+    from .ways import Tier, Way
 
 _FP32, _BF16 = 4, 2
-KINDS = ("param", "gradient", "master", "state", "buffer", "window", "ddp")
-Tier = Literal["device", "host", "disk"]
-TIERS: tuple[Tier, ...] = get_args(Tier)
-PLANNED = tuple(planned(Options))  # (field, flag) of the options that a way has by their names
-
-
-@dataclass(frozen=True)
-class Way:
-    """One way to run a training.
-
-    Attributes:
-        stage: what is sharded.
-        has_module: the module is handed over; without it DDP reduces gradients, and keeps its buckets.
-        dtype: of params.
-        master, state_format, gradient_format, ema, release_gradients: as the options of these names.
-        tier: where masters and states are kept: "device", "host" (``offload="cpu"``) or "disk".
-        sums_rest: sums of gradients are offloaded to host memory (``Offload(gradients="cpu")``).
-    """
-
-    stage: Stage
-    has_module: bool
-    dtype: torch.dtype
-    master: Master = "fp32"
-    state_format: StateFormat = "fp32"
-    tier: Tier = "device"
-    gradient_format: GradientFormat = "fp32"
-    ema: float | None = None
-    release_gradients: bool = False
-    sums_rest: bool = False
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """The fields of :class:`shardopt.config.Options` that differ from their defaults, but for stage and offload."""
-        found = {field: getattr(self, field.name) for field, _ in PLANNED}
-        return {field.name: value for field, value in found.items() if value != field.default}
-
-    @property
-    def is_exact(self) -> bool:
-        """True if masters, states and sums of gradients keep all of fp32."""
-        if self.dtype is torch.float32:
-            return self.state_format == "fp32"
-        return (self.state_format, self.gradient_format) == ("fp32", "fp32") and self.master in ("fp32", "split")
-
-    def __str__(self) -> str:
-        name = f"stage {self.stage}" + ("" if self.has_module else ", params only")
-        parts = [f"{name}, {str(self.dtype).removeprefix('torch.')}"]
-        given = self.options
-        parts += [
-            f"{flag.label} {given[field.name]}" if choices_of(field.type) else flag.label
-            for field, flag in PLANNED
-            if field.name in given
-        ]
-        parts += [f"on {self.tier}"] * (self.tier != "device")
-        parts += ["gradients on host"] * self.sums_rest
-        return ", ".join(parts)
-
-
-@dataclass(frozen=True)
-class Need:
-    """The bytes that one way needs on one rank.
-
-    Attributes:
-        bytes: by kind and tier: those of ``opt.memory()`` between steps, at most (``buffer``: as many as can be under
-            way); ``window``: params gathered while modules run; ``ddp``: the buckets of DistributedDataParallel.
-        formula: bytes a param for N data-parallel ranks, without padding, buffers and window; small params keep fp32
-            states.
-        moved: bytes in a step: that one rank receives ("wire"; of slices of Muon's matrices, the average of the ranks),
-            that stream through a GPU and back where states or sums of gradients rest in host memory ("bus"; between
-            CPUs and their memory none does), that its disk reads and writes ("disk").
-        wire: those of the wire by the ranks that they move among: "data", and "experts" where an expert has copies.
-        numel: of the params on the rank.
-        cut: that the model was planned in.
-    """
-
-    way: Way
-    bytes: dict[str, dict[str, int]]
-    formula: str
-    moved: dict[str, int]
-    wire: dict[str, int]
-    numel: int
-    cut: Cut
-
-    def on(self, tier: str) -> int:
-        """Returns the bytes of all kinds on a tier."""
-        return sum(tiers.get(tier, 0) for tiers in self.bytes.values())
-
-    @property
-    def file(self) -> int:
-        """The bytes of the file on the disk, which holds masters and states twice."""
-        return 2 * self.on("disk")
-
-
-_STAGES: tuple[tuple[Stage, bool], ...] = ((0, False), (0, True), (1, False), (1, True), (2, True), (3, True))
-WAYS = tuple(
-    Way(stage, has_module, dtype) for dtype in (torch.float32, torch.bfloat16) for stage, has_module in _STAGES
-)
-
-
-def possible(way: Way) -> Way:
-    """Returns the way without what cannot be.
-
-    Only bf16 params have other masters than fp32, and sums of gradients in bf16. Gradients are released at stage 0 and
-    1, with the module, and states on the device (for params on a GPU binding refuses host memory and released
-    gradients); released gradients have no sum. Sums are offloaded at stage 2 and 3, beside states that are offloaded.
-    """
-    is_low = way.dtype is torch.bfloat16
-    releases = way.release_gradients and way.has_module and way.stage < 2 and way.tier == "device"
-    return replace(
-        way,
-        master=way.master if is_low else "fp32",
-        gradient_format=way.gradient_format if is_low and way.has_module and not releases else "fp32",
-        release_gradients=releases,
-        sums_rest=way.sums_rest and way.has_module and way.stage >= 2 and way.tier != "device",
-    )
-
-
-def every_way(ways: Sequence[Way] = WAYS) -> list[Way]:
-    """Returns these ways in every combination of master, formats of states and gradients, and tiers."""
-    searched: dict[str, Sequence[Any]] = {
-        **{field.name: choices for field, _ in PLANNED if (choices := choices_of(field.type))},
-        "tier": TIERS,
-        "sums_rest": (False, True),
-    }
-    changes: list[dict[str, Any]] = [dict(zip(searched, each, strict=True)) for each in product(*searched.values())]
-    return list(dict.fromkeys(possible(replace(way, **each)) for way, each in product(ways, changes)))
 
 
 def plan(
@@ -317,8 +193,24 @@ class Planner:
         return [self._need(way, stage) for stage in range(len(self._parts))]
 
     def _need(self, way: Way, stage: int) -> Need:
-        laid, tuning = self._lay(way, stage), self._options.tuning
-        reduced = self._options.reduce_dtype or way.dtype
+        laid, reduced = self._lay(way, stage), self._options.reduce_dtype or way.dtype
+        kinds = self._bytes(laid, way, reduced)
+        wire = {
+            name: _on_the_wire(group, way, laid.kept, reduced, self._cut) + _in_slices(group, way)
+            for name, group in laid.groups.items()
+        }
+        moved = {
+            "wire": sum(wire.values()),
+            # Masters and states come and go; sums go, and come where the GPU has the states.
+            "bus": 2 * sum(kinds[kind].get("host", 0) for kind in ("master", "state"))
+            + kinds["gradient"].get("host", 0) * (2 if way.tier == "host" else 1),
+            "disk": 2 * sum(kinds[kind].get("disk", 0) for kind in ("master", "state")),
+        }
+        numel = sum(group.numel for group in laid.groups.values())
+        return Need(way, kinds, _formula(way, laid.kept, laid.shares), moved, wire, numel, self._cut)
+
+    def _bytes(self, laid: _Laid, way: Way, reduced: torch.dtype) -> dict[str, dict[str, int]]:
+        """Returns the bytes by kind and tier. ``reduced``: the dtype in which gradients travel."""
         kinds: dict[str, dict[str, int]] = {kind: {} for kind in KINDS}
 
         def add(kind: str, tier: str, nbytes: int) -> None:
@@ -351,22 +243,10 @@ class Planner:
                 add("gradient", "device", group.numel * way.dtype.itemsize)
                 add("ddp", "device", group.numel * way.dtype.itemsize * (ranks > 1))
             if way.tier == "disk":
-                add("buffer", "host", _staging(alike, way, tuning))
+                add("buffer", "host", _staging(alike, way, self._options.tuning))
         add("state", "device", laid.margins)
         add("window", "device", laid.window)
-        wire = {
-            name: _on_the_wire(group, way, laid.kept, reduced, self._cut) + _in_slices(group, way)
-            for name, group in laid.groups.items()
-        }
-        moved = {
-            "wire": sum(wire.values()),
-            # Masters and states come and go; sums go, and come where the GPU has the states.
-            "bus": 2 * sum(kinds[kind].get("host", 0) for kind in ("master", "state"))
-            + kinds["gradient"].get("host", 0) * (2 if way.tier == "host" else 1),
-            "disk": 2 * sum(kinds[kind].get("disk", 0) for kind in ("master", "state")),
-        }
-        numel = sum(group.numel for group in laid.groups.values())
-        return Need(way, kinds, _formula(way, laid.kept, laid.shares), moved, wire, numel, self._cut)
+        return kinds
 
     def _lay(self, way: Way, stage: int) -> _Laid:
         """Returns the stage laid out. Ways that differ in tiers share it."""
@@ -388,29 +268,19 @@ class Planner:
         if way.ema is not None and rule.average is None:
             rule = rule.averaging(way.ema)
 
-        def bucket_bytes(_: torch.device) -> int:
-            return tuning.bucket_bytes_of(self._device, way.has_module)
-
-        part, candidates = self._parts[stage], self._of_dtype(way.dtype, stage)
-        named = matching(self._module, tuning.keep) if way.stage == 3 else ()
-        kept_whole = {mine for theirs, (_, mine, _) in candidates.items() if theirs in named}
-        unit_of = None
-        if way.stage == 3:
-            unit_of = {mine: self._unit_of[theirs] for theirs, (_, mine, _) in candidates.items()}
         sizes = {"data": self._ranks, "experts": self._ranks // self._cut.experts}
         alike: dict[str, dict[Any, tuple[PlannedBucket, int]]] = {name: {} for name in sizes}
         units: Counter[int] = Counter()  # bytes of each, padding included
         numels: dict[str, Counter[int]] = {name: Counter() for name in sizes}
         for name, ranks in sizes.items():
-            own = [candidates[param] for param, piece in part.items() if piece.is_expert == (name == "experts")]
-            shards = ranks if Placements.of_stage(way.stage).state is Placement.SHARD else 1
-            for bucket in plan_buckets(own, rule, asked, shards, bucket_bytes, kept_whole, unit_of):
-                if unit_of is not None and bucket.is_released:
-                    units[unit_of[bucket.members[0][1]]] += bucket.layout.numel * way.dtype.itemsize
-                    numels[name][unit_of[bucket.members[0][1]]] += sum(bucket.layout.numels)
+            for bucket, unit in self._buckets(way, stage, rule, asked, name, ranks):
+                if unit is not None:
+                    units[unit] += bucket.layout.numel * way.dtype.itemsize
+                    numels[name][unit] += sum(bucket.layout.numels)
                 key = bucket.layout, bucket.states, bucket.kept.key, bucket.is_released
                 _, count = alike[name].get(key, (bucket, 0))
                 alike[name][key] = bucket, count + 1
+        part = self._parts[stage]
         kept = kept_for(rule, asked, way.dtype, tuning.compress_from)
         states = Counter[str]()  # state -> elements that have it
         matrices, margins = dict.fromkeys(sizes, 0), 0
@@ -436,6 +306,26 @@ class Planner:
             if alike[name]
         }
         return _Laid(groups, kept, shares, margins, window)
+
+    def _buckets(
+        self, way: Way, stage: int, rule: Rule, asked: Options, name: str, ranks: int
+    ) -> Iterator[tuple[PlannedBucket, int | None]]:
+        """Yields the buckets of a group, and the number of the unit that each is, or is part of, if it is gathered."""
+        tuning, candidates = self._options.tuning, self._of_dtype(way.dtype, stage)
+        named = matching(self._module, tuning.keep) if way.stage == 3 else ()
+        kept_whole = {mine for theirs, (_, mine, _) in candidates.items() if theirs in named}
+        unit_of = None
+        if way.stage == 3:
+            unit_of = {mine: self._unit_of[theirs] for theirs, (_, mine, _) in candidates.items()}
+        of_experts = name == "experts"
+        own = [candidates[param] for param, piece in self._parts[stage].items() if piece.is_expert == of_experts]
+        shards = ranks if Placements.of_stage(way.stage).state is Placement.SHARD else 1
+
+        def bucket_bytes(_: torch.device) -> int:
+            return tuning.bucket_bytes_of(self._device, way.has_module)
+
+        for bucket in plan_buckets(own, rule, asked, shards, bucket_bytes, kept_whole, unit_of):
+            yield bucket, unit_of[bucket.members[0][1]] if unit_of is not None and bucket.is_released else None
 
     def _gathered(self, units: Mapping[int, int], stage: int) -> tuple[int, dict[tuple[str, int], int]]:
         """Returns the most bytes that are gathered at once, and how often a step gathers what a group has of each unit.
@@ -595,21 +485,6 @@ def _in_slices(group: _Group, way: Way) -> int:
     """
     is_sharded = Placements.of_stage(way.stage).state is Placement.SHARD
     return 2 * _BF16 * group.matrices * (group.ranks - 1) // group.ranks**2 if is_sharded else 0
-
-
-def cheapest(needs: Sequence[Need], device_bytes: int, host_bytes: int | None = None) -> Need | None:
-    """Returns the one of least :func:`cost` of those that fit and keep all of fp32, else of those that fit, or None."""
-    fitting = [need for need in needs if fits(need, device_bytes, host_bytes)]
-    return min(fitting, key=lambda need: (not need.way.is_exact, *cost(need), need.on("device")), default=None)
-
-
-def cost(need: Need) -> tuple[int, int, int]:
-    """Returns the bytes of a step, the slowest first: of the disk, the bus, the wire."""
-    return need.moved["disk"], need.moved["bus"], need.moved["wire"]
-
-
-def fits(need: Need, device_bytes: int, host_bytes: int | None = None) -> bool:
-    return need.on("device") <= device_bytes and (host_bytes is None or need.on("host") <= host_bytes)
 
 
 def transformer(numel: int) -> nn.Module:

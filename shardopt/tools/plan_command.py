@@ -99,9 +99,10 @@ def _model(options: argparse.Namespace) -> tuple[nn.Module, str]:
 def _plan(options: argparse.Namespace) -> Answer:
     from ..optim.classes import recipe
     from .cut import Cut
-    from .plan import WAYS, Planner, Tier, every_way, groups_for, possible
+    from .plan import Planner, groups_for
     from .plan_report import as_data, chart, found, in_words, table
     from .progress import each_of
+    from .ways import WAYS, Tier, every_way, possible
 
     if options.plot is not None and importlib.util.find_spec("matplotlib") is None:
         raise UnsupportedVersionError("--plot draws with Matplotlib, which is missing: pip install matplotlib.")

@@ -6,11 +6,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .plan import KINDS, TIERS, cheapest, cost, fits, possible
+from .need import KINDS, cheapest, cost, fits
+from .ways import TIERS, possible
 
 if TYPE_CHECKING:
     from .cut import Cut
-    from .plan import Need, Way
+    from .need import Need
+    from .ways import Way
 
 _HATCHES = {"device": None, "host": "//", "disk": "xx"}
 

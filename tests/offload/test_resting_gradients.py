@@ -33,7 +33,8 @@ from shardopt.domain.tiers import check_offload
 from shardopt.offload.gradients import SLOTS, HostLanding
 from shardopt.partition.reducer import Reducer
 from shardopt.tensors.gradient import GradientPart
-from shardopt.tools.plan import Way, plan
+from shardopt.tools.plan import plan
+from shardopt.tools.ways import Way
 from tests.step.test_gradient_format import Setting as Summing
 from tests.step.test_gradient_format import is_exact
 from tests.support.late_copies import AsLateAsAllowed, AtOnce, Later, as_on_a_gpu

@@ -20,7 +20,7 @@ from shardopt import DisagreementError, Offload, ShardedAdamW, Tuning
 from shardopt.arguments import whole
 from shardopt.config import OptionKeywords, Options
 from shardopt.option import check_fields, compared, option, told
-from shardopt.tools.plan import PLANNED, Way
+from shardopt.tools.ways import PLANNED, Way
 from tests.optim.test_every_argument import OFFLOAD, OPTIONS, TUNING, WALK
 from tests.support.paths import ROOT
 from tests.support.ranks import Pool

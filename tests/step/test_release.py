@@ -37,7 +37,8 @@ from shardopt.partition import reducer as reducer_module
 from shardopt.partition.comm.group import Ranks
 from shardopt.partition.reduce_buckets import PassingSum
 from shardopt.tensors.released_gradient import ReleasedGradient
-from shardopt.tools.plan import Way, plan
+from shardopt.tools.plan import plan
+from shardopt.tools.ways import Way
 from tests.support import modules, training
 from tests.support.modules import Odd, Repeated, Stack, Tied, W
 from tests.support.ranks import Pool

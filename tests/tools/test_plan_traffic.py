@@ -10,7 +10,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shardopt import ShardedAdamW, ShardedMuon, Tuning
 from shardopt.config import Options
-from shardopt.tools.plan import WAYS, Way, plan
+from shardopt.tools.plan import plan
+from shardopt.tools.ways import WAYS, Way
 from tests.support.llama import Llama, loss_of
 from tests.support.ranks import Pool
 from tests.support.wire import counting

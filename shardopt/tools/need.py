@@ -1,0 +1,63 @@
+"""What one way to run a training needs, and which of several ways fits and moves least."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .cut import Cut
+    from .ways import Way
+
+KINDS = ("param", "gradient", "master", "state", "buffer", "window", "ddp")
+
+
+@dataclass(frozen=True)
+class Need:
+    """The bytes that one way needs on one rank.
+
+    Attributes:
+        bytes: by kind and tier: those of ``opt.memory()`` between steps, at most (``buffer``: as many as can be under
+            way); ``window``: params gathered while modules run; ``ddp``: the buckets of DistributedDataParallel.
+        formula: bytes a param for N data-parallel ranks, without padding, buffers and window; small params keep fp32
+            states.
+        moved: bytes in a step: that one rank receives ("wire"; of slices of Muon's matrices, the average of the ranks),
+            that stream through a GPU and back where states or sums of gradients rest in host memory ("bus"; between
+            CPUs and their memory none does), that its disk reads and writes ("disk").
+        wire: those of the wire by the ranks that they move among: "data", and "experts" where an expert has copies.
+        numel: of the params on the rank.
+        cut: that the model was planned in.
+    """
+
+    way: Way
+    bytes: dict[str, dict[str, int]]
+    formula: str
+    moved: dict[str, int]
+    wire: dict[str, int]
+    numel: int
+    cut: Cut
+
+    def on(self, tier: str) -> int:
+        """Returns the bytes of all kinds on a tier."""
+        return sum(tiers.get(tier, 0) for tiers in self.bytes.values())
+
+    @property
+    def file(self) -> int:
+        """The bytes of the file on the disk, which holds masters and states twice."""
+        return 2 * self.on("disk")
+
+
+def cheapest(needs: Sequence[Need], device_bytes: int, host_bytes: int | None = None) -> Need | None:
+    """Returns the one of least :func:`cost` of those that fit and keep all of fp32, else of those that fit, or None."""
+    fitting = [need for need in needs if fits(need, device_bytes, host_bytes)]
+    return min(fitting, key=lambda need: (not need.way.is_exact, *cost(need), need.on("device")), default=None)
+
+
+def cost(need: Need) -> tuple[int, int, int]:
+    """Returns the bytes of a step, the slowest first: of the disk, the bus, the wire."""
+    return need.moved["disk"], need.moved["bus"], need.moved["wire"]
+
+
+def fits(need: Need, device_bytes: int, host_bytes: int | None = None) -> bool:
+    return need.on("device") <= device_bytes and (host_bytes is None or need.on("host") <= host_bytes)

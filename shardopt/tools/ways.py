@@ -1,0 +1,106 @@
+"""The ways to run a training that a plan compares: stage, dtype, formats and tiers in every combination."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+import torch
+
+from ..config import Options
+from ..option import choices_of, planned
+
+if TYPE_CHECKING:
+    from ..config import GradientFormat, Master, Stage, StateFormat
+
+Tier = Literal["device", "host", "disk"]
+TIERS: tuple[Tier, ...] = get_args(Tier)
+PLANNED = tuple(planned(Options))  # (field, flag) of the options that a way has by their names
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to run a training.
+
+    Attributes:
+        stage: what is sharded.
+        has_module: the module is handed over; without it DDP reduces gradients, and keeps its buckets.
+        dtype: of params.
+        master, state_format, gradient_format, ema, release_gradients: as the options of these names.
+        tier: where masters and states are kept: "device", "host" (``offload="cpu"``) or "disk".
+        sums_rest: sums of gradients are offloaded to host memory (``Offload(gradients="cpu")``).
+    """
+
+    stage: Stage
+    has_module: bool
+    dtype: torch.dtype
+    master: Master = "fp32"
+    state_format: StateFormat = "fp32"
+    tier: Tier = "device"
+    gradient_format: GradientFormat = "fp32"
+    ema: float | None = None
+    release_gradients: bool = False
+    sums_rest: bool = False
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The fields of :class:`shardopt.config.Options` that differ from their defaults, but for stage and offload."""
+        found = {field: getattr(self, field.name) for field, _ in PLANNED}
+        return {field.name: value for field, value in found.items() if value != field.default}
+
+    @property
+    def is_exact(self) -> bool:
+        """True if masters, states and sums of gradients keep all of fp32."""
+        if self.dtype is torch.float32:
+            return self.state_format == "fp32"
+        return (self.state_format, self.gradient_format) == ("fp32", "fp32") and self.master in ("fp32", "split")
+
+    def __str__(self) -> str:
+        name = f"stage {self.stage}" + ("" if self.has_module else ", params only")
+        parts = [f"{name}, {str(self.dtype).removeprefix('torch.')}"]
+        given = self.options
+        parts += [
+            f"{flag.label} {given[field.name]}" if choices_of(field.type) else flag.label
+            for field, flag in PLANNED
+            if field.name in given
+        ]
+        parts += [f"on {self.tier}"] * (self.tier != "device")
+        parts += ["gradients on host"] * self.sums_rest
+        return ", ".join(parts)
+
+
+_STAGES: tuple[tuple[Stage, bool], ...] = ((0, False), (0, True), (1, False), (1, True), (2, True), (3, True))
+WAYS = tuple(
+    Way(stage, has_module, dtype) for dtype in (torch.float32, torch.bfloat16) for stage, has_module in _STAGES
+)
+
+
+def possible(way: Way) -> Way:
+    """Returns the way without what cannot be.
+
+    Only bf16 params have other masters than fp32, and sums of gradients in bf16. Gradients are released at stage 0 and
+    1, with the module, and states on the device (for params on a GPU binding refuses host memory and released
+    gradients); released gradients have no sum. Sums are offloaded at stage 2 and 3, beside states that are offloaded.
+    """
+    is_low = way.dtype is torch.bfloat16
+    releases = way.release_gradients and way.has_module and way.stage < 2 and way.tier == "device"
+    return replace(
+        way,
+        master=way.master if is_low else "fp32",
+        gradient_format=way.gradient_format if is_low and way.has_module and not releases else "fp32",
+        release_gradients=releases,
+        sums_rest=way.sums_rest and way.has_module and way.stage >= 2 and way.tier != "device",
+    )
+
+
+def every_way(ways: Sequence[Way] = WAYS) -> list[Way]:
+    """Returns these ways in every combination of master, formats of states and gradients, and tiers."""
+    searched: dict[str, Sequence[Any]] = {
+        **{field.name: choices for field, _ in PLANNED if (choices := choices_of(field.type))},
+        "tier": TIERS,
+        "sums_rest": (False, True),
+    }
+    changes: list[dict[str, Any]] = [dict(zip(searched, each, strict=True)) for each in product(*searched.values())]
+    return list(dict.fromkeys(possible(replace(way, **each)) for way, each in product(ways, changes)))
