@@ -39,8 +39,8 @@ from .partition.placement import Placement, Placements
 from .partition.schedule import Schedule
 from .partition.unit_view import Units, UnitView
 from .states.consolidate import consolidate, rank_to_gather_on
-from .states.table import StateTable, StateView
-from .states.torch_format import check_same_rules, read_state_dict, to_state_dict
+from .states.table import StateTable
+from .states.torch_format import check_same_rules, read_state_dict
 from .step.step import NOTHING_DONE, Call, run_step
 from .step.update_in_backward import UpdateInBackward, drop_gradients
 
@@ -322,14 +322,6 @@ class Engine(Bindings):
         states = consolidate(domain, to, groups)
         if states is not None:
             self.states.consolidated = {**self.states.waiting, **states}
-
-    def view(self) -> StateView:
-        """See :attr:`ShardedOptimizer.state`."""
-        return StateView(self)
-
-    def state_dict(self) -> dict[str, Any]:
-        """In torch's format, before hooks see it."""
-        return to_state_dict(self.groups, self.view())
 
     def load(self, state_dict: Mapping[str, Any], groups: list[dict[str, Any]]) -> None:
         """Loads what hooks have seen. ``groups``: those of the dict, with the params of this optimizer's."""

@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from ..partition.schedule import Schedule
     from ..partition.unit_view import UnitView
     from ..rules import Rule
-    from ..states.table import StateView
     from .reports import Handle, Writer
+    from .state_view import StateView
 
 Optimizer = TypeVar("Optimizer", bound="ShardedOptimizer")
 Closure = Callable[[], Any]
@@ -261,7 +261,9 @@ class ShardedOptimizer(torch.optim.Optimizer, JoinableOptimizer):
         Tensors are views of the shard on one rank, else parts. ``state[param] = {...}`` loads one param's state; every
         rank must do it. Everything else is read-only. Keys that are not tensors are the user's own, as in torch.
         """
-        return self.engine.view()
+        from .state_view import StateView
+
+        return StateView(self.engine)
 
     @state.setter
     def state(self, value: Mapping[Any, Any]) -> None:
@@ -280,7 +282,9 @@ class ShardedOptimizer(torch.optim.Optimizer, JoinableOptimizer):
         self.engine.check_open()
         for hook in self._optimizer_state_dict_pre_hooks.values():
             hook(self)
-        return self._hooked(self._optimizer_state_dict_post_hooks, self.engine.state_dict())
+        from ..states.torch_format import to_state_dict
+
+        return self._hooked(self._optimizer_state_dict_post_hooks, to_state_dict(self.engine.groups, self.state))
 
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Gathers every state in host memory of rank ``to``. Collective.

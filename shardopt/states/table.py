@@ -1,26 +1,21 @@
 """The states of an optimizer's params, wherever they are: waiting to be bound, in shards, or consolidated.
 
-``optimizer.state`` is a view of this table: a mapping as torch's, made when it is read.
+``optimizer.state`` is a view of this table (``optim/state_view.py``).
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeGuard
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..domain.dtensors import DTensorLocals
-from ..domain.formats import counts_steps
 from ..domain.param import named_params
 from ..domain.param_state import ParamState
-from ..errors import StateError
 from .shard_io import check_parts, load_states, names_of, put_state, read_state
 
 if TYPE_CHECKING:
-    from ..config import Options
     from ..domain.domain import Domain
     from ..domain.domains import Domains
     from ..domain.param import Group
@@ -163,111 +158,3 @@ class StateTable:
         if index < 0 or number >= len(groups) or index >= len(groups[number]["params"]):
             return None
         return groups[number] if groups[number]["params"][index] is param else None
-
-
-class Viewed(Protocol):
-    """What a view needs of an optimizer's engine."""
-
-    lock: threading.RLock
-    states: StateTable
-    rule: Rule
-    options: Options
-
-    @property
-    def groups(self) -> Sequence[Group]:
-        """The param groups."""
-
-    def check_weights(self, call: str) -> None:
-        """Raises ShardoptError where params show the average of the weights."""
-
-
-def _is_param(key: object) -> TypeGuard[torch.nn.Parameter]:
-    return isinstance(key, torch.Tensor)
-
-
-class StateView(Mapping[Any, Any]):
-    """A mapping from params to states. A param without a state shows an empty one, and iteration omits it.
-
-    Keys that are not tensors are the user's own: their values go with ``state_dict()``, as in torch.
-    """
-
-    def __init__(self, engine: Viewed):
-        self._engine = engine
-
-    @property
-    def _states(self) -> StateTable:
-        return self._engine.states
-
-    def _counts_steps(self, group: Group) -> bool:
-        return counts_steps(self._engine.rule.of(group), self._engine.options)
-
-    def _group_of(self, param: torch.nn.Parameter) -> Group:
-        group = self._states.group_of(self._engine.groups, param)
-        if group is None:
-            raise KeyError(f"a tensor of shape {tuple(param.shape)} that is in none of the optimizer's param groups")
-        return group
-
-    def __getitem__(self, param: Any) -> Any:
-        if not _is_param(param):
-            return self._states.own[param]
-        group = self._group_of(param)
-        state = self._states.find(param, group)
-        shown = {} if state is None else DTensorLocals.outside(param, state.to_torch(self._counts_steps(group)))
-        return MappingProxyType(shown)
-
-    def __setitem__(self, param: Any, state: Any) -> None:
-        """Loads the state of one param: frameworks assign states that they moved to a device."""
-        if not _is_param(param):
-            self._states.own[param] = state
-            return
-        group = self._group_of(param)
-        name = next(name for name, each, _ in named_params(self._engine.groups) if each is param)
-        read = self._states.read(state, group, param, name)
-        self._engine.check_weights("loading a state")
-        with self._engine.lock:
-            self._states.put(param, read, bool(state))
-
-    # The methods below read no tensor: frameworks iterate and look up without a use for the values, and a state may lie
-    # on a disk or have to be decoded.
-
-    def __iter__(self) -> Iterator[Any]:
-        grouped = {param: group for group in self._engine.groups for param in group["params"]}
-        has = self._states.has
-        found = [param for param, group in grouped.items() if has(param, group, self._counts_steps(group))]
-        return iter([*found, *self._states.own])
-
-    def __len__(self) -> int:
-        return len(list(iter(self)))
-
-    def __contains__(self, param: object) -> bool:
-        if not _is_param(param):
-            return param in self._states.own
-        group = self._states.group_of(self._engine.groups, param)
-        return group is not None and self._states.has(param, group, self._counts_steps(group))
-
-    def __repr__(self) -> str:
-        return f"StateView({dict(self)!r})"
-
-    def __delitem__(self, param: Any) -> None:
-        if _is_param(param):
-            self._refuse()
-        del self._states.own[param]
-
-    def pop(self, param: Any, *default: Any) -> Any:
-        if _is_param(param):
-            self._refuse()
-        return self._states.own.pop(param, *default)
-
-    def setdefault(self, param: Any, default: Any = None) -> Any:
-        if _is_param(param):
-            self._refuse()
-        return self._states.own.setdefault(param, default)
-
-    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
-        raise StateError(
-            "assign a param's whole state (`state[param] = {...}`), or change state_dict() and give it to "
-            "load_state_dict(); `optimizer.state = {}` forgets all states. optimizer.state is a view of shards, and "
-            "this change would be lost."
-        )
-
-    popitem = clear = update = _refuse
