@@ -128,9 +128,9 @@ def from_deepspeed_config(
     micro, steps = batch_of(keys, _ranks(module, process_group))
     dtype, scale = precision_of(keys)
     first = next(module.parameters(), torch.zeros(()))
-    options = _options_of(keys, module, dtype, first)
     construct, params, states = optimizer_of(keys, module, params, optimizer)
     schedule = schedule_of(keys, has_betas(construct))
+    options = _options_of(keys, module, dtype, first)
     check_rest(keys)
     keys.finish()
     if keys.warnings:
