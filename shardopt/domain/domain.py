@@ -8,7 +8,7 @@ fills it; a bound param never changes its place. Each fact that changes later ha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -83,6 +83,8 @@ class Domain:
         is_half_loaded: a load broke off, which another load can repair.
         counted_elsewhere: the params that are copies, whose elements the norm counts on another rank.
         slice_numbers: local param -> the number of its slice of a DTensor.
+        cut_over: local param -> the ranks that hold the other slices, in each dimension of a mesh that it is cut along;
+            of rules that look at whole params.
         arriving: what a step left behind.
 
     ============================================  ==========================================
@@ -94,6 +96,7 @@ class Domain:
     ``epoch``, ``clock``                          their own methods; :meth:`end_step`
     ``broken``, ``is_half_loaded``                :meth:`break_off`, :meth:`make_good`
     ``counted_elsewhere``, ``slice_numbers``      :meth:`note_slice`
+    ``cut_over``                                  :meth:`note_slice`
     ``remote``                                    :meth:`retire`, :meth:`release`
     ``arriving``                                  :meth:`leave`, :meth:`settle`
     ``members``, ``leader``                       :func:`.experts.set_members`
@@ -121,6 +124,7 @@ class Domain:
         self.is_half_loaded = False
         self.counted_elsewhere: set[torch.nn.Parameter] = set()
         self.slice_numbers: dict[torch.nn.Parameter, int] = {}
+        self.cut_over: dict[torch.nn.Parameter, Sequence[Ranks]] = {}
         self._listed: ListedParams | None = None
         self.arriving: Arriving | None = None
         self.members = Members()  # of the module's params; all, unless experts have domains of their own
@@ -203,12 +207,31 @@ class Domain:
         if self.is_half_loaded:
             self.broken, self.is_half_loaded = None, False
 
-    def note_slice(self, local: torch.nn.Parameter, is_counted_here: bool, number: int | None) -> None:
-        """Records which slice of a DTensor a local param is (None: of none), and if the norm counts it on this rank."""
+    def note_slice(
+        self, local: torch.nn.Parameter, is_counted_here: bool, number: int | None, cut_over: Sequence[Ranks] = ()
+    ) -> None:
+        """Records which slice of a DTensor a local param is (None: of none), and if the norm counts it on this rank.
+
+        Args:
+            cut_over: the ranks that hold the other slices; see the attribute.
+        """
         if not is_counted_here:
             self.counted_elsewhere.add(local)
         if number is not None and self.slice_numbers.get(local) != number:
             self.slice_numbers[local], self._listed = number, None
+        if cut_over:
+            self.cut_over[local] = cut_over
+
+    def by_mesh(self, entries: Iterable[ParamRecord]) -> dict[Ranks, list[ParamRecord]]:
+        """Returns the ranks of each dimension of a tensor mesh, with the params that are cut along it.
+
+        The ranks themselves have the same params in the same order.
+        """
+        found: dict[Ranks, list[ParamRecord]] = {}
+        for entry in entries:
+            for ranks in self.cut_over.get(entry.param, ()):
+                found.setdefault(ranks, []).append(entry)
+        return found
 
     # -- params under way ------------------------------------------------------------------------------------------
 

@@ -26,7 +26,7 @@ from ..errors import BindingError
 from ..partition.comm.group import Ranks
 from ..partition.mesh import everyone_of
 from .agreement import Consensus, StepDigest, agree, checksum
-from .dtensors import any_dtensor, is_counted_here, is_dtensor, local_tensor, mesh_of, slice_number
+from .dtensors import any_dtensor, cut_dims, is_counted_here, is_dtensor, local_tensor, mesh_of, slice_number
 from .experts import check_experts, set_members
 from .param import named_params
 
@@ -53,6 +53,9 @@ class Domains:
     _norm_ranks: Ranks | None = None
     _has_compared: bool = False
     _tensor_ranks: tuple[Ranks, ...] = ()  # of the main domain's tensor mesh, in each of its dimensions
+    _known: dict[Any, Ranks] = field(default_factory=dict)  # by process group
+    # DTensor -> the ranks that it is cut over, where a rule looks at whole params; see :class:`Domain`.
+    _cuts: dict[torch.nn.Parameter, Sequence[Ranks]] = field(default_factory=dict)
 
     @property
     def domains(self) -> list[Domain]:
@@ -123,6 +126,8 @@ class Domains:
             self._norm_ranks = self._ranks_of(everyone_of(self.options.norm_group))
         has_dtensors = any(any_dtensor(group["params"]) for group in groups)
         mesh, problem = self._tensor_mesh(groups) if has_dtensors else (None, None)
+        if has_dtensors and self.main.rule.takes_norms:
+            self._find_cuts(groups)
         if self.options.norm_group is None and not self.others and mesh is None:
             self._tensor_ranks = self.whole = ()
             return
@@ -192,24 +197,50 @@ class Domains:
     def agree_on_gradients(self, groups: Sequence[Group], problem: Exception | None) -> None:
         """Collective over the tensor mesh: its ranks agree before they finish sums of gradients together.
 
+        Likewise over the meshes of experts, where their ranks look at whole params together.
+
         Raises:
             Exception: this rank's problem.
             DisagreementError: another rank's, or gradients that are not placed alike.
         """
-        if not self._tensor_ranks:
+        if not self._tensor_ranks and not self._cuts:
             if problem is not None:
                 raise problem
             return
-        placed = {name: _placement(param.grad) for name, param, _ in named_params(groups) if is_dtensor(param)}
-        own = StepDigest("problem" if problem else placed, lambda: {"placements of gradients": placed}, problem)
-        agree_on_whole(own, self._tensor_ranks)
+        dtensors = [(name, param) for name, param, _ in named_params(groups) if is_dtensor(param)]
+
+        def view(params: Sequence[tuple[str, torch.nn.Parameter]]) -> StepDigest:
+            placed = {name: _placement(param.grad) for name, param in params}
+            return StepDigest("problem" if problem else placed, lambda: {"placements of gradients": placed}, problem)
+
+        try:
+            agree_on_whole(view(dtensors), self._tensor_ranks)
+        except Exception as error:
+            problem = error
+        others = dict.fromkeys(ranks for cut in self._cuts.values() for ranks in cut if ranks not in self._tensor_ranks)
+        for ranks in others:
+            try:
+                agree(view([each for each in dtensors if ranks in self._cuts.get(each[1], ())]), ranks)
+            except Exception as error:
+                problem = error
+        if problem is not None:
+            raise problem
 
     def sum_over(self, mesh: DeviceMesh, dim: int, tensor: torch.Tensor) -> None:
         """Collective over one dimension of a tensor mesh: sums in place."""
         self._ranks_of(mesh.get_group(dim)).add_up(tensor, "summing gradients over the tensor mesh")
 
     def _ranks_of(self, group: dist.ProcessGroup) -> Ranks:
-        return Ranks(group, self.options.tuning.deadline)
+        if group not in self._known:
+            self._known[group] = Ranks(group, self.options.tuning.deadline)
+        return self._known[group]
+
+    def _find_cuts(self, groups: Sequence[Group]) -> None:
+        for param in (each for group in groups for each in group["params"] if is_dtensor(each)):
+            if param not in self._cuts:
+                mesh: DeviceMesh = param.device_mesh
+                ranks = [self._ranks_of(mesh.get_group(dim)) for dim in cut_dims(param) if mesh.size(dim) > 1]
+                self._cuts[param] = tuple(ranks)
 
     def _tensor_mesh(self, groups: Sequence[Group]) -> tuple[DeviceMesh | None, Exception | None]:
         """Returns the mesh of DTensors with ranks beyond the main domain's world, and the error if it is unusable."""
@@ -271,7 +302,8 @@ class Domains:
             is_counted = is_counted_here(param) if is_slice else first or own is not None
             # Other experts have other elements, whose noise is drawn apart: by the first rank that holds them.
             apart = None if own is None else min(_ranks(domain.mesh.world))
-            domain.note_slice(self.locals.of(param), is_counted, slice_number(param, apart) if is_slice else apart)
+            number = slice_number(param, apart) if is_slice else apart
+            domain.note_slice(self.locals.of(param), is_counted, number, self._cuts.get(param, ()))
 
     def _check_within(self, ranks: Ranks, what: str, mesh: DeviceMesh | None = None) -> None:
         neighbours = [_ranks(domain.mesh.world) for domain in self.domains]

@@ -228,6 +228,11 @@ def is_counted_here(param: DTensor) -> bool:
     return all(coordinate == 0 or not placement.is_replicate() for placement, coordinate in pairs)
 
 
+def cut_dims(param: DTensor) -> list[int]:
+    """Returns the dimensions of its mesh along which a DTensor is cut: other ranks hold other elements there."""
+    return [dim for dim, placement in enumerate(param.placements) if not placement.is_replicate()]
+
+
 def slice_number(param: DTensor, apart: int | None = None) -> int:
     """Returns the number of this rank's slice of a DTensor; ranks that hold copies have the same number.
 

@@ -22,13 +22,13 @@ def check_takes_norms(rule: Rule, options: Options) -> None:
 
 
 def check_whole(rule: Rule, params: Iterable[Any]) -> None:
-    """Raises ValueError if a rule that takes norms would take a tensor-parallel slice for the whole param."""
-    if not rule.takes_norms:
+    """Raises ValueError if a factored rule would take a tensor-parallel slice for the whole param."""
+    if not rule.margins:
         return
     for index, param in enumerate(params):
         if is_dtensor(param) and any(not placement.is_replicate() for placement in param.placements):
             raise ValueError(
                 f"give param {index} of the group (a DTensor of shape {tuple(param.shape)}) to another optimizer: "
-                f"{rule.name} takes norms of whole params, and each rank of the tensor mesh would take the norm of its "
-                "own slice, and scale its update by another factor than the other ranks."
+                f"{rule.name} takes sums over rows and columns of whole params, and each rank of the tensor mesh would "
+                "take those of its own slice, and scale its update by other factors than the other ranks."
             )

@@ -65,6 +65,7 @@ class ParamRecord:
             as a state dict or a save may hold them.
         begins_average: True if the average of the weights starts with the weights that the next step finds.
         gradient_slice: this rank's slice of the reduced gradient, if the module was handed over.
+        shape: of the whole param, of which a DTensor's ``param`` is a slice.
     """
 
     param: torch.nn.Parameter
@@ -82,9 +83,10 @@ class ParamRecord:
     has_state: bool = False
     begins_average: bool = False
     gradient_slice: GradientSlice | None = None
+    shape: tuple[int, ...] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.has_state = bool(self.initial)
+        self.has_state, self.shape = bool(self.initial), tuple(self.outer.shape)
 
     # -- the gradient ----------------------------------------------------------------------------------------------
 

@@ -169,6 +169,14 @@ class Report:
         return bits.astype(np.int32).view(np.float32)
 
     @property
+    def totals(self) -> Array:
+        """2D [params, COLUMNS] int64, as in ``Totals``: of all ranks' slices."""
+        found = np.zeros((self._layout.num_params, COLUMNS), np.int64)
+        found[:, :LIMBS], found[:, NONFINITE] = self.limbs, self.nonfinite
+        found[:, LARGEST] = self.largest.view(np.int32)
+        return found
+
+    @property
     def present(self) -> Array:
         """1D [params] bool: True if a gradient arrived on any rank."""
         return self._params[:, _PRESENT] > 0

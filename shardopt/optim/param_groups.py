@@ -99,7 +99,7 @@ def check_added(
     Raises:
         TypeError: a param is complex, or a hyper-parameter is not a number.
         ValueError: a hyper-parameter is out of its range, or makes a scalar of the update Inf or NaN; or the rule takes
-            norms of whole params, and a param is a tensor-parallel slice.
+            sums over rows and columns, and a param is a tensor-parallel slice.
     """
     from ..domain.norm_rules import check_whole
     from .matrices import check_matrices  # not at the top: test_fresh_process.py limits what an import loads

@@ -27,7 +27,7 @@ def read_state(domain: Domain, entry: ParamRecord, group: Group) -> ParamState:
 def names_of(domain: Domain, entry: ParamRecord, group: Group) -> list[str]:
     """Returns the names of the tensors of elements in the param's state, in torch's order."""
     shard = entry.shard
-    needed = domain.rule.variant(group, entry.param.shape).states
+    needed = domain.rule.variant(group, entry.shape).states
     return [*(name for name in needed if name in shard.states), *shard.masters]
 
 

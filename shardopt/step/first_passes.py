@@ -5,11 +5,14 @@
     shards      | pass 0 | pass 0 | pass 0 |            | pass 1, the last one: an update like any other
     totals      |  1 row a param           |            |
     all ranks                              | one sum    |
+    mesh                                   | one more   |           of slices of DTensors, in each dimension of the mesh
     scalars                                  norms  --> |
 
 Each pass goes over all shards, as an update does, and takes exact sums of what the rule takes norms of. One all-reduce
-joins the sums of all params, whatever number of norms; the results are columns of the next pass's scalars. Sums are
-those of integers (``kernels/reductions.py``): a norm has the same bits at every stage, on every number of ranks and
+joins the sums of all params, whatever number of norms; the results are columns of the next pass's scalars. The ranks
+of a tensor mesh hold slices of one param, each with data-parallel ranks of its own. So what these have added up is
+added up once more, along each dimension of the mesh in which the param is cut; ranks that hold copies do not meet. Sums
+are those of integers (``kernels/reductions.py``): a norm has the same bits at every stage, on every number of ranks and
 with every size of buckets and chunks.
 
 A pass writes states before all ranks have met: an error on one rank, or of the collective, ends the training, but for
@@ -18,6 +21,7 @@ states on a disk, whose writes are taken back on all ranks.
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -29,7 +33,7 @@ import torch
 from ..errors import CommunicationError
 from ..kernels.pass_spec import PassSpec
 from ..kernels.reductions import COLUMNS, LARGEST, LIMBS, NONFINITE, squares_of_limbs
-from ..module.gradient_report import Report, ReportLayout
+from ..module.gradient_report import ReportLayout
 from ..rules.passes import passes_of
 from ..rules.rule import Variant
 from .pass_specs import pass_specs
@@ -61,11 +65,16 @@ class FirstPasses:
     def __init__(self, plan: StepPlan, launches: Launches):
         self.domain, self._launches = plan.domain, launches
         variant_of = Variants(plan.domain.rule, plan.numbers)
-        kinds = {(each.group, each.entry.param.shape) for each in plan.updates}
+        kinds = {(each.group, each.entry.shape) for each in plan.updates}
         variants = {variant_of(*kind) for kind in kinds}
         self._passes = [passes_of(each) for each in variants if each.reductions]
         self.cuts = max((len(each) - 1 for each in self._passes), default=0)
         self._entries = [each.entry for each in plan.updates]
+        self._passes_of_cut = {  # a param that is cut over a tensor mesh -> passes of its rule
+            each.entry: passes_of(variant_of(each.group, each.entry.shape))
+            for each in plan.updates
+            if self.cuts and each.entry.param in plan.domain.cut_over
+        }
         self._numbers = {entry: number for number, entry in enumerate(self._entries)} if self.cuts else {}
         # Of each launch its scalars, with columns for results.
         self._tables = {id(each): _with_results(each) for each in self._all()} if self.cuts else {}
@@ -125,14 +134,45 @@ class FirstPasses:
         mesh.world.add_up(joined, _ADDING_UP)
         for report, vector in zip(reports, joined.split(len(reports[0].vector)), strict=True):
             report.vector.copy_(vector)
+        failed = [f"rank {rank}" for rank in reports[0].failed]
+        totals = np.stack([each.totals for each in reports])
+        if self._join_slices(number, totals, bool(failed)):
+            failed.append("the other ranks of the tensor mesh")
         if problem is not None:
             raise problem
-        if reports[0].failed:
+        if failed:
             raise CommunicationError(
-                f"look at the output of rank {reports[0].failed[0]} for its error: it could not compute what the rule "
-                "takes norms of, so no rank knows the norms and none can finish this step."
+                f"look at the output of {failed[0]} for an error: a rank could not compute what the rule takes norms "
+                "of, so no rank knows the norms and none can finish this step."
             )
-        self._fill(ran, reports)
+        self._fill(ran, totals)
+
+    def _join_slices(self, number: int, totals: Array, failed: bool) -> bool:
+        """Collective over tensor meshes: makes totals of slices those of whole params, in place.
+
+        Args:
+            totals: 3D [slots, params, COLUMNS] int64, which the ranks that hold the same slices have added up.
+            failed: some of these ranks could not measure.
+
+        Returns:
+            True if some rank could not measure.
+        """
+        measured = {entry: len(its[number].measured) for entry, its in self._passes_of_cut.items() if its[number + 1 :]}
+        for ranks, entries in self.domain.by_mesh(measured).items():
+            # Slots of these params alone: of others, some of these ranks may have none.
+            slots, numbers = slice(max(measured.values())), [self._numbers[entry] for entry in entries]
+            own = totals[slots, numbers]
+            # A sum does not keep a maximum: each rank has a column of its own for the largest magnitude.
+            largest = np.zeros((*own.shape[:2], ranks.size), np.int64)
+            largest[:, :, ranks.rank] = own[:, :, LARGEST]
+            sent = np.concatenate([own, largest], axis=2)
+            message = torch.from_numpy(np.append(sent.reshape(-1), failed))
+            ranks.add_up(message, _ADDING_UP)
+            failed = bool(message[-1])
+            found = message[:-1].numpy().reshape(sent.shape)
+            found[:, :, LARGEST] = found[:, :, COLUMNS:].max(axis=2)
+            totals[slots, numbers] = found[:, :, :COLUMNS]
+        return failed
 
     def _slots(self, number: int) -> int:
         """Returns the most values that any variant measures in this pass; the same on all ranks."""
@@ -169,9 +209,9 @@ class FirstPasses:
         """Returns the rows of a launch that are updated, and the numbers of their params."""
         return list(launch.updates), [self._numbers[each.entry] for each in launch.updates.values()]
 
-    def _fill(self, ran: Sequence[Ran], reports: Sequence[Report]) -> None:
-        numels = np.array([max(entry.param.numel(), 1) for entry in self._entries])
-        results = [_results(each.limbs, each.nonfinite, each.largest, numels) for each in reports]
+    def _fill(self, ran: Sequence[Ran], totals: Array) -> None:
+        numels = [math.prod(entry.shape) for entry in self._entries]
+        results = [results_of(of_slot, numels) for of_slot in totals]
         for launch, of_pass in ran:
             assert isinstance(of_pass.spec, PassSpec) and isinstance(launch.spec.variant, Variant)
             words, first = launch.spec.variant.reductions, len(launch.spec.variant.scalars)
@@ -194,11 +234,7 @@ def results_of(totals: Array, numels: Sequence[int] | Array) -> dict[str, Array]
     Args:
         totals: 2D [params, COLUMNS] int64, of all elements.
     """
-    largest = totals[:, LARGEST].astype(np.int32).view(np.float32)
-    return _results(totals[:, :LIMBS], totals[:, NONFINITE], largest, np.maximum(numels, 1))
-
-
-def _results(limbs: Array, nonfinite: Array, largest: Array, numels: Array) -> dict[str, Array]:
-    squares = np.where(nonfinite > 0, np.nan, squares_of_limbs(limbs))
-    top = np.where(nonfinite > 0, np.nan, largest.astype(np.float64))
-    return {"norm": np.sqrt(squares), "mean_square": squares / numels, "max_abs": top}
+    largest, is_bad = totals[:, LARGEST].astype(np.int32).view(np.float32), totals[:, NONFINITE] > 0
+    squares = np.where(is_bad, np.nan, squares_of_limbs(totals[:, :LIMBS]))
+    top = np.where(is_bad, np.nan, largest.astype(np.float64))
+    return {"norm": np.sqrt(squares), "mean_square": squares / np.maximum(numels, 1), "max_abs": top}

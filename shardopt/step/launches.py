@@ -133,7 +133,7 @@ def scalars_of(domain: Domain, numbers: Sequence[dict[str, Any]], updates: Seque
         entry = each.entry
         matrix_of = matrices[each.group]
         matrix = None if matrix_of is None else matrix_of(entry.param)
-        shape = tuple(entry.param.shape) if rule.of_param else ()
+        shape = entry.shape if rule.of_param else ()
         eps = eps_of(entry.param) if rule.of_param else FP32_EPS
         key = (each.group, entry.step, matrix, shape, eps, *entry.carried.values())
         if key not in known:
@@ -173,7 +173,7 @@ def launches_of(
         each = updates.get(piece.param)
         if each is not None:
             if each.group not in numbers:
-                variant = variants(each.group, each.entry.param.shape)
+                variant = variants(each.group, each.entry.shape)
                 numbers[each.group] = first_with.setdefault(variant, len(first_with))
             rows[numbers[each.group], each.grad.dtype, each.divisor, each.is_on_host][row] = each
     kinds = list(first_with)

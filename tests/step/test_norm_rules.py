@@ -14,8 +14,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from shardopt import (
     CheckpointError,
@@ -347,18 +345,6 @@ def fail_on_one_rank(folder: str, is_on_disk: bool) -> None:
 @pytest.mark.parametrize("is_on_disk", [False, True])
 def test_a_rank_that_cannot_measure(is_on_disk: bool, ranks: Pool, tmp_path: Path) -> None:
     ranks.run(fail_on_one_rank, str(tmp_path), is_on_disk, world=2)
-
-
-def refuse_slices() -> None:
-    mesh = init_device_mesh("cpu", (2,))
-    slices = nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)]))
-    with pytest.raises(ValueError, match=r"param 1 of the group.*own slice"):
-        ShardedLAMB([nn.Parameter(torch.ones(3)), slices])
-    ShardedLAMB([nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, [Replicate()]))])
-
-
-def test_tensor_parallel_slices_are_refused(ranks: Pool) -> None:
-    ranks.run(refuse_slices, world=2)
 
 
 def test_released_gradients_are_refused_at_construction() -> None:
