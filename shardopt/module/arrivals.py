@@ -22,7 +22,7 @@ from ..errors import CommunicationError
 from .hooks import ModuleHook
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from torch import nn
 
@@ -36,19 +36,18 @@ class ArrivalHooks:
 
     def __init__(self, domain: Domain, root: nn.Module):
         self._domain, self._root = domain, root
-        self._needs: list[tuple[nn.Module, tuple[Bucket, ...]]] = []
-        self._waits: list[_Wait] = []
+        self._needs: dict[nn.Module, tuple[Bucket, ...]] = {}
         self._handles: list[Any] = []
         self._arriving: Arriving | None = None
 
     def attach(self) -> None:
         """Looks up which buckets each module needs: params were bound."""
         entries = self._domain.entries
-        self._needs = []
+        self._needs = {}
         for module, params in params_by_module(self._root, self._domain.options.tuning.units).items():
             buckets = dict.fromkeys(entries[param].shard.bucket for param in params if param in entries)
             if buckets:
-                self._needs.append((module, tuple(buckets)))
+                self._needs[module] = tuple(buckets)
 
     def leave(self, begin: Callable[[], Arriving]) -> bool:
         """Lets params arrive from now on, or returns False if the step must wait for them."""
@@ -56,11 +55,9 @@ class ArrivalHooks:
             return False
         self._arriving = begin()
         self._arriving.on_end = self._remove
-        for module, buckets in self._needs:
+        for module in self._needs:
             if module is not self._root:  # ModuleTakeover calls pre_forward() for the root
-                self._waits.append(_Wait(self._arriving, buckets))
-                hook = ModuleHook(self._waits[-1].before_forward)
-                self._handles.append(module.register_forward_pre_hook(hook, prepend=True))
+                self._handles.append(module.register_forward_pre_hook(ModuleHook(self._pre_module), prepend=True))
         # always_call: after an exception too, nobody else would hear of a rank that failed.
         end = ModuleHook(self._post_forward)
         self._handles.append(self._root.register_forward_hook(end, always_call=True))
@@ -72,7 +69,16 @@ class ArrivalHooks:
             return
         if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
             self._arriving.is_in_forward = True
-            self._arriving.wait_for(dict(self._needs).get(self._root, ()))
+            self._arriving.wait_for(self._needs.get(self._root, ()))
+        else:
+            self._arriving.settle()
+
+    def _pre_module(self, module: nn.Module, _: Any) -> None:
+        """The forward of a module inside begins."""
+        if self._arriving is None:
+            return
+        if self._arriving.is_in_forward:
+            self._arriving.wait_for(self._needs.get(module, ()))  # a shallow copy of a module has its hooks
         else:
             self._arriving.settle()
 
@@ -87,20 +93,7 @@ class ArrivalHooks:
     def _remove(self) -> None:
         for handle in self._handles:
             handle.remove()
-        self._handles, self._waits, self._arriving = [], [], None
-
-
-class _Wait:
-    """What one module waits for."""
-
-    def __init__(self, arriving: Arriving, buckets: Sequence[Bucket]):
-        self._arriving, self._buckets = arriving, buckets
-
-    def before_forward(self, *_: Any) -> None:
-        if self._arriving.is_in_forward:
-            self._arriving.wait_for(self._buckets)
-        else:
-            self._arriving.settle()
+        self._handles, self._arriving = [], None
 
 
 def _has_compiled() -> bool:

@@ -126,7 +126,7 @@ class Forward:
         }
         self._owners = {module: units for module, units in owned.items() if units}
         for each in every:
-            each.gather_for_call = _while_alive(self)
+            each.gather_for_call = call_while_alive(Forward.read, self, otherwise=False)
         self._gatherer.on_demand = call_while_alive(Forward._announce, self)
         self._gatherer.on_drop = call_while_alive(Forward._forget_calls, self)
         for module in dict.fromkeys((*self._called, *self._units)):
@@ -253,6 +253,8 @@ class Forward:
 
     def read(self, param: nn.Parameter, is_read: bool) -> bool:
         """Gathers a resharded param for a call in the model's code, else returns False; see :func:`mark_sharded`."""
+        if self.is_closed:
+            return False
         unit = next(each.where[param].unit for each in self._sharded if param in each.where)
         if self._running:
             self._need(self._running[-1], unit)
@@ -348,16 +350,6 @@ def _with_own_nodes(given: Any, own: set[Any]) -> Any:
     if type(given) is tuple:
         return tuple(_with_own_nodes(each, own) for each in given)
     return given
-
-
-def _while_alive(forward: Forward) -> Any:
-    reference = weakref.ref(forward)
-
-    def read(param: nn.Parameter, is_read: bool) -> bool:
-        found = reference()
-        return found is not None and not found.is_closed and found.read(param, is_read)
-
-    return read
 
 
 def _lends_memory_to(units: Iterable[Unit], tensor: torch.Tensor) -> bool:

@@ -7,18 +7,19 @@ from typing import Any
 from torch._compile import _disable_dynamo
 
 
-def call_while_alive(function: Callable[..., Any], *objects: object) -> Callable[..., None]:
-    """Returns a function that calls ``function(*objects, *arguments)`` while all objects are alive, else does nothing.
+def call_while_alive(function: Callable[..., Any], *objects: object, otherwise: Any = None) -> Callable[..., Any]:
+    """Returns a function that calls ``function(*objects, *arguments)`` while all objects are alive.
+
+    Once one of them is gone, it does nothing but return ``otherwise``.
 
     The returned function holds the objects weakly: a hook must not keep an optimizer that the user dropped
     (test_taken_over_and_given_back), and a bucket must not keep the masters and states that lie in its own shard.
     """
     references = [weakref.ref(each) for each in objects]
 
-    def call(*arguments: Any) -> None:
+    def call(*arguments: Any) -> Any:
         alive = [reference() for reference in references]
-        if all(each is not None for each in alive):
-            function(*alive, *arguments)
+        return otherwise if any(each is None for each in alive) else function(*alive, *arguments)
 
     return call
 

@@ -32,7 +32,6 @@ from .materialize import give_devices, give_values
 from .tree import ModuleTree
 
 if TYPE_CHECKING:
-    from ..domain.arriving import Arriving
     from ..domain.domain import Domain
     from ..domain.param import Candidate, ParamRecord
     from ..partition.comm.group import Ranks
@@ -177,7 +176,7 @@ class ModuleTakeover:
             backward.on_end, backward.units = self.forward.end_backward, self.forward.params
         elif domain.options.tuning.overlap_gather and self.module in self._called:
             self.arrivals = ArrivalHooks(domain, self.module)
-            domain.on_leave = _while_alive(self.arrivals)
+            domain.on_leave = call_while_alive(ArrivalHooks.leave, self.arrivals, otherwise=False)
 
     def add_domain(self, domain: Domain, backward: Backward) -> None:
         """Says that experts are bound to a domain of their own; after :meth:`use_domain`."""
@@ -378,13 +377,3 @@ class ModuleTakeover:
 
 def _outers(entries: Mapping[torch.nn.Parameter, ParamRecord]) -> Iterator[torch.nn.Parameter]:
     return (entry.outer for entry in entries.values())
-
-
-def _while_alive(arrivals: ArrivalHooks) -> Callable[[Callable[[], Arriving]], bool]:
-    method = weakref.WeakMethod(arrivals.leave)
-
-    def leave(begin: Callable[[], Arriving]) -> bool:
-        found = method()
-        return found is not None and found(begin)
-
-    return leave

@@ -21,7 +21,6 @@ again in backward, with what the param is by then.
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
@@ -39,6 +38,7 @@ from ..kernels.formats import format_of
 from ..kernels.reductions import NONFINITE
 from ..kernels.tables import Factors
 from ..module.backward import Backward
+from ..module.hooks import call_while_alive
 from ..partition.comm.group import Ranks
 from ..tensors.gradient_slice import divide_
 from ..tensors.released_gradient import ReleasedGradient, second_backward
@@ -106,14 +106,7 @@ class UpdateInBackward(Backward):
 
     def _watch_sums(self, shard: Shard, params: np.ndarray[Any, Any]) -> None:
         self._totals.watch(shard, params, is_early=True)
-        me, there = weakref.ref(self), weakref.ref(shard)  # weak: a cycle would keep masters and states alive
-
-        def use(total: torch.Tensor, arrived: AbstractSet[int]) -> None:
-            updates, shard = me(), there()
-            if updates is not None and shard is not None:
-                updates._use(shard, total, arrived)
-
-        shard.passing.on_sum = use
+        shard.passing.on_sum = call_while_alive(UpdateInBackward._use, self, shard)
 
     # -- a round ---------------------------------------------------------------------------------------------------
 

@@ -26,11 +26,11 @@ _REASONS = {
         ("_settle_all", "each.settle()"): "no scenario ends or forks its process",
     },
     "module.arrivals": {
-        ("ArrivalHooks.pre_forward", "self._arriving.wait_for(dict(self._needs).get(self._root, ()))"): _GUARDED,
+        ("ArrivalHooks.pre_forward", "self._arriving.wait_for(self._needs.get(self._root, ()))"): _GUARDED,
         ("ArrivalHooks.pre_forward", "self._arriving.settle()"): "no scenario evaluates",
         ("ArrivalHooks._post_forward", "self._arriving.settle()"): "the forward of all scenarios reads every param",
-        ("_Wait.before_forward", "self._arriving.wait_for(self._buckets)"): _GUARDED,
-        ("_Wait.before_forward", "self._arriving.settle()"): "no scenario calls a block by itself",
+        ("ArrivalHooks._pre_module", "self._arriving.wait_for(self._needs.get(module, ()))"): _GUARDED,
+        ("ArrivalHooks._pre_module", "self._arriving.settle()"): "no scenario calls a block by itself",
     },
     "partition.comm.group": {
         ("Ranks.wait", "work.wait(deadline)"): "no scenario sets a timeout",
