@@ -14,7 +14,7 @@ import torch
 
 from ..errors import OffloadError
 from ..partition.unit import Unit
-from ..tensors.part import ParamPart, Part
+from ..tensors.part import Part
 from ..tensors.strides import flattened
 from ..tensors.unsharded_guard import mark_sharded, mark_whole
 from .dtensors import local_tensor, placed_as, shown_as
@@ -161,8 +161,8 @@ class ShardedParams:
 
         def read() -> torch.Tensor:
             fetch = self._fetcher(shard, index, "param")
-            part = Part(shard.read("param", index), where.start, param, gather, fetch=fetch)
-            return shown_as(outer, ParamPart.of(part, write))
+            part = Part(shard.read("param", index), where.start, param, gather, fetch=fetch, write=write)
+            return shown_as(outer, part)
 
         def write(whole: torch.Tensor) -> None:
             cast = local_tensor(placed_as(outer, whole.detach())).to(shard.device, shard.bucket.dtype)

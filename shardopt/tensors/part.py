@@ -45,6 +45,7 @@ class Part(torch.Tensor):
     _local: torch.Tensor
     _gather: Callable[[torch.Tensor], torch.Tensor] | None
     _fetch: Callable[[], torch.Tensor] | None = None
+    _write: Callable[[torch.Tensor], None] | None = None
     _whole: torch.Tensor | None = None  # the whole in memory of its own, once its address was asked for
 
     @staticmethod
@@ -56,6 +57,7 @@ class Part(torch.Tensor):
         gather: Callable[[torch.Tensor], torch.Tensor] | None = None,
         dtype: torch.dtype | None = None,
         fetch: Callable[[], torch.Tensor] | None = None,
+        write: Callable[[torch.Tensor], None] | None = None,
     ) -> Self:
         """Makes a part with the size and strides of ``like``.
 
@@ -65,9 +67,10 @@ class Part(torch.Tensor):
             gather: collective; makes the whole of every rank's slice.
             dtype: of the part; by default that of ``local``.
             fetch: reads the other ranks' slices, and returns the whole in host memory.
+            write: collective; answers ``copy_()`` of a whole tensor, of which it keeps this rank's slice.
         """
         part = cls._wrapper(like, dtype or local.dtype, local.device)
-        part.start, part._local, part._gather, part._fetch = start, local, gather, fetch
+        part.start, part._local, part._gather, part._fetch, part._write = start, local, gather, fetch, write
         return part
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
@@ -187,6 +190,9 @@ class Part(torch.Tensor):
 
     @classmethod
     def _answer(cls, function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        if function is torch.ops.aten.copy_.default and _is_write(*arguments[:2]):
+            arguments[0]._write(arguments[1])
+            return arguments[0]
         if function not in _ELEMENTWISE:
             return _of_whole(function, arguments, keywords)
         part = next(argument for argument in arguments if isinstance(argument, Part))
@@ -199,6 +205,11 @@ class Part(torch.Tensor):
         if fetch is not None and not live:
             fetch = partial(_fetch_as, fetch, dtype)
         return Part(function(*local[0], **local[1]), part.start, part, part._gather if live else None, dtype, fetch)
+
+
+def _is_write(part: Any, source: Any) -> bool:
+    """True if a whole tensor is to be copied to a part that can be written."""
+    return isinstance(part, Part) and part._write is not None and not isinstance(source, Part)
 
 
 def _fetch_as(fetch: Callable[[], torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
@@ -234,27 +245,6 @@ def refusal(function: Any) -> StateError:
         f"{function} was called on a part, a tensor of which this rank holds a slice only, and the result would "
         "silently lack the rest."
     )
-
-
-class ParamPart(Part):
-    """``detach()`` of a sharded param. ``copy_()`` of a whole tensor, which every rank must call, writes the param."""
-
-    _write: Callable[[torch.Tensor], None]
-
-    @staticmethod
-    def of(part: Part, write: Callable[[torch.Tensor], None]) -> "ParamPart":
-        """Returns the same part, with a function that writes this rank's slice of a whole tensor to the param."""
-        own = ParamPart(part.local, part.start, part, part._gather, part.dtype, part._fetch)
-        own._write = write
-        return own
-
-    @classmethod
-    def _answer(cls, function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-        part = arguments[0] if arguments else None
-        if function is torch.ops.aten.copy_.default and isinstance(part, cls) and not isinstance(arguments[1], Part):
-            part._write(arguments[1])
-            return part
-        return super()._answer(function, arguments, keywords)
 
 
 class Mask(Part):
