@@ -52,7 +52,7 @@ class Channel:
     """One group of ranks."""
 
     def __init__(self, ranks: Ranks, number: int):
-        """``number``: of its messages, see :class:`.decisions.Group`."""
+        """``number``: of its messages, see :class:`.decisions.Decisions`."""
         self.ranks, self._number = ranks, number
 
     def check_carries(self, device: torch.device) -> bool:

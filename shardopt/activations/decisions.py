@@ -7,7 +7,9 @@ on all ranks, and so are the decisions: no rank waits for a comparison that anot
 from __future__ import annotations
 
 import weakref
+from collections import defaultdict
 from collections.abc import Hashable
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
@@ -20,7 +22,7 @@ class Decisions:
     """Of one ``with`` of the program, from step to step.
 
     Attributes:
-        number: see :class:`Group`.
+        number: of the messages that carry activations; the same on all ranks, and of nothing else.
         kept: what is kept now, of all backwards that are still to come.
     """
 
@@ -51,17 +53,11 @@ class Decisions:
         self._whole.add(position)
 
 
-class Group:
-    """The decisions in one process group, by the place in the program of the ``with``."""
-
-    def __init__(self, number: int):
-        """``number``: of the messages that carry activations; the same on all ranks, and of nothing else."""
-        self._number = number
-        self._sites: dict[Hashable, Decisions] = {}
-
-    def at(self, site: Hashable) -> Decisions:
-        return self._sites.setdefault(site, Decisions(self._number))
+def by_site(number: int) -> Sites:
+    """Returns the decisions of one process group, to be made at each ``with`` that is met; see :class:`Decisions`."""
+    return defaultdict(partial(Decisions, number))
 
 
-ALONE = Group(0)  # one rank, without a process group
-GROUPS: weakref.WeakKeyDictionary[dist.ProcessGroup, Group] = weakref.WeakKeyDictionary()
+Sites = defaultdict[Hashable, Decisions]  # by the place in the program of the ``with``
+ALONE = by_site(0)  # one rank, without a process group
+GROUPS: weakref.WeakKeyDictionary[dist.ProcessGroup, Sites] = weakref.WeakKeyDictionary()

@@ -2,34 +2,23 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
+from ..domain.dtensors import Spec, with_spec
 from ..errors import DisagreementError
 from .channel import Act, Channel, Row
 from .checksum import Sums
 from .geometry import Geometry
-from .plain import Placed
-
-
-class Kept(Protocol):
-    """What autograd holds in place of a tensor."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of memory, on this rank."""
-
-    @property
-    def tier(self) -> str:
-        """Where it rests: "device", which is a CPU for a tensor of a CPU, or "host"."""
-
-    def unpack(self) -> torch.Tensor:
-        """Returns the tensor, for backward."""
 
 
 class Whole:
-    """The tensor itself. As without hooks, backward refuses it once it was written to."""
+    """The tensor itself. As without hooks, backward refuses it once it was written to.
+
+    Attributes:
+        nbytes: of memory, on this rank.
+        tier: where it rests: "device", which is a CPU for a tensor of a CPU, or "host".
+    """
 
     tier = "device"
 
@@ -41,6 +30,7 @@ class Whole:
         self._version = tensor._version
 
     def unpack(self) -> torch.Tensor:
+        """Returns the tensor, for backward."""
         if self._tensor._version != self._version:
             # torch checks this only for tensors that no hook has packed.
             raise RuntimeError(
@@ -73,12 +63,16 @@ class Sharded:
         channel: Channel,
         name: Name,
         geometry: Geometry,
-        placed: Placed | None,
+        spec: Spec | None,
         shard: torch.Tensor,
         differed: Callable[[], None],
     ):
-        """``differed`` is called on all ranks if the slices turn out to be of tensors that are not the same."""
-        self._channel, self._name, self._geometry, self._placed = channel, name, geometry, placed
+        """
+        Args:
+            spec: of the DTensor whose local tensor it is, if it is one's.
+            differed: is called on all ranks if the slices turn out to be of tensors that are not the same.
+        """
+        self._channel, self._name, self._geometry, self._spec = channel, name, geometry, spec
         self._shard, self._differed = shard, differed
 
     @property
@@ -106,7 +100,7 @@ class Sharded:
         memory = torch.empty(geometry.lead_bytes + size, dtype=torch.uint8, device=geometry.device)
         self._channel.gather(self._shard, memory[geometry.lead_bytes :])
         tensor = geometry.laid_out(memory)
-        return tensor if self._placed is None else self._placed.dressed(tensor)
+        return tensor if self._spec is None else with_spec(tensor, self._spec)
 
     def _are_different(self, rows: list[Row]) -> DisagreementError:
         others = [rank for rank, row in enumerate(rows) if row.checksum != rows[0].checksum]
@@ -117,3 +111,6 @@ class Sharded:
             f"the same on all ranks when they compared it, and now differs between rank 0 and rank {others[0]}: "
             "backward would have used a mixture."
         )
+
+
+Kept = Whole | Sharded  # what autograd holds in place of a tensor

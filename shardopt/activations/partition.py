@@ -18,7 +18,7 @@ from ..partition.comm.group import Ranks
 from ..partition.comm.transport import Transport
 from .block import Block, Policy
 from .channel import Channel
-from .decisions import ALONE, GROUPS, Decisions, Group
+from .decisions import ALONE, GROUPS, Decisions, by_site
 from .kept import Kept, Sharded
 
 _YEARS = 10 * 365 * 86400.0  # as good as no limit: deadlines are kept in nanoseconds of 64 bits
@@ -157,11 +157,11 @@ def _site(frame: FrameType) -> Hashable:
 
 def _decisions(ranks: Ranks, site: Hashable) -> Decisions:
     if ranks.group is None:
-        return ALONE.at(site)
+        return ALONE[site]
     if ranks.group not in GROUPS:
         # A number that no window of an optimizer in this group has, or will have.
-        GROUPS[ranks.group] = Group(Transport(ranks, torch.device("cpu")).open(torch.empty(0), 0).number)
-    return GROUPS[ranks.group].at(site)
+        GROUPS[ranks.group] = by_site(Transport(ranks, torch.device("cpu")).open(torch.empty(0), 0).number)
+    return GROUPS[ranks.group][site]
 
 
 def _unpack(kept: Kept) -> torch.Tensor:

@@ -1,36 +1,11 @@
-"""What lies behind a tensor that autograd saves: a plain tensor of this rank, and what it is dressed as."""
+"""What lies behind a tensor that autograd saves: a plain tensor of this rank, and the spec of a DTensor around it."""
 
 import sys
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from ..domain.dtensors import is_dtensor
-
-
-@dataclass(frozen=True)
-class Placed:
-    """The outside of a DTensor."""
-
-    mesh: Any
-    placements: tuple[Any, ...]
-    shape: torch.Size
-    stride: tuple[int, ...]
-
-    def dressed(self, local: torch.Tensor) -> torch.Tensor:
-        from torch.distributed.tensor import DTensor
-
-        return DTensor.from_local(
-            local, self.mesh, self.placements, run_check=False, shape=self.shape, stride=self.stride
-        )
-
-
-class Plain(NamedTuple):
-    """A tensor of this rank alone."""
-
-    tensor: torch.Tensor
-    placed: Placed | None  # None: it is what was saved
+from ..domain.dtensors import Spec, is_dtensor
 
 
 def is_param(tensor: torch.Tensor) -> bool:
@@ -39,13 +14,12 @@ def is_param(tensor: torch.Tensor) -> bool:
     return isinstance(base, torch.nn.Parameter) or (base.is_leaf and base.requires_grad)
 
 
-def plain_of(tensor: torch.Tensor) -> Plain | None:
-    """Returns the plain tensor behind this one; None for what is not bytes with strides."""
-    placed = None
+def plain_of(tensor: Any) -> tuple[torch.Tensor, Spec | None] | None:
+    """Returns the plain tensor behind this one, and the spec if this is a DTensor; None for what is not bytes with
+    strides."""
+    spec: Spec | None = None
     if is_dtensor(tensor):
-        spec: Any = tensor
-        placed = Placed(spec.device_mesh, tuple(spec.placements), tensor.shape, tensor.stride())
-        tensor = spec._local_tensor
+        spec, tensor = tensor._spec, tensor._local_tensor
     collectives = sys.modules.get("torch.distributed._functional_collectives")
     if collectives is not None and isinstance(tensor, collectives.AsyncCollectiveTensor):
         tensor = tensor.trigger_wait()
@@ -53,4 +27,4 @@ def plain_of(tensor: torch.Tensor) -> Plain | None:
         return None
     if tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
         return None
-    return Plain(tensor, placed)
+    return tensor, spec

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from .hyperparameters import Group
 
 DTensor = Any  # torch's: see :func:`is_dtensor`
+Spec = Any  # torch's DTensorSpec: the mesh, the placements, and the shape and strides of the whole; hashable
 
 
 def is_dtensor(value: Any) -> bool:
@@ -206,9 +207,14 @@ def shown_as(param: Any, tensor: torch.Tensor) -> torch.Tensor:
     if tensor.storage_offset():  # torch.save fails for a DTensor whose local tensor is a view
         tensor = with_own_storage(tensor)
     meta = param._spec.tensor_meta._replace(dtype=tensor.dtype)
-    kind = sys.modules["torch.distributed.tensor"].DTensor  # the param's own class may be that of a guard
-    placed: torch.Tensor = kind(tensor, replace(param._spec, tensor_meta=meta), requires_grad=False)
-    return placed
+    return with_spec(tensor, replace(param._spec, tensor_meta=meta))
+
+
+def with_spec(local: torch.Tensor, spec: Spec) -> torch.Tensor:
+    """Returns the DTensor of this spec with the local tensor ``local``."""
+    kind = sys.modules["torch.distributed.tensor"].DTensor  # a param's own class may be that of a guard
+    found: torch.Tensor = kind(local, spec, requires_grad=False)
+    return found
 
 
 def place_of(param: Any) -> str | None:
