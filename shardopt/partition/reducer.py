@@ -23,7 +23,7 @@ import weakref
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -51,14 +51,6 @@ BUCKETS_UNDER_WAY = 2
 PATIENCE = 2.0
 
 _REDUCERS: weakref.WeakSet[Reducer] = weakref.WeakSet()
-
-
-class _Reducing(NamedTuple):
-    """A buffer that is being reduced."""
-
-    buffer: ReductionBuffer
-    number: int  # of its bucket
-    reduction: Reduction
 
 
 @dataclass
@@ -111,8 +103,7 @@ class Reducer:
         self._started = self._started_across = 0
         self._completed: list[int] = []
         self._pool: dict[torch.dtype, list[ReductionBuffer]] = {}
-        # By id of the memory, while it is reduced: an empty tensor has no address.
-        self._reducing: dict[int, _Reducing] = {}
+        self._reducing: dict[Reduction, tuple[ReductionBuffer, int]] = {}  # with the number of the bucket
         self._most_patience = min(PATIENCE, mesh.world.seconds / 2)  # a rank that never comes is given up in the end
         self._patience, self._was_patient = self._most_patience, True
         _REDUCERS.add(self)
@@ -250,9 +241,8 @@ class Reducer:
     def _start_reduction(self, number: int, buffer: ReductionBuffer, add: bool) -> None:
         """Starts a reduction. The current stream has joined the buffer."""
         bucket = self.buckets[number]
-        memory = buffer.memory[: bucket.buffer_numel]
-        reduction = bucket.sink.reduction(memory, add)
-        self._reducing[id(memory)] = _Reducing(buffer, number, reduction)
+        reduction = bucket.sink.reduction(buffer.memory[: bucket.buffer_numel], add)
+        self._reducing[reduction] = buffer, number
         with label("reduce bucket", number):
             self._reduce_scatter.start(reduction)
         while self._may_wait and self._is_much_under_way():
@@ -273,16 +263,16 @@ class Reducer:
         return self._was_patient and not any(other.is_open for other in _REDUCERS if other is not self)
 
     def _is_much_under_way(self) -> bool:
-        nbytes = sum(each.buffer.memory.nbytes for each in self._reducing.values())
+        nbytes = sum(buffer.memory.nbytes for buffer, _ in self._reducing.values())
         return len(self._reducing) > BUCKETS_UNDER_WAY and nbytes > BYTES_UNDER_WAY
 
-    def _recycle(self, buffers: Sequence[torch.Tensor]) -> None:
-        for memory in buffers:
-            buffer, number, reduction = self._reducing.pop(id(memory))
+    def _recycle(self, ended: Sequence[Reduction]) -> None:
+        for reduction in ended:
+            buffer, number = self._reducing.pop(reduction)
             self.buckets[number].sink.use(reduction, self._filling[number].arrived)
             buffer.mark()  # the current stream waited for the reduction
             if buffer.is_pooled:
-                self._pool.setdefault(memory.dtype, []).append(buffer)
+                self._pool.setdefault(buffer.memory.dtype, []).append(buffer)
             else:
                 last_used(buffer.memory)
 
@@ -337,10 +327,10 @@ class Reducer:
         """
         while self._started < len(self._turn):
             self._start(self._turn[self._started])
-        free = self._reduce_scatter.finish()
+        ended = self._reduce_scatter.finish()
         spreads = self._mesh.replicate.size > 1 and any(window is not None for window in self._windows)
         self.is_reduced = not spreads  # else the other ranks wait for that first
-        self._recycle(free)
+        self._recycle(ended)
         turn = sorted(self._turn)
         self._sum_across(turn, [bool(self._filling[number].held) for number in turn])
         self._wait_for_copies()

@@ -70,22 +70,22 @@ class StagedReduceScatter:
         self._messages.start(staged)
         self._reductions.append((reduction, staged))
 
-    def progress(self) -> list[torch.Tensor]:
+    def progress(self) -> list[Reduction]:
         return []
 
-    def drain(self, limit: int, patience: float) -> list[torch.Tensor]:
+    def drain(self, limit: int, patience: float) -> list[Reduction]:
         return self._give_back(self._messages.drain(limit, patience))
 
-    def finish(self) -> list[torch.Tensor]:
+    def finish(self) -> list[Reduction]:
         return self._give_back(self._messages.finish())
 
-    def _give_back(self, drained: list[torch.Tensor]) -> list[torch.Tensor]:
-        free = []
+    def _give_back(self, drained: list[Reduction]) -> list[Reduction]:
+        ended = []
         for _ in drained:
             reduction, staged = self._reductions.popleft()
             reduction.target.copy_(staged.target)
-            free.append(reduction.buffer)
-        return free
+            ended.append(reduction)
+        return ended
 
     def watch(self, closure: int) -> None:
         pass

@@ -7,8 +7,8 @@ terms of this reduction are added::
     target = round(sum of ranks)               the first reduction of a step
     target = round(target + sum of ranks)      later ones
 
-A buffer that was handed to ``start`` belongs to the mechanism, and other ranks may read it, until ``progress``,
-``drain`` or ``finish`` returns it.
+The buffer of a reduction that was handed to ``start`` belongs to the mechanism, and other ranks may read it, until
+``progress``, ``drain`` or ``finish`` returns the reduction.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,7 +23,7 @@ PHASE = "reducing gradients"
 CHUNK = 1 << 17
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Reduction:
     """One bucket to be summed: each rank sums its slice, or all of it if the target is as long as the buffer.
 
@@ -80,19 +80,19 @@ class ReduceScatter(Protocol):
 
     def start(self, reduction: Reduction) -> None: ...
 
-    def progress(self) -> list[torch.Tensor]:
-        """Goes on as far as is possible without waiting; returns buffers that are free again."""
+    def progress(self) -> list[Reduction]:
+        """Goes on as far as is possible without waiting; returns the reductions that have ended."""
         return []
 
-    def drain(self, limit: int, patience: float) -> list[torch.Tensor]:
+    def drain(self, limit: int, patience: float) -> list[Reduction]:
         """Like ``progress``, but waits until at most ``limit`` reductions are under way, for ``patience`` seconds at
         most.
 
         :class:`P2PReduceScatter` does not give up: gloo cannot tell whether a message has arrived.
         """
 
-    def finish(self) -> list[torch.Tensor]:
-        """Waits for all reductions; no later call on any rank can disturb them. Returns buffers that are free again.
+    def finish(self) -> list[Reduction]:
+        """Waits for all reductions; no later call on any rank can disturb them. Returns those that have ended since.
 
         Raises:
             CommunicationError: a rank died, is late, or abandoned the round.
@@ -125,7 +125,7 @@ class NoReduceScatter(ReduceScatter):
     tells = True
 
     def __init__(self) -> None:
-        self._done: list[torch.Tensor] = []
+        self._done: list[Reduction] = []
 
     def start_round(self, round_number: int) -> None:
         self._done = []
@@ -133,16 +133,16 @@ class NoReduceScatter(ReduceScatter):
     def start(self, reduction: Reduction) -> None:
         if reduction.target is not reduction.buffer:  # one rank's buffer may be its own target
             accumulate(reduction.target, reduction.buffer, reduction.add)
-        self._done.append(reduction.buffer)
+        self._done.append(reduction)
 
-    def progress(self) -> list[torch.Tensor]:
+    def progress(self) -> list[Reduction]:
         done, self._done = self._done, []
         return done
 
-    def drain(self, limit: int, patience: float) -> list[torch.Tensor]:
+    def drain(self, limit: int, patience: float) -> list[Reduction]:
         return self.progress()
 
-    def finish(self) -> list[torch.Tensor]:
+    def finish(self) -> list[Reduction]:
         return self.progress()
 
 

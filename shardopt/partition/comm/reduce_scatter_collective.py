@@ -65,10 +65,10 @@ class CollectiveReduceScatter(ReduceScatter):
             return dist.all_reduce(result.copy_(reduction.buffer), group=self._ranks.group, async_op=True)
         return _reduce_scatter_single()(result, reduction.buffer, group=self._ranks.group, async_op=True)
 
-    def drain(self, limit: int, patience: float) -> list[torch.Tensor]:
+    def drain(self, limit: int, patience: float) -> list[Reduction]:
         return [self._give_back() for _ in range(len(self._reductions) - limit)]
 
-    def finish(self) -> list[torch.Tensor]:
+    def finish(self) -> list[Reduction]:
         self._owes_answer = False
         self._roll_call.answer(Answer.ISSUED)
         self._roll_call.hear()
@@ -104,13 +104,13 @@ class CollectiveReduceScatter(ReduceScatter):
             reduction = Reduction(buffer, target, add=False)
             self._abandoned.append((reduction, target, Pending(PHASE, (self._sum(reduction, target),))))
 
-    def _give_back(self) -> torch.Tensor:
+    def _give_back(self) -> Reduction:
         reduction, result, pending = self._reductions.popleft()
         self._ranks.wait_on_stream(pending)
         if result is not reduction.target:
             accumulate(reduction.target, result, reduction.add, 1.0 / self.share(result.dtype))
             last_used(result)
-        return reduction.buffer
+        return reduction
 
 
 def _reduce_scatter_single() -> Callable[..., Any]:

@@ -53,15 +53,15 @@ class P2PReduceScatter(ReduceScatter):
         who, round_number = self._number % 64, self._round % 1024
         return (who << 24 | round_number << 14 | self._attempt % 4 << 12 | self._position % 4096) + 1
 
-    def drain(self, limit: int, patience: float) -> list[torch.Tensor]:
+    def drain(self, limit: int, patience: float) -> list[Reduction]:
         return [self._finish_first() for _ in range(len(self._reductions) - limit)]
 
-    def finish(self) -> list[torch.Tensor]:
+    def finish(self) -> list[Reduction]:
         return self.drain(0, math.inf)
 
-    def _finish_first(self) -> torch.Tensor:
+    def _finish_first(self) -> Reduction:
         reduction, slices, pending = self._reductions.popleft()
         self._ranks.wait(pending)
         for part in chunks(reduction.target.numel()):
             sum_into(reduction.target[part], (each[part] for each in slices), reduction.add)
-        return reduction.buffer
+        return reduction

@@ -45,19 +45,19 @@ class PeerReduceScatter(ReduceScatter):
             self._board.mark_filled(self._shown, self._reductions[self._shown - self._first].buffer.data_ptr())
             self._shown += 1
 
-    def progress(self) -> list[torch.Tensor]:
+    def progress(self) -> list[Reduction]:
         return self._advance(0)
 
-    def drain(self, limit: int, patience: float) -> list[torch.Tensor]:
-        free, nap = self.progress(), Nap(patience)
+    def drain(self, limit: int, patience: float) -> list[Reduction]:
+        ended, nap = self.progress(), Nap(patience)
         while len(self._reductions) > limit and nap.again():
-            free += self.progress()
-        return free
+            ended += self.progress()
+        return ended
 
-    def finish(self) -> list[torch.Tensor]:
-        free = self._advance(len(self._reductions))
+    def finish(self) -> list[Reduction]:
+        ended = self._advance(len(self._reductions))
         self._barrier()
-        return free
+        return ended
 
     def _barrier(self) -> None:
         """Waits until every rank is here: what follows goes by messages, which cannot be taken back."""
@@ -79,26 +79,26 @@ class PeerReduceScatter(ReduceScatter):
     def catch_up(self, round_number: int) -> None:
         self._board.catch_up(round_number)
 
-    def _advance(self, must: int) -> list[torch.Tensor]:
-        """Sums reductions in order and frees their buffers; waits for the first ``must``, looks once for the rest."""
-        free: list[torch.Tensor] = []
+    def _advance(self, must: int) -> list[Reduction]:
+        """Sums reductions and ends them, in order; waits for the first ``must``, looks once for the rest."""
+        ended: list[Reduction] = []
         while self._summed < self._first + len(self._reductions):
             look = self._board.wait if self._summed < self._first + must else self._board.ready
             if not self._sum(self._summed, look):
                 break
         while self._reductions:
             position, see = self._first, self._board.wait if must > 0 else self._board.ready
-            # A buffer is free once every rank has read its slice of it.
+            # A reduction has ended once every rank has read its slice of the buffer.
             if self._summed <= position or not all(
                 see(rank, lambda notice: notice.taken > position, PHASE)  # noqa: B023
                 for rank in self._others
             ):
                 break
-            free.append(self._reductions.popleft().buffer)
+            ended.append(self._reductions.popleft())
             self._first += 1
             self._show()
             must -= 1
-        return free
+        return ended
 
     def _sum(self, position: int, look: Callable[..., Any]) -> bool:
         addresses = {}
