@@ -161,8 +161,7 @@ class Backward(RoundGradients):
     @property
     def is_open(self) -> bool:
         """True if a round is open."""
-        reducer = self._domain.reducer
-        return reducer is not None and reducer.is_open
+        return self.is_bound and self._reducer.is_open
 
     @property
     def is_bound(self) -> bool:
@@ -197,17 +196,15 @@ class Backward(RoundGradients):
 
     def abandon(self, reason: str) -> None:
         """Abandons the open round, which is LOST then. The other ranks hear of it if the transport can tell them."""
-        assert self._domain.reducer is not None
         for each in self._bound_followers:
             if each.is_open:
                 each.abandon(reason)
         sharded = self._domain.sharded
-        self._domain.reducer.abandon_round(owes_more=sharded is not None and sharded.gatherer.owes_gathers)
+        self._reducer.abandon_round(owes_more=sharded is not None and sharded.gatherer.owes_gathers)
         self._lost = reason
         self.on_end(False)
-        for entry in self.entries:
-            if entry.gradient_slice is not None:  # its sum may hold a part of the lost round
-                entry.gradient_slice.part = None
+        for each in self._slices:  # its sum may hold a part of the lost round
+            each.part = None
 
     def forget_gradients(self) -> None:
         """Forgets all gradients: the user set them to None or zero."""
@@ -216,9 +213,8 @@ class Backward(RoundGradients):
         if self.is_open:
             self.abandon("zero_grad() was called in the middle of it")
         self._lost = None
-        for entry in self.entries:
-            if entry.gradient_slice is not None:
-                entry.gradient_slice.pending = None
+        for gradient_slice in self._slices:
+            gradient_slice.pending = None
         # Only after a forward that raised. Otherwise another rank may have abandoned the batch that this rank has yet
         # to run: this rank would run it as the attempt after, and ranks would wait for each other (zeroes_late).
         if self.is_in_forward:
@@ -228,7 +224,7 @@ class Backward(RoundGradients):
     @property
     def rounds(self) -> int:
         """Number of rounds that all ranks finished."""
-        return 0 if self._domain.reducer is None else self._domain.reducer.rounds
+        return self._reducer.rounds if self.is_bound else 0
 
     def fail(self, error: Exception, rounds: int) -> bool:
         """Tells ranks that wait in a round that this rank's closure raised. See :mod:`shardopt.module.closure`.
@@ -272,22 +268,21 @@ class Backward(RoundGradients):
         """Begins the next round with ranks that abandoned an attempt at it, which this rank did not begin."""
         for each in self.followers:
             each.catch_up()
-        if self._domain.reducer is not None:
-            self._domain.reducer.catch_up()
+        if self.is_bound:
+            self._reducer.catch_up()
 
     def open(self) -> None:
         """Opens a round; it ends with the outermost of the graphs that autograd is running."""
-        self._divisor, reducer, told = self._num_batches, self._domain.reducer, None
-        assert reducer is not None
+        self._divisor, told = self._num_batches, None
         if self.before_round is not None:
             told = self.before_round(
                 [number for number, entry in enumerate(self.entries) if shown_slice(entry) is not None]
             )
             self._divisor = told or self._divisor
-        if told is None and self.closure.is_on and not reducer.tells:
+        if told is None and self.closure.is_on and not self._reducer.tells:
             with self.closure.meeting():
                 agree(StepDigest("round", dict), self._domain.mesh.world)
-        reducer.watch(self.closure.number if self.closure.is_on else 0)
+        self._reducer.watch(self.closure.number if self.closure.is_on else 0)
         torch.autograd.Variable._execution_engine.queue_callback(self.finish)
         self._begin_round()
         self._open_followers()
@@ -323,9 +318,7 @@ class Backward(RoundGradients):
 
     def join_round(self) -> None:
         """Opens a round beside that of the main domain."""
-        reducer = self._domain.reducer
-        assert reducer is not None
-        reducer.watch(self.closure.number if self.closure.is_on else 0)
+        self._reducer.watch(self.closure.number if self.closure.is_on else 0)
         self._begin_round()
 
     def begin_graph(self, syncs: bool, stage: int = 0) -> None:
@@ -351,8 +344,7 @@ class Backward(RoundGradients):
 
     def reduce_now(self) -> None:
         """Collective, outside of a backward: a round of the gradients that were accumulated under ``no_sync()``."""
-        assert self._domain.reducer is not None
-        self._domain.reducer.watch(0)
+        self._reducer.watch(0)
         self._divisor, self._stage = self._num_batches, None
         self._begin_round()
         self._open_followers()
@@ -382,17 +374,17 @@ class Backward(RoundGradients):
 
     def pass_over(self, units: Sequence[str]) -> None:
         """Awaits no more gradients from units that this backward is past: ranks may differ in the params they use."""
-        reducer, entries = self._domain.reducer, self._domain.entries
+        entries = self._domain.entries
         if units:  # before any gradient, if a skipped unit ends the model: the first gather may wait for a reduction
             self.open_early()
         for each in self.followers:
             each.pass_over(units)
-        if not self.is_open or reducer is None:
+        if not self.is_open:
             return
         found = [entries[param] for name in units for param in self.units[name] if param in entries]
         # A list: each of them is passed over.
-        if any([reducer.pass_over(entry.shard.number, entry.index) for entry in found]):
-            reducer.start_completed()
+        if any([self._reducer.pass_over(entry.shard.number, entry.index) for entry in found]):
+            self._reducer.start_completed()
 
     def _receive(self, entry: ParamRecord, grad: torch.Tensor) -> None:
         """Takes a gradient that autograd adds to a part."""
@@ -448,8 +440,6 @@ class Backward(RoundGradients):
         self.on_end(True)
 
     def _finish_round(self) -> None:
-        reducer = self._domain.reducer
-        assert reducer is not None
         with self._domain.clock.phase("reduce"):
             arrivals = self._reduce_rest()
             report = self._report(arrivals)
@@ -457,7 +447,7 @@ class Backward(RoundGradients):
                 late = {entry for entry, is_late in zip(self.entries, report.late, strict=True) if is_late}
                 self._reduce_late({entry.shard.number for entry in late})
                 report = self._report(arrivals)  # finish_late() changed the sums
-            reducer.end_round()
+            self._reducer.end_round()
             self._show_gradients(report)
             if self.followers:
                 for each in (*self.followers, self):

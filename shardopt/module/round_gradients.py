@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from ..domain.domain import Domain
     from ..domain.param import ParamRecord
     from ..domain.shard import Shard
+    from ..partition.reducer import Reducer
 
 _TELLING = "telling norms of gradients"
 
@@ -76,6 +77,18 @@ class RoundGradients:
         self.has_stages = self.found_nonfinite = False
         self._failed = False  # this rank's closure raised: it sends zeros for the rest of the round, and reports it
 
+    @property
+    def _reducer(self) -> Reducer:
+        """The reducer of the domain, which is bound."""
+        reducer = self._domain.reducer
+        assert reducer is not None
+        return reducer
+
+    @property
+    def _slices(self) -> list[GradientSlice]:
+        """The slices of all gradients."""
+        return [entry.gradient_slice for entry in self.entries if entry.gradient_slice is not None]
+
     def _number(self, shards: Iterable[Shard]) -> None:
         """Gives numbers to all params anew; these shards are new."""
         for shard in shards:
@@ -101,10 +114,8 @@ class RoundGradients:
     # -- to the reducer --------------------------------------------------------------------------------------------
 
     def _start_round(self) -> None:
-        reducer = self._domain.reducer
-        assert reducer is not None
-        held: list[set[int]] = [set() for _ in reducer.buckets]
-        absent: list[set[int]] = [set() for _ in reducer.buckets]
+        held: list[set[int]] = [set() for _ in self._reducer.buckets]
+        absent: list[set[int]] = [set() for _ in self._reducer.buckets]
         for entry in self.entries:
             grad, gradient_slice = entry.grad, entry.gradient_slice
             if not entry.outer.requires_grad:
@@ -120,17 +131,15 @@ class RoundGradients:
             read = gradient_slice.restore_sum(self._divisor)
             if read is not None:
                 last_used(read)  # the stream of the first hook is not the one that allocated it
-        reducer.start_round(held, absent, self._stage)
+        self._reducer.start_round(held, absent, self._stage)
         self._also = frozenset()
 
     def _takes(self, entry: ParamRecord) -> bool:
         """True if this round reduces the gradient of a param."""
-        assert self._domain.reducer is not None
-        return self._domain.reducer.reduces(entry.shard.number, self._stage)
+        return self._reducer.reduces(entry.shard.number, self._stage)
 
     def _deliver(self, entry: ParamRecord) -> None:
-        reducer, gathered, gradient_slice = self._domain.reducer, entry.shard.gathered, shown_slice(entry)
-        assert reducer is not None
+        gathered, gradient_slice = entry.shard.gathered, shown_slice(entry)
         if gathered is not None and not gathered.unit.is_here and torch._C._current_graph_task_id() != -1:
             raise ShardoptError(
                 "return from a module's forward every tensor that others use (an auxiliary loss kept as an attribute, "
@@ -150,21 +159,18 @@ class RoundGradients:
                 f"module to DDP: the gradient of {entry.name} is sparse ({grad.layout}), and only dense ones are "
                 "reduced."
             )
-        reducer.deliver(entry.shard.number, entry.index, grad.detach(), entry.shard.strides(entry.index))
+        self._reducer.deliver(entry.shard.number, entry.index, grad.detach(), entry.shard.strides(entry.index))
 
     def _reduce_late(self, numbers: Collection[int]) -> None:
-        reducer = self._domain.reducer
-        assert reducer is not None
-        if not all(reducer.reduces(number, self._stage) for number in numbers):
+        if not all(self._reducer.reduces(number, self._stage) for number in numbers):
             # A graph ran through several stages, as all ranks know now: from here on each round reduces all buckets.
             self.has_stages = False
         self._also = frozenset(numbers)
-        reducer.finish_late(sorted(numbers))
+        self._reducer.finish_late(sorted(numbers))
 
     def _reduce_rest(self) -> Arrivals:
         """Reduces the remaining buckets, until every rank's sums are complete."""
-        reducer = self._domain.reducer
-        assert reducer is not None
+        reducer = self._reducer
         held, self._unused, self._beside = self._deliver_rest(), self._beside, None
         try:
             reducer.finish()
@@ -259,9 +265,8 @@ class RoundGradients:
 
     def mark_spoilt(self, is_spoilt: bool) -> None:
         """Says whether gradients of any rank's experts hold an Inf or NaN: GradScalers of all ranks hear."""
-        for entry in self.entries:
-            if entry.gradient_slice is not None:
-                entry.gradient_slice.is_spoilt_elsewhere = is_spoilt
+        for each in self._slices:
+            each.is_spoilt_elsewhere = is_spoilt
 
     def _show_gradients(self, report: Report) -> None:
         """Makes ``param.grad`` a part wherever any rank had a gradient."""

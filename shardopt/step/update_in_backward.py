@@ -133,9 +133,8 @@ class UpdateInBackward(Backward):
     def abandon(self, reason: str) -> None:
         super().abandon(reason)
         self._round = None
-        assert self._domain.reducer is not None
         # A bucket was updated on any rank only if all ranks had sent theirs.
-        if self._domain.reducer.has_started:
+        if self._reducer.has_started:
             why = f"in a backward with release_gradients=True that had updated some buckets: {reason}"
             self._domain.break_off(why)
 
@@ -157,8 +156,7 @@ class UpdateInBackward(Backward):
             check_unbroken(self._domain)
             self._round = self._prepare()
         except BaseException:
-            assert self._domain.reducer is not None
-            self._domain.reducer.abandon_round()  # the other ranks need not wait for this one
+            self._reducer.abandon_round()  # the other ranks need not wait for this one
             raise
         super().open()
 
@@ -256,8 +254,8 @@ class UpdateInBackward(Backward):
         super()._fill_sums(report, vector, counts)
 
     def _finish_round(self) -> None:
-        reducer, current = self._domain.reducer, self._round
-        assert reducer is not None and current is not None
+        reducer, current = self._reducer, self._round
+        assert current is not None
         try:
             with self._domain.clock.phase("reduce"):
                 report = self._report(self._reduce_rest())
