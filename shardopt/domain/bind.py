@@ -26,7 +26,6 @@ from ..errors import BindingError, CommunicationError
 from ..option import compared
 from ..partition.layout import BucketLayout
 from ..partition.memory import return_free_memory
-from ..partition.placement import Placement, Placements
 from ..tensors.part import Part
 from ..tensors.unsharded_guard import is_sharded
 from .agreement import UNBOUND, StepDigest, agree, checksum
@@ -179,7 +178,7 @@ def _adopt(domain: Domain, links: Links, made: Sequence[Made], units: UnitTable)
 def unit_table(domain: Domain) -> UnitTable:
     """Returns each local param of the module with its unit and that one's number; empty below stage 3."""
     module = domain.options.module
-    if module is None or Placements.of_stage(domain.options.stage).param is Placement.REPLICATE:
+    if module is None or not domain.shards_params:
         return {}
     tuning = domain.options.tuning
     check_names(units_of(module, tuning.units), tuning)
@@ -196,7 +195,7 @@ def plan_of(domain: Domain, candidates: Sequence[Candidate], waiting: Waiting, u
     ranks = domain.mesh.shard
 
     def bucket_bytes(device: torch.device) -> int:
-        return _bucket_bytes(domain, device)
+        return domain.options.tuning.bucket_bytes_of(device, domain.options.module is not None)
 
     numbers = {param: number for param, (number, _) in units.items()} if units else None
     kept = _kept_whole(domain)
@@ -224,7 +223,7 @@ def frozen_of(
     Args:
         candidates: params that are about to be bound.
     """
-    if Placements.of_stage(domain.options.stage).param is Placement.REPLICATE:
+    if not domain.shards_params:
         return []
     others: set[torch.Tensor] = {*domain.entries, *_kept_whole(domain), *(param for _, param, _ in candidates)}
     return [
@@ -254,13 +253,9 @@ def _frozen_layouts(
     return [(kind, BucketLayout(tuple(param.numel() for param in kind), ranks)) for kind in kinds]
 
 
-def _bucket_bytes(domain: Domain, device: torch.device) -> int:
-    return domain.options.tuning.bucket_bytes_of(device, domain.options.module is not None)
-
-
 def _kept_whole(domain: Domain) -> Collection[torch.Tensor]:
     """Returns the params that stage 3 would shard if ``Tuning.keep`` did not name them."""
-    if Placements.of_stage(domain.options.stage).param is Placement.REPLICATE:
+    if not domain.shards_params:
         return frozenset()
     kept = matching(domain.options.module, domain.options.tuning.keep)
     return frozenset(domain.locals.of(param) for param in kept if isinstance(param, torch.nn.Parameter))

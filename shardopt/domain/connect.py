@@ -11,7 +11,6 @@ import torch
 
 from ..partition.comm.transport import Transport
 from ..partition.gatherer import Gatherer
-from ..partition.placement import Placement, Placements
 from ..partition.reducer import Reducer
 from .domain import Links
 from .remote_states import RemoteStates
@@ -35,7 +34,7 @@ def connect(domain: Domain, device: torch.device, landing: HostLanding | None, u
     shards, replicas = (Transport.of(ranks, device, tuning.neighbours) for ranks in (mesh.shard, mesh.replicate))
     reducer = None if options.module is None else Reducer(mesh, shards, replicas)
     sharded = None
-    if Placements.of_stage(options.stage).param is Placement.SHARD:
+    if domain.shards_params:
         # Offloaded params lie in no memory that other ranks could read.
         transport = Transport(mesh.shard, device) if domain.offloads_params(device) else shards
         shared = domain.leader.gatherer if domain.leader is not None else None

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from ..errors import CommunicationError, OffloadError
 from ..partition.comm.group import Traffic
+from ..partition.placement import Placement, Placements
 from .agreement import StepDigest, agree
 from .arriving import Arriving
 from .epoch import Epoch
@@ -133,6 +134,11 @@ class Domain:
         self.on_leave: Callable[[Callable[[], Arriving]], bool] = lambda _: False
 
     # -- what is bound ---------------------------------------------------------------------------------------------
+
+    @property
+    def shards_params(self) -> bool:
+        """True if params are sharded: stage 3."""
+        return Placements.of_stage(self.options.stage).param is Placement.SHARD
 
     @property
     def frozen_shards(self) -> Sequence[Shard]:

@@ -20,7 +20,6 @@ from ..domain.called import CalledModule, called_modules
 from ..domain.dtensors import local_tensor
 from ..domain.members import tensors_of
 from ..errors import BindingError
-from ..partition.placement import Placement, Placements
 from ..tensors.unsharded_guard import is_sharded
 from .arrivals import ArrivalHooks
 from .backward import Backward
@@ -171,7 +170,7 @@ class ModuleTakeover:
         self._domain, self.backward = domain, backward
         backward.closure = self.closure
         backward.has_stages = len(self.called) > 1 and not domain.options.release_gradients
-        if Placements.of_stage(domain.options.stage).param is Placement.SHARD:
+        if domain.shards_params:
             self.forward = Forward(domain, self.module, self.called)
             backward.on_end, backward.units = self.forward.end_backward, self.forward.params
         elif domain.options.tuning.overlap_gather and self.module in self._called:
