@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from .domain.agreement import StepDigest, agree, agree_on_call
+from .domain.agreement import agree_on, agree_on_call
 from .domain.bind import bind, frozen_of
 from .domain.domain import Domain
 from .domain.domains import Domains
@@ -277,7 +277,7 @@ class Bindings:
                     raise
                 problem = problem or error  # of the ranks of one expert: all others are told
         if len(by_domain) > 1:
-            agree(StepDigest("experts", dict, problem), main.mesh.world)
+            agree_on("experts", main.mesh.world, problem)
         if takeover.fresh:
             takeover.give_values(values)
         takeover.expect_backward()
@@ -322,7 +322,7 @@ class Bindings:
         except Exception as error:
             problem = error
         view = {"module": takeover.describe(), **values.describe()}
-        agree(StepDigest(view, lambda: view, problem), domain.mesh.world)
+        agree_on(view, domain.mesh.world, problem)
         return numbers
 
     def _check_one_domain(self) -> None:

@@ -99,6 +99,18 @@ def agree(view: StepDigest, ranks: Ranks, one_copy: Sequence[int] = ()) -> Conse
     )
 
 
+def agree_on(what: str | dict[str, Any], ranks: Ranks, problem: Exception | None = None) -> None:
+    """Collective: returns once no rank has a problem, and all of them say the same.
+
+    Args:
+        what: a name for what all ranks have come to, or values that they compare, JSON-able and by name.
+
+    Raises:
+        Exception: as :func:`agree`.
+    """
+    agree(StepDigest(what, (lambda: what) if isinstance(what, dict) else dict, problem), ranks)
+
+
 def agree_on_call(call: str, read: Callable[[], dict[str, Any]], ranks: Ranks) -> dict[str, Any]:
     """Collective, ahead of what a call does together: what ``read`` makes of its arguments, JSON-able.
 

@@ -10,7 +10,7 @@ import torch
 
 from ..errors import OffloadError
 from ..rules.rule import EMA
-from .agreement import StepDigest, agree
+from .agreement import agree_on
 from .masters import begin_averages
 from .shard import Shard
 
@@ -108,4 +108,4 @@ def _on_all(domain: Domain, act: Callable[[], None]) -> None:
     except OffloadError as error:
         problem = error
     if not domain.store.is_final:
-        agree(StepDigest("average", dict, problem), domain.mesh.world)
+        agree_on("average", domain.mesh.world, problem)

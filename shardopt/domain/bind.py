@@ -28,7 +28,7 @@ from ..partition.layout import BucketLayout
 from ..partition.memory import return_free_memory
 from ..tensors.part import Part
 from ..tensors.unsharded_guard import is_sharded
-from .agreement import UNBOUND, StepDigest, agree, checksum
+from .agreement import UNBOUND, agree_on, checksum
 from .allocate import allocate, allocate_frozen
 from .bindable import check_bindable, check_gradient_format, warn_of_master
 from .bucket_plan import plan_buckets
@@ -95,7 +95,7 @@ def bind(
     description = _description(domain, groups, numbers, candidates, closure, waiting)
     description["values"] = {name: value for (name, _, _), value in zip(candidates, sums, strict=False)}
     description["frozen params of the module"] = [[list(param.shape), str(param.dtype)] for param in frozen]
-    agree(StepDigest(description, lambda: description, problem), world)
+    agree_on(description, world, problem)
     with ExitStack() as undo:
         made: list[Made] = []
         landing = domain.landing
@@ -112,7 +112,7 @@ def bind(
                 made.append(allocate_frozen(domain, members, layout, fresh, undo))
         except Exception as error:
             problem = error
-        agree(StepDigest("bound", dict, problem), world)
+        agree_on("bound", world, problem)
         links = domain.links
         try:
             if links is None:
@@ -122,7 +122,7 @@ def bind(
             raise
         except Exception as error:
             problem = error
-        agree(StepDigest("connected", dict, problem), world)
+        agree_on("connected", world, problem)
         undo.pop_all()
     assert links is not None
     _adopt(domain, links, made, units)

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from ..errors import CommunicationError, OffloadError
 from ..partition.comm.group import Traffic
 from ..partition.placement import Placement, Placements
-from .agreement import StepDigest, agree
+from .agreement import agree_on
 from .arriving import Arriving
 from .epoch import Epoch
 from .listed import ListedParams
@@ -405,7 +405,7 @@ class Domain:
         except OffloadError as error:
             problem = error
         if not self.store.is_final:
-            agree(StepDigest("read", dict, problem), ranks)
+            agree_on("read", ranks, problem)
         return own
 
     def gather_slices(self, shard: Shard, own: torch.Tensor, name: str) -> torch.Tensor:

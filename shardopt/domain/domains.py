@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..errors import BindingError
 from ..partition.comm.group import Ranks
 from ..partition.mesh import everyone_of
-from .agreement import Consensus, StepDigest, agree, checksum
+from .agreement import Consensus, StepDigest, agree, agree_on, checksum
 from .dtensors import any_dtensor, cut_dims, is_counted_here, is_dtensor, local_tensor, mesh_of, slice_number
 from .experts import check_experts, set_members
 from .param import named_params
@@ -110,7 +110,7 @@ class Domains:
         if self._has_compared:
             return
         given = {"options.norm_group": self.options.norm_group is not None}
-        agree(StepDigest(given, lambda: given, problem), self.main.mesh.world)
+        agree_on(given, self.main.mesh.world, problem)
         self._has_compared = True
 
     def look(self, groups: Sequence[Group]) -> None:

@@ -10,7 +10,7 @@ from ..errors import OffloadError, ShardoptError
 from ..offload.disk.pipeline import SLOTS
 from ..offload.store import ResidentStorage
 from ..partition.memory import return_free_pages
-from .agreement import StepDigest, agree
+from .agreement import agree_on
 from .tiers import check_offload, make_store, tier_of
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def relocate(domain: Domain, tier: str, open_store: Callable[[], Store]) -> None
             _copy(domain, store, storages)
         except Exception as error:
             problem = error
-        agree(StepDigest(view, lambda: view, problem), domain.mesh.world)
+        agree_on(view, domain.mesh.world, problem)
     except BaseException:
         if store is not None:
             _close(store)

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..domain.agreement import StepDigest, agree
+from ..domain.agreement import agree_on
 from ..errors import CommunicationError, ShardoptError
 from ..tensors.gradient_slice import GradientSlice
 from ..tensors.part import Part
@@ -203,8 +203,8 @@ class Backward(RoundGradients):
         self._reducer.abandon_round(owes_more=sharded is not None and sharded.gatherer.owes_gathers)
         self._lost = reason
         self.on_end(False)
-        for each in self._slices:  # its sum may hold a part of the lost round
-            each.part = None
+        for gradient_slice in self._slices:  # its sum may hold a part of the lost round
+            gradient_slice.part = None
 
     def forget_gradients(self) -> None:
         """Forgets all gradients: the user set them to None or zero."""
@@ -281,7 +281,7 @@ class Backward(RoundGradients):
             self._divisor = told or self._divisor
         if told is None and self.closure.is_on and not self._reducer.tells:
             with self.closure.meeting():
-                agree(StepDigest("round", dict), self._domain.mesh.world)
+                agree_on("round", self._domain.mesh.world)
         self._reducer.watch(self.closure.number if self.closure.is_on else 0)
         torch.autograd.Variable._execution_engine.queue_callback(self.finish)
         self._begin_round()

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from ..arguments import by_name
-from ..domain.agreement import StepDigest, agree
+from ..domain.agreement import agree_on
 from ..domain.dtensors import is_dtensor
 from ..errors import BindingError
 
@@ -249,7 +249,7 @@ def give_values(module: nn.Module, fresh: list[torch.Tensor], domain: Domain, va
             waiting -= set(own)
         if where:
             domain.gatherer.wait_for_writes()
-        agree(StepDigest("values", dict, problem), domain.mesh.world)
+        agree_on("values", domain.mesh.world, problem)
     for shard in domain.shards:
         if any(param in without for param in shard.bucket.params):
             shard.restart_masters()

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..domain.agreement import UNBOUND, StepDigest, agree, checksum
+from ..domain.agreement import UNBOUND, StepDigest, agree, agree_on, checksum
 from ..domain.domain import Domain
 from ..domain.domains import agree_on_whole
 from ..domain.hyperparameters import check_numbers, plain_numbers
@@ -255,7 +255,7 @@ def _compare_written(plan: StepPlan) -> None:
     everyones = domain.mesh.world.exchange_json(mine, "comparing weights that were written")
     union = sorted({index for theirs in everyones for index in theirs})
     sums = {f"weights (sum of bits) of {entries[index].name}": checksum(entries[index].param) for index in union}
-    agree(StepDigest(sums, lambda: sums), domain.mesh.world)
+    agree_on(sums, domain.mesh.world)
 
 
 # -- 4. decide ---------------------------------------------------------------------------------------------------------
