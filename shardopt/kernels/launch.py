@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from .pass_spec import PassSpec
+from .reductions import new_totals
 from .versions import require
 
 if TYPE_CHECKING:
@@ -100,6 +101,13 @@ def backend_of(device: torch.device) -> Backend:
     from . import triton_backend
 
     return triton_backend
+
+
+def totals_of(grad: Format, gradients: Gradients, factors: Factors) -> torch.Tensor:
+    """Returns the totals of gradients, as :func:`new_totals` has them, on their device; the host does not wait."""
+    found = new_totals(gradients.num_rows, gradients.row_of_block.device)
+    backend_of(found.device).add_totals(grad, gradients, factors, found)
+    return found
 
 
 def prepare(spec: StepSpec, device: torch.device, aligned: bool) -> None:

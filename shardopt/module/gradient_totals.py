@@ -14,8 +14,8 @@ import numpy as np
 import torch
 
 from ..domain.shard_tables import joined_table
-from ..kernels.launch import backend_of
-from ..kernels.reductions import COLUMNS, new_totals
+from ..kernels.launch import totals_of
+from ..kernels.reductions import COLUMNS
 from ..kernels.tables import Factors, Gradients, sent
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ class GradientTotals:
         """Takes the totals of a sum that does not stay, and returns them, on their device. None: no param is in it."""
         if shard not in self._params:
             return None
-        found = self._early[shard] = totals_of(grad, gradients, divisor)
+        found = self._early[shard] = totals_of(grad, gradients, Factors(divisor))
         return found
 
     def read(self, num_params: int, divisor: int) -> Array:
@@ -91,7 +91,7 @@ class GradientTotals:
     def _look(self, divisor: int) -> Iterator[tuple[Array, torch.Tensor]]:
         """Yields the params of each row, and the totals, of each launch; in the same order in each backward."""
         for each in self._join():
-            yield each.params, totals_of(each.grad, each.table, divisor)
+            yield each.params, totals_of(each.grad, each.table, Factors(divisor))
         for shard, totals in self._early.items():
             if totals is not None:
                 yield self._params[shard], totals
@@ -111,10 +111,3 @@ class GradientTotals:
                 [shard.tables for shard in shards], [shard.sums for shard in shards], grad.itemsize
             ).there()
             yield _Joined(grad, table, np.concatenate([self._params[shard] for shard in shards]))
-
-
-def totals_of(grad: Format, gradients: Gradients, divisor: int) -> torch.Tensor:
-    """Returns the totals of gradients, as :func:`new_totals` has them, on their device; the host does not wait."""
-    found = new_totals(gradients.num_rows, gradients.row_of_block.device)
-    backend_of(found.device).add_totals(grad, gradients, Factors(divisor), found)
-    return found

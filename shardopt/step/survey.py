@@ -15,8 +15,8 @@ import torch
 
 from ..errors import ShardoptError
 from ..kernels.formats import GRADIENT_DTYPES, format_of
-from ..kernels.launch import backend_of
-from ..kernels.reductions import COLUMNS, LIMBS, new_totals, sum_of_rows
+from ..kernels.launch import backend_of, totals_of
+from ..kernels.reductions import COLUMNS, LIMBS, sum_of_rows
 from ..kernels.tables import BLOCK, Factors
 from ..rules.choice import KEY, RuleChoice
 from ..tensors.gradient import GradientPart
@@ -186,7 +186,9 @@ def _stats_of(
     sampled = [] if domain.reducer is not None else _sample(domain, updates)
     together = list(joined(domain.shards, launches))
     if options.max_grad_norm is not None:
-        looked = [_totals(each, 1.0 / scale) for each in together]
+        looked = [
+            totals_of(each.spec.grad, each.gradients, Factors(each.divisor, 1.0 / scale)).view(-1) for each in together
+        ]
     elif options.tuning.nonfinite == "propagate" or overflow:
         looked = []
     else:
@@ -209,14 +211,6 @@ def _counted_elsewhere(domain: Domain, joined: JoinedLaunch) -> Iterator[int]:
         updates = {} if launch is None else launch.updates
         yield from (first + row for row, each in updates.items() if each.entry.param in domain.counted_elsewhere)
         first += shard.tables.num_rows
-
-
-def _totals(launch: JoinedLaunch, unscale: float) -> torch.Tensor:
-    """Returns the totals of the gradients of a launch, 1D, on their device."""
-    table = launch.gradients
-    found = new_totals(table.num_rows, table.row_of_block.device)
-    backend_of(found.device).add_totals(launch.spec.grad, table, Factors(launch.divisor, unscale), found)
-    return found.view(-1)
 
 
 def _counts(launches: Sequence[JoinedLaunch]) -> list[torch.Tensor]:
