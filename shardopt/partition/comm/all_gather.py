@@ -45,16 +45,17 @@ class AllGather:
     Attributes:
         reads_memory: True if other ranks read our shard during their ``finish``: it must be final before, and stay
             until all of them are done.
+        ends: by number of each started window, the call that ends with every rank's shard in it.
     """
 
     def __init__(self, begin: Callable[[Window], Callable[[], None]], reads_memory: bool = False):
         """``begin`` begins to fill a window, and returns the call that ends with every rank's shard in the window."""
         self._begin, self.reads_memory = begin, reads_memory
-        self._ends: dict[int, Callable[[], None]] = {}  # by number of the window
+        self.ends: dict[int, Callable[[], None]] = {}
 
     def start(self, window: Window) -> None:
         if window.nbytes_received:  # not on one rank, which owns everything
-            self._ends[window.number] = self._begin(window)
+            self.ends[window.number] = self._begin(window)
 
     def finish(self) -> None:
         """Waits until every started window holds every rank's shard.
@@ -62,12 +63,8 @@ class AllGather:
         Raises:
             CommunicationError: a rank died or is late.
         """
-        for end in self._ends.values():
+        for end in self.ends.values():
             end()
-
-    def end_of(self, window: Window) -> Callable[[], None]:
-        """Returns what :meth:`finish` would call for a started window; the caller calls it in its place."""
-        return self._ends.pop(window.number)
 
 
 def by_messages(ranks: Ranks, phase: str, limit: timedelta | None = None) -> AllGather:

@@ -21,8 +21,6 @@ from ..streams import current_stream
 from .all_gather import FIRST_TAG
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from .all_gather import AllGather, Window
     from .group import Pending, Ranks
 
@@ -37,7 +35,7 @@ class LateGather:
         """
         self._ranks, self._all_gather, self._phase = ranks, all_gather, phase
         self._tag = FIRST_TAG + number
-        self._ends: dict[int, Callable[[], None]] = {}  # by number of the windows that nobody has waited for
+        self._ends = all_gather.ends  # of the windows that nobody has waited for
         self._words: list[torch.Tensor] = []  # by rank: 1 if it failed
         self._told: Pending | None = None
         self._device = torch.device("cpu")
@@ -53,7 +51,6 @@ class LateGather:
         self._device = window.flat.device
         self._home = current_stream(self._device)
         self._all_gather.start(window)
-        self._ends[window.number] = self._all_gather.end_of(window)
         self.received += window.nbytes_received
 
     def tell(self, failed: bool) -> None:
