@@ -194,9 +194,7 @@ class DiskStore(Store):
         self.pipeline.prefetch(list(self._jobs.values()))
 
     def _job(self, chunk: Chunk) -> ChunkJob:
-        home = chunk.home
-        assert isinstance(home, DiskStorage)
-        parts = {name: home.segment(name, chunk.start) for name in chunk.names}
+        parts = {name: _home(chunk).segment(name, chunk.start) for name in chunk.names}
         # The newest values: a step may take several passes, which read what the passes before them wrote.
         reads = [self.segments.loader(part) for part in parts.values()]
         writes = [_nothing if name in chunk.unwritten else self.segments.writer(part) for name, part in parts.items()]
@@ -207,9 +205,7 @@ class DiskStore(Store):
         if chunk.param is not None:
             _copy(_kept(chunk), chunk.param)
             self._fetched.append(chunk)
-        home = chunk.home
-        assert isinstance(home, DiskStorage)
-        segments = (home.segment(name, chunk.start) for name in chunk.names)
+        segments = (_home(chunk).segment(name, chunk.start) for name in chunk.names)
         streams = [segment.items(part) for segment, part in zip(segments, parts, strict=True)]
         return Fetched(streams, chunk.param, chunk.gradients)
 
@@ -296,9 +292,13 @@ def _nothing(part: TransferBuffer) -> None:
     """Writes nothing of a stream that an update only read."""
 
 
-def _kept(chunk: Chunk) -> torch.Tensor:
+def _home(chunk: Chunk) -> DiskStorage:
     assert isinstance(chunk.home, DiskStorage)
-    return chunk.home.kept[chunk.start : chunk.stop]
+    return chunk.home
+
+
+def _kept(chunk: Chunk) -> torch.Tensor:
+    return _home(chunk).kept[chunk.start : chunk.stop]
 
 
 def _copy(into: torch.Tensor, source: torch.Tensor) -> None:
