@@ -48,6 +48,7 @@ from ..tensors.pipelining import is_called_by_pipeline
 from ..tensors.strides import with_own_storage
 from ..tensors.unsharded_guard import keep_pattern
 from .hooks import ModuleHook, call_while_alive
+from .nested import tensors_within, with_own_nodes
 
 if TYPE_CHECKING:
     from ..domain.called import CalledModule
@@ -182,8 +183,8 @@ class Forward:
         checks = module not in self._called and torch.is_grad_enabled() and not self._frozen.isdisjoint(units)
         own: set[Any] = set()  # nodes that no other call shares
         if checks:
-            arguments = _with_own_nodes(arguments, own)
-            keywords = {name: _with_own_nodes(each, own) for name, each in keywords.items()}
+            arguments = with_own_nodes(arguments, own)
+            keywords = {name: with_own_nodes(each, own) for name, each in keywords.items()}
         inputs = tensors_within((arguments, keywords) if keywords else arguments, 0) if torch.is_grad_enabled() else ()
         starts = {tensor.grad_fn for tensor in inputs if tensor.grad_fn is not None}
         call = _Call(self, module, starts, own)
@@ -338,20 +339,6 @@ def _in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
-def _with_own_nodes(given: Any, own: set[Any]) -> Any:
-    """Returns the arguments of a call, tensors among them behind nodes of their own, which are added to ``own``.
-
-    What the call may write to (a list, a cache) stays what it is, with the tensors that it holds.
-    """
-    if isinstance(given, torch.Tensor) and given.requires_grad:
-        view = given.view_as(given)
-        own.add(view.grad_fn)
-        return view
-    if type(given) is tuple:
-        return tuple(_with_own_nodes(each, own) for each in given)
-    return given
-
-
 def _lends_memory_to(units: Iterable[Unit], tensor: torch.Tensor) -> bool:
     own = tensor if type(tensor) is torch.Tensor else local_tensor(tensor)
     return any(each.bucket.lends_memory_to(own) for unit in units for each in unit.buckets)
@@ -446,19 +433,3 @@ class _Call:
             self._left.discard(number)
             if not self._left:
                 self.close()
-
-
-def tensors_within(values: Any, depth: int = 3) -> Iterable[torch.Tensor]:
-    """Returns the tensors in nested values, and in objects that pytree does not know (dataclasses, a library's output
-    classes), ``depth`` levels deep."""
-    if isinstance(values, torch.Tensor):  # nearly always; a search takes ten times as long
-        return (values,)
-    if isinstance(values, tuple) and all(isinstance(each, torch.Tensor) for each in values):
-        return values
-    leaves = torch.utils._pytree.tree_leaves(values)
-    found = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-    for leaf in leaves if depth else ():
-        if not isinstance(leaf, (torch.Tensor, nn.Module, type)):
-            names = getattr(leaf, "__dict__", getattr(leaf, "__slots__", ()))
-            found += tensors_within([getattr(leaf, name, None) for name in names], depth - 1)
-    return found

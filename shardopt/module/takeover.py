@@ -25,9 +25,10 @@ from .arrivals import ArrivalHooks
 from .backward import Backward
 from .closure import ClosureState, RaiseNow
 from .ddp import active_wrapper, check_same_ranks, has_reducer, restore_reducer, retire_reducer
-from .forward import Forward, tensors_within
+from .forward import Forward
 from .hooks import ModuleHook, call_while_alive
 from .materialize import give_devices, give_values
+from .nested import tensors_within
 from .tree import ModuleTree
 
 if TYPE_CHECKING:
