@@ -42,6 +42,7 @@ from .tiers import check_offload, make_landing
 from .units import UnitPlan, check_names, units_of
 
 if TYPE_CHECKING:
+    from ..offload.gradients import HostLanding
     from .allocate import Fresh, Made, Waiting
     from .bucket_plan import PlannedBucket
     from .domain import Domain, Links
@@ -78,7 +79,7 @@ def bind(
     """
     problem: Exception | None = None
     plan: list[PlannedBucket] = []
-    sums: list[int] = []
+    values: dict[str, int] = {}
     units: UnitTable = {}
     device, world = _device_of(domain, candidates, frozen), domain.mesh.world
     try:
@@ -86,14 +87,11 @@ def bind(
             _check(domain, groups, candidates)
         units = unit_table(domain)
         plan = plan_of(domain, candidates, waiting, units)
-        if world.size > 1:
-            sums = [
-                0 if param in fresh or _is_sharded(domain, param) else checksum(param) for _, param, _ in candidates
-            ]
+        values = _values(domain, candidates, fresh) if world.size > 1 else {}
     except Exception as error:
         problem = error
     description = _description(domain, groups, numbers, candidates, closure, waiting)
-    description["values"] = {name: value for (name, _, _), value in zip(candidates, sums, strict=False)}
+    description["values"] = values
     description["frozen params of the module"] = [[list(param.shape), str(param.dtype)] for param in frozen]
     agree_on(description, world, problem)
     with ExitStack() as undo:
@@ -103,13 +101,9 @@ def bind(
             if domain.sharded is not None:  # frozen params that train from now on need whole values first
                 domain.sharded.remove_params([domain.locals.outer_of(param) for _, param, _ in candidates])
             if domain.links is None and domain.options.module is not None:
-                landing = make_landing(domain.options.rests, device)
-                if landing is not None:
-                    undo.callback(landing.close)
-            for planned in plan:
-                made.append(allocate(domain, planned, waiting, fresh, landing, undo))
-            for members, layout in _frozen_layouts(domain, frozen, units):
-                made.append(allocate_frozen(domain, members, layout, fresh, undo))
+                landing = _landing(domain, device, undo)
+            made += [allocate(domain, planned, waiting, fresh, landing, undo) for planned in plan]
+            made += [allocate_frozen(domain, *each, fresh, undo) for each in _frozen_layouts(domain, frozen, units)]
         except Exception as error:
             problem = error
         agree_on("bound", world, problem)
@@ -135,6 +129,13 @@ def _device_of(domain: Domain, candidates: Sequence[Candidate], frozen: Sequence
     if not params and domain.options.module is not None:  # ranks are connected for the params of experts
         params = list(domain.options.module.parameters())
     return params[0].device
+
+
+def _landing(domain: Domain, device: torch.device, undo: ExitStack) -> HostLanding | None:
+    landing = make_landing(domain.options.rests, device)
+    if landing is not None:
+        undo.callback(landing.close)
+    return landing
 
 
 def _check(domain: Domain, groups: Sequence[Group], candidates: Sequence[Candidate]) -> None:
@@ -262,6 +263,13 @@ def _kept_whole(domain: Domain) -> Collection[torch.Tensor]:
 
 
 # -- the comparison ----------------------------------------------------------------------------------------------------
+
+
+def _values(domain: Domain, candidates: Sequence[Candidate], fresh: Fresh) -> dict[str, int]:
+    """Returns a checksum of each param, by which ranks notice that they start from different weights."""
+    return {
+        name: 0 if param in fresh or _is_sharded(domain, param) else checksum(param) for name, param, _ in candidates
+    }
 
 
 def _description(
