@@ -8,7 +8,7 @@ which it waits.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -26,20 +26,15 @@ if TYPE_CHECKING:
     Array = np.ndarray[Any, Any]
 
 
-class _Joined(NamedTuple):
-    """The sums that one launch looks at."""
-
-    grad: Format
-    table: Gradients
-    params: Array  # 1D [rows]: the number of each row's param; -1 for blocks without a param
-
-
 class GradientTotals:
     """Of the shards of one domain."""
 
     def __init__(self) -> None:
-        self._params: dict[Shard, Array] = {}  # 1D [rows], as of ``_Joined``
-        self._joined: list[_Joined] | None = None  # None: shards came since
+        # 1D [rows]: the number of each row's param; -1 for blocks without a param.
+        self._params: dict[Shard, Array] = {}
+        # By launch: the format and the table of the sums that it looks at, and the params of its rows. None: shards
+        # came since.
+        self._joined: list[tuple[Format, Gradients, Array]] | None = None
         self._early: dict[Shard, torch.Tensor | None] = {}  # of the shards that are looked at one by one
         self._places: list[torch.Tensor] = []  # in the report, of the totals of each launch
 
@@ -90,18 +85,15 @@ class GradientTotals:
 
     def _look(self, divisor: int) -> Iterator[tuple[Array, torch.Tensor]]:
         """Yields the params of each row, and the totals, of each launch; in the same order in each backward."""
-        for each in self._join():
-            yield each.params, totals_of(each.grad, each.table, Factors(divisor))
+        if self._joined is None:
+            self._joined, self._places = list(self._join()), []
+        for grad, table, params in self._joined:
+            yield params, totals_of(grad, table, Factors(divisor))
         for shard, totals in self._early.items():
             if totals is not None:
                 yield self._params[shard], totals
 
-    def _join(self) -> list[_Joined]:
-        if self._joined is None:
-            self._joined, self._places = list(self._joins()), []
-        return self._joined
-
-    def _joins(self) -> Iterator[_Joined]:
+    def _join(self) -> Iterator[tuple[Format, Gradients, Array]]:
         alike: dict[tuple[Format, torch.device], list[Shard]] = {}
         for shard in self._params:
             if shard not in self._early:
@@ -110,4 +102,4 @@ class GradientTotals:
             table = joined_table(
                 [shard.tables for shard in shards], [shard.sums for shard in shards], grad.itemsize
             ).there()
-            yield _Joined(grad, table, np.concatenate([self._params[shard] for shard in shards]))
+            yield grad, table, np.concatenate([self._params[shard] for shard in shards])
