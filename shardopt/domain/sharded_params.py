@@ -133,9 +133,9 @@ class ShardedParams:
                     gatherer.done_but_viewed(each)
                 else:
                     gatherer.done(each, reshard=True)
-            gatherer.wait_for_writes()
+            gatherer.writes.complete()
             if any(each.slice.memory is None for unit in units for each in unit.buckets):
-                gatherer.confirm_writes(problem)
+                gatherer.writes.confirm(problem)
 
     def give_back(self) -> None:
         """Collective: makes every param whole. Afterwards no other rank reads this rank's slices."""
@@ -144,7 +144,7 @@ class ShardedParams:
             self.gatherer.need(each)
         for param in self.where:
             mark_whole(param)
-        self.gatherer.barrier()
+        self.gatherer.writes.barrier()
         self.gatherer.give_up(self.units)
         for shard in self.frozen:
             shard.bucket.release()

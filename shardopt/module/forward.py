@@ -239,7 +239,7 @@ class Forward:
         sharded = next((each for each in self._sharded if param in each.where), None)
         if sharded is None or sharded.shown:  # unsharded() writes all params back when it ends
             return
-        if not self._gatherer.is_alone:
+        if not self._gatherer.writes.is_alone:
             name = sharded.name_of(param)
             raise ReleasedError(
                 f"construct the optimizer with {keep_pattern(name)} so that the param stays whole: the forward of "

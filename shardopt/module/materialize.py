@@ -248,7 +248,7 @@ def give_values(module: nn.Module, fresh: list[torch.Tensor], domain: Domain, va
                 domain.gatherer.done(unit, reshard=True)
             waiting -= set(own)
         if where:
-            domain.gatherer.wait_for_writes()
+            domain.gatherer.writes.complete()
         agree_on("values", domain.mesh.world, problem)
     for shard in domain.shards:
         if any(param in without for param in shard.bucket.params):

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 
 from ..errors import CommunicationError
 from ..profiler import label
-from .comm.transport import barrier
+from .slice_writes import SliceWrites
 from .unit import GatheredBucket, UnitState
 from .unit_orders import Direction, Pass, UnitOrders
 
@@ -53,6 +53,7 @@ class Gatherer:
     """Gathers units and reshards them.
 
     Attributes:
+        writes: the order between gathers and writes of slices.
         waits_for_others: True if a rank that gathers some unit waits until the others gather it.
         orders: of uses in this step, and the schedules.
     """
@@ -63,7 +64,7 @@ class Gatherer:
             outlives_backward: what stays from forward to backward stays until the step.
         """
         self.budget, self._outlives_backward = budget, outlives_backward
-        self._transports: list[Transport] = []  # in one order on all ranks
+        self.writes = SliceWrites()
         self.waits_for_others = False
         self.units: dict[str, Unit] = {}
         self.orders = UnitOrders(self.units, budget)
@@ -77,11 +78,10 @@ class Gatherer:
         self._gathered: dict[Unit, None] = {}  # the least recently used first
         self._pass: Pass | None = None
         self._freed: list[Memory] = []  # by this use; the next gather takes their pages
-        self._written: set[Transport] = set()  # by which slices were written since the last barrier
 
     def connect(self, transport: Transport) -> None:
         """Adds a transport by which units will be gathered."""
-        self._transports.append(transport)
+        self.writes.transports.append(transport)
         self.waits_for_others = self.waits_for_others or transport.overlaps
 
     def add(self, bucket: Bucket, own: Slice, window: Window, unit: Unit) -> GatheredBucket:
@@ -111,7 +111,7 @@ class Gatherer:
 
     def need(self, unit: Unit) -> None:
         """Gathers a unit, in no order that ranks compare; else like ``use``."""
-        self.wait_for_writes()
+        self.writes.complete()
         self._ask(unit)
         self._wait(unit)
         if not unit.is_needed:
@@ -162,7 +162,7 @@ class Gatherer:
     def unshard(self, unit: Unit) -> None:
         """Starts to gather a unit, which stays until ``reshard`` or the next step."""
         self.on_demand(unit)
-        self.wait_for_writes()
+        self.writes.complete()
         self._ask(unit)
         unit.is_pinned = True
 
@@ -431,14 +431,9 @@ class Gatherer:
             unit.users, unit.stays_shown, unit.is_pinned = 0, False, False
             self._reshard(unit)
 
-    @property
-    def is_alone(self) -> bool:
-        """True if no other rank reads this rank's slices, so that it may write them at any time."""
-        return all(each.ranks.size == 1 for each in self._transports)
-
     def write_back(self, unit: Unit) -> None:
         """Collective: writes this rank's slices of a unit whose whole params were written on every rank."""
-        self._before_write(unit.transport)
+        self.writes.begin(unit.transport)
         for each in unit.buckets:
             each.slice.write(each.bucket.shard(unit.transport.ranks.rank))
 
@@ -447,53 +442,15 @@ class Gatherer:
 
         It may be called in a forward, by a module that writes to a param of another one: other units stay.
         """
-        self._before_write(unit.transport)
+        self.writes.begin(unit.transport)
         self.reshard(unit)  # the gathered values are out of date
         write()
 
     def before_writes(self) -> None:
         """Collective: reshards all units and waits until no rank gathers, before slices are written."""
-        for each in self._transports:
-            self._before_write(each)
+        for each in self.writes.transports:
+            self.writes.begin(each)
         self.drop_all()
-
-    def _before_write(self, transport: Transport) -> None:
-        """Collective at the first of several writes: waits until no rank reads the old values."""
-        if transport not in self._written:
-            transport.barrier("waiting for ranks that still gather params")
-            self._written.add(transport)
-
-    def wait_for_writes(self) -> None:
-        """Collective if slices were written: waits until every rank has written its own."""
-        if self._written:
-            written, self._written = self._written, set()
-            for each in self._transports:
-                if each in written:
-                    each.barrier("waiting for params that were written")
-
-    def confirm_writes(self, problem: Exception | None) -> None:
-        """Collective: tells all ranks if one could not write its slices.
-
-        Raises:
-            Exception: this rank's problem.
-            CommunicationError: the problem is another rank's.
-        """
-        is_known = False
-        for each in self._transports:
-            try:
-                barrier(each.ranks, problem is not None, "writing offloaded params")
-            except CommunicationError:
-                is_known = True
-        if is_known:
-            raise problem or CommunicationError(
-                "load a checkpoint: another rank could not write its slices of the params, and its output says why. "
-                "The slices of the ranks may now belong to different steps."
-            )
-
-    def barrier(self) -> None:
-        """Collective: waits until no rank gathers any more."""
-        for each in self._transports:
-            each.barrier("giving params back")
 
     def give_up(self, units: Iterable[Unit]) -> None:
         """Forgets units whose params are whole from now on."""

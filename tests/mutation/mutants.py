@@ -55,7 +55,7 @@ _WAITS = {
     "drain",
     "wait_idle",
     "wait_for_copies",
-    "wait_for_writes",
+    "complete",
     "wait_loaded",
     "settle",
     "flush",
