@@ -60,7 +60,7 @@ def _tensor(manifest: Manifest, key: Key) -> Tensor:
 def _chunks(checkpoint: Checkpoint, key: Key, advance: Advance) -> Iterator[torch.Tensor]:
     """Yields elements in contiguous order; a tensor that was saved in another order passes through memory whole."""
     manifest, tensor = checkpoint.manifest, _tensor(checkpoint.manifest, key)
-    sources = sources_of(manifest, *key) if key.section == "params" else source_of(manifest, key)
+    sources = source_of(manifest, key) if key in manifest.tensors else sources_of(manifest, *key)
     frame = Frame.of(Block.whole(tensor.shape), contiguous_strides(tensor.shape))
     for _, read in Assembly(manifest, sources, frame).values(checkpoint):
         # Values may take more bytes than what was saved of them: those of split masters do.

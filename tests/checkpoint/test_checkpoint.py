@@ -273,7 +273,7 @@ def test_tensors_with_gaps_in_memory(tmp_path: Path) -> None:
     """Buffers that are views of every other column, which have no view in one dimension."""
 
     def module_with(values: torch.Tensor) -> nn.Module:
-        module = Net([3])
+        module = Net()
         module.register_buffer("gaps", values[1:, ::2])
         return module
 

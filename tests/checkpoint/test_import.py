@@ -103,6 +103,10 @@ def test_rules_that_look_at_whole_params(name: str, tmp_path: Path) -> None:
     for number, state in expected.items():
         assert found[number].keys() == state.keys()
         assert all(torch.equal(found[number][kind], tensor) for kind, tensor in state.items()), number
+    assert main(["export", str(tmp_path / "runs"), "--to", "torch", str(tmp_path / "again.pt")]) == 0
+    exported = torch.load(tmp_path / "again.pt", weights_only=True)["state"]
+    for number, state in expected.items():
+        assert all(torch.equal(exported[number][kind], tensor) for kind, tensor in state.items()), number
 
 
 def model_of(case: str) -> torch.nn.Module:
