@@ -56,9 +56,7 @@ class Fit:
             alias: name for name, about in manifest.params.items() for alias in (name, *about["aliases"])
         }
         self._flags = dict(self._find_flags())  # which states a rule keeps depends on them (amsgrad, momentum)
-        self._group_of = {
-            param: group for engine in model.engines for group in engine.local_groups() for param in group["params"]
-        }
+        self._group_of = model.groups_by_param()
         self._taken: dict[str, str] = {}
         for name, member in model.params.items():
             saved = next(iter(self._names_of(member)), None)

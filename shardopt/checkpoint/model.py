@@ -22,7 +22,7 @@ from .names import global_names, unwrapped
 
 if TYPE_CHECKING:
     from ..domain.domain import Domain
-    from ..domain.param import ParamRecord
+    from ..domain.param import Group, ParamRecord
     from ..domain.shard import Shard
     from ..engine import Engine
     from .claims import Turn
@@ -158,27 +158,28 @@ class Model:
                 None,
                 place=place_of(param),
             )
-            if param not in owner:
-                yield self._frozen(member, sharded)
-                continue
-            number, group = owner[param]
-            engine = self.engines[number]
-            composition, local = engine.compose(), engine.local_params.of(param)
-            domain = composition.domain_of(local)
-            member = replace(member, optimizer=number, holders=composition.world_of(group))
-            if domain is not None:
-                entry = domain.entries[local]
-                member = replace(member, param=local, domain=domain, shard=entry.shard, index=entry.index, entry=entry)
-            elif id(param) in sharded:
-                member = self._frozen(member, sharded)
-            else:
-                member = replace(member, param=local)
-            own = group.get("process_group")
-            if own is not None:
-                # Of other experts than those of ranks outside of the group, unless they are DTensors over these.
-                number_of_group = list(composition.others).index(own)
-                member = replace(member, experts=number_of_group, mesh=mesh_of(param))
-            yield member
+            yield self._trained(member, *owner[param], sharded) if param in owner else self._frozen(member, sharded)
+
+    def _trained(
+        self, member: ModelParam, number: int, group: Group, sharded: Mapping[int, tuple[Domain, Shard, int]]
+    ) -> ModelParam:
+        """Finds a param that is in a group of engine ``number``."""
+        param, engine = member.param, self.engines[number]
+        composition, local = engine.compose(), engine.local_params.of(param)
+        domain = composition.domain_of(local)
+        member = replace(member, optimizer=number, holders=composition.world_of(group))
+        if domain is not None:
+            entry = domain.entries[local]
+            member = replace(member, param=local, domain=domain, shard=entry.shard, index=entry.index, entry=entry)
+        elif id(param) in sharded:
+            member = self._frozen(member, sharded)
+        else:
+            member = replace(member, param=local)
+        own = group.get("process_group")
+        if own is None:
+            return member
+        # Of other experts than those of ranks outside of the group, unless they are DTensors over these.
+        return replace(member, experts=list(composition.others).index(own), mesh=mesh_of(param))
 
     @staticmethod
     def _frozen(member: ModelParam, sharded: Mapping[int, tuple[Domain, Shard, int]]) -> ModelParam:
@@ -253,6 +254,11 @@ class Model:
         """Returns the names of the params of each group."""
         name_of = {member.param: name for name, member in self.params.items()}
         return [[name_of[param] for param in group["params"]] for group in engine.local_groups()]
+
+    def groups_by_param(self) -> dict[nn.Parameter, Group]:
+        """Returns the group of each param that an engine has, by its local param."""
+        groups = (group for engine in self.engines for group in engine.local_groups())
+        return {param: group for group in groups for param in group["params"]}
 
     @property
     def device(self) -> torch.device:

@@ -142,9 +142,7 @@ def plan_save(model: Model, world: Crowd, request: Request) -> SavePlan:
                 _check_halves(domain)
             keep_low_bits(domain)  # their halves are saved as they are kept
     plan = SavePlan(world, not request.allow_nonfinite, request.step is None)
-    group_of = {
-        param: group for engine in model.engines for group in engine.local_groups() for param in group["params"]
-    }
+    group_of = model.groups_by_param()
     params = {
         name: _plan_param(plan, model, member, group_of.get(member.param, {}), request.full_precision)
         for name, member in model.params.items()
