@@ -78,8 +78,9 @@ def test_every_value_is_the_one_that_the_library_had(case: str, tmp_path: Path) 
     assert main(["verify", str(tmp_path / "runs")]) == 0
 
 
+@pytest.mark.parametrize("is_distributed", [False, True])
 @pytest.mark.parametrize("name", ["Adafactor", "Muon"])
-def test_rules_that_look_at_whole_params(name: str, tmp_path: Path) -> None:
+def test_rules_that_look_at_whole_params(name: str, is_distributed: bool, tmp_path: Path) -> None:
     """Their states are rows and columns, or count no steps; nothing says which class it was, or names its params."""
 
     def model_of_matrices() -> torch.nn.Module:
@@ -91,8 +92,11 @@ def test_rules_that_look_at_whole_params(name: str, tmp_path: Path) -> None:
         theirs.zero_grad()
         model(torch.randn(4, 7)).square().sum().backward()
         theirs.step()
-    torch.save({"model": model.state_dict(), "optimizer": theirs.state_dict()}, tmp_path / "both.pt")
-    assert main(["import", str(tmp_path / "both.pt"), str(tmp_path / "runs")]) == 0
+    if is_distributed:
+        as_distributed(tmp_path / "both", get_optimizer_state_dict(model, theirs), model.state_dict())
+    else:
+        torch.save({"model": model.state_dict(), "optimizer": theirs.state_dict()}, tmp_path / "both")
+    assert main(["import", str(tmp_path / "both"), str(tmp_path / "runs")]) == 0
     again = model_of_matrices()
     optimizer = getattr(shardopt, f"Sharded{name}")(again.parameters(), lr=9.0)
     shardopt.load_checkpoint(tmp_path / "runs", again, optimizer)
