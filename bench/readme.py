@@ -16,7 +16,8 @@ import torch
 
 import shardopt
 from shardopt.config import Master, StateFormat
-from shardopt.tools.plan import plan, transformer
+from shardopt.tools.decoder import transformer
+from shardopt.tools.plan import plan
 from shardopt.tools.ways import Way
 
 ROOT = Path(__file__).resolve().parent.parent

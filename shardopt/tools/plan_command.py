@@ -87,7 +87,7 @@ def _flag(field: str) -> str:
 def _model(options: argparse.Namespace) -> tuple[nn.Module, str]:
     """The model to plan for, on the meta device, and its name."""
     if options.config is None:
-        from .plan import transformer
+        from .decoder import transformer
 
         return transformer(options.params), ""
     from .hub_config import model_of

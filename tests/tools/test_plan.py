@@ -25,9 +25,10 @@ from shardopt import (
 )
 from shardopt.__main__ import main
 from shardopt.config import Options
+from shardopt.tools.decoder import transformer
 from shardopt.tools.doctor import facts_of, report
 from shardopt.tools.need import Need, cheapest
-from shardopt.tools.plan import plan, transformer
+from shardopt.tools.plan import plan
 from shardopt.tools.plan_report import found, in_words, table
 from shardopt.tools.values import parse_count, parse_size
 from shardopt.tools.ways import TIERS, WAYS, Way, every_way

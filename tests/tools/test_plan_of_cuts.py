@@ -17,8 +17,9 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from shardopt import ShardedAdamW, ShardedMuon, Tuning
 from shardopt.config import Options
 from shardopt.tools.cut import Cut
+from shardopt.tools.decoder import transformer
 from shardopt.tools.need import Need
-from shardopt.tools.plan import Planner, groups_for, plan, transformer
+from shardopt.tools.plan import Planner, groups_for, plan
 from shardopt.tools.ways import Way
 from tests.support.paths import ROOT
 from tests.support.ranks import Pool
