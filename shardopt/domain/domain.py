@@ -87,6 +87,7 @@ class Domain:
         cut_over: local param -> the ranks that hold the other slices, in each dimension of a mesh that it is cut along;
             of rules that look at whole params.
         arriving: what a step left behind.
+        to_mates: the transports to the tensor mates, who hold other slices of matrices, by their group.
 
     ============================================  ==========================================
     what changes                                  by
@@ -101,6 +102,7 @@ class Domain:
     ``remote``                                    :meth:`retire`, :meth:`release`
     ``arriving``                                  :meth:`leave`, :meth:`settle`
     ``members``, ``leader``                       :func:`.experts.set_members`
+    ``to_mates``                                  :func:`.connect.transport_to_mates`
     what :meth:`listed` returns                   :meth:`adopt`, :meth:`release`, :meth:`note_slice`, other param groups
     ============================================  ==========================================
     """
@@ -128,6 +130,7 @@ class Domain:
         self.cut_over: dict[torch.nn.Parameter, Sequence[Ranks]] = {}
         self._listed: ListedParams | None = None
         self.arriving: Arriving | None = None
+        self.to_mates: dict[dist.ProcessGroup, Transport] = {}
         self.members = Members()  # of the module's params; all, unless experts have domains of their own
         self.leader: Domain | None = None  # the main domain, where experts share what gathers units with it
         # Begins an arrival and prepares the module for it, or returns False: the step must wait. Set by the takeover.
@@ -356,6 +359,7 @@ class Domain:
         counted = [] if self.links is None else [self.links.shards.traffic, self.links.replicas.traffic]
         if self.sharded is not None and all(self.sharded.transport.traffic is not each for each in counted):
             counted.append(self.sharded.transport.traffic)  # offloaded slices have a transport of their own
+        counted += [each.traffic for each in self.to_mates.values()]
         return {kind.name: sum(getattr(each, kind.name) for each in counted) for kind in fields(Traffic)}
 
     def timings(self) -> Timings:

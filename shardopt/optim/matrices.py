@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ..domain.dtensors import is_dtensor
+from ..domain.cut_matrices import cut_of
 from ..errors import ShardoptError
-from ..rules.matrix import MatrixRule, matrices_of
+from ..rules.matrix import STACK, MatrixRule, matrices_of
 
 if TYPE_CHECKING:
     from ..config import Options
@@ -42,21 +42,17 @@ def check_matrices(rule: Rule, group: Mapping[str, Any]) -> None:
 
     Raises:
         ValueError: a param holds no matrices, or not as many as the group says.
-        ShardoptError: a param is a DTensor.
+        ShardoptError: a param is a DTensor whose slices no rank can put together.
     """
     if not isinstance(rule.of(group), MatrixRule):
         return
     matrices = group.get("matrices")
     for param in group["params"]:
-        if is_dtensor(param):
-            raise ShardoptError(
-                f"give DTensors another rule: {rule.of(group).name!r} needs whole matrices, and this rank holds a "
-                f"slice of one of shape {tuple(param.shape)}, which would be updated as if it were a matrix of its own."
-            )
         if matrices is None and param.ndim != 2:  # in torch's words
             name, size = rule.of(group).name.capitalize(), param.size()
             raise ValueError(f"{name} only supports 2D parameters whereas we found a parameter with size: {size}")
         matrices_of(param.shape, matrices)
+        cut_of(param, is_stack=matrices == STACK)
 
 
 # -- which params of a module are matrices of hidden layers ------------------------------------------------------------

@@ -3,6 +3,7 @@
 Matrices lie in buckets as params do, cut among the ranks wherever a shard ends. Each has one owner, to which the slices
 travel. Owners are chosen by cost, the dearest matrix first: it goes to the rank that holds most of it, among those that
 then have no more to do than the busiest rank would have if each matrix went to the one with the least to do so far.
+A matrix that is cut over a tensor mesh has one owner among all ranks of (data, tensor).
 With matrices of 3 x 256, 2 x 256 and 2 x 256 elements on two ranks (one character is a block of 256)::
 
     matrix   a a a b b c c .          . is padding
@@ -28,6 +29,7 @@ class Wanted(NamedTuple):
     columns: int
     shard_numel: int  # of the bucket
     stacked: int = 1  # matrices
+    owner: int | None = None  # given, of a slice of a matrix that ranks of a tensor mesh put together
 
     @property
     def numel(self) -> int:
@@ -35,9 +37,13 @@ class Wanted(NamedTuple):
 
     @property
     def cost(self) -> int:
-        """Of a Newton-Schulz step, in multiplications."""
-        least, most = sorted((self.rows, self.columns))
-        return self.stacked * least * least * (2 * most + least)
+        return cost_of(self.rows, self.columns, self.stacked)
+
+
+def cost_of(rows: int, columns: int, stacked: int = 1) -> int:
+    """Returns the cost of a Newton-Schulz step, in multiplications."""
+    least, most = sorted((rows, columns))
+    return stacked * least * least * (2 * most + least)
 
 
 class Slice(NamedTuple):
@@ -68,7 +74,10 @@ class MatrixPlan:
 
     def __init__(self, matrices: tuple[Wanted, ...], num_ranks: int):
         self.matrices, self.num_ranks = matrices, num_ranks
-        self.owners = _owners(matrices, num_ranks)
+        free = [number for number, each in enumerate(matrices) if each.owner is None]
+        held = [[_held(number, matrices[number], rank) for rank in range(num_ranks)] for number in free]
+        chosen = dict(zip(free, _owners([matrices[number].cost for number in free], held, num_ranks), strict=True))
+        self.owners = tuple(chosen.get(number, each.owner or 0) for number, each in enumerate(matrices))
 
     @cached_property
     def _slices(self) -> dict[tuple[int, int], list[Slice]]:
@@ -98,6 +107,23 @@ def plan_matrices(matrices: tuple[Wanted, ...], num_ranks: int) -> MatrixPlan:
     return MatrixPlan(matrices, num_ranks)
 
 
+@lru_cache(maxsize=32)
+def owners_on_mesh(
+    costs: tuple[int, ...], held: tuple[tuple[int, ...], ...], num_data: int
+) -> tuple[tuple[int, int], ...]:
+    """Returns the owners of matrices that are cut: of each its numbers among the data-parallel and the tensor ranks.
+
+    What a tensor rank holds of a matrix is split among its data-parallel ranks as their buckets are, of which its
+    tensor mates know nothing. So owners depend on the matrices alone.
+
+    Args:
+        held: of each matrix the elements that each tensor rank holds.
+    """
+    num_tensor = len(held[0]) if held else 1
+    owners = _owners(costs, [each * num_data for each in held], num_data * num_tensor)
+    return tuple(divmod(owner, num_tensor) for owner in owners)
+
+
 def _slice(number: int, matrix: Wanted, rank: int) -> Slice | None:
     first = rank * matrix.shard_numel
     start = max(matrix.offset, first)
@@ -107,15 +133,18 @@ def _slice(number: int, matrix: Wanted, rank: int) -> Slice | None:
     return Slice(number, matrix.bucket, start - matrix.offset, end - start, start - first)
 
 
-def _owners(matrices: Sequence[Wanted], num_ranks: int) -> tuple[int, ...]:
-    """Returns the owner of each matrix, in two passes: the first finds how little the busiest rank must do."""
-    held = [[_held(number, each, rank) for rank in range(num_ranks)] for number, each in enumerate(matrices)]
-    dearest = sorted(range(len(matrices)), key=lambda number: -matrices[number].cost)  # stable
-    owners, limit = [0] * len(matrices), 0
+def _owners(costs: Sequence[int], held: Sequence[Sequence[int]], num_ranks: int) -> tuple[int, ...]:
+    """Returns the owner of each matrix, in two passes: the first finds how little the busiest rank must do.
+
+    Args:
+        held: of each matrix the elements that lie on each rank.
+    """
+    dearest = sorted(range(len(costs)), key=lambda number: -costs[number])  # stable
+    owners, limit = [0] * len(costs), 0
     for _ in range(2):
         busy = [0] * num_ranks
         for number in dearest:
-            cost = matrices[number].cost
+            cost = costs[number]
             free = [rank for rank in range(num_ranks) if busy[rank] + cost <= limit]
             if free:
                 owner = max(free, key=lambda rank: (held[number][rank], -busy[rank]))

@@ -132,7 +132,7 @@ def scalars_of(domain: Domain, numbers: Sequence[dict[str, Any]], updates: Seque
     for each in updates:
         entry = each.entry
         matrix_of = matrices[each.group]
-        matrix = None if matrix_of is None else matrix_of(entry.param)
+        matrix = None if matrix_of is None else matrix_of(entry.shape)
         shape = entry.shape if rule.of_param else ()
         eps = eps_of(entry.param) if rule.of_param else FP32_EPS
         key = (each.group, entry.step, matrix, shape, eps, *entry.carried.values())

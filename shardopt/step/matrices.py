@@ -6,24 +6,30 @@
     rank 1    accumulate ->|   of other params     |-> function of matrices 1, 3 ->|-> apply
                     slices travel, bf16                            slices travel back, bf16
 
-A step of one rank is the same, and nothing travels.
+A step of one rank is the same, and nothing travels. Of a matrix that is cut over a tensor mesh the slice of each tensor
+rank is made whole so, and then the matrix, see :mod:`.tensor_mates`.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from ..domain.cut_matrices import Cut, cut_of
 from ..errors import CommunicationError, DisagreementError, RuleError
 from ..kernels.tables import Factors
-from ..partition.matrix_plan import MatrixPlan, Slice, Wanted, plan_matrices
+from ..partition.matrix_plan import MatrixPlan, Slice, Wanted, cost_of, owners_on_mesh, plan_matrices
 from ..rules.choice import RuleChoice
-from ..rules.matrix import MatrixRule, MatrixVariant, matrices_of
+from ..rules.matrix import STACK, MatrixRule, MatrixVariant, matrices_of
+from .tensor_mates import CutMatrix, put_together
 
 if TYPE_CHECKING:
+    import torch.distributed as dist
+
     from ..domain.shard import Shard
     from .launches import Launch, ParamUpdate, StepPlan
 
@@ -39,10 +45,13 @@ class Job(NamedTuple):
     """What is done with one of the plan's matrices, on its owner."""
 
     name: str  # of the param
+    param: int  # its number, counted through all groups
     group: int  # number of its param group
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     stacked: int  # matrices, one below the other
+    matrix: tuple[int, int]  # the shape of one
+    cut: Cut | None = None  # shape and strides are of this rank's slice
 
 
 class MatrixUpdate:
@@ -60,7 +69,12 @@ class MatrixUpdate:
         bucket_of = {shard: number for number, shard in enumerate(launches)}
         jobs = [job for each in plan.updates if each.entry.shard in launches for job in _jobs(plan, each, bucket_of)]
         self._jobs = [job for _, job in jobs]
-        self._plan: MatrixPlan = plan_matrices(tuple(wanted for wanted, _ in jobs), self._ranks.size)
+        self._owners = _owners_of_cut(self._jobs, self._ranks.size)
+        wanted = [
+            each._replace(owner=self._owners[number][0]) if number in self._owners else each
+            for number, (each, _) in enumerate(jobs)
+        ]
+        self._plan: MatrixPlan = plan_matrices(tuple(wanted), self._ranks.size)
         self._updates: dict[Shard, torch.Tensor] = {}  # 1D [shard_numel] bf16: of the first pass, then the function's
         self._received: list[torch.Tensor] = []  # by rank: its slices of the matrices of this one
         self._arrive: Callable[[], None] | None = None
@@ -100,19 +114,28 @@ class MatrixUpdate:
         Args:
             problem: what went wrong on this rank since ``send``, or what ``send`` returned.
         """
+        whole: dict[int, torch.Tensor] = {}
+        try:
+            if self._arrive is not None:
+                with self._step.domain.clock.phase("gather"):
+                    self._arrive()
+            if problem is None:
+                with self._step.domain.clock.phase("matrices"):
+                    whole = self._made_whole()
+        except Exception as error:
+            problem = problem or error
+        for group in self._groups:  # tensor mates, who wait for a rank with a problem too
+            problem = put_together(self._step.domain, group, self._cut(group, whole), self._call, problem)
         if self._arrive is None:  # no rank could send
             return problem
         own: list[torch.Tensor] = []
         others: list[torch.Tensor] = []
         try:
-            with self._step.domain.clock.phase("gather"):
-                self._arrive()
             if problem is None:
-                with self._step.domain.clock.phase("matrices"):
-                    own = self._made_whole()
+                own = self._taken_apart(whole)
                 others = self._room(own, lambda peer: self._plan.numel(self._ranks.rank, peer))
         except Exception as error:
-            problem = problem or error
+            problem = error
         try:
             with self._step.domain.clock.phase("gather"):
                 self._transport.all_to_all(_BACK).start(own, others, _BACK, failed=problem is not None)()
@@ -157,8 +180,8 @@ class MatrixUpdate:
 
     # -- whole matrices ------------------------------------------------------------------------------------------------
 
-    def _made_whole(self) -> list[torch.Tensor]:
-        """Calls the function of each matrix of this rank. Returns for each rank its slices of the results."""
+    def _made_whole(self) -> dict[int, torch.Tensor]:
+        """Puts the slices of each matrix of this rank together, 1D, and calls its function unless it is cut."""
         rank = self._ranks.rank
         whole = {number: self._empty(self._plan.matrices[number].numel) for number in self._plan.owned(rank)}
         for peer, packed in enumerate(self._received):
@@ -167,21 +190,39 @@ class MatrixUpdate:
                 whole[piece.matrix][piece.in_matrix].copy_(values)
         self._received = []
         for number, flat in whole.items():
-            self._call(self._jobs[number], flat)
+            job = self._jobs[number]
+            if job.cut is None:
+                self._call(number, flat.as_strided(job.shape, job.strides))
+        return whole
+
+    def _taken_apart(self, whole: Mapping[int, torch.Tensor]) -> list[torch.Tensor]:
+        """Returns for each rank its slices of the results."""
         return [
-            self._cat([whole[piece.matrix][piece.in_matrix] for piece in self._plan.slices(peer, rank)])
+            self._cat([whole[piece.matrix][piece.in_matrix] for piece in self._plan.slices(peer, self._ranks.rank)])
             for peer in range(self._ranks.size)
         ]
 
-    def _call(self, job: Job, flat: torch.Tensor) -> None:
+    @property
+    def _groups(self) -> list[dist.ProcessGroup]:
+        return list(dict.fromkeys(job.cut.group for job in self._jobs if job.cut is not None))
+
+    def _cut(self, group: dist.ProcessGroup, whole: Mapping[int, torch.Tensor]) -> dict[int, CutMatrix]:
+        """Returns the matrices that this rank and its tensor mates put together."""
+        found: dict[int, CutMatrix] = {}
+        for number, flat in whole.items():
+            job = self._jobs[number]
+            if job.cut is not None and job.cut.group == group:
+                own = flat.as_strided(job.shape, job.strides)
+                found[number] = CutMatrix(job.param, job.cut, own, self._owners[number][1])
+        return found
+
+    def _call(self, number: int, whole: torch.Tensor) -> None:
         """Puts the function's results in place of the updates of one job."""
+        job = self._jobs[number]
         group = self._step.numbers[job.group]
         rule = self._step.domain.rule.of(group)
         assert isinstance(rule, MatrixRule)
-        stacked = flat.as_strided(job.shape, job.strides)
-        if len(job.shape) == 2:
-            stacked = stacked.unflatten(0, (job.stacked, -1))
-        for update in stacked:
+        for update in whole if whole.ndim == 3 else whole.unflatten(0, (job.stacked, -1)):
             made = rule.matrix(update, group)
             if not isinstance(made, torch.Tensor) or made.shape != update.shape:
                 found = tuple(made.shape) if isinstance(made, torch.Tensor) else type(made).__name__
@@ -240,19 +281,40 @@ def split_matrices(
     return MatrixUpdate(plan, matrices, factors), {shard: its for shard, its in launches.items() if shard not in shards}
 
 
+def _owners_of_cut(jobs: Sequence[Job], num_data: int) -> dict[int, tuple[int, int]]:
+    """Returns the owner of each job that is cut: its numbers among the data-parallel and the tensor ranks."""
+    by_group: dict[dist.ProcessGroup, dict[int, Cut]] = {}
+    for number, job in enumerate(jobs):
+        if job.cut is not None:
+            by_group.setdefault(job.cut.group, {})[number] = job.cut
+    owners: dict[int, tuple[int, int]] = {}
+    for cuts in by_group.values():
+        costs = tuple(cost_of(*jobs[number].matrix, jobs[number].stacked) for number in cuts)
+        held = tuple(tuple(map(cut.numel, range(len(cut.sizes)))) for cut in cuts.values())
+        owners.update(zip(cuts, owners_on_mesh(costs, held, num_data), strict=True))
+    return owners
+
+
 def _jobs(plan: StepPlan, update: ParamUpdate, bucket_of: Mapping[Shard, int]) -> Iterator[tuple[Wanted, Job]]:
     """Yields the matrices of one param: each apart where its elements lie together, else all of them as one."""
-    entry, group = update.entry, plan.numbers[update.group]
+    number = update.number % 2**32
+    entry, matrices = update.entry, plan.numbers[update.group].get("matrices")
     shard, shape = entry.shard, tuple(entry.param.shape)
-    if 0 in shape:
-        return
-    count, (rows, columns) = matrices_of(shape, group.get("matrices"))
     layout, strides = shard.bucket.layout, shard.strides(entry.index)
     offset, bucket = layout.offsets[entry.index], bucket_of[shard]
+    cut = cut_of(entry.outer, is_stack=matrices == STACK)
+    if 0 in (shape if cut is None else cut.shape):
+        return
+    count, matrix = matrices_of(shape if cut is None else cut.shape, matrices)
+    if cut is not None:
+        own = Wanted(bucket, offset, shape[-2], shape[-1], layout.shard_numel, math.prod(shape[:-2]))
+        yield own, Job(entry.name, number, update.group, shape, strides, count, matrix, cut)
+        return
+    rows, columns = matrix
     if strides[-2:] != (columns, 1) or (len(shape) == 3 and strides[0] != rows * columns):
         whole = Wanted(bucket, offset, rows, columns, layout.shard_numel, count)
-        yield whole, Job(entry.name, update.group, shape, strides, count)
+        yield whole, Job(entry.name, number, update.group, shape, strides, count, matrix)
         return
-    for number in range(count):
-        each = Wanted(bucket, offset + number * rows * columns, rows, columns, layout.shard_numel)
-        yield each, Job(entry.name, update.group, (rows, columns), (columns, 1), 1)
+    for index in range(count):
+        each = Wanted(bucket, offset + index * rows * columns, rows, columns, layout.shard_numel)
+        yield each, Job(entry.name, number, update.group, matrix, (columns, 1), 1, matrix)

@@ -35,11 +35,11 @@ class Apply(NamedTuple):
     noise: torch.Tensor | None  # 2D [num_rows, 4] int32; None if everything is rounded to nearest
 
 
-def shape_for(variant: Variant, group: Mapping[str, Any]) -> Callable[[torch.nn.Parameter], tuple[int, int]] | None:
-    """Returns what tells the shape of a param's matrices; None for a rule that does not ask."""
+def shape_for(variant: Variant, group: Mapping[str, Any]) -> Callable[[Sequence[int]], tuple[int, int]] | None:
+    """Returns what tells the shape of the matrices of a param of a shape; None for a rule that does not ask."""
     if not isinstance(variant, MatrixVariant):
         return None
-    return lambda param: matrices_of(param.shape, group.get("matrices"))[1]
+    return lambda shape: matrices_of(shape, group.get("matrices"))[1]
 
 
 def accumulate_spec(shard: Shard, variant: MatrixVariant, grad: Format) -> StepSpec:

@@ -160,8 +160,8 @@ class Planner:
         self._matrices = {param for param, each in self._variants.items() if isinstance(each, MatrixVariant)}
         if (self._matrices or rule.margins) and self._cut.tensor > 1:
             raise ValueError(
-                f"plan for tensor=1, or for another optimizer: {rule.name} looks at whole matrices, "
-                f"of which a rank would have a slice, found tensor={self._cut.tensor}."
+                f"plan for tensor=1, or for another optimizer: {rule.name} looks at whole matrices, and what tensor "
+                f"ranks tell each other of their slices is not planned, found tensor={self._cut.tensor}."
             )
         self._units = units_of(module, self._options.tuning.units)
         self._unit_of = {param: number for number, unit in enumerate(self._units) for param in unit.params}

@@ -3,7 +3,7 @@
 import torch
 
 from shardopt.partition.layout import BLOCK, BucketLayout
-from shardopt.partition.matrix_plan import Wanted, plan_matrices
+from shardopt.partition.matrix_plan import Wanted, cost_of, owners_on_mesh, plan_matrices
 
 GPT = [(3072, 1024), (1024, 1024), (4096, 1024), (1024, 4096)] * 6
 
@@ -37,3 +37,15 @@ def test_owners_are_balanced_and_what_travels_is_bounded() -> None:
         elements = sum(rows * columns for rows, columns in shapes)
         assert numel.sum() == elements  # each slice once
         assert numel.sum() - numel.trace() <= (num_ranks - 1) / num_ranks * elements, num_ranks
+
+
+def test_what_a_tensor_mesh_cuts_is_balanced_over_all_ranks() -> None:
+    for num_data, num_tensor in ((1, 2), (2, 2), (4, 2)):
+        costs = tuple(cost_of(*shape) for shape in GPT)
+        held = tuple((rows * columns // num_tensor,) * num_tensor for rows, columns in GPT)
+        owners = owners_on_mesh(costs, held, num_data)
+        busy = torch.zeros(num_data, num_tensor, dtype=torch.int64)
+        for cost, owner in zip(costs, owners, strict=True):
+            busy[owner] += cost
+        assert busy.max() <= 1.2 * max(sum(costs) / busy.numel(), *costs)
+    assert owners_on_mesh((5, 5), ((3, 1), (0, 4)), 1) == ((0, 0), (0, 1))  # to the rank that holds most of it

@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn import Parameter
 
 from shardopt import (
@@ -412,19 +411,6 @@ def fail_on_one(neighbours: bool) -> str:
         except Exception as error:
             said.append(f"{type(error).__name__}: {error}")
     return "\n".join(said)
-
-
-def given_a_slice() -> str:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    weight = distribute_tensor(torch.zeros(4, 6), mesh, [Shard(0)])
-    ShardedMuon([{"params": [weight], "rule": "adamw"}])
-    with raises(ShardoptError, "DTensors", "slice"):
-        ShardedMuon([weight])
-    return "refused"
-
-
-def test_a_slice_is_no_matrix(ranks: Pool) -> None:
-    assert ranks.run(given_a_slice, world=2) == ["refused"] * 2
 
 
 @pytest.mark.parametrize("neighbours", [True, False])

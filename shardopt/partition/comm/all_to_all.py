@@ -34,7 +34,12 @@ class AllToAll:
         self._ranks, self._begin, self._tells_addresses = ranks, begin, tells_addresses
 
     def start(
-        self, own: Sequence[torch.Tensor], others: Sequence[torch.Tensor], phase: str, failed: bool = False
+        self,
+        own: Sequence[torch.Tensor],
+        others: Sequence[torch.Tensor],
+        phase: str,
+        failed: bool = False,
+        key: int = 0,
     ) -> Callable[[], None]:
         """Collective: begins to send ``own[r]`` to each rank r, and to fill ``others[r]`` from it.
 
@@ -42,19 +47,25 @@ class AllToAll:
             own: 1D, by rank; nobody writes to them until what this returns has been called.
             others: 1D of the same dtype, by rank, as long as what that rank sends.
             failed: True if this rank has nothing to send after all: every rank raises.
+            key: what must be equal on all ranks, in 63 bits.
 
         Returns:
             The call, collective too, that waits until everything has arrived on every rank.
 
         Raises:
-            DisagreementError: a rank failed.
+            DisagreementError: a rank failed, or has another key.
             CommunicationError: a rank died or is late.
         """
         ranks = self._ranks
         addresses = [each.data_ptr() for each in own] if self._tells_addresses and not failed else [0] * ranks.size
-        rows = ranks.exchange([int(failed), *addresses], phase)
+        rows = ranks.exchange([int(failed), key, *addresses], phase)
         _check([row[0] for row in rows], phase)
-        end = self._begin(own, others, [row[1:] for row in rows])
+        if any(row[1] != key for row in rows):
+            raise DisagreementError(
+                f"give the same params a gradient on all ranks: while {phase}, the ranks had other params to update. "
+                "Slices of different matrices would have been put together."
+            )
+        end = self._begin(own, others, [row[2:] for row in rows])
         kept = list(own)  # other ranks read it until all have met again: its memory must not be given to another tensor
 
         def finish() -> None:
