@@ -8,10 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 
-from ..errors import BindingError
-from ..partition.comm.group import Ranks
 from ..partition.comm.transport import Transport
 from ..partition.gatherer import Gatherer
 from ..partition.reducer import Reducer
@@ -69,22 +66,3 @@ def open_windows(links: Links, made: Sequence[Made]) -> None:
         if each.own is not None:
             assert links.sharded is not None
             each.window = links.sharded.window(each.shard.bucket, each.own)
-
-
-def transport_to_mates(domain: Domain, group: dist.ProcessGroup) -> Transport:
-    """Collective at its first call for a group: returns the transport to the ranks that hold other slices of matrices.
-
-    Raises:
-        BindingError: the mates are not those of the same number in their data-parallel groups; on all of them.
-    """
-    if group not in domain.to_mates:
-        ranks, shard = Ranks(group, domain.options.tuning.deadline), domain.mesh.shard
-        found = ranks.exchange([shard.rank, shard.size], "comparing data-parallel groups of tensor mates")
-        if any(each != found[0] for each in found):
-            raise BindingError(
-                "take the groups of both dimensions from one DeviceMesh: ranks of a tensor mesh have the numbers "
-                f"{[rank for rank, _ in found]} in their data-parallel groups, of {[size for _, size in found]} ranks. "
-                "Slices of matrices could not be put together on one rank."
-            )
-        domain.to_mates[group] = Transport.of(ranks, domain.device, domain.options.tuning.neighbours)
-    return domain.to_mates[group]

@@ -102,7 +102,7 @@ class Domain:
     ``remote``                                    :meth:`retire`, :meth:`release`
     ``arriving``                                  :meth:`leave`, :meth:`settle`
     ``members``, ``leader``                       :func:`.experts.set_members`
-    ``to_mates``                                  :func:`.connect.transport_to_mates`
+    ``to_mates``                                  :func:`shardopt.step.tensor_mates.put_together`
     what :meth:`listed` returns                   :meth:`adopt`, :meth:`release`, :meth:`note_slice`, other param groups
     ============================================  ==========================================
     """

@@ -16,14 +16,15 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from ..domain.connect import transport_to_mates
+from ..errors import BindingError
+from ..partition.comm.group import Ranks
+from ..partition.comm.transport import Transport
 
 if TYPE_CHECKING:
     import torch.distributed as dist
 
     from ..domain.cut_matrices import Cut
     from ..domain.domain import Domain
-    from ..partition.comm.transport import Transport
 
 _OUT, _BACK = "putting slices of matrices together", "sending slices of matrices to their tensor ranks"
 
@@ -60,7 +61,7 @@ def put_together(
     own: list[torch.Tensor] = []
     others: list[torch.Tensor] = []
     try:
-        transport = transport_to_mates(domain, group)
+        transport = _transport_to(domain, group)
     except Exception as error:
         return problem or error
     ranks = transport.ranks
@@ -90,6 +91,25 @@ def put_together(
     except Exception as error:
         return problem or error
     return problem
+
+
+def _transport_to(domain: Domain, group: dist.ProcessGroup) -> Transport:
+    """Collective at its first call for a group: returns the transport to the ranks that hold other slices of matrices.
+
+    Raises:
+        BindingError: the mates are not those of the same number in their data-parallel groups; on all of them.
+    """
+    if group not in domain.to_mates:
+        ranks, shard = Ranks(group, domain.options.tuning.deadline), domain.mesh.shard
+        found = ranks.exchange([shard.rank, shard.size], "comparing data-parallel groups of tensor mates")
+        if any(each != found[0] for each in found):
+            raise BindingError(
+                "take the groups of both dimensions from one DeviceMesh: ranks of a tensor mesh have the numbers "
+                f"{[rank for rank, _ in found]} in their data-parallel groups, of {[size for _, size in found]} ranks. "
+                "Slices of matrices could not be put together on one rank."
+            )
+        domain.to_mates[group] = Transport.of(ranks, domain.device, domain.options.tuning.neighbours)
+    return domain.to_mates[group]
 
 
 def _travel(

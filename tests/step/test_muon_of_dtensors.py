@@ -4,7 +4,7 @@ import math
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -31,7 +31,7 @@ from shardopt.step.matrices import MatrixUpdate
 from tests.support import composed
 from tests.support.comparing import raw
 from tests.support.ranks import Pool
-from tests.support.tensor_parallel import mesh_of, model_of
+from tests.support.tensor_parallel import in_parallel, loss, mesh_of, model_of
 from tests.support.training import raises
 
 STEPS = 3
@@ -44,6 +44,7 @@ class Case(NamedTuple):
     placements: Sequence[Shard | Replicate] = ()  # a plain tensor
     matrices: int | str | None = None
     is_transposed: bool = False  # columns lie together
+    scale: float = 1.0  # of its gradient, where an expert's is divided by the number of all ranks
 
 
 ROWS, COLUMNS, EACH = (Shard(0),), (Shard(1),), (Replicate(),)
@@ -68,6 +69,11 @@ ON_BOTH = [
     Case((5, 24, 17), (Shard(0), Shard(2)), "stack"),
     Case((33, 20), (Replicate(), Shard(0))),
     Case((20, 33), (Shard(1), Replicate())),
+]
+EXPERTS = [
+    Case((64, 24)),
+    Case((3, 24, 16), ROWS, "stack", scale=0.5),
+    Case((2, 25, 16), COLUMNS, "stack", scale=0.5),
 ]
 
 
@@ -132,7 +138,7 @@ def of_torch(cases: Sequence[Case], keywords: dict[str, Any], steps: int = STEPS
         for step in range(steps):
             for its, grad, case in zip(params, gradients(cases, step), cases, strict=True):
                 for param, own in zip(its, matrices_in(grad, case), strict=True):
-                    param.grad = torch.empty_like(param).copy_(own)
+                    param.grad = torch.empty_like(param).copy_(own * case.scale)
             optimizer.step()
     momenta = [[optimizer.state[each]["momentum_buffer"] for each in its] for its in params]
     return [raw(joined(its, case)) for found in (params, momenta) for its, case in zip(found, cases, strict=True)]
@@ -228,6 +234,21 @@ def test_bits_of_torch(ranks: Pool) -> None:
                 assert not differ, (shape, rank, options)
 
 
+def of_experts(stage: int) -> list[bytes]:
+    """Two data-parallel ranks have slices of stacks: the rows, and of each expert half the rows."""
+    model = Model(EXPERTS, init_device_mesh("cpu", (2,)))
+    alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
+    dense, stacks = ({**each, "rule": "muon"} for each in groups_of(model))
+    groups = [dense, {**stacks, "process_group": alone}]
+    optimizer = ShardedMuon(groups, **DEFAULTS, module=model, stage=stage, norm_group=dist.group.WORLD, tuning=UNKEPT)
+    return train(model, optimizer)
+
+
+def test_stacks_of_experts_over_a_mesh_of_their_own(ranks: Pool) -> None:
+    for stage in (1, 3):
+        assert ranks.run(of_experts, stage, world=2) == [of_torch(EXPERTS, DEFAULTS)] * 2
+
+
 def saved_or_loaded(folder: str, steps: range) -> list[bytes]:
     """Two data-parallel and two tensor ranks save, one and two go on."""
     mesh = mesh_of(dist.get_world_size() // 2)
@@ -243,16 +264,31 @@ def test_a_checkpoint_in_another_cut(ranks: Pool, tmp_path: Path) -> None:
         assert ranks.run(saved_or_loaded, str(tmp_path), steps, world=world) == [expected] * world
 
 
-def took() -> list[list[tuple[int, ...]]]:
-    """Shapes by rule, of a model that is cut; its local heads are no larger than a hidden layer."""
-    optimizer = ShardedMuon(model_of("sequence", mesh_of(1)["tp"]), process_group=mesh_of(1)["dp"].get_group())
-    return [[tuple(each.shape) for each in group["params"]] for group in optimizer.param_groups]
+def took(num_tensor: int) -> tuple[list[list[tuple[int, ...]]], dict[str, Tensor]]:
+    """Shapes by rule, and params after two steps, of a model with embedding and head; cut, its slices are smaller."""
+    mesh = mesh_of(1, 2) if num_tensor > 1 else None
+    model = model_of("sequence", None if mesh is None else mesh["tp"])
+    group = None if mesh is None else mesh["dp"].get_group()
+    optimizer = ShardedMuon(model, lr=0.02, adamw={"lr": 1e-3}, process_group=group, stage=2)
+    for step in range(2):
+        optimizer.zero_grad()
+        with nullcontext() if mesh is None else in_parallel(model):
+            loss(model, step, 0).backward()
+        optimizer.step()
+    shapes = [[tuple(each.shape) for each in group["params"]] for group in optimizer.param_groups]
+    found = {name: composed.whole(param).clone() for name, param in model.named_parameters()}
+    optimizer.close()
+    return shapes, found
 
 
 def test_defaults_look_at_whole_params(ranks: Pool) -> None:
-    whole = ShardedMuon(model_of("sequence"))
-    expected = [[tuple(each.shape) for each in group["params"]] for group in whole.param_groups]
-    assert ranks.run(took, world=2) == [expected] * 2
+    """Slices add up in another order, which the function's bf16 shows: by far less than a slice's update would."""
+    shapes, expected = took(1)
+    assert shapes[0] == [(8, 6), (6, 8)]
+    for theirs, found in ranks.run(took, 2, world=2):
+        assert theirs == shapes
+        for name, value in found.items():
+            torch.testing.assert_close(value, expected[name], rtol=0.0, atol=1e-3, msg=name)
 
 
 # -- once, and what fails ----------------------------------------------------------------------------------------------
@@ -260,7 +296,7 @@ def test_defaults_look_at_whole_params(ranks: Pool) -> None:
 
 def counted() -> tuple[int, list[tuple[int, ...]]]:
     """Bytes of slices that this rank received in a step; the shapes of the matrices that it made whole."""
-    mesh = mesh_of()
+    mesh = mesh_of(dist.get_world_size() // 2)
     model, made = Model(CASES, mesh["tp"]), []
 
     @matrix_rule(accumulate=muon_rules.accumulate, apply=muon_rules.apply)
@@ -278,14 +314,22 @@ def counted() -> tuple[int, list[tuple[int, ...]]]:
 
 def test_each_matrix_is_made_whole_once(ranks: Pool) -> None:
     """Those that are not cut once on each tensor rank. Slices travel over data-parallel ranks, then over mates."""
-    found = ranks.run(counted, world=4)
-    expected = Counter[tuple[int, ...]]()
+    expected, least, most = Counter[tuple[int, ...]](), 0, 0
     for case in CASES:
+        is_cut = case.placements not in ((), EACH) and (*case.placements, case.matrices) != (*ROWS, "stack")
         for each in matrices_in(torch.empty(case.shape), case):
             expected[tuple(each.shape)] += 1 if case.placements not in ((), EACH) else 2
-    assert Counter(shape for _, made in found for shape in made) == expected
-    elements = sum(math.prod(case.shape) for case in CASES)
-    assert 0 < sum(received for received, _ in found) <= 4 * (1 + 0.5) * elements
+        if is_cut:
+            dim = case.placements[0].dim
+            rows = -(-case.shape[dim] // 2)  # of the first rank; or columns
+            others = math.prod(case.shape) // case.shape[dim]
+            least, most = least + 4 * others * (case.shape[dim] - rows), most + 4 * others * rows
+    alone, both = (ranks.run(counted, world=world) for world in (2, 4))
+    for found in (alone, both):
+        assert Counter(shape for _, made in found for shape in made) == expected
+    received = sum(each for each, _ in alone)  # nothing over data-parallel ranks
+    assert least <= received <= most
+    assert received < sum(each for each, _ in both) <= most + 4 * sum(math.prod(case.shape) for case in CASES)
 
 
 def fails_on_one(neighbours: bool, before: bool, folder: str) -> tuple[list[str], bool]:
