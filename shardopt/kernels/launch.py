@@ -79,8 +79,8 @@ class Backend(Protocol):
             totals: 2D [num_rows, COLUMNS] int64, as :mod:`.reductions` has it; on the device of the table.
         """
 
-    def prepare_margin_sums(self, grad: Format) -> None:
-        """Compiles what ``add_margin_sums`` needs."""
+    def prepare_margin_sums(self, grad: Format, device: torch.device) -> None:
+        """Compiles what ``add_margin_sums`` needs for gradients on ``device``."""
 
     def add_margin_sums(self, pieces: Sequence[MarginPiece], factors: Factors) -> None:
         """Adds squares of ``grad * unscale * clip`` to sums of rows and columns; see :class:`.products.MarginPiece`."""

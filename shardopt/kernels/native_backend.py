@@ -103,7 +103,7 @@ def _run_from(kernel: Callable[..., None], first: int, arguments: Sequence[Any],
     kernel(first + start, first + stop, *arguments)
 
 
-def prepare_margin_sums(grad: Format) -> None:
+def prepare_margin_sums(grad: Format, device: torch.device) -> None:
     compile_margin_sums(grad)
 
 
@@ -114,8 +114,11 @@ def add_margin_sums(pieces: Sequence[MarginPiece], factors: Factors) -> None:
     def add(each: MarginPiece) -> None:
         outer, inner = (each.rows, each.columns) if each.geometry.outer_is_row else (each.columns, each.rows)
         place = np.array([each.start, outer.data_ptr(), inner.data_ptr(), *each.geometry.columns])
+        band = np.zeros(len(inner) if each.geometry.runs else 0)
         kernel = compile_margin_sums(format_of(each.grad.dtype, "a gradient"))
-        kernel(each.grad.numel(), each.grad.data_ptr(), place.ctypes.data, *scaling)
+        kernel(each.grad.numel(), each.grad.data_ptr(), place.ctypes.data, band.ctypes.data, *scaling)
+        if len(band):
+            inner.numpy()[:] += band
 
     # The longest first. One thread goes over all of a piece, so that the order of addition is that of its elements.
     run_each([partial(add, each) for each in sorted(pieces, key=lambda each: -each.grad.numel())])

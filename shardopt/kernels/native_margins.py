@@ -1,7 +1,7 @@
-"""Sums of squares of a gradient over rows and columns, in float64, in native code; see ``products.py``.
+"""Sums of squares of a gradient over rows and columns, in float64, in native code; ``products.py`` has their order.
 
-A run adds to one sum and to as many as it has elements. The one is that of a row of a contiguous param: its elements
-are added in 64 lanes on the stack, which is as fast as LLVM's vectors, and always in the same order.
+Elements are read once, in storage order. A span is squared onto the stack, where it is folded, and added to the sums of
+its band, which are added to the inner sums when the next band begins.
 """
 
 from __future__ import annotations
@@ -13,27 +13,34 @@ from typing import TYPE_CHECKING
 from numba import njit, types
 
 from .native_words import COMPILE_OPTIONS, FORMATS, TABLE, load_f64, load_i64, scratch_i32, store_f64
-from .products import DIMS, FIRST, INNER, INNER_STEP, OUTER, OUTER_STEP, RUN, SLOWER
+from .products import BAND, DIMS, FIRST, INNER, INNER_STEP, OUTER, OUTER_STEP, RUN, RUNS, SLOWER, SPAN
 
 if TYPE_CHECKING:
     from .formats import Format
 
-_LANES = 64
-_LANE_WORDS = 2 * _LANES  # of 32 bits
-_LONG = 4 * _LANES  # elements of a run, from which on the lanes are worth their end
+_SPAN_WORDS = 2 * SPAN  # of 32 bits
 
 
 @functools.cache
 def compile_margin_sums(grad: Format) -> Callable[..., None]:
-    """Compiles ``(count, grad_at, place, unscale, clip)``; ``place`` is the address of one row of the table."""
+    """Compiles ``(count, grad_at, place, band_at, unscale, clip)``; ``place`` is the address of one row of the table.
+
+    ``band_at`` is that of as many zeros as there are inner sums: what it holds in the end has yet to be added to these.
+    """
     load, widen, _, _ = FORMATS[grad.name]
     f64, i64 = types.float64, types.int64
 
-    def margin_sums(count, grad_at, place, unscale, clip):
-        lanes = scratch_i32(_LANE_WORDS)
+    @njit(**COMPILE_OPTIONS)
+    def fold(span_at, half):
+        for i in range(half):
+            store_f64(span_at, i, load_f64(span_at, i, 4) + load_f64(span_at, i + half, 4), 4)
+
+    def margin_sums(count, grad_at, place, band_at, unscale, clip):
+        span_at = scratch_i32(_SPAN_WORDS)
         first, run, dims = load_i64(place, FIRST, TABLE), load_i64(place, RUN, TABLE), load_i64(place, DIMS, TABLE)
         outer_at, inner_at = load_i64(place, OUTER, TABLE), load_i64(place, INNER, TABLE)
         outer_step, inner_step = load_i64(place, OUTER_STEP, TABLE), load_i64(place, INNER_STEP, TABLE)
+        runs = load_i64(place, RUNS, TABLE)
         at = i64(0)
         while at < count:
             number = (at + first) // run
@@ -47,7 +54,7 @@ def compile_margin_sums(grad: Format) -> Callable[..., None]:
                 outer += digit * load_i64(place, slower + 1, TABLE)
                 inner += digit * load_i64(place, slower + 2, TABLE)
             length = min(run - inside, count - at)
-            if outer_step != 0 or inner_step != 1:
+            if runs == 0:
                 for i in range(length):
                     scaled = f64(widen(load(grad_at, at + i, 0)) * unscale * clip)
                     square = scaled * scaled
@@ -57,27 +64,54 @@ def compile_margin_sums(grad: Format) -> Callable[..., None]:
                     store_f64(inner_at, into, load_f64(inner_at, into, 2) + square, 2)
                 at += length
                 continue
-            total, done = f64(0.0), i64(0)
-            if length >= _LONG:
-                for lane in range(_LANES):
-                    store_f64(lanes, lane, 0.0, 3)
-                done = length // _LANES * _LANES
-                for base in range(0, done, _LANES):
-                    for lane in range(_LANES):
-                        scaled = f64(widen(load(grad_at, at + base + lane, 0)) * unscale * clip)
-                        square = scaled * scaled
-                        into = inner + base + lane
-                        store_f64(inner_at, into, load_f64(inner_at, into, 2) + square, 2)
-                        store_f64(lanes, lane, load_f64(lanes, lane, 3) + square, 3)
-                for lane in range(_LANES):
-                    total += load_f64(lanes, lane, 3)
-            for i in range(done, length):
-                scaled = f64(widen(load(grad_at, at + i, 0)) * unscale * clip)
-                square = scaled * scaled
-                total += square
-                store_f64(inner_at, inner + i, load_f64(inner_at, inner + i, 2) + square, 2)
-            store_f64(outer_at, outer, load_f64(outer_at, outer, 1) + total, 1)
+            index = outer % runs
+            if index > 0 and index % BAND == 0:  # of the band before
+                for into in range(inner - inside, inner - inside + run):
+                    store_f64(inner_at, into, load_f64(inner_at, into, 2) + load_f64(band_at, into, 3), 2)
+                    store_f64(band_at, into, 0.0, 3)
+            total = load_f64(outer_at, outer, 1)
+            done = i64(0)
+            while done < length:
+                low = (inside + done) % SPAN
+                begin = inside + done - low
+                high = min(low + length - done, i64(SPAN))
+                width = min(run - begin, i64(SPAN))
+                for i in range(low):
+                    store_f64(span_at, i, 0.0, 4)
+                from_grad, from_band = at + done - low, inner + done - low
+                for i in range(low, high):
+                    scaled = f64(widen(load(grad_at, from_grad + i, 0)) * unscale * clip)
+                    square = scaled * scaled
+                    store_f64(band_at, from_band + i, load_f64(band_at, from_band + i, 3) + square, 3)
+                    store_f64(span_at, i, square, 4)
+                length_of_span = i64(SPAN)
+                while length_of_span >= 2 * width:  # its upper half is zeros
+                    length_of_span = length_of_span // 2
+                for i in range(high, length_of_span):
+                    store_f64(span_at, i, 0.0, 4)
+                # Constants, as LLVM makes vectors of each.
+                if length_of_span > 256:
+                    fold(span_at, 256)
+                if length_of_span > 128:
+                    fold(span_at, 128)
+                if length_of_span > 64:
+                    fold(span_at, 64)
+                if length_of_span > 32:
+                    fold(span_at, 32)
+                if length_of_span > 16:
+                    fold(span_at, 16)
+                if length_of_span > 8:
+                    fold(span_at, 8)
+                if length_of_span > 4:
+                    fold(span_at, 4)
+                if length_of_span > 2:
+                    fold(span_at, 2)
+                if length_of_span > 1:
+                    fold(span_at, 1)
+                total += load_f64(span_at, i64(0), 4)
+                done += high - low
+            store_f64(outer_at, outer, total, 1)
             at += length
 
-    signature = types.void(*[types.int64] * 3, *[types.float32] * 2)
+    signature = types.void(*[types.int64] * 4, *[types.float32] * 2)
     return njit(signature, **COMPILE_OPTIONS)(margin_sums)  # type: ignore[no-any-return]

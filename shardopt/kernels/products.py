@@ -11,7 +11,20 @@ A table has one row a param, int64::
     outer, inner     addresses of fp32 factors, or of float64 sums; one behind the other in the order of a contiguous
                      tensor of all dimensions but the columns', or but the rows'
     run, outer_step, inner_step     elements of a run, and what each advances by
+    runs        how many a matrix has, if its sums are added up in bands and spans; else 0
     dims        number of dimensions that are slower than a run; for each (size, outer_stride, inner_stride)
+
+Sums are added up in one order, whatever kernel does it, so that their bits are the same. A matrix is cut into bands of
+128 runs, and a run into spans of 512 elements::
+
+    run     span 0   span 1          span    x x x x x x x x      folded in half until one is left
+    0       | a      | b     |               x x x x
+    1       | a      | b     | band 0        x x
+    2       | a      | b     |               x
+    3       | c      | d     | band 1
+
+An inner sum adds the elements of a band one by one, then the bands. An outer sum adds the spans of its run, each
+folded. Where both sides of a matrix are short, or its elements are not neighbours, a sum adds them one by one.
 """
 
 from __future__ import annotations
@@ -24,17 +37,20 @@ import torch
 
 from ..errors import ShardoptError
 
-FIRST, OUTER, INNER, RUN, OUTER_STEP, INNER_STEP, DIMS, SLOWER = range(8)
+FIRST, OUTER, INNER, RUN, OUTER_STEP, INNER_STEP, RUNS, DIMS, SLOWER = range(9)
 MAX_DIMS = 8  # slower than a run, where neighbours that advance alike are one
 COLUMNS = SLOWER + 3 * MAX_DIMS
 
+BAND, SPAN = 128, 512
+_SHORT = 64  # sides up to which there are neither
+
 
 class Products(NamedTuple):
-    """The factors of a launch's params, for the kernels of its passes; all in host memory, where these run.
+    """The factors of a launch's params, for the kernels of its passes.
 
     Attributes:
-        table: 2D [num_rows, COLUMNS] int64, as this module has it.
-        factors: 1D fp32; the table holds their addresses.
+        table: 2D [num_rows, COLUMNS] int64 in host memory, as this module has it.
+        factors: 1D fp32, where the kernels run; the table holds their addresses.
     """
 
     table: torch.Tensor
@@ -77,12 +93,20 @@ class Geometry(NamedTuple):
         columns: a row of the table from ``RUN`` on.
         outer_is_row: True if the outer is the row.
         rows: how many there are, of all matrices.
+        shape, strides: of the param.
     """
 
     columns: tuple[int, ...]
     outer_is_row: bool
     rows: int
     num_columns: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    @property
+    def runs(self) -> int:
+        """How many runs a matrix has, if its sums are added up in bands and spans; else 0."""
+        return self.columns[RUNS - RUN]
 
 
 def geometry_of(shape: Sequence[int], strides: Sequence[int]) -> Geometry:
@@ -101,9 +125,12 @@ def geometry_of(shape: Sequence[int], strides: Sequence[int]) -> Geometry:
     outer_is_row = run.row == 0 or run.column != 0
     pairs = [(each.row, each.column) if outer_is_row else (each.column, each.row) for each in (run, *dims)]
     slower = [(each.size, *pair) for each, pair in zip(reversed(dims), reversed(pairs[1:]), strict=True)]
-    columns = [run.size, *pairs[0], len(dims), *(number for each in slower for number in each)]
+    runs = shape[-2] if outer_is_row else shape[-1]
+    is_cut = pairs[0] == (0, 1) and max(runs, run.size) > _SHORT
+    columns = [run.size, *pairs[0], runs if is_cut else 0, len(dims), *(number for each in slower for number in each)]
     columns += [0] * (COLUMNS - RUN - len(columns))
-    return Geometry(tuple(columns), outer_is_row, math.prod(shape[:-1]), math.prod(shape[:-2]) * shape[-1])
+    rows, num_columns = math.prod(shape[:-1]), math.prod(shape[:-2]) * shape[-1]
+    return Geometry(tuple(columns), outer_is_row, rows, num_columns, tuple(shape), tuple(strides))
 
 
 def _dims(shape: Sequence[int], strides: Sequence[int]) -> list[_Dim]:

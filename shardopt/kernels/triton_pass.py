@@ -1,8 +1,8 @@
 """The Triton kernel of one pass, for rules that look at whole params: see ``native_pass.py``, its twin.
 
-It is that of ``triton_step.py`` for one block a program, but for three things: only what the pass writes is stored; a
-state that other passes read is, from its last assignment on, what its format holds; and the block sums of what the rule
-takes norms of are added to totals.
+It is that of ``triton_step.py`` for one block a program, but for four things: only what the pass writes is stored; a
+state that other passes read is, from its last assignment on, what its format holds; the block sums of what the rule
+takes norms of are added to totals; and a product of factors is read as a state is.
 """
 
 from __future__ import annotations
@@ -14,10 +14,13 @@ import torch
 import triton
 import triton.language as tl
 
+from .products import COLUMNS as PRODUCT_COLUMNS
+from .products import SLOWER
 from .reductions import COLUMNS, LARGEST, LIMB_BITS, NONFINITE
 from .tables import Factors, Gradients, JoinedStreams, Streams, sent_together
 from .translate import function_from_source, triton_lines
 from .triton_formats import decode, dither, draw, encode, join, load_codes, narrow_up, part_master
+from .triton_products import product_of
 from .triton_reductions import LANES, add_to_row, row_of_block_sums, sums_of
 from .triton_step import NUM_WARPS, addresses, block_of_nothing, on, stream_at, stream_constants
 from .triton_words import RULE_WORDS, load_bf16, narrow, widen
@@ -53,6 +56,7 @@ def pass_kernel(
     rows_ptr,
     scalars_ptr,
     noise_ptr,
+    products_ptr,  # [num_rows, PRODUCT_COLUMNS] int64: see ``products.py``
     totals_ptr,  # [measured values, num_rows, COLUMNS] int64
     next_totals,  # items from one measured value to the next
     num_blocks,
@@ -70,9 +74,12 @@ def pass_kernel(
     STATES: tl.constexpr,
     ROUNDINGS: tl.constexpr,
     NEEDS_NOISE: tl.constexpr,
+    HAS_PRODUCT: tl.constexpr,
     GRAD_TYPE: tl.constexpr,
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
+    PRODUCT_COLUMNS: tl.constexpr,
+    NUM_PLAIN: tl.constexpr,  # of them
     COLUMNS: tl.constexpr,
     LARGEST: tl.constexpr,
     NONFINITE: tl.constexpr,
@@ -140,8 +147,11 @@ def pass_kernel(
     if NEEDS_NOISE:
         key, other_key = tl.load(noise_ptr + row * 4), tl.load(noise_ptr + row * 4 + 1)
         first, phase = start.to(tl.int32) + tl.load(noise_ptr + row * 4 + 2), tl.load(noise_ptr + row * 4 + 3)
+    product = 0.0
+    if HAS_PRODUCT:
+        product = product_of(products_ptr, row, start, within, places, BLOCK, PRODUCT_COLUMNS, NUM_PLAIN)
     param, items, scales, measured = PASS(
-        param, grad, states, scalars, start, end_ptr, is_whole, first, phase, unknown_zero, STATES, ROUNDINGS
+        param, grad, states, product, scalars, start, end_ptr, is_whole, first, phase, unknown_zero, STATES, ROUNDINGS
     )
 
     # What a program holds behind the end of its param is no element of it.
@@ -177,8 +187,9 @@ def pass_text(part: PassArithmetic) -> str:
     It returns the param, the items and scales of each state that is stored, and the measured values.
     """
     context = "start, end_ptr, is_whole, first, phase, unknown_zero"
-    lines = [f"def {part.rule}(param, grad, states, scalars, {context}, STATES, ROUNDINGS):"]
+    lines = [f"def {part.rule}(param, grad, states, product, scalars, {context}, STATES, ROUNDINGS):"]
     lines += [f"    state_{name} = states[{index}]" for index, name in enumerate(part.states)]
+    lines += [f"    state_{name} = product" for name in part.products]
     lines += [f"    s_{name} = scalars[{index}]" for index, name in enumerate(part.scalars)]
     rule = triton_lines(part)
     last = {line.split(" = ")[0]: at for at, line in enumerate(rule)}
@@ -213,6 +224,9 @@ def pass_constants(spec: PassSpec, aligned: bool) -> dict[str, Any]:
         "NUM_MEASURED": len(part.measured),
         "WRITTEN": tuple(index for index, name in enumerate(part.states) if name in part.written),
         "WRITES_PARAM": part.writes_param,
+        "HAS_PRODUCT": spec.has_product,
+        "PRODUCT_COLUMNS": PRODUCT_COLUMNS,
+        "NUM_PLAIN": SLOWER,
         "COLUMNS": COLUMNS,
         "LARGEST": LARGEST,
         "NONFINITE": NONFINITE,
@@ -232,12 +246,12 @@ def run_pass(
     products: torch.Tensor | None = None,
 ) -> None:
     """Launches once for all shards, on the current CUDA stream of their device."""
-    assert factors.divisor == 1 and products is None  # rules with products are refused on a GPU
+    assert factors.divisor == 1 and (products is not None) == spec.has_product
     num_blocks, device = gradients.num_blocks, gradients.row_of_block.device
     if num_blocks == 0:
         return
     where = addresses(streams)
-    host = [where, scalars] if noise is None else [where, scalars, noise]
+    host = [where, scalars, *(each for each in (noise, products) if each is not None)]
     is_there = gradients.rows.device == device and device.type != "cpu"
     with on(device):
         there = sent_together(host if is_there else [*host, gradients.rows], device)
@@ -248,6 +262,7 @@ def run_pass(
             gradients.rows if is_there else there[-1],
             there[1],
             there[1 if noise is None else 2],
+            there[0] if products is None else there[2 if noise is None else 3],
             there[0] if totals is None else totals,
             0 if totals is None else totals.shape[1] * totals.shape[2],
             num_blocks,
@@ -265,4 +280,5 @@ def prepare_pass(spec: PassSpec, device: torch.device, aligned: bool) -> None:
     streams, gradients, scalars, noise = block_of_nothing(spec, device, aligned)
     measured = len(spec.variant.measured)
     totals = torch.zeros(measured, 1, COLUMNS, dtype=torch.int64, device=device) if measured else None
-    run_pass(spec, streams, gradients, scalars, Factors(), noise, totals)
+    products = torch.zeros(1, PRODUCT_COLUMNS, dtype=torch.int64) if spec.has_product else None
+    run_pass(spec, streams, gradients, scalars, Factors(), noise, totals, products)

@@ -18,9 +18,9 @@ rank keeps margins whole: they are smaller than a param by as much as it has row
     passes                              the rule, elementwise, which reads the product as if it were a state
 
 Sums are of float64, in which the square of an fp32 number is exact: an error below numel * 2**-53, of positive terms.
-The order of addition follows from where shards end. So a margin is the same on every rank, in every chunk, tier and
-number of threads; and between two numbers of ranks, or sizes of buckets, fp32 margins differ in their last bit where a
-sum lies within 2**-53 of a tie: about once in 10**8 rows.
+The order of addition follows from where shards end (``kernels/products.py``); it is that of a CPU on a GPU too. So a
+margin is the same on every rank, in every chunk, tier and number of threads; and between two numbers of ranks, or sizes
+of buckets, fp32 margins differ in their last bit where a sum lies within 2**-53 of a tie: about once in 10**8 rows.
 """
 
 from __future__ import annotations

@@ -29,6 +29,7 @@ from ..domain.param import ParamRecord
 from ..domain.shard_tables import joined_table
 from ..kernels.formats import ROOT2, format_of
 from ..kernels.launch import backend_of, prepare
+from ..kernels.products import COLUMNS as PRODUCT_COLUMNS
 from ..kernels.reductions import LIMBS
 from ..kernels.tables import BLOCK, Gradients, JoinedStreams, Streams, noise_from
 from ..rules.matrix import MatrixVariant
@@ -191,7 +192,8 @@ def launches_of(
         for each_pass in pass_specs(spec):
             prepare(each_pass, device, gradients.aligned)
         if whole.margins:
-            backend_of(shard.device).prepare_margin_sums(format)
+            for grad_device in {each.grad.device for each in members.values()}:
+                backend_of(grad_device).prepare_margin_sums(format, grad_device)
             for each in members.values():
                 param_geometry(each.entry)
         table = np.zeros((shard.tables.num_rows, len(variant.scalars)), dtype=np.float32)
@@ -258,6 +260,19 @@ class JoinedLaunch(NamedTuple):
             tables.append(None if own is None else noise_from(own, -first))
             first += shard.numel
         return self._stacked(tables, 4, np.int32)
+
+    @property
+    def products(self) -> torch.Tensor | None:
+        """2D [num_rows, products.COLUMNS] int64, in host memory; None for a rule that reads none."""
+        if self._first.products is None:
+            return None
+        tables: list[torch.Tensor | None] = []
+        first = 0
+        for shard, launch in zip(self.shards, self.launches, strict=True):
+            own = None if launch is None else launch.products
+            tables.append(None if own is None else own.part(-first))
+            first += shard.numel
+        return self._stacked(tables, PRODUCT_COLUMNS, np.int64)
 
     def streams(self, of_shard: Mapping[Shard, Streams]) -> JoinedStreams:
         """Returns the streams of all; of shards that are not named nothing is updated."""

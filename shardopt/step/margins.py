@@ -7,11 +7,15 @@
 
 Margins are kept whole on every rank, and made anew in each step: those of before stay what they were until all ranks
 have taken the step. So nothing is undone after an error, and a state dict or a save of before holds the old ones.
+
+They lie in host memory, where the factors are made. A GPU adds up the sums of the gradients that lie on it; these come
+to the host by one copy, with one wait, and the factors go back by one copy.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -21,6 +25,7 @@ import torch
 from ..errors import CommunicationError
 from ..kernels.launch import backend_of
 from ..kernels.products import COLUMNS, FIRST, INNER, OUTER, RUN, Geometry, MarginPiece, Products
+from ..kernels.tables import sent
 from ..rules.factored import FactoredRule
 from .variants import eps_of, param_geometry
 
@@ -28,16 +33,18 @@ if TYPE_CHECKING:
     from ..domain.param import ParamRecord
     from ..domain.shard import Shard
     from ..kernels.tables import Factors
+    from ..partition.comm.group import Ranks
     from .launches import Launch, ParamUpdate, StepPlan
 
     Array = np.ndarray[Any, Any]
     Launches = Mapping[Shard, Sequence[Launch]]
+    _Factors = Mapping[ParamRecord, tuple[torch.Tensor, torch.Tensor]]  # of the outer and of the inner
 
 _ADDING_UP = "adding up squares over rows and columns"
 
 
 class _Sums(NamedTuple):
-    """Of one param: views of the message of all, 1D float64 in host memory."""
+    """Of one param: views of the message of all, 1D float64."""
 
     update: ParamUpdate
     geometry: Geometry
@@ -69,7 +76,7 @@ def with_products(
         return {shard: list(its) for shard, its in launches.items()}
     if problem is None and mesh.world.rank in mesh.one_copy:  # replicas hold the same, which counts once
         try:
-            _add_own(launches, sums, factors)
+            _add_own(mesh.world, launches, sums, message[:-1], factors)
         except Exception as error:
             problem = error
     message[-1] = problem is not None
@@ -82,7 +89,12 @@ def with_products(
             "columns, so no rank knows these sums and none can finish this step."
         )
     made = {entry: _made(plan, each) for entry, each in sums.items()}
-    return {shard: [_with_table(each, sums, made) for each in its] for shard, its in launches.items()}
+    devices = {each.shard.home.device for its in launches.values() for each in its}
+    made_on = {device: _sent(made, device) for device in devices}
+    return {
+        shard: [_with_table(each, sums, made_on[each.shard.home.device]) for each in its]
+        for shard, its in launches.items()
+    }
 
 
 def _blank(plan: StepPlan) -> tuple[dict[ParamRecord, _Sums], torch.Tensor]:
@@ -90,20 +102,46 @@ def _blank(plan: StepPlan) -> tuple[dict[ParamRecord, _Sums], torch.Tensor]:
     rule = plan.domain.rule
     updates = [each for each in plan.updates if rule.variant(plan.numbers[each.group], each.entry.param.shape).margins]
     geometries = [param_geometry(each.entry) for each in updates]
-    sizes = [size for each in geometries for size in (each.rows, each.num_columns)]
-    message = torch.from_numpy(np.zeros(sum(sizes) + 1))
-    views = iter(message[:-1].split(sizes))
-    sums = {each.entry: _Sums(each, of, next(views), next(views)) for each, of in zip(updates, geometries, strict=True)}
-    return sums, message
+    message = torch.from_numpy(np.zeros(sum(each.rows + each.num_columns for each in geometries) + 1))
+    return _views(updates, message), message
 
 
-def _add_own(launches: Launches, sums: Mapping[ParamRecord, _Sums], factors: Factors) -> None:
+def _views(updates: Iterable[ParamUpdate], message: torch.Tensor) -> dict[ParamRecord, _Sums]:
+    """Returns the sums of each param, which lie one behind the other in a message."""
+    sums, start = {}, 0
+    for each in updates:
+        geometry = param_geometry(each.entry)
+        middle, stop = start + geometry.rows, start + geometry.rows + geometry.num_columns
+        sums[each.entry] = _Sums(each, geometry, message[start:middle], message[middle:stop])
+        start = stop
+    return sums
+
+
+def _add_own(
+    world: Ranks, launches: Launches, sums: Mapping[ParamRecord, _Sums], message: torch.Tensor, factors: Factors
+) -> None:
+    """Fills in the sums of this rank's elements, made where the gradients lie: those of all launches together.
+
+    Args:
+        message: what ``sums`` are views of.
+    """
+    pieces: dict[tuple[torch.device, Factors], list[MarginPiece]] = defaultdict(list)
+    sums_on = {message.device: sums}
+    messages: dict[torch.device, torch.Tensor] = {}
     for launch in (each for its in launches.values() for each in its):
-        pieces = [sums[each.entry].piece(launch, row) for row, each in launch.updates.items() if each.entry in sums]
-        if pieces:
-            folded = factors._replace(divisor=launch.divisor).folded()
-            assert folded is not None  # all others were divided
-            backend_of(pieces[0].grad.device).add_margin_sums(pieces, folded)
+        folded = factors._replace(divisor=launch.divisor).folded()
+        assert folded is not None  # all others were divided
+        for row, each in launch.updates.items():
+            if each.entry in sums:
+                device = each.grad.device
+                if device not in sums_on:
+                    messages[device] = torch.zeros(message.shape, dtype=message.dtype, device=device)
+                    sums_on[device] = _views([of.update for of in sums.values()], messages[device])
+                pieces[device, folded].append(sums_on[device][each.entry].piece(launch, row))
+    for (device, folded), of_device in pieces.items():
+        backend_of(device).add_margin_sums(of_device, folded)
+    for there in messages.values():
+        message += world.read(there, _ADDING_UP)
 
 
 def _made(plan: StepPlan, sums: _Sums) -> tuple[torch.Tensor, torch.Tensor]:
@@ -127,9 +165,16 @@ def _made(plan: StepPlan, sums: _Sums) -> tuple[torch.Tensor, torch.Tensor]:
     return factors if sums.geometry.outer_is_row else factors[::-1]
 
 
-def _with_table(
-    launch: Launch, sums: Mapping[ParamRecord, _Sums], made: Mapping[ParamRecord, tuple[torch.Tensor, torch.Tensor]]
-) -> Launch:
+def _sent(made: _Factors, device: torch.device) -> _Factors:
+    """Returns the factors of all params where kernels run, by one copy."""
+    if device.type == "cpu":
+        return made
+    flat = [each for factors in made.values() for each in factors]
+    there = iter(sent(torch.cat(flat), device).split([len(each) for each in flat]))
+    return {entry: (next(there), next(there)) for entry in made}
+
+
+def _with_table(launch: Launch, sums: Mapping[ParamRecord, _Sums], made: _Factors) -> Launch:
     """Returns the launch with the products of its params; as it is, if it reads none."""
     members = {row: each.entry for row, each in launch.updates.items() if each.entry in sums}
     if not members:

@@ -425,9 +425,8 @@ def _update_together(
             backend = backend_of(each.shards[0].device)
             folded = _folded(factors, each.divisor)
             totals = each.new_totals()
-            run_kernel(
-                backend, each.spec, each.streams(streams), each.gradients, each.scalars, folded, each.noise, totals
-            )
+            tables = (each.gradients, each.scalars, folded, each.noise, totals, each.products)
+            run_kernel(backend, each.spec, each.streams(streams), *tables)
             each.hand_out(totals)
     return {shard: each for shard, each in chunks.items() if shard not in together}
 

@@ -76,6 +76,14 @@ def test_no_spills_and_few_registers(compiled: Facts) -> None:
         assert 0 < kernel["registers"] <= most, (kernel["label"], kernel["target"])
 
 
+def test_sums_over_rows_and_columns_are_what_they_say(compiled: Facts) -> None:
+    """In float64, each operation rounded once; no spills; a span is folded within a warp."""
+    margins = compiled["margins"]
+    assert len(margins) == 3 * 3
+    assert not failing(margins, "spilled", "shared", "narrow_offsets", "fused", "flushed", "other_memory", "quotients")
+    assert all(0 < each["registers"] <= 168 for each in margins)  # 12 warps a multiprocessor: 48 KiB of loads under way
+
+
 def test_offsets_have_64_bits(compiled: Facts) -> None:
     assert not failing(everything(compiled), "narrow_offsets")
 

@@ -43,7 +43,7 @@ def test_one_shard(name: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, "Adafactor"])
 def test_whole_optimizers(name: str, dtype: torch.dtype) -> None:
     """Params of many shapes, two groups, one param without a gradient at some steps, clipping, an overflow skipped."""
     ends = []
@@ -114,7 +114,7 @@ def rests(name: str, dtype: torch.dtype, offload: Any) -> tuple[list[bytes], dic
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", ["AdamW", "SGD", "Lion", "Adagrad"])
+@pytest.mark.parametrize("name", ["AdamW", "SGD", "Lion", "Adagrad", "Adafactor"])
 def test_states_elsewhere_leave_the_same_bits(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     expected, _ = rests(name, dtype, None)
     ways = [shardopt.Offload(step=step, pin_memory=pins) for step in ("gpu", "cpu") for pins in (True, False)]

@@ -6,14 +6,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from shardopt.kernels import triton_backend
-from tests.kernels import test_on_ptx, test_passes
+from tests.kernels import test_margins, test_on_ptx, test_passes
 from tests.support.paths import ROOT
 from tests.support.ptx.process import Compiling
 
 STEPS, SUMS = "test_every_rule_and_format", "test_reductions"
 LARGE = "test_programs_of_any_size"  # where a program has a vector of blocks
-PASSES = "test_every_pass_as_compiled"  # of test_passes.py
-# What Triton compiles -> the test of test_on_ptx.py that executes it.
+PASSES = "test_every_pass_as_compiled"
+MARGINS, PRODUCTS = "test_sums_as_compiled", "test_products_as_compiled"
+# The test -> its file; others are of test_on_ptx.py.
+FILES = {PASSES: test_passes, MARGINS: test_margins, PRODUCTS: test_margins}
+# What Triton compiles -> the test that executes it.
 EXECUTED = {
     "triton_step.stream_at": STEPS,
     "triton_step.step_kernel": STEPS,
@@ -50,15 +53,23 @@ EXECUTED = {
     "triton_pass.keep": PASSES,
     "triton_pass.pass_kernel": PASSES,
     "triton_pass.pass_function": PASSES,  # makes a function of each pass
+    "triton_products.carried": PRODUCTS,
+    "triton_products.product_of": PRODUCTS,
+    "triton_margins.row_of_program": MARGINS,
+    "triton_margins.place_of": MARGINS,
+    "triton_margins.squares_of": MARGINS,
+    "triton_margins.folded": MARGINS,
+    "triton_margins.margin_parts_kernel": MARGINS,
+    "triton_margins.add_parts_kernel": MARGINS,
+    "triton_margins.side_sums_kernel": MARGINS,
 }
 MAKERS = ("triton_step.rule_function", "triton_pass.pass_function")  # whose functions have lines of their own
 # What a backend is asked for -> the test that does, or why none does.
-ENTRIES = {"step": STEPS, "add_totals": SUMS, "count_nonfinite": SUMS, "run_pass": PASSES}
+ENTRIES = {"step": STEPS, "add_totals": SUMS, "count_nonfinite": SUMS, "run_pass": PASSES, "add_margin_sums": MARGINS}
 EXEMPT = {
     "prepare": "a step over one skipped block, launched for what it compiles",
     "prepare_pass": "likewise",
-    "prepare_margin_sums": "refuses: rules with margins have no kernel for a GPU",
-    "add_margin_sums": "likewise",
+    "prepare_margin_sums": "sums of a few zeros",
     "joins_shards": "a fact",
 }
 # Rules that together use every word.
@@ -81,7 +92,7 @@ def test_every_kernel_has_a_row() -> None:
     assert {name for name, _, _ in jit_functions()} == EXECUTED.keys()
     assert set(triton_backend.__all__) == ENTRIES.keys() | EXEMPT.keys()
     for test in {*EXECUTED.values(), *ENTRIES.values()}:
-        assert callable(getattr(test_passes if test == PASSES else test_on_ptx, test)), test
+        assert callable(getattr(FILES.get(test, test_on_ptx), test)), test
 
 
 def test_what_is_said_to_be_executed_is(compiling: Compiling) -> None:
@@ -91,6 +102,8 @@ def test_what_is_said_to_be_executed_is(compiling: Compiling) -> None:
         SUMS: compiling(test_on_ptx.in_reductions, 1),
         LARGE: compiling(test_on_ptx.in_programs_of, 2, 1),
         PASSES: compiling(test_passes.in_rows, (test_passes.SPECIAL,), ("LAMB in 8 bits",)),
+        MARGINS: compiling(test_margins.in_sums, [("fp32", "log_uniform")]),
+        PRODUCTS: compiling(test_margins.in_products, ["fp32"]),
     }
     lines = {
         test: {(file, int(line)) for text in each for file, line in re.findall(r'loc\("([^"]+)":(\d+):', text)}

@@ -6,7 +6,7 @@ params and margins are equal wherever shards end.
 
 import copy
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -20,6 +20,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from shardopt import (
     CommunicationError,
+    Offload,
     ShardedAdafactor,
     ShardedOptimizer,
     ShardoptError,
@@ -36,6 +37,7 @@ from shardopt.step import margins
 from tests.step.test_norm_rules import Net
 from tests.support.comparing import raw
 from tests.support.ranks import Pool
+from tests.support.streams import Machine
 from tests.support.sweep import drawn, grid
 
 KEYWORDS: list[dict[str, Any]] = [
@@ -284,6 +286,50 @@ def test_sums_of_shards_show_and_clipped_steps_are_close(ranks: Pool) -> None:
     for theirs in ranks.run(clipped, 2, world=2):
         for mine, expected in zip(theirs, clipped(0), strict=True):
             torch.testing.assert_close(mine, expected, rtol=1e-5, atol=1e-6)
+
+
+# -- on a device -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("offload", [None, Offload(step="gpu"), Offload(step="cpu")])
+def test_a_device_has_the_same_bits(offload: Any) -> None:
+    """On the stand-in of CUDA: sums of several buckets, margins by way of the host, factors back on the device."""
+    start = values()
+    here = as_params(start)
+    on_host = stepped(here, Tensor.clone, None)
+    margins_here = [raw(each) for param in here for each in on_host.state[param].values()]
+    with Machine(world=1) as machine:
+        there = [nn.Parameter(machine.tensor(each)) for each in start]
+        opt = stepped(there, machine.tensor, offload)
+        found = [param.detach().cpu() for param in there]
+        margins_there = [raw(each.cpu()) for param in there for each in opt.state[param].values()]
+        opt.close()
+        assert machine.races == []
+    for mine, theirs in zip(found, here, strict=True):
+        assert torch.equal(mine, theirs.detach())
+    assert margins_there == margins_here
+
+
+def stepped(params: Sequence[nn.Parameter], move: Callable[[Tensor], Tensor], offload: Any) -> ShardedAdafactor:
+    tuning = Tuning(bucket_bytes=4096, chunk_bytes=1024, compress_from=0)
+    opt = ShardedAdafactor(params, lr=0.1, max_grad_norm=1.0, offload=offload, tuning=tuning)
+    for step in range(2):
+        for number, param in enumerate(params):
+            generator = torch.Generator().manual_seed(10 * step + number)
+            strides = torch.empty_like(param, device="cpu").stride()
+            grad = torch.empty_strided(param.shape, strides).copy_(torch.randn(param.shape, generator=generator))
+            param.grad = move(grad)
+        opt.step()
+    return opt
 
 
 # -- states outside ----------------------------------------------------------------------------------------------------

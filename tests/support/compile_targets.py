@@ -15,6 +15,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
 
-from shardopt.kernels import triton_backend, triton_reductions, triton_step
+from shardopt.kernels import triton_backend, triton_margins, triton_reductions, triton_step
 from shardopt.kernels.formats import (
     BF16,
     BF16_DITHERED,
@@ -39,6 +40,7 @@ from shardopt.kernels.formats import (
     BlockFormat,
     Format,
 )
+from shardopt.kernels.products import MarginPiece, geometry_of
 from shardopt.kernels.reductions import new_totals
 from shardopt.kernels.spec import StepSpec
 from shardopt.kernels.tables import BLOCK, Factors, Gradients, Streams
@@ -52,6 +54,11 @@ TARGETS = {
 }
 # What launches ask for, which the test checks.
 OPTIONS = {"num_warps": triton_step.NUM_WARPS, "enable_fp_fusion": False}
+MARGIN_KERNELS = (
+    triton_margins.margin_parts_kernel,
+    triton_margins.add_parts_kernel,
+    triton_margins.side_sums_kernel,
+)
 BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
@@ -125,6 +132,20 @@ def compile_reduction(kernel: Any, grad: Format, target: GPUTarget) -> Any:
         return compiled_by(kernel, target, lambda: triton_reductions.add_totals(grad, tables(), Factors(), totals))
     count = torch.zeros(1, dtype=torch.int64)
     return compiled_by(kernel, target, lambda: triton_reductions.count_nonfinite(grad, tables(), count))
+
+
+def compile_margins(kernel: Any, grad: Format, target: GPUTarget) -> Any:
+    """One of the kernels that add up squares over rows and columns, of a param with bands and of one without."""
+    pieces = []
+    for shape in ((3, 700), (5, 7)):
+        sums = [torch.zeros(size, dtype=torch.float64) for size in shape]
+        grads = torch.zeros(shape[0] * shape[1], dtype=grad.dtype)
+        pieces.append(MarginPiece(grads, 0, geometry_of(shape, (shape[1], 1)), *sums))
+    with ExitStack() as stack:
+        for other in MARGIN_KERNELS:
+            if other is not kernel:
+                stack.enter_context(patch.object(other, "run", lambda *_, **__: None))
+        return compiled_by(kernel, target, lambda: triton_margins.add_margin_sums(pieces, Factors()))
 
 
 def fused_in_quotients(target: GPUTarget) -> int:
@@ -365,9 +386,14 @@ def facts_of(name: str, whole: bool) -> dict[str, Any]:
                     **facts(compile_reduction(kernel, grad, target), target),
                 }
             )
+    margins = [
+        {"label": kernel.fn.__name__, "target": name, **facts(compile_margins(kernel, FP32, target), target)}
+        for kernel in MARGIN_KERNELS
+    ]
     return {
         "kernels": kernels,
         "reductions": reductions,
+        "margins": margins,
         "fused_in_quotients": {name: fused_in_quotients(target)},
     }
 
@@ -380,8 +406,10 @@ def main(folder: Path, whole: bool) -> None:
         plain = next(spec for label, spec, _ in specs() if label == "AdamW plain")
         mutant = compile_step(plain, True, TARGETS["sm_90"], mutant_kernel(folder))
         found: dict[str, Any] = {"mutant": narrow_offsets(mutant.asm["ttir"]), "launches": launch_facts()}
-        kernels, reductions, fused = zip(*(each.values() for each in targets), strict=True)
-    found["kernels"], found["reductions"] = [*chain(*kernels)], [*chain(*reductions)]
+        kernels, reductions, margins, fused = zip(*(each.values() for each in targets), strict=True)
+    found["kernels"], found["reductions"], found["margins"] = (
+        [*chain(*each)] for each in (kernels, reductions, margins)
+    )
     found["fused_in_quotients"] = {name: count for each in fused for name, count in each.items()}
     print(json.dumps(found))
 

@@ -41,7 +41,7 @@ BACKENDS: tuple[tuple[Backend, torch.device], ...] = (
 )
 GUARD = 64  # elements on either side
 POISON = {4: 0x7FC0BEEF, 2: 0x7FEF, 1: 0xFE}  # NaN in fp32; in fp16 and in bf16; a large code
-INTEGERS = {4: torch.int32, 2: torch.int16, 1: torch.uint8}
+INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 _PARAM, _FIRST_STATE = 1, 3  # streams that draw bits of their own
 
 Draw = Callable[[torch.Size, torch.Generator], Tensor]

@@ -51,6 +51,16 @@ def multiply_high(one: Array, other: Array) -> Array:
     return multiply_wide(one, other) >> (8 * one.dtype.itemsize)
 
 
+def quotient(one: Array, other: Array) -> Array:
+    """Rounded toward zero; what a division by zero gives is not defined, and is 0 here."""
+    whole = np.abs(one) // np.abs(other)
+    return np.where((one < 0) != (other < 0), -whole, whole) if one.dtype.kind == "i" else whole
+
+
+def remainder(one: Array, other: Array) -> Array:
+    return one - quotient(one, other) * other
+
+
 def add_product(multiply: Compute) -> Compute:
     return lambda one, other, third: multiply(one, other) + third
 
@@ -111,6 +121,8 @@ def integers() -> Iterator[tuple[str, Operation]]:
         yield f"min.{kind}", Operation(kind, two, np.minimum)
         yield f"max.{kind}", Operation(kind, two, np.maximum)
         yield f"mul.lo.{kind}", Operation(kind, two, np.multiply)
+        yield f"div.{kind}", Operation(kind, two, quotient)
+        yield f"rem.{kind}", Operation(kind, two, remainder)
         yield f"mad.lo.{kind}", Operation(kind, three, add_product(np.multiply))
         yield f"shr.{kind}", Operation(kind, (kind, "u32"), shift_right)
         for name, compare in COMPARISONS.items():
@@ -214,6 +226,8 @@ def floats() -> Iterator[tuple[str, Operation]]:
     for name, (count, compute) in ROUNDED.items():
         yield f"{name}.f32", Operation("f32", ("f32",) * count, without_nan(compute))
         yield f"{name}.ftz.f32", Operation("f32", ("f32",) * count, without_nan(flushing(compute)))
+    for name in ("add.rn", "mul.rn"):
+        yield f"{name}.f64", Operation("f64", ("f64",) * 2, without_nan(ROUNDED[name][1]))
     yield "div.full.f32", Operation("f32", ("f32",) * 2, without_nan(approximate_quotient))
     yield "div.full.ftz.f32", Operation("f32", ("f32",) * 2, without_nan(flushing(approximate_quotient)))
     yield "abs.f16x2", Operation("b32", ("b32",), lambda value: value & 0x7FFF7FFF)
@@ -256,6 +270,7 @@ def conversions() -> Iterator[tuple[str, Operation]]:
             yield f"cvt.{result}.{source}", Operation(result, (source,), lambda value: value)
         yield f"cvt.rn.f32.{source}", Operation("f32", (source,), lambda value: value)
     yield "cvt.f32.f16", Operation("f32", ("f16",), lambda value: value)  # exact, and a NaN keeps its payload
+    yield "cvt.f64.f32", Operation("f64", ("f32",), lambda value: value)
     yield "cvt.rn.f16.f32", Operation("f16", ("f32",), lambda value: one_nan(value.astype(np.float16)))
     yield "cvt.rn.f16x2.f32", Operation("b32", ("f32", "f32"), two_halves)
     yield "cvt.rzi.s32.f32", Operation("s32", ("f32",), truncate)

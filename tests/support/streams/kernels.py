@@ -4,8 +4,9 @@ So all that the backend does around a launch (tables, what ATen adds up, what th
 A launch uses the bytes that the kernel would: of each row the elements up to its end, and nothing of skipped rows.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -13,12 +14,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shardopt.kernels import native_backend, triton_pass, triton_reductions, triton_step
+from shardopt.kernels import native_backend, triton_margins, triton_pass, triton_reductions, triton_step
 from shardopt.kernels.formats import BlockFormat, Format, format_of
 from shardopt.kernels.native_pass import SUMS, compile_pass
 from shardopt.kernels.native_reductions import compile_count_nonfinite
 from shardopt.kernels.native_step import compile_step
 from shardopt.kernels.pass_spec import PassSpec
+from shardopt.kernels.products import INNER, OUTER, MarginPiece
 from shardopt.kernels.spec import StepSpec
 from shardopt.kernels.tables import BLOCK, Factors, Gradients
 
@@ -104,7 +106,7 @@ def _step(book: Book, *arguments: Any, spec: StepSpec, **_: Any) -> None:
 
 
 def _pass(book: Book, *arguments: Any, spec: PassSpec, **_: Any) -> None:
-    streams, next_row, row_of_block, rows, scalars, noise, totals, _, _, unscale, clip = arguments
+    streams, next_row, row_of_block, rows, scalars, noise, products, totals, _, _, unscale, clip = arguments
     table, used, part = _values(streams), Rows(row_of_block, rows), spec.variant
     own = [each for each in (spec.param, spec.master if spec.has_master else None) if each is not None]
     writes: list[Span] = []
@@ -122,6 +124,7 @@ def _pass(book: Book, *arguments: Any, spec: PassSpec, **_: Any) -> None:
             *at[: len(own)],
             *at[2 : 2 + len(part.states)],
             *(each for each in scales_at.values() if each),
+            *[products.data_ptr()][: spec.has_product],
             *(each.data_ptr() - first * each.element_size() for each in columns),
         )
         for number, each in enumerate(sums):
@@ -133,11 +136,24 @@ def _pass(book: Book, *arguments: Any, spec: PassSpec, **_: Any) -> None:
         writes += [
             (scales_at[name] + first * 4, scales_at[name] + last * 4) for name in part.written if scales_at[name]
         ]
-    tables = map(span, (row_of_block, rows, scalars, noise, streams))
+    reads = [*map(span, (row_of_block, rows, scalars, noise, streams, products)), *used.gradients(spec.grad.itemsize)]
+    if spec.has_product:  # of the factors, which are one tensor, where each begins
+        places = _values(products)[used.numbers][:, [OUTER, INNER]].ravel().tolist()
+        reads += [(at, at + 4) for at in places]
     writes += [span(totals)] * bool(part.measured)
-    book.act(
-        "pass_kernel", [*tables, *used.gradients(spec.grad.itemsize)], [each for each in writes if each[0] < each[1]]
-    )
+    book.act("pass_kernel", reads, [each for each in writes if each[0] < each[1]])
+    book.counts.note(KERNELS)
+
+
+def _margin_sums(book: Book, grad: Format, pieces: Sequence[MarginPiece], factors: Factors, _: torch.device) -> None:
+    for each in pieces:
+        there = [_values(tensor) for tensor in (each.rows, each.columns)]
+        here = [torch.from_numpy(sums.copy()) for sums in there]
+        native_backend.add_margin_sums([MarginPiece(each.grad, each.start, each.geometry, *here)], factors)
+        for sums, added in zip(there, here, strict=True):
+            sums[:] = added.numpy()
+    written = [span(tensor) for each in pieces for tensor in (each.rows, each.columns)]
+    book.act("margin sums", [span(each.grad) for each in pieces], written)
     book.counts.note(KERNELS)
 
 
@@ -183,6 +199,8 @@ def carried_out(book: Book) -> Iterator[None]:
         for (module, name), launch in kernels.items():
             kernel = Kernel(lambda *arguments, _launch=launch, **keywords: _launch(book, *arguments, **keywords))
             stack.enter_context(patch.object(module, name, kernel))
+        margin_sums = partial(_margin_sums, book)
+        stack.enter_context(patch.object(triton_margins, "_launch", margin_sums))  # two kernels of them, or three
         stack.enter_context(patch.object(triton_step, "constants", lambda spec, aligned: {"spec": spec}))
         stack.enter_context(patch.object(triton_pass, "pass_constants", lambda spec, aligned: {"spec": spec}))
         stack.enter_context(patch.object(triton_step, "prepare", lambda *_: None))
