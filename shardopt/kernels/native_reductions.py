@@ -13,7 +13,9 @@ from .native_words import (
     COMPILE_OPTIONS,
     FORMATS,
     TABLE,
+    both,
     from_bits,
+    larger,
     load_i32,
     load_i64,
     scratch_i32,
@@ -30,36 +32,57 @@ if TYPE_CHECKING:
 
 @functools.cache
 def compile_block_sums(grad: Format) -> Callable[..., None]:
-    """Compiles ``(first, last, row_of_block, rows, divisor, unscale, mantissa, exponent, largest, nonfinite)``."""
+    """Compiles ``(first, last, row_of_block, rows, divisor, unscale, mantissa, exponent, largest, nonfinite)``.
+
+    Three things keep its loops in full vectors: ``both`` and ``larger``, where Numba's own operators widen int32 to
+    int64; a loop of its own for Inf and NaN, which are rare; and squares of pairs, as in ``native_pass.py``.
+    """
     load, widen, _, _ = FORMATS[grad.name]
-    i32, i64 = types.int32, types.int64
+    f32, i32, i64 = types.float32, types.int32, types.int64
 
     def block_sums(first, last, row_of_block, rows, divisor, unscale, mantissa, exponent, largest, nonfinite):
         scaled = scratch_i32(BLOCK)  # bits of one block's magnitudes: divided once, read twice
         for block in range(first, last):
             row = load_i32(row_of_block, block, TABLE)
             start = block * BLOCK
-            count = min(load_i64(rows, row * 2 + 1, TABLE) - start, BLOCK)
+            count = max(min(load_i64(rows, row * 2 + 1, TABLE) - start, BLOCK), 0)
             grad_at = load_i64(rows, row * 2, TABLE)
             top = i32(0)
             bad = i32(0)
             for i in range(count):
-                bits = to_bits(widen(load(grad_at, start + i, 0)) / divisor * unscale) & i32(0x7FFFFFFF)
-                finite = bits < i32(0x7F800000)
-                bad += i32(0) if finite else i32(1)
-                bits = bits if finite else i32(0)
-                top = max(top, bits)
+                value = widen(load(grad_at, start + i, 0))
+                if divisor != f32(1.0):
+                    value = value / divisor
+                bits = both(to_bits(value * unscale), i32(0x7FFFFFFF))
+                top = larger(top, bits)
                 store_i32(scaled, i, bits, 5)
+            if top >= i32(0x7F800000):
+                top = i32(0)
+                for i in range(count):
+                    bits = load_i32(scaled, i, 5)
+                    finite = bits < i32(0x7F800000)
+                    bad += i32(0) if finite else i32(1)
+                    bits = bits if finite else i32(0)
+                    top = larger(top, bits)
+                    store_i32(scaled, i, bits, 5)
             grid = max(top >> i32(23), i32(1))
             # 2**(153 - grid), in two factors because it can pass fp32's range; both products are exact.
             raised = i32(153) - grid
             first_factor = from_bits((min(raised, i32(127)) + i32(127)) << i32(23))
             second_factor = from_bits((max(raised - i32(127), i32(0)) + i32(127)) << i32(23))
-            total = i64(0)
             for i in range(count):
                 q = i32(from_bits(load_i32(scaled, i, 5)) * first_factor * second_factor)  # truncates
-                total += i64(q) * i64(q)
-            store_i64(mantissa, block, total, 1)
+                store_i32(scaled, i, q, 5)
+            if count % 2 == 1:
+                store_i32(scaled, count, i32(0), 5)
+            total = i64(0)
+            other = i64(0)
+            for i in range((count + 1) // 2):
+                pair = load_i64(scaled, i, 5)
+                low, high = pair & i64(0xFFFFFFFF), (pair >> i64(32)) & i64(0xFFFFFFFF)
+                total += low * low
+                other += high * high
+            store_i64(mantissa, block, total + other, 1)
             store_i32(exponent, block, grid, 2)
             store_i32(largest, block, top, 3)
             store_i32(nonfinite, block, bad, 4)
