@@ -6,7 +6,7 @@ how a step is taken, where a state lies or how a tensor travels.
 
 from . import classes
 from .classes import *  # noqa: F403  the optimizers
-from .classes import recipe
+from .like import recipe
 from .optimizer import ShardedOptimizer
 
 __all__ = [*classes.__all__, "ShardedOptimizer", "recipe"]

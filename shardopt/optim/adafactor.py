@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..rules.adafactor import adafactor
-from .classes import like
+from .like import like
 from .optimizer import ShardedOptimizer
 
 if TYPE_CHECKING:

@@ -6,15 +6,13 @@ Their rules look at whole params, so that a step takes two passes over the shard
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Unpack
 
 from torch import Tensor
 
 from ..rules.lamb import lamb
 from ..rules.lars import lars
-from .classes import like
+from .like import in_range, like
 from .optimizer import ShardedOptimizer
 
 if TYPE_CHECKING:
@@ -22,39 +20,6 @@ if TYPE_CHECKING:
     from .param_groups import Params
 
 __all__ = ["ShardedLAMB", "ShardedLARS"]
-
-
-def _check(lr: float | Tensor, betas: Sequence[float] = (), **others: float) -> None:
-    """Raises ValueError, in the words of torch's classes, for a hyper-parameter that is out of its range."""
-    if isinstance(lr, Tensor) and lr.numel() != 1:
-        raise ValueError("Tensor lr must be 1-element")
-    if not 0.0 <= lr < math.inf:
-        raise ValueError(f"Invalid learning rate: {lr}")
-    for index, beta in enumerate(betas):
-        if not 0.0 <= beta < 1.0:
-            raise ValueError(f"Invalid beta parameter at index {index}: {beta}")
-    for name, value in others.items():
-        if not 0.0 <= value < math.inf:
-            raise ValueError(f"Invalid {name} value: {value}")
-
-
-def _lamb_defaults(
-    lr: float | Tensor = 1e-3,
-    betas: tuple[float, float] = (0.9, 0.999),
-    eps: float = 1e-6,
-    weight_decay: float = 0.01,
-    trust: bool = False,
-    maximize: bool = False,
-) -> dict[str, Any]:
-    _check(lr, betas, eps=eps, weight_decay=weight_decay)
-    return {
-        "lr": lr,
-        "betas": betas,
-        "eps": eps,
-        "weight_decay": weight_decay,
-        "trust": trust,
-        "maximize": maximize,
-    }
 
 
 class ShardedLAMB(ShardedOptimizer):
@@ -85,7 +50,7 @@ class ShardedLAMB(ShardedOptimizer):
         >>> optimizer = ShardedLAMB(model.parameters(), lr=2e-3, weight_decay=0.01)
     """
 
-    @like(_lamb_defaults, rule=lamb)
+    @like(in_range, rule=lamb)
     def __init__(
         self,
         params: Params,
@@ -98,27 +63,6 @@ class ShardedLAMB(ShardedOptimizer):
         maximize: bool = False,
         **options: Unpack[OptionKeywords],
     ) -> None: ...
-
-
-def _lars_defaults(
-    lr: float | Tensor = 0.1,
-    momentum: float = 0.9,
-    weight_decay: float = 1e-4,
-    trust_coefficient: float = 1e-3,
-    eps: float = 1e-8,
-    trust: bool = False,
-    maximize: bool = False,
-) -> dict[str, Any]:
-    _check(lr, momentum=momentum, weight_decay=weight_decay, trust_coefficient=trust_coefficient, eps=eps)
-    return {
-        "lr": lr,
-        "momentum": momentum,
-        "weight_decay": weight_decay,
-        "trust_coefficient": trust_coefficient,
-        "eps": eps,
-        "trust": trust,
-        "maximize": maximize,
-    }
 
 
 class ShardedLARS(ShardedOptimizer):
@@ -151,7 +95,7 @@ class ShardedLARS(ShardedOptimizer):
         >>> optimizer = ShardedLARS(model.parameters(), lr=8.0, weight_decay=1e-4)
     """
 
-    @like(_lars_defaults, rule=lars)
+    @like(in_range, rule=lars)
     def __init__(
         self,
         params: Params,

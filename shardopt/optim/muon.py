@@ -13,7 +13,8 @@ from ..arguments import mapping, number, whole
 from ..rules.adam import adam
 from ..rules.choice import KEY, RuleChoice
 from ..rules.muon import muon
-from .classes import ShardedAdamW, checked_for, defaults_of, like
+from .classes import ShardedAdamW
+from .like import checked_for, defaults_of, like
 from .matrices import apart_from_matrices, parts_of
 from .optimizer import ShardedOptimizer
 

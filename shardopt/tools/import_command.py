@@ -14,7 +14,7 @@ from ..checkpoint.foreign.import_foreign import plan_import, write_import
 from ..checkpoint.foreign.recognise import recognise
 from ..checkpoint.inspect import size
 from ..errors import CheckpointError
-from ..optim.classes import recipe
+from ..optim.like import recipe
 from .optimizers import named, names
 from .progress import progress
 from .terminal import Answer

@@ -25,7 +25,7 @@ from ..kernels.formats import BlockFormat
 from ..offload import gradients as landing
 from ..offload.disk.file_io import PAGE, padded
 from ..offload.disk.pipeline import SLOTS
-from ..optim.classes import recipe
+from ..optim.like import recipe
 from ..partition.layout import BLOCK, BucketLayout
 from ..partition.placement import Placement, Placements
 from ..partition.reducer import BUCKETS_UNDER_WAY, BYTES_UNDER_WAY

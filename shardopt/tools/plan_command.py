@@ -97,7 +97,7 @@ def _model(options: argparse.Namespace) -> tuple[nn.Module, str]:
 
 
 def _plan(options: argparse.Namespace) -> Answer:
-    from ..optim.classes import recipe
+    from ..optim.like import recipe
     from .cut import Cut
     from .plan import Planner, groups_for
     from .plan_report import as_data, chart, found, in_words, table

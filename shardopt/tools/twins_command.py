@@ -4,7 +4,7 @@ import argparse
 import time
 from typing import Any
 
-from ..optim.classes import recipe
+from ..optim.like import recipe
 from .optimizers import named, names
 from .plan_command import DTYPES
 from .terminal import Answer

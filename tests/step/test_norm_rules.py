@@ -388,6 +388,14 @@ def test_clip_update_is_not_lost_by_loading(tmp_path: Path) -> None:
     assert digest(optimizer) == digest(saved) and optimizer.param_groups[0]["lr"] == 1e-3
 
 
+def test_adam_takes_no_states_of_a_clipped_adamw() -> None:
+    """Its rule has no clipping: it would go on with longer steps, and say nothing."""
+    _, saved = clipping(clip_update=0.5)
+    optimizer = ShardedAdam(nn.Linear(40, 30))
+    with pytest.raises(StateError, match=r"clip_update=0.5.*nothing was loaded"):
+        optimizer.load_state_dict(saved.state_dict())
+
+
 def test_clip_update_stays_where_plain_states_are_loaded(tmp_path: Path) -> None:
     module, saved = clipping()
     save_checkpoint(tmp_path, module, saved)

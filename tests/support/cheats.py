@@ -15,7 +15,7 @@ import torch.distributed as dist
 from shardopt import ShardedOptimizer
 from shardopt.kernels import native_backend
 from shardopt.kernels.tables import Factors
-from shardopt.optim.classes import recipe
+from shardopt.optim.like import recipe
 from shardopt.partition.comm import reduce_scatter as scatter
 from shardopt.partition.comm import reduce_scatter_p2p as message_scatter
 from shardopt.partition.comm import reduce_scatter_peer as neighbour_scatter
