@@ -18,7 +18,7 @@ from typing import Any
 
 from shardopt import Offload, Tuning
 from shardopt.config import Options
-from shardopt.option import default_in_words, in_words, told
+from shardopt.option import default_in_words, in_words, options_of
 
 ROOT = Path(__file__).resolve().parent.parent
 MIB = 1 << 20
@@ -38,8 +38,8 @@ def default_of(value: Any) -> str:
 
 def table(options: type[Any]) -> str:
     lines = [f"| {COLUMN[options]} | default | meaning |", "|---|---|---|"]
-    for field, said in told(options):
-        meaning = said.meaning + "; may differ between ranks" * bool(said.local)
+    for field, about in options_of(options):
+        meaning = about.meaning + "; may differ between ranks" * bool(about.local)
         lines.append(f"| `{field.name}` | {default_of(field.default)} | {meaning} |")
     return "\n".join(lines)
 
@@ -58,7 +58,7 @@ def written(text: str, kinds: tuple[type[Any], ...]) -> str:
 def with_meanings(text: str) -> str:
     """The source of ``OptionKeywords`` with the meaning of each keyword below it."""
     before, begin, fields = text.partition("class OptionKeywords(TypedDict, total=False):\n")
-    words = {field.name: in_words(said) for field, said in told(Options)}
+    words = {field.name: in_words(about) for field, about in options_of(Options)}
     fields = re.sub(r'(^    \w+: .+\n)    """(?:.|\n)*?"""\n', r"\1", fields, flags=re.MULTILINE)
     return (
         before
@@ -76,7 +76,7 @@ def quoted(words: str) -> str:
 
 def with_keywords(text: str) -> str:
     """The source of an optimizer with all keywords and their defaults in its docstring."""
-    listed = ", ".join(default_in_words(field) for field, _ in told(Options))
+    listed = ", ".join(default_in_words(field) for field, _ in options_of(Options))
     begin = "Keywords of :class:`shardopt.config.Options`:"
     paragraph = textwrap.fill(f"{begin} {listed}.", 116, break_long_words=False)
     return re.sub(rf" *{begin}(?:.|\n)*?\n(?=\n|    \"\"\")", lambda _: textwrap.indent(paragraph, "    ") + "\n", text)

@@ -36,7 +36,7 @@ class Flag(NamedTuple):
     value: Any = True  # what the bare flag stands for; unused where the field's type lists choices
 
 
-class Told(NamedTuple):
+class Option(NamedTuple):
     """What a field tells beside its name, type and default."""
 
     meaning: str  # one line of Markdown, for the tables of the documentation
@@ -63,24 +63,24 @@ def option(
         local: why ranks may differ in it. Without a reason they must agree.
         flag: of an option that the planner knows.
     """
-    told = Told(meaning, check, compared, local, flag)
-    return dataclasses.field(default=default, metadata={"told": told})
+    made = Option(meaning, check, compared, local, flag)
+    return dataclasses.field(default=default, metadata={"option": made})
 
 
-def told(options: Any) -> Iterator[tuple[dataclasses.Field[Any], Told]]:
+def options_of(options: Any) -> Iterator[tuple[dataclasses.Field[Any], Option]]:
     """The fields of a dataclass of options, or of an instance, in order."""
-    return ((each, each.metadata["told"]) for each in dataclasses.fields(options))
+    return ((each, each.metadata["option"]) for each in dataclasses.fields(options))
 
 
-def in_words(said: Told) -> str:
+def in_words(about: Option) -> str:
     """The meaning without Markdown's links: a sentence for a docstring, without its full stop."""
-    plain = re.sub(r" ?\(\[[^]]*\]\([^)]*\)\)|\[([^]]*)\]\([^)]*\)", lambda found: found[1] or "", said.meaning)
+    plain = re.sub(r" ?\(\[[^]]*\]\([^)]*\)\)|\[([^]]*)\]\([^)]*\)", lambda found: found[1] or "", about.meaning)
     return plain[0].upper() + plain[1:].replace("`", "``")
 
 
 def keywords_in_words(options: Any) -> str:
     """All fields with their defaults and meanings, for the docstring of what takes them as keywords."""
-    lines = [f"{default_in_words(field)}: {in_words(said)}." for field, said in told(options)]
+    lines = [f"{default_in_words(field)}: {in_words(about)}." for field, about in options_of(options)]
     return "\n".join(textwrap.fill(line, 100, subsequent_indent="    ") for line in lines)
 
 
@@ -93,7 +93,7 @@ def default_in_words(field: "dataclasses.Field[Any]") -> str:
 def given_in_words(options: Any, besides: Sequence[str] = ()) -> list[str]:
     """``name=value`` of each field that differs from its default; of options in an option only those that do."""
     found = []
-    for field, _ in told(options):
+    for field, _ in options_of(options):
         value = getattr(options, field.name)
         if field.name not in besides and value != field.default:
             inner = dataclasses.is_dataclass(value) and not isinstance(value, type)
@@ -108,18 +108,18 @@ def check_fields(instance: Any, prefix: str = "") -> None:
     Raises:
         TypeError, ValueError: what the check raises, by the field's name behind ``prefix``.
     """
-    for field, said in told(instance):
+    for field, about in options_of(instance):
         value = getattr(instance, field.name)
         if value is not None or field.default is not None:
-            set_frozen(instance, {field.name: said.check(value, f"{prefix}{field.name}")})
+            set_frozen(instance, {field.name: about.check(value, f"{prefix}{field.name}")})
 
 
 def compared(options: Any) -> dict[str, Any]:
     """All options that ranks must agree on, as JSON."""
     return {
-        field.name: _as_json(getattr(options, field.name), said.compared)
-        for field, said in told(options)
-        if not said.local
+        field.name: _as_json(getattr(options, field.name), about.compared)
+        for field, about in options_of(options)
+        if not about.local
     }
 
 
@@ -139,7 +139,7 @@ def _as_json(value: Any, reduced: Callable[[Any], Any] | None = None) -> Any:
 
 def planned(options: Any) -> Iterator[tuple[dataclasses.Field[Any], Flag]]:
     """The options that the planner and its command line take: those that have a flag."""
-    return ((field, said.flag) for field, said in told(options) if said.flag is not None)
+    return ((field, about.flag) for field, about in options_of(options) if about.flag is not None)
 
 
 def choices_of(kind: Any) -> tuple[str, ...]:

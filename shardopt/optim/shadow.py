@@ -63,7 +63,7 @@ _KINDS = {
 _SCHEDULED = ("gathers for forward", "round")
 
 
-class Told:
+class Announced:
     """What the ranks said of what they are about to do."""
 
     def __init__(self, rows: Sequence[Mapping[str, Any]]):
@@ -137,8 +137,10 @@ class Shadow(JoinHook):
         def before_round(held: list[int]) -> int | None:
             hook = me()
             with closure.meeting():
-                told = None if hook is None else hook.announce("round", lambda: {"held": held, **edits_of(backward)})
-            return None if hook is None or told is None else hook._divisor(told)
+                announced = (
+                    None if hook is None else hook.announce("round", lambda: {"held": held, **edits_of(backward)})
+                )
+            return None if hook is None or announced is None else hook._divisor(announced)
 
         def before_gathers(gathers: Direction | Unit) -> None:
             hook = me()
@@ -181,7 +183,7 @@ class Shadow(JoinHook):
         """Collective: announces a binding or a step."""
         self.announce(kind, dict if call is None else functools.partial(self.step_facts, call))
 
-    def announce(self, kind: str, facts: Callable[[], dict[str, Any]] = dict) -> Told | None:
+    def announce(self, kind: str, facts: Callable[[], dict[str, Any]] = dict) -> Announced | None:
         """Collective: says what this rank is about to do with all others; None where there is no context.
 
         Raises:
@@ -202,10 +204,10 @@ class Shadow(JoinHook):
             row = facts()
         except Exception as error:  # the others wait for this rank
             row = {"problem": f"{type(error).__name__}: {error}"}
-        told = self._exchange(engine, kind, row)
-        if kind == "step" and self._backward is None and not told.is_complete:
-            self._send_gradients(engine, told)
-        return told
+        announced = self._exchange(engine, kind, row)
+        if kind == "step" and self._backward is None and not announced.is_complete:
+            self._send_gradients(engine, announced)
+        return announced
 
     def announce_gathers(self, gathers: Direction | Unit) -> None:
         """Collective where params travel: announces a forward, or a unit that is gathered outside of the schedule."""
@@ -251,7 +253,7 @@ class Shadow(JoinHook):
         dist.all_reduce(total, group=self._ranks.group)
         return total.item()
 
-    def _exchange(self, engine: Engine, kind: str | None, facts: Mapping[str, Any]) -> Told:
+    def _exchange(self, engine: Engine, kind: str | None, facts: Mapping[str, Any]) -> Announced:
         setup = {
             "divide_by_initial_world_size": self._by_all,
             "DistributedDataParallel": self._ddp is not None,
@@ -261,12 +263,12 @@ class Shadow(JoinHook):
         gatherer = _gatherer(engine)
         gathered = [] if gatherer is None or not gatherer.waits_for_others else gatherer.gathered
         row = {"kind": kind, "setup": setup, "gathered": gathered, **facts}
-        told = Told(self._ranks.exchange_json(row, _PHASE))
-        self._is_complete = told.is_complete
-        return told
+        announced = Announced(self._ranks.exchange_json(row, _PHASE))
+        self._is_complete = announced.is_complete
+        return announced
 
-    def _divisor(self, told: Told) -> int:
-        return told.size if self._by_all else len(told.active)
+    def _divisor(self, announced: Announced) -> int:
+        return announced.size if self._by_all else len(announced.active)
 
     def step_facts(self, call: Call) -> dict[str, Any]:
         """What a rank must know to take this step as well."""
@@ -317,8 +319,8 @@ class Shadow(JoinHook):
             )
         self.shadows = True
         try:
-            told = self._exchange(engine, None, {})
-            _SHADOWS[told.kind](self, engine, told)
+            announced = self._exchange(engine, None, {})
+            _SHADOWS[announced.kind](self, engine, announced)
         finally:
             self.shadows = False
 
@@ -329,33 +331,33 @@ class Shadow(JoinHook):
             self._ddp._sync_module_buffers(rank)
         self.leave()
 
-    def _bind(self, engine: Engine, told: Told) -> None:
+    def _bind(self, engine: Engine, announced: Announced) -> None:
         engine.bind()
 
-    def _forward(self, engine: Engine, told: Told) -> None:
+    def _forward(self, engine: Engine, announced: Announced) -> None:
         ddp = self._ddp
         assert ddp is not None
         ddp._check_and_sync_module_buffers()
         ddp.require_forward_param_sync = ddp._check_global_requires_backward_grad_sync(is_joined_rank=True)
 
-    def _pass(self, engine: Engine, told: Told) -> None:
+    def _pass(self, engine: Engine, announced: Announced) -> None:
         gatherer = _gatherer(engine)
         assert gatherer is not None
-        gatherer.begin_pass(Direction(told.kind.rpartition(" ")[2]))
+        gatherer.begin_pass(Direction(announced.kind.rpartition(" ")[2]))
         gatherer.end_pass()
 
-    def _gather(self, engine: Engine, told: Told) -> None:
+    def _gather(self, engine: Engine, announced: Announced) -> None:
         gatherer = _gatherer(engine)
         assert gatherer is not None
-        gatherer.join(gatherer.units[told.facts["unit"]])
+        gatherer.join(gatherer.units[announced.facts["unit"]])
 
-    def _round(self, engine: Engine, told: Told) -> None:
+    def _round(self, engine: Engine, announced: Announced) -> None:
         assert self._backward is not None
-        _follow_edits(self._backward, told.facts["edits"])
-        self._backward.run_round_of_zeros(told.facts["held"], self._divisor(told))
+        _follow_edits(self._backward, announced.facts["edits"])
+        self._backward.run_round_of_zeros(announced.facts["held"], self._divisor(announced))
 
-    def _step(self, engine: Engine, told: Told) -> None:
-        facts = told.facts
+    def _step(self, engine: Engine, announced: Announced) -> None:
+        facts = announced.facts
         follow_numbers(engine.groups, facts["numbers"])
         if self._backward is not None:
             _follow_edits(self._backward, facts["edits"])
@@ -363,24 +365,24 @@ class Shadow(JoinHook):
                 if dtype is None:
                     param.grad = None
         else:
-            self._send_gradients(engine, told)
+            self._send_gradients(engine, announced)
         gatherer = _gatherer(engine)
         if gatherer is not None:
             gatherer.orders.follow(*facts["orders"])
         scale, overflow = facts["scaling"]
         engine.take(Call(engine.defaults, facts["closure"], scale=scale, overflow=overflow))
 
-    def _send_gradients(self, engine: Engine, told: Told) -> None:
+    def _send_gradients(self, engine: Engine, announced: Announced) -> None:
         """Collective: from the first rank that has a batch to those that have none. They are alike on all that have."""
-        for param, dtype in zip(engine.params, told.facts["gradients"], strict=True):
+        for param, dtype in zip(engine.params, announced.facts["gradients"], strict=True):
             if dtype is None or dtype == _SPARSE:  # which a step refuses
                 grad = None
-            elif self._ranks.rank == told.first:
+            elif self._ranks.rank == announced.first:
                 grad = param.grad
             else:
                 grad = torch.empty_like(param, dtype=getattr(torch, dtype), requires_grad=False)
             if grad is not None:
-                self._ranks.broadcast([grad], _PHASE, root=told.first)
+                self._ranks.broadcast([grad], _PHASE, root=announced.first)
             if self.shadows:
                 param.grad = grad
 

@@ -1,4 +1,4 @@
-"""An option is told once, by its field: keywords, checks, what ranks compare, the planner, the tables follow from it.
+"""An option is options_of once, by its field: keywords, checks, what ranks compare, the planner, the tables follow from it.
 
 Each field of ``Options``, ``Tuning`` and ``Offload`` is changed on one of two ranks: an error on both names it, or its
 field says why ranks may differ in it and both bind.
@@ -19,7 +19,7 @@ from torch import nn
 from shardopt import DisagreementError, Offload, ShardedAdamW, Tuning
 from shardopt.arguments import whole
 from shardopt.config import OptionKeywords, Options
-from shardopt.option import check_fields, compared, option, told
+from shardopt.option import check_fields, compared, option, options_of
 from shardopt.tools.ways import PLANNED, Way
 from tests.optim.test_every_argument import OFFLOAD, OPTIONS, TUNING, WALK
 from tests.support.paths import ROOT
@@ -90,7 +90,7 @@ def differing(directory: str) -> Iterator[tuple[str, bool, str]]:
     world, mine = dist.group.WORLD, dist.get_rank() == 1
     made = {"module": None, "process_group": world, "norm_group": world, "states": directory}
     for kind in LISTS:
-        for field, said in told(kind):
+        for field, said in options_of(kind):
             name, value = field.name, other(kind, field.name, field.default)
             given = {name: made[name] if value is None else value} if mine else {}
             inside = {Tuning: "tuning", Offload: "offload"}.get(kind)
@@ -145,7 +145,7 @@ def test_keywords_are_the_fields() -> None:
 @pytest.mark.parametrize("options", LISTS)
 def test_a_field_is_told(options: type[Any]) -> None:
     names = [each.name for each in dataclasses.fields(options)]
-    assert all(said.meaning and "\n" not in said.meaning and "|" not in said.meaning for _, said in told(options))
+    assert all(said.meaning and "\n" not in said.meaning and "|" not in said.meaning for _, said in options_of(options))
     described = [line.strip().partition(":")[0] for line in (options.__doc__ or "").splitlines() if line[:9].strip(" ")]
     assert [each for each in described if each in names] == names
 
