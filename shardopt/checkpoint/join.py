@@ -41,7 +41,8 @@ def _contents(plan: SavePlan, model: Model) -> list[Content]:
     found = []
     for holders, members in model.by_holders():
         blocks = {member.block_name for member in members if member.is_planned}
-        tensors = {key: each for key, each in plan.tensors.items() if key.section in _OF_PARAMS and key.name in blocks}
+        names = blocks | {member.name for member in members if member.is_planned}
+        tensors = {key: each for key, each in plan.tensors.items() if key.section in _OF_PARAMS and key.name in names}
         params = {member.name: plan.shared["params"][member.name] for member in members}
         groups = [
             [[name for name in group["params"] if name in params] for group in each["groups"]]

@@ -231,7 +231,10 @@ def _plan_param(
                 f"take a step first, or save before loading: {kind} of {member.name!r} was loaded as a part and is "
                 "not bound yet, so the rest of it is not here."
             )
-        if member.is_planned:
+        if kind in state.margins:
+            if _plans_margins(model, member):
+                plan.add_shared(Key("params", member.name, kind), tensor, member.holders)
+        elif member.is_planned:
             plan.add_shared(Key("params", member.block_name, kind), tensor, member.holders)
     return {
         **({} if member.turn is None else {"turn": list(member.turn)}),
@@ -241,6 +244,14 @@ def _plan_param(
         "carried": {name: float(value).hex() for name, value in state.carried.items()},
         "has_state": has_state,
     }
+
+
+def _plans_margins(model: Model, member: ModelParam) -> bool:
+    """True if the ranks that hold this block write the margins, which all have whole: those of the first block do."""
+    blocks = model.claims.blocks.get(member.name)
+    if blocks is None:
+        return member.is_planned
+    return member.block == blocks[0] and model.claims.writers[member.block_name] == tuple(numbers_of(member.holders))
 
 
 def _plan_gradient(plan: SavePlan, member: ModelParam) -> dict[str, Any] | None:

@@ -28,11 +28,11 @@ def prepare_states(optimizer: ShardedOptimizer) -> None:
     optimizer.engine.ensure_bound()
     for group in optimizer.engine.local_groups():
         for param in group["params"]:
-            variant = rule.variant(group, param.shape)
             domain = optimizer.engine.states.domain_of(param)
             entry = None if domain is None else domain.entries.get(param)
             if entry is not None and not entry.has_state:
+                variant = rule.variant(group, entry.shape)
                 entry.shard.ensure_states(variant.states)
-                entry.margins = {name: torch.zeros(rule.state_shape(name, param.shape)) for name in variant.margins}
+                entry.margins = {name: torch.zeros(rule.state_shape(name, entry.shape)) for name in variant.margins}
                 entry.has_state = True
     optimizer.engine.states.consolidated = None

@@ -194,8 +194,12 @@ class Manifest:
 
     @cached_property
     def param_of(self) -> dict[str, str]:
-        """By name of tensors in "params" and "gradients": the param whose elements, or a block of them, they hold."""
-        return {each: name for name, blocks in self.blocks.items() for each in blocks}
+        """By name of tensors in "params" and "gradients": the param whose elements, or a block of them, they hold.
+
+        Of a param that blocks make up, tensors of its own name hold what is kept of it whole: states with a value for
+        each row or column.
+        """
+        return {each: name for name, blocks in self.blocks.items() for each in (name, *blocks)}
 
     @cached_property
     def kinds(self) -> dict[str, dict[str, Tensor]]:

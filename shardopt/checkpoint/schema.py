@@ -172,8 +172,9 @@ def _check_in_its_section(manifest: Manifest, key: Key, tensor: Tensor) -> None:
         _demand(told, where, key.kind, "what info tells of it")
     else:
         _check_rank(manifest, key.kind, where)
-    whole = manifest.tensors[key._replace(section="params", kind="param")].shape
-    _demand(tensor.shape == whole, f"{where}.{key.kind}.shape", tensor.shape, f"the param's, {whole}")
+    param = manifest.tensors.get(key._replace(section="params", kind="param"))
+    fits = param is not None and tensor.shape == param.shape
+    _demand(fits, f"{where}.{key.kind}.shape", tensor.shape, f"the param's, {param and param.shape}")
 
 
 def _check_rank(manifest: Manifest, name: str, where: str) -> None:
@@ -233,6 +234,12 @@ def _check_blocks(manifest: Manifest, name: str, kinds_of: Mapping[str, Mapping[
             _demand(tensor.shape == block.sizes, f"{where}.{each}.{kind}", tensor.shape, f"shape {block.sizes}")
             alike = tensor.values_dtype is first[kind].values_dtype
             _demand(alike, f"{where}.{each}.{kind}", tensor.dtype, f"{first[kind].values_dtype}")
+    for kind, tensor in kinds_of.get(name, {}).items():  # kept whole: a value for each row or column
+        _demand(kind not in first, f"{where}.{name}.{kind}", kind, "what no block has")
+        fits = len(tensor.shape) == len(shape) and all(
+            size in (1, of) for size, of in zip(tensor.shape, shape, strict=True)
+        )
+        _demand(fits, f"params.{name}.{kind}", tensor.shape, f"sums over dimensions of shape {tuple(shape)}")
 
 
 def _check_optimizer(manifest: Manifest, number: int, optimizer: Any) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -166,23 +166,30 @@ class DTensorLocals:
     # -- states outside --------------------------------------------------------------------------------------------
 
     @staticmethod
-    def outside(param: Any, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns a state as ``torch.optim`` has it for a DTensor param: DTensors with the placements of the param."""
+    def outside(param: Any, state: Mapping[str, Any], margins: Collection[str] = ()) -> dict[str, Any]:
+        """Returns a state as ``torch.optim`` has it for a DTensor param: DTensors with the placements of the param.
+
+        Args:
+            margins: states that every rank holds whole: DTensors of copies.
+        """
         if not is_dtensor(param):
             return dict(state)
-        return {
-            name: shown_as(param, tensor)
-            if isinstance(tensor, torch.Tensor) and tensor.shape == param._local_tensor.shape and name != "step"
-            else tensor
-            for name, tensor in state.items()
-        }
+        found = dict(state)
+        for name, tensor in state.items():
+            if name in margins:
+                found[name] = _copied_over(param.device_mesh, tensor)
+            elif isinstance(tensor, torch.Tensor) and tensor.shape == param._local_tensor.shape and name != "step":
+                found[name] = shown_as(param, tensor)
+        return found
 
     @staticmethod
-    def inside(param: torch.nn.Parameter, state: Mapping[str, Any], name: str) -> dict[str, Any]:
+    def inside(
+        param: torch.nn.Parameter, state: Mapping[str, Any], name: str, margins: Collection[str] = ()
+    ) -> dict[str, Any]:
         """Returns the local tensors of a state that :meth:`outside` or a torch class made.
 
         Raises:
-            StateError: its placements are not those of the param.
+            StateError: its placements are not those of the param; or that of a margin, is not of copies.
         """
         found: dict[str, Any] = {}
         for key, value in state.items():
@@ -190,10 +197,12 @@ class DTensorLocals:
                 found[key] = value
                 continue
             here = place_of(param) or "a plain tensor"
-            if _place(value) != here:
+            fits = not cut_dims(value) if key in margins else _place(value) == here
+            if not fits:
+                wanted = "needed whole on every rank, Replicate()" if key in margins else f"the param is {here}"
                 raise StateError(
                     "load at the same tensor-parallel size and plan, on the rank that saved the state, or "
-                    f"redistribute() it first: {key} of {name} is a DTensor {_place(value)}, the param is {here}. "
+                    f"redistribute() it first: {key} of {name} is a DTensor {_place(value)}, {wanted}. "
                     "Otherwise each rank would take other elements than its own, so nothing was loaded."
                 )
             found[key] = value._local_tensor
@@ -217,6 +226,13 @@ def with_spec(local: torch.Tensor, spec: Spec) -> torch.Tensor:
     return found
 
 
+def _copied_over(mesh: DeviceMesh, tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a DTensor of which every rank of the mesh holds this copy."""
+    module = sys.modules["torch.distributed.tensor"]
+    found: torch.Tensor = module.DTensor.from_local(tensor, mesh, [module.Replicate()] * mesh.ndim, run_check=False)
+    return found
+
+
 def place_of(param: Any) -> str | None:
     """Returns the placement of a param, in words that ranks and files can compare; None for a plain tensor."""
     return _place(param) if is_dtensor(param) else None
@@ -237,6 +253,40 @@ def is_counted_here(param: DTensor) -> bool:
 def cut_dims(param: DTensor) -> list[int]:
     """Returns the dimensions of its mesh along which a DTensor is cut: other ranks hold other elements there."""
     return [dim for dim, placement in enumerate(param.placements) if not placement.is_replicate()]
+
+
+def box_of(param: Any, name: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Returns which elements of a param this rank holds: the first index in each dimension, and how many there are.
+
+    Raises:
+        BindingError: it cannot be told which elements a rank holds of a DTensor.
+    """
+    shape = tuple(param.shape)
+    offsets, sizes = [0] * len(shape), list(shape)
+    if not is_dtensor(param):
+        return tuple(offsets), shape
+    mesh = param.device_mesh
+    for size, coordinate, placement in zip(mesh.shape, mesh.get_coordinate(), param.placements, strict=True):
+        if placement.is_replicate():
+            continue
+        if type(placement) is not torch.distributed.tensor.Shard:
+            raise BindingError(
+                f"redistribute() {name} to Shard(...) or Replicate() placements first: it is placed {placement} of "
+                f"{tuple(param.placements)}, whose ranks hold elements that do not form a box of the param."
+            )
+        dim = placement.dim % len(shape)
+        step = -(-sizes[dim] // size)  # as torch.chunk divides
+        first = min(coordinate * step, sizes[dim])
+        offsets[dim] += first
+        sizes[dim] = min(step, sizes[dim] - first)
+    local = tuple(param._local_tensor.shape)
+    if local != tuple(sizes):
+        raise BindingError(
+            f"make {name} by distribute_tensor(), or cut it as torch.chunk does: this rank holds a tensor of shape "
+            f"{local}, and {tuple(param.placements)} of {shape} would be {tuple(sizes)} here. It cannot be told which "
+            "elements these are."
+        )
+    return tuple(offsets), tuple(sizes)
 
 
 def slice_number(param: DTensor, apart: int | None = None) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from .dtensors import is_dtensor
+from .dtensors import box_of
 
 if TYPE_CHECKING:
     from ..config import Options
@@ -21,14 +21,8 @@ def check_takes_norms(rule: Rule, options: Options) -> None:
         )
 
 
-def check_whole(rule: Rule, params: Iterable[Any]) -> None:
-    """Raises ValueError if a factored rule would take a tensor-parallel slice for the whole param."""
-    if not rule.margins:
-        return
-    for index, param in enumerate(params):
-        if is_dtensor(param) and any(not placement.is_replicate() for placement in param.placements):
-            raise ValueError(
-                f"give param {index} of the group (a DTensor of shape {tuple(param.shape)}) to another optimizer: "
-                f"{rule.name} takes sums over rows and columns of whole params, and each rank of the tensor mesh would "
-                "take those of its own slice, and scale its update by other factors than the other ranks."
-            )
+def check_slices(rule: Rule, params: Iterable[Any]) -> None:
+    """Raises BindingError if a rule takes sums over rows and columns, and it cannot be told which ones a rank holds."""
+    if rule.margins:
+        for index, param in enumerate(params):
+            box_of(param, f"param {index} of the group")

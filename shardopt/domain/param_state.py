@@ -56,9 +56,17 @@ class ParamState:
 
     @staticmethod
     def from_torch(
-        state: Mapping[str, Any], rule: Rule, group: Mapping[str, Any], param: torch.Tensor, name: str
+        state: Mapping[str, Any],
+        rule: Rule,
+        group: Mapping[str, Any],
+        param: torch.Tensor,
+        name: str,
+        whole: Shape | None = None,
     ) -> ParamState:
         """Reads what :meth:`to_torch` or a torch class wrote for ``param``.
+
+        Args:
+            whole: the shape of the DTensor of which ``param`` is a slice; None: it is no slice.
 
         Raises:
             StateError: ``rule`` keeps no such state for this param.
@@ -71,21 +79,23 @@ class ParamState:
         # A rule that counts no steps has tensors only after a step.
         step = int(tensors.pop("step", 1 if tensors else 0))
         carried = {key: float(tensors.pop(key)) for key in rule.carried if key in tensors}
-        margins = rule.variant(group, param.shape).margins
-        _check_names(tensors, step, rule, group, param.shape, name)
+        whole = param.shape if whole is None else whole
+        margins = rule.variant(group, whole).margins
+        _check_names(tensors, step, rule, group, whole, name)
         if tensors and lacking:
             raise StateError(
                 f"give each param's state its 'step': the state of {name} lacks {lacking}, the update would be that of "
                 "a first step, and nothing was loaded. Convert a format that keeps the count elsewhere."
             )
         for key, tensor in tensors.items():
-            shape = rule.state_shape(key, param.shape) if key in margins else tuple(param.shape)
+            is_margin = key in margins
+            shape = rule.state_shape(key, whole) if is_margin else tuple(param.shape)
             if not isinstance(tensor, torch.Tensor) or tuple(tensor.shape) != shape:
                 found = tuple(tensor.shape) if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+                of_param = f"{tuple(whole)}, which needs {shape}" if is_margin else f"{shape}"
                 raise StateError(
                     f"load the state dict that was saved with this model: {key} of {name} has shape {found}, the param "
-                    f"{tuple(param.shape)}{f', which needs {shape}' if key in margins else ''}. This is the state of "
-                    "another model, and nothing was loaded."
+                    f"{of_param}. This is the state of another model, and nothing was loaded."
                 )
         of_margins = {key: tensors.pop(key) for key in margins if key in tensors}
         return ParamState(step, carried, tensors, of_margins)

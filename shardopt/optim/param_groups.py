@@ -98,15 +98,15 @@ def check_added(
 
     Raises:
         TypeError: a param is complex, or a hyper-parameter is not a number.
-        ValueError: a hyper-parameter is out of its range, or makes a scalar of the update Inf or NaN; or the rule takes
-            sums over rows and columns, and a param is a tensor-parallel slice.
+        ValueError: a hyper-parameter is out of its range, or makes a scalar of the update Inf or NaN.
+        BindingError: the rule takes sums over rows and columns, and it cannot be told which of a DTensor a rank holds.
     """
-    from ..domain.norm_rules import check_whole
+    from ..domain.norm_rules import check_slices
     from .matrices import check_matrices  # not at the top: test_fresh_process.py limits what an import loads
 
     check_group(rule, group, check_arguments)
     check_matrices(rule, group)
-    check_whole(rule, group["params"])
+    check_slices(rule, group["params"])
     if any(param.is_complex() for param in group["params"]):
         raise TypeError(
             "complex params are not supported: the fused update would drop their imaginary part. Use "

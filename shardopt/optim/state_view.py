@@ -50,8 +50,9 @@ class StateView(Mapping[Any, Any]):
             return self._states.own[param]
         group = self._group_of(param)
         state = self._states.find(param, group)
-        shown = {} if state is None else DTensorLocals.outside(param, state.to_torch(self._counts_steps(group)))
-        return MappingProxyType(shown)
+        if state is None:
+            return MappingProxyType({})
+        return MappingProxyType(DTensorLocals.outside(param, state.to_torch(self._counts_steps(group)), state.margins))
 
     def __setitem__(self, param: Any, state: Any) -> None:
         """Loads the state of one param: frameworks assign states that they moved to a device."""

@@ -96,7 +96,9 @@ class StateTable:
             StateError: tensors are missing, unknown or of other shapes, or are the parts of another rank.
         """
         local = self._locals.of(param)
-        read = ParamState.from_torch(DTensorLocals.inside(param, state, name), self._rule, group, local, name)
+        shape = tuple(param.shape)
+        own = DTensorLocals.inside(param, state, name, self._rule.variant(group, shape).margins)
+        read = ParamState.from_torch(own, self._rule, group, local, name, shape)
         domain = self.domain_of(local)
         if domain is not None:
             check_parts(domain, local, read)

@@ -13,7 +13,7 @@ joins the sums of all params, whatever number of norms; the results are columns 
 of a tensor mesh hold slices of one param, each with data-parallel ranks of its own. So what these have added up is
 added up once more, along each dimension of the mesh in which the param is cut; ranks that hold copies do not meet. Sums
 are those of integers (``kernels/reductions.py``): a norm has the same bits at every stage, on every number of ranks and
-with every size of buckets and chunks.
+with every size of buckets and chunks. Blocks are those of a slice, so another mesh may change its last bits.
 
 A pass writes states before all ranks have met: an error on one rank, or of the collective, ends the training, but for
 states on a disk, whose writes are taken back on all ranks.

@@ -4,12 +4,23 @@
 
     gradients   | sums of this rank's elements |            | new margins, |
     all ranks                                  | one sum    | factors      |  passes, as of any rule that takes norms
+    mesh                                       | one more   |                 of slices of DTensors, in each dimension
 
 Margins are kept whole on every rank, and made anew in each step: those of before stay what they were until all ranks
 have taken the step. So nothing is undone after an error, and a state dict or a save of before holds the old ones.
 
 They lie in host memory, where the factors are made. A GPU adds up the sums of the gradients that lie on it; these come
 to the host by one copy, with one wait, and the factors go back by one copy.
+
+The ranks of a tensor mesh hold slices of one param. What the data-parallel ranks of each slice have added up is put
+where it belongs among the rows and columns of the whole param, and added up once more::
+
+    param of 4 x 6, Shard(1)     x x x | y y y      rows of the whole:      x + y, of both ranks
+    over two ranks               x x x | y y y      columns of the whole:   x x x y y y, of one rank each
+                                 x x x | y y y
+                                 x x x | y y y
+
+So margins are those of the whole param on every mesh. A rank's kernels read the factors of its own rows and columns.
 """
 
 from __future__ import annotations
@@ -22,6 +33,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
+from ..domain.dtensors import box_of
 from ..errors import CommunicationError
 from ..kernels.launch import backend_of
 from ..kernels.products import COLUMNS, FIRST, INNER, OUTER, RUN, Geometry, MarginPiece, Products
@@ -30,6 +42,7 @@ from ..rules.factored import FactoredRule
 from .variants import eps_of, param_geometry
 
 if TYPE_CHECKING:
+    from ..domain.domain import Domain
     from ..domain.param import ParamRecord
     from ..domain.shard import Shard
     from ..kernels.tables import Factors
@@ -43,8 +56,24 @@ if TYPE_CHECKING:
 _ADDING_UP = "adding up squares over rows and columns"
 
 
+_Index = tuple[Any, ...]  # of a part of an array
+
+
+class _Whole(NamedTuple):
+    """Sums of a whole param: float64 arrays of its shape without the columns, and without the rows.
+
+    Attributes:
+        own_rows, own_columns: where those of this rank's slice lie in them.
+    """
+
+    rows: Array
+    columns: Array
+    own_rows: _Index = (...,)
+    own_columns: _Index = (...,)
+
+
 class _Sums(NamedTuple):
-    """Of one param: views of the message of all, 1D float64."""
+    """Of this rank's slice of one param: views of the message of all, 1D float64."""
 
     update: ParamUpdate
     geometry: Geometry
@@ -81,14 +110,15 @@ def with_products(
             problem = error
     message[-1] = problem is not None
     mesh.world.add_up(message, _ADDING_UP)
+    whole, failed = _joined(plan.domain, sums, bool(message[-1]))
     if problem is not None:
         raise problem
-    if message[-1]:
+    if failed:
         raise CommunicationError(
             "look at the output of the other ranks for an error: one of them could not add up squares over rows and "
             "columns, so no rank knows these sums and none can finish this step."
         )
-    made = {entry: _made(plan, each) for entry, each in sums.items()}
+    made = {entry: _made(plan, each, whole[entry]) for entry, each in sums.items()}
     devices = {each.shard.home.device for its in launches.values() for each in its}
     made_on = {device: _sent(made, device) for device in devices}
     return {
@@ -100,7 +130,7 @@ def with_products(
 def _blank(plan: StepPlan) -> tuple[dict[ParamRecord, _Sums], torch.Tensor]:
     """Returns sums of nothing for all params with margins, and the message that they lie in; the same on all ranks."""
     rule = plan.domain.rule
-    updates = [each for each in plan.updates if rule.variant(plan.numbers[each.group], each.entry.param.shape).margins]
+    updates = [each for each in plan.updates if rule.variant(plan.numbers[each.group], each.entry.shape).margins]
     geometries = [param_geometry(each.entry) for each in updates]
     message = torch.from_numpy(np.zeros(sum(each.rows + each.num_columns for each in geometries) + 1))
     return _views(updates, message), message
@@ -144,13 +174,43 @@ def _add_own(
         message += world.read(there, _ADDING_UP)
 
 
-def _made(plan: StepPlan, sums: _Sums) -> tuple[torch.Tensor, torch.Tensor]:
-    """Notes the new margins of one param. Returns its factors: of the outer and of the inner."""
+def _joined(domain: Domain, sums: Mapping[ParamRecord, _Sums], failed: bool) -> tuple[dict[ParamRecord, _Whole], bool]:
+    """Collective over tensor meshes: returns the sums of whole params, and True if some rank could not add up.
+
+    Args:
+        sums: of slices, which the ranks that hold the same have added up.
+        failed: some of these ranks could not.
+    """
+    whole = {entry: _placed(entry, each) for entry, each in sums.items()}
+    for ranks, entries in domain.by_mesh(sums).items():
+        arrays = [array for entry in entries for array in whole[entry][:2]]
+        message = torch.from_numpy(np.concatenate([*(array.reshape(-1) for array in arrays), [float(failed)]]))
+        ranks.add_up(message, _ADDING_UP)
+        failed = bool(message[-1])
+        for array, found in zip(arrays, message[:-1].split([array.size for array in arrays]), strict=True):
+            array[...] = found.numpy().reshape(array.shape)
+    return whole, failed
+
+
+def _placed(entry: ParamRecord, sums: _Sums) -> _Whole:
+    """Returns the sums of a slice as some of those of the whole param, of which all others are zero."""
+    shape, own, rows, columns = entry.shape, tuple(entry.param.shape), sums.rows.numpy(), sums.columns.numpy()
+    own_rows, own_columns = rows.reshape(own[:-1]), columns.reshape(own[:-2] + own[-1:])
+    if own == shape:
+        return _Whole(own_rows, own_columns)
+    spans = [slice(first, first + size) for first, size in zip(*box_of(entry.outer, entry.name), strict=True)]
+    found = _Whole(np.zeros(shape[:-1]), np.zeros(shape[:-2] + shape[-1:]), tuple(spans[:-1]), (*spans[:-2], spans[-1]))
+    found.rows[found.own_rows], found.columns[found.own_columns] = own_rows, own_columns
+    return found
+
+
+def _made(plan: StepPlan, sums: _Sums, whole: _Whole) -> tuple[torch.Tensor, torch.Tensor]:
+    """Notes the new margins of one param. Returns the factors of this rank's slice: of the outer and of the inner."""
     rule, each = plan.domain.rule, sums.update
     assert isinstance(rule, FactoredRule)
-    entry, shape = each.entry, tuple(each.entry.param.shape)
+    entry, shape = each.entry, each.entry.shape
     lengths = {-1: max(shape[-1], 1), -2: max(shape[-2], 1)}
-    found = {-1: sums.rows.numpy(), -2: sums.columns.numpy()}
+    found = {-1: whole.rows, -2: whole.columns}
     means: dict[str, Array] = {}
     before: dict[str, Array] = {}
     with np.errstate(over="ignore", invalid="ignore"):  # as in fp32 anywhere else
@@ -161,7 +221,9 @@ def _made(plan: StepPlan, sums: _Sums) -> tuple[torch.Tensor, torch.Tensor]:
         scalars = rule.values(plan.numbers[each.group], entry.step + 1, entry.carried, shape, eps_of(entry.param))
         new, rows, columns = rule.factors(means, before, scalars)
     plan.margins[entry] = {name: torch.from_numpy(value) for name, value in new.items()}
-    factors = torch.from_numpy(rows.reshape(-1)), torch.from_numpy(columns.reshape(-1))
+    own_rows = np.ascontiguousarray(rows.reshape(whole.rows.shape)[whole.own_rows])
+    own_columns = np.ascontiguousarray(columns.reshape(whole.columns.shape)[whole.own_columns])
+    factors = torch.from_numpy(own_rows.reshape(-1)), torch.from_numpy(own_columns.reshape(-1))
     return factors if sums.geometry.outer_is_row else factors[::-1]
 
 

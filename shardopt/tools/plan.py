@@ -158,7 +158,7 @@ class Planner:
         self._variants = {param: rule.variant(group, param.shape) for param, group in self._group_of.items()}
         # Those that are made whole in each step.
         self._matrices = {param for param, each in self._variants.items() if isinstance(each, MatrixVariant)}
-        if (self._matrices or rule.margins) and self._cut.tensor > 1:
+        if self._matrices and self._cut.tensor > 1:
             raise ValueError(
                 f"plan for tensor=1, or for another optimizer: {rule.name} looks at whole matrices, and what tensor "
                 f"ranks tell each other of their slices is not planned, found tensor={self._cut.tensor}."
@@ -286,7 +286,7 @@ class Planner:
         matrices, margins = dict.fromkeys(sizes, 0), 0
         for param, piece in part.items():
             for margin in self._variants[param].margins:
-                margins += 4 * math.prod(rule.state_shape(margin, piece.shape))
+                margins += 4 * math.prod(rule.state_shape(margin, param.shape))  # whole on every tensor rank too
             states.update(dict.fromkeys(self._variants[param].states, piece.shape.numel()))
             matrices["experts" if piece.is_expert else "data"] += piece.shape.numel() * (param in self._matrices)
         numel = sum(piece.shape.numel() for piece in part.values())

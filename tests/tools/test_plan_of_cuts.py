@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
-from shardopt import ShardedAdamW, ShardedMuon, Tuning
+from shardopt import ShardedAdafactor, ShardedAdamW, ShardedMuon, ShardedOptimizer, Tuning
 from shardopt.config import Options
 from shardopt.tools.cut import Cut
 from shardopt.tools.decoder import transformer
@@ -42,6 +42,7 @@ class Setting:
     cut: Cut
     stage: Any
     tuning: Tuning = SHARDED
+    kind: Callable[..., ShardedOptimizer] = ShardedAdamW
 
     @property
     def way(self) -> Way:
@@ -49,11 +50,11 @@ class Setting:
 
 
 def need_of(whole: nn.Module, setting: Setting, stage: int = 0) -> Need:
-    given = Options(tuning=setting.tuning)
-    return Planner(whole, ADAMW.rule, groups_for(whole, ADAMW), 4, given, setting.cut).needs(setting.way)[stage]
+    given, like = Options(tuning=setting.tuning), setting.kind([torch.zeros(1)])
+    return Planner(whole, like.rule, groups_for(whole, like), 4, given, setting.cut).needs(setting.way)[stage]
 
 
-def held(opt: ShardedAdamW) -> dict[str, int]:
+def held(opt: ShardedOptimizer) -> dict[str, int]:
     memory = opt.memory()
     return {kind: memory[kind].get("device", 0) for kind in ("param", "gradient", "master", "state")}
 
@@ -78,7 +79,7 @@ def in_a_pipeline(made: dict[str, Any], setting: Setting) -> tuple[Need, dict[st
     whole, model = made["Stage"](replace(config, pp=1), 0), made["Stage"](config, number)
     if cut.tensor > 1:
         made["divide"](model, mesh[tp])
-    opt = ShardedAdamW(
+    opt = setting.kind(
         model, stage=setting.stage, process_group=group, norm_group=dist.group.WORLD, tuning=setting.tuning
     )
     stage = PipelineStage(model, number, cut.pipeline, torch.device("cpu"), group=mesh[pp].get_group())
@@ -120,7 +121,7 @@ def with_experts(made: dict[str, Any], setting: Setting) -> tuple[Need, dict[str
     return found
 
 
-def second_step(opt: ShardedAdamW, cut: Cut, backward: Callable[[], None]) -> Moved:
+def second_step(opt: ShardedOptimizer, cut: Cut, backward: Callable[[], None]) -> Moved:
     """The first one shares weights, and shows the order of units."""
     for _ in range(2):
         opt.zero_grad()
@@ -172,7 +173,7 @@ def check_experts(pool: Pool, settings: Sequence[Setting]) -> None:
 
 
 def test_plans_of_a_pipeline(ranks: Pool) -> None:
-    check_pipelines(ranks, [Setting(PIPELINE, 3)])
+    check_pipelines(ranks, [Setting(PIPELINE, 3), Setting(TENSOR, 2, kind=ShardedAdafactor)])
 
 
 @pytest.mark.slow
