@@ -418,6 +418,8 @@ class Engine(Bindings):
             words += (
                 f", ranks={domain.mesh.world.size}, buckets={len(domain.shards)}, transport={domain.transport.name}"
             )
+            laid = domain.matrices_laid(self.groups)
+            words += f", matrices whole on one rank: {laid}" if laid.matrices else ""
         if self.is_closed:
             return f"{words}, closed"
         if not bound:

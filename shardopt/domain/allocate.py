@@ -135,4 +135,4 @@ def _sums(
         shard.reduced = sink = HostSum(shard.numel, kept, mesh, landing)
         undo.callback(landing.give_back, sink.total)
     dtype = options.reduce_dtype or shard.bucket.dtype
-    return GradientBucket(planned.layout.numels, shard.numel, dtype, shard.device, mesh, sink)
+    return GradientBucket(planned.layout, dtype, shard.device, mesh, sink)

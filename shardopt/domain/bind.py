@@ -34,6 +34,7 @@ from .bindable import check_bindable, check_gradient_format, warn_of_master
 from .bucket_plan import plan_buckets
 from .called import stage_numbers
 from .connect import connect, open_windows
+from .dtensors import is_dtensor
 from .experts import own_units
 from .param import named_params
 from .param_names import matching
@@ -200,8 +201,11 @@ def plan_of(domain: Domain, candidates: Sequence[Candidate], waiting: Waiting, u
 
     numbers = {param: number for param, (number, _) in units.items()} if units else None
     kept = _kept_whole(domain)
-    stages = stage_numbers(domain.options.module)
-    plan = plan_buckets(candidates, domain.rule, domain.options, ranks.size, bucket_bytes, kept, numbers, stages)
+    stages, outer_of = stage_numbers(domain.options.module), domain.locals.outer_of
+    slices = {param for _, param, _ in candidates if is_dtensor(outer_of(param))}
+    plan = plan_buckets(
+        candidates, domain.rule, domain.options, ranks.size, bucket_bytes, kept, numbers, stages, slices
+    )
     for planned in plan:
         _check_loaded(planned, ranks.rank, waiting)
     return plan

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import astuple, dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING
 
 import torch
 
 from ..partition.layout import BucketLayout, split_into_buckets
+from ..partition.matrix_plan import cost_of
+from ..partition.packing import Packable, Packer, Split
 from ..partition.placement import Placement, Placements
+from ..rules.matrix import MatrixRule, matrices_of
 from .formats import kept_for
 
 if TYPE_CHECKING:
     from ..config import Options
     from ..rules import Rule
     from .formats import StreamFormats
-    from .param import Candidate
+    from .param import Candidate, Group
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,31 @@ class PlannedBucket:
     is_released: bool
 
 
+@dataclass(frozen=True)
+class MatricesLaid:
+    """Where buckets have the matrices of a rule of whole matrices.
+
+    Attributes:
+        matrices: their number.
+        whole: the number of those that lie whole on one rank.
+        sliced: elements of the others, whose slices travel.
+        numel: of all params in buckets that have matrices.
+        padding: elements of these buckets that belong to no param.
+    """
+
+    matrices: int = 0
+    whole: int = 0
+    sliced: int = 0
+    numel: int = 0
+    padding: int = 0
+
+    def __add__(self, other: MatricesLaid) -> MatricesLaid:
+        return MatricesLaid(*map(sum, zip(astuple(self), astuple(other), strict=True)))
+
+    def __str__(self) -> str:
+        return f"{self.whole} of {self.matrices} (padding {self.padding / max(self.numel, 1):.1%})"
+
+
 def plan_buckets(
     candidates: Sequence[Candidate],
     rule: Rule,
@@ -45,8 +73,9 @@ def plan_buckets(
     kept_whole: Collection[torch.Tensor] = (),
     unit_of: Mapping[torch.nn.Parameter, int] | None = None,
     stage_of: Mapping[torch.nn.Parameter, int] | None = None,
+    slices: Collection[torch.Tensor] = (),
 ) -> list[PlannedBucket]:
-    """Returns layouts for these params, in backward order.
+    """Returns layouts for these params, in backward order; that of params within a bucket of whole matrices may differ.
 
     Args:
         bucket_bytes: the size of a bucket on a device.
@@ -55,6 +84,7 @@ def plan_buckets(
             of sharded params holds params of one unit, whatever their bytes.
         stage_of: the number of the pipeline stage of each param, where this rank holds several: a backward reduces the
             buckets of one.
+        slices: the params that may be slices of matrices, which no layout makes whole.
     """
     shards_params = Placements.of_stage(options.stage).param is Placement.SHARD
     formats: dict[tuple[torch.dtype, bool], StreamFormats] = {}  # once a kind: there may be thousands of params
@@ -80,13 +110,40 @@ def plan_buckets(
 
     # Backward runs from the last param to the first; sorting is stable, so each kind keeps that order.
     backward = sorted(reversed(candidates), key=key)
-    plan = []
+    plan, packer = [], Packer(num_shards)
     for (is_whole, _, _, _, _, states, _, _), same_kind in groupby(backward, key=key):
         kind = list(same_kind)
-        sizes = [param.numel() * param.element_size() for _, param, _ in kind]
-        most = bucket_bytes(kind[0][1].device) if is_whole or unit_of is None else sum(sizes)
-        for indices in split_into_buckets(sizes, most):
+        most = bucket_bytes(kind[0][1].device) if is_whole or unit_of is None else None
+        packs = num_shards > 1 and isinstance(rule.of(kind[0][2]), MatrixRule)
+        if packs and not any(param in slices for _, param, _ in kind):
+            splits = packer.split([_packable(param, group) for _, param, group in kind], most)
+        else:
+            splits = _splits(kind, most, num_shards)
+        for indices, layout in splits:
             members = tuple(kind[index] for index in indices)
-            layout = BucketLayout(tuple(param.numel() for _, param, _ in members), num_shards)
             plan.append(PlannedBucket(members, layout, states, kept_of(members[0][1]), not is_whole))
     return plan
+
+
+def _splits(kind: Sequence[Candidate], bucket_bytes: int | None, num_shards: int) -> Iterator[Split]:
+    sizes = [param.numel() * param.element_size() for _, param, _ in kind]
+    for indices in split_into_buckets(sizes, sum(sizes) if bucket_bytes is None else bucket_bytes):
+        yield Split(indices, BucketLayout(tuple(kind[index][1].numel() for index in indices), num_shards))
+
+
+def _packable(param: torch.nn.Parameter, group: Group) -> Packable:
+    count, (rows, columns) = matrices_of(param.shape, group.get("matrices"))
+    return Packable(param.numel(), max(count, 1), cost_of(rows, columns, count), param.element_size())
+
+
+def matrices_laid(rule: Rule, members: Sequence[Candidate], layout: BucketLayout) -> MatricesLaid:
+    """Returns where one bucket has its matrices; none if its rule is elementwise."""
+    if not members or not isinstance(rule.of(members[0][2]), MatrixRule):
+        return MatricesLaid()
+    numel = sum(layout.numels)
+    found = MatricesLaid(numel=numel, padding=layout.numel - numel)
+    for (_, param, group), offset in zip(members, layout.offsets, strict=False):
+        each = _packable(param, group)
+        whole = each.whole(offset, layout.shard_numel)
+        found += MatricesLaid(each.matrices, whole, each.numel - whole * (each.numel // each.matrices))
+    return found

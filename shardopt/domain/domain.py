@@ -22,6 +22,7 @@ from ..partition.comm.group import Traffic
 from ..partition.placement import Placement, Placements
 from .agreement import agree_on
 from .arriving import Arriving
+from .bucket_plan import MatricesLaid, matrices_laid
 from .epoch import Epoch
 from .listed import ListedParams
 from .members import Members
@@ -361,6 +362,18 @@ class Domain:
             counted.append(self.sharded.transport.traffic)  # offloaded slices have a transport of their own
         counted += [each.traffic for each in self.to_mates.values()]
         return {kind.name: sum(getattr(each, kind.name) for each in counted) for kind in fields(Traffic)}
+
+    def matrices_laid(self, groups: Sequence[Group]) -> MatricesLaid:
+        """Returns where buckets have the matrices of a rule of whole matrices; but for DTensors, and above stage 0."""
+        found = MatricesLaid()
+        if self.mesh.shard.size == 1:
+            return found
+        group_of = {self.locals.of(param): group for group in groups for param in group["params"]}
+        for bucket in (shard.bucket for shard in self.shards):
+            if bucket.outers == bucket.params and all(param in group_of for param in bucket.params):
+                members = [("", param, group_of[param]) for param in bucket.params]
+                found += matrices_laid(self.rule, members, bucket.layout)
+        return found
 
     def timings(self) -> Timings:
         rank = dist.get_rank() if dist.is_initialized() else 0  # of the whole training: traces are shown together

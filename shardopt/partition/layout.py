@@ -59,7 +59,7 @@ class BucketLayout:
     @cached_property
     def offsets(self) -> tuple[int, ...]:
         """The first element of each param in the bucket, and the end of the last param."""
-        return tuple(accumulate((_round_up(numel) for numel in self.numels), initial=0))
+        return tuple(accumulate((round_up(numel) for numel in self.numels), initial=0))
 
     @cached_property
     def shard_numel(self) -> int:
@@ -71,6 +71,10 @@ class BucketLayout:
     def numel(self) -> int:
         """The elements of the bucket, padding included."""
         return self.shard_numel * self.num_shards
+
+    def over(self, num_shards: int) -> "BucketLayout":
+        """Returns the layout of these params over so many ranks."""
+        return self if num_shards == self.num_shards else BucketLayout(self.numels, num_shards)
 
     def shard_slice(self, rank: int) -> slice:
         return slice(rank * self.shard_numel, (rank + 1) * self.shard_numel)
@@ -104,5 +108,6 @@ def split_into_buckets(nbytes: Sequence[int], bucket_bytes: int) -> list[list[in
     return buckets
 
 
-def _round_up(numel: int) -> int:
+def round_up(numel: int) -> int:
+    """Returns the elements of the blocks that hold a param."""
     return -(-numel // BLOCK) * BLOCK

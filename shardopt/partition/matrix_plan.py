@@ -1,8 +1,9 @@
 """The rank on which each matrix is made whole, and the slices of it that the ranks hold: integers only.
 
 Matrices lie in buckets as params do, cut among the ranks wherever a shard ends. Each has one owner, to which the slices
-travel. Owners are chosen by cost, the dearest matrix first: it goes to the rank that holds most of it, among those that
-then have no more to do than the busiest rank would have if each matrix went to the one with the least to do so far.
+travel. A matrix that lies whole on one rank stays there, if costs are about even then. The owners of the others are
+chosen by cost, the dearest matrix first: it goes to the rank that holds most of it, among those that then have no more
+to do than the busiest rank would have if each matrix went to the one with the least to do so far.
 A matrix that is cut over a tensor mesh has one owner among all ranks of (data, tensor).
 With matrices of 3 x 256, 2 x 256 and 2 x 256 elements on two ranks (one character is a block of 256)::
 
@@ -15,9 +16,12 @@ Of `b` one block travels to rank 1 and back, nothing else. (This example is a te
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property, lru_cache
 from typing import NamedTuple
+
+# How much more the busiest rank may compute so that matrices stay where they lie whole.
+MOST_IMBALANCE = 1.05
 
 
 class Wanted(NamedTuple):
@@ -134,26 +138,44 @@ def _slice(number: int, matrix: Wanted, rank: int) -> Slice | None:
 
 
 def _owners(costs: Sequence[int], held: Sequence[Sequence[int]], num_ranks: int) -> tuple[int, ...]:
-    """Returns the owner of each matrix, in two passes: the first finds how little the busiest rank must do.
+    """Returns the owner of each matrix: the rank that has all of it, unless costs would be too uneven then.
 
     Args:
         held: of each matrix the elements that lie on each rank.
     """
-    dearest = sorted(range(len(costs)), key=lambda number: -costs[number])  # stable
+    on_one = {number: each.index(sum(each)) for number, each in enumerate(held) if sum(each) in each}
+    owners, busiest = _balanced(costs, held, num_ranks, {})
+    stay, busiest_then = _balanced(costs, held, num_ranks, on_one)
+    return stay if busiest_then <= MOST_IMBALANCE * busiest else owners
+
+
+def _balanced(
+    costs: Sequence[int], held: Sequence[Sequence[int]], num_ranks: int, given: Mapping[int, int]
+) -> tuple[tuple[int, ...], int]:
+    """Returns the owner of each matrix, and what the busiest rank computes.
+
+    In two passes: the first finds how little the busiest rank must do.
+
+    Args:
+        given: the owners of some matrices.
+    """
+    dearest = sorted(range(len(costs)), key=lambda number: (number not in given, -costs[number]))  # stable
     owners, limit = [0] * len(costs), 0
     for _ in range(2):
         busy = [0] * num_ranks
         for number in dearest:
             cost = costs[number]
             free = [rank for rank in range(num_ranks) if busy[rank] + cost <= limit]
-            if free:
+            if number in given:
+                owner = given[number]
+            elif free:
                 owner = max(free, key=lambda rank: (held[number][rank], -busy[rank]))
             else:
                 owner = min(range(num_ranks), key=lambda rank: (busy[rank], -held[number][rank]))
             owners[number] = owner
             busy[owner] += cost
         limit = max(busy, default=0)
-    return tuple(owners)
+    return tuple(owners), limit
 
 
 def _held(number: int, matrix: Wanted, rank: int) -> int:

@@ -159,8 +159,7 @@ class GradientBucket:
 
     def __init__(
         self,
-        numels: Sequence[int],
-        shard_numel: int,
+        layout: BucketLayout,
         dtype: torch.dtype,
         device: torch.device,
         mesh: Mesh,
@@ -168,18 +167,17 @@ class GradientBucket:
     ):
         """
         Args:
-            numels: elements of each param.
-            shard_numel: elements of this rank's slice.
+            layout: of the params.
             dtype: of gradients in the buffer, and on the wire.
         """
         # Ranks that replicate all states reduce a sum that stays in slices, and spread it at the end of the round. They
         # reduce a sum that is used at once in full, as no rank could wait for the slices of others in mid-backward.
         num_slices = mesh.first.size if sink.accumulates else mesh.shard.size
-        layout = BucketLayout(tuple(numels), num_slices)
+        self._start = mesh.shard.rank * layout.shard_numel
+        layout = layout.over(num_slices)
         self.dtype, self.device, self.sink = dtype, device, sink
         self.offsets, self.buffer_numel = layout.offsets, layout.numel
         self._slice_numel = layout.shard_numel
-        self._start = mesh.shard.rank * shard_numel
 
     @property
     def num_params(self) -> int:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from ..domain.bucket_plan import MatricesLaid
     from .cut import Cut
     from .ways import Way
 
@@ -28,6 +29,7 @@ class Need:
         wire: those of the wire by the ranks that they move among: "data", and "experts" where an expert has copies.
         numel: of the params on the rank.
         cut: that the model was planned in.
+        matrices: where they lie, for a rule of whole matrices; above stage 0.
     """
 
     way: Way
@@ -37,6 +39,7 @@ class Need:
     wire: dict[str, int]
     numel: int
     cut: Cut
+    matrices: MatricesLaid
 
     def on(self, tier: str) -> int:
         """Returns the bytes of all kinds on a tier."""

@@ -17,7 +17,7 @@ from torch import nn
 
 from ..arguments import whole
 from ..config import Options
-from ..domain.bucket_plan import PlannedBucket, plan_buckets
+from ..domain.bucket_plan import MatricesLaid, PlannedBucket, matrices_laid, plan_buckets
 from ..domain.formats import kept_for
 from ..domain.param_names import matching
 from ..domain.units import gathering_budget, units_of
@@ -99,13 +99,13 @@ class _Group:
     Attributes:
         ranks: their number.
         numel: of the params.
-        matrices: elements of those that are made whole in each step.
+        matrices: where they lie that are made whole in each step.
         gathered: elements that are gathered in a step, more than once where it is so.
     """
 
     ranks: int
     numel: int
-    matrices: int
+    matrices: MatricesLaid
     alike: _Alike
     gathered: int
 
@@ -207,7 +207,8 @@ class Planner:
             "disk": 2 * sum(kinds[kind].get("disk", 0) for kind in ("master", "state")),
         }
         numel = sum(group.numel for group in laid.groups.values())
-        return Need(way, kinds, _formula(way, laid.kept, laid.shares), moved, wire, numel, self._cut)
+        matrices = sum((group.matrices for group in laid.groups.values() if way.stage), MatricesLaid())
+        return Need(way, kinds, _formula(way, laid.kept, laid.shares), moved, wire, numel, self._cut, matrices)
 
     def _bytes(self, laid: _Laid, way: Way, reduced: torch.dtype) -> dict[str, dict[str, int]]:
         """Returns the bytes by kind and tier. ``reduced``: the dtype in which gradients travel."""
@@ -272,23 +273,24 @@ class Planner:
         alike: dict[str, dict[Any, tuple[PlannedBucket, int]]] = {name: {} for name in sizes}
         units: Counter[int] = Counter()  # bytes of each, padding included
         numels: dict[str, Counter[int]] = {name: Counter() for name in sizes}
+        matrices = dict.fromkeys(sizes, MatricesLaid())
         for name, ranks in sizes.items():
             for bucket, unit in self._buckets(way, stage, rule, asked, name, ranks):
                 if unit is not None:
                     units[unit] += bucket.layout.numel * way.dtype.itemsize
                     numels[name][unit] += sum(bucket.layout.numels)
+                matrices[name] += matrices_laid(rule, bucket.members, bucket.layout)
                 key = bucket.layout, bucket.states, bucket.kept.key, bucket.is_released
                 _, count = alike[name].get(key, (bucket, 0))
                 alike[name][key] = bucket, count + 1
         part = self._parts[stage]
         kept = kept_for(rule, asked, way.dtype, tuning.compress_from)
         states = Counter[str]()  # state -> elements that have it
-        matrices, margins = dict.fromkeys(sizes, 0), 0
+        margins = 0
         for param, piece in part.items():
             for margin in self._variants[param].margins:
                 margins += 4 * math.prod(rule.state_shape(margin, param.shape))  # whole on every tensor rank too
             states.update(dict.fromkeys(self._variants[param].states, piece.shape.numel()))
-            matrices["experts" if piece.is_expert else "data"] += piece.shape.numel() * (param in self._matrices)
         numel = sum(piece.shape.numel() for piece in part.values())
         averages = (EMA,) * (way.ema is not None)
         kept = replace(kept, states={name: kept.states[name] for name in (*states, *averages)})
@@ -387,7 +389,7 @@ def _sums_tier(way: Way) -> Tier:
 
 def _under_way(alike: _Alike, dtype: torch.dtype, ranks: int) -> int:
     """Returns the most bytes of buffers that gradients are reduced in: some are filled while others are sent."""
-    layouts = [(BucketLayout(bucket.layout.numels, ranks), count) for bucket, count in alike]
+    layouts = [(bucket.layout.over(ranks), count) for bucket, count in alike]
     # A lone gradient that needs no padding is its own buffer.
     sizes = [(each.numel * dtype.itemsize, count) for each, count in layouts if each.numels != (each.numel,)]
     largest = max((size for size, _ in sizes), default=0)
@@ -402,7 +404,7 @@ def _most_under_way(nbytes: int) -> int:
 def _slots(alike: _Alike, dtype: torch.dtype, ranks: int) -> int:
     """Returns the most bytes of slots in which offloaded sums are made; one more slot is being copied."""
     buckets = [bucket for bucket, _ in alike]
-    least = min((BucketLayout(bucket.layout.numels, ranks).numel * dtype.itemsize for bucket in buckets), default=0)
+    least = min((bucket.layout.over(ranks).numel * dtype.itemsize for bucket in buckets), default=0)
     largest = max((bucket.layout.shard_numel * bucket.kept.gradient.itemsize for bucket in buckets), default=0)
     number = sum(count for _, count in alike)
     return max(landing.SLOTS, min(number, _most_under_way(least) + 1)) * largest
@@ -481,7 +483,8 @@ def _on_the_wire(group: _Group, way: Way, kept: StreamFormats, reduced: torch.dt
 def _in_slices(group: _Group, way: Way) -> int:
     """Returns the bytes of slices that one rank receives in a step, on the average of all ranks.
 
-    Each matrix travels to its owner and back in bf16, but for what the owner has of it: the Nth part, or more.
+    Each matrix that does not lie whole on one rank travels to its owner and back in bf16, but for what the owner has of
+    it: the Nth part, or more.
     """
     is_sharded = Placements.of_stage(way.stage).state is Placement.SHARD
-    return 2 * _BF16 * group.matrices * (group.ranks - 1) // group.ranks**2 if is_sharded else 0
+    return 2 * _BF16 * group.matrices.sliced * (group.ranks - 1) // group.ranks**2 if is_sharded else 0

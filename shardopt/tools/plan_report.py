@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,14 +21,16 @@ _HATCHES = {"device": None, "host": "//", "disk": "xx"}
 def table(needs: Sequence[Need], numel: int, device_bytes: int | None, host_bytes: int | None = None) -> str:
     """Returns one row a way, in GB (10^9 bytes), without columns that are empty."""
     kinds = [kind for kind in KINDS if any(need.bytes[kind].get("device") for need in needs)]
-    head = ["way", *kinds, "device", "host", "disk", "a param", "formula", "wire a step", "bus", "disk I/O", "fits"]
+    head = ["way", *kinds, "device", "host", "disk", "a param", "formula", "wire a step", "whole matrices"]
+    head += ["bus", "disk I/O", "fits"]
     rows = [head]
     for need in needs:
         sizes = [*(need.bytes[kind].get("device", 0) for kind in kinds), *map(need.on, TIERS)]
         a_param = f"{sum(map(need.on, TIERS)) / numel:.2f}"
-        moved = [_gigabytes(need.moved[way]) for way in ("wire", "bus", "disk")]
+        wire, *moved = [_gigabytes(need.moved[way]) for way in ("wire", "bus", "disk")]
+        whole = str(need.matrices) if need.matrices.matrices else ""
         enough = "" if device_bytes is None else "yes" if fits(need, device_bytes, host_bytes) else "no"
-        rows.append([str(need.way), *map(_gigabytes, sizes), a_param, need.formula, *moved, enough])
+        rows.append([str(need.way), *map(_gigabytes, sizes), a_param, need.formula, wire, whole, *moved, enough])
     shown = [column for column in range(len(head)) if any(row[column] not in ("", "-") for row in rows[1:])]
     widths = {column: max(len(row[column]) for row in rows) for column in shown}
     lines = []
@@ -84,6 +87,7 @@ def as_data(need: Need, optimizer: str, device_bytes: int | None, host_bytes: in
         "bytes": need.bytes,
         "moved": need.moved,
         "wire": need.wire,
+        "matrices": asdict(need.matrices),
         **{tier: need.on(tier) for tier in TIERS},
         "fits": None if device_bytes is None else fits(need, device_bytes, host_bytes),
     }

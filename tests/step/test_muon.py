@@ -36,6 +36,7 @@ from tests.support import comparing
 from tests.support.offloaded import on_a_gpu
 from tests.support.ranks import Pool
 from tests.support.training import raises
+from tests.support.wire import counting
 
 SHAPES = [(40, 24), (7, 300), (64, 64), (1, 5), (33, 65), (130, 17), (3, 2)]
 STEPS = 3
@@ -366,7 +367,7 @@ def test_which_param_took_which() -> None:
 # -- what travels, what fails ------------------------------------------------------------------------------------------
 
 
-def traffic() -> tuple[dict[str, int], list[int]]:
+def traffic(tuning: Tuning) -> tuple[dict[str, int], list[int]]:
     """Bytes received in one step by this rank; numbers of the matrices that it made whole."""
     module, made = Matrices(), []
 
@@ -376,7 +377,7 @@ def traffic() -> tuple[dict[str, int], list[int]]:
         return update
 
     defaults = ShardedMuon([torch.zeros(1, 1)]).defaults
-    optimizer = ShardedOptimizer(module, defaults, rule=counted, stage=2)
+    optimizer = ShardedOptimizer(module, defaults, rule=counted, stage=2, tuning=tuning)
     module(gradients(0)).backward()
     optimizer.step()
     return optimizer.engine.traffic(), made
@@ -384,10 +385,64 @@ def traffic() -> tuple[dict[str, int], list[int]]:
 
 def test_each_matrix_is_made_whole_once(ranks: Pool) -> None:
     for world in (2, 3):
-        found = ranks.run(traffic, world=world)
+        found = ranks.run(traffic, Tuning(bucket_bytes=1), world=world)  # a bucket has one matrix, which is cut
         assert sorted(number for _, made in found for number in made) == list(range(len(SHAPES)))
         elements = sum(rows * columns for rows, columns in SHAPES)
         assert 0 < sum(bytes["matrices"] for bytes, _ in found) <= 4 * (world - 1) / world * elements
+
+
+class Owner(nn.Module):
+    """Matrices of one module: those of one unit at stage 3."""
+
+    def __init__(self, shapes: Sequence[tuple[int, ...]]) -> None:
+        super().__init__()
+        for number, block in enumerate(Matrices(shapes).blocks):
+            self.register_parameter(f"weight{number}", block.weight)
+
+    def forward(self, coefficients: Sequence[Tensor]) -> Tensor:
+        return torch.stack(
+            [(each * own).sum() for each, own in zip(self.parameters(), coefficients, strict=True)]
+        ).sum()
+
+
+PACKED = [(256, 256), (256, 256), (512, 256), (256, 512)]  # on two ranks: a large and a small one each
+CUT = [(256, 256)] * 3  # a third more, were each on one of two ranks
+
+
+def beside_ddp(shapes: Sequence[tuple[int, ...]], stage: int) -> tuple[list[int], list[list[bytes]], int, str]:
+    """Of torch's Muon on DDP and of ours: bytes of the last step, params; of ours what slices moved, and its repr."""
+    moves, params = [], []
+    for is_ours in (False, True):
+        module = Owner(shapes)
+        keywords: dict[str, Any] = {"stage": stage, "module": module, "tuning": Tuning(keep_below=0)}
+        hidden = [{"params": module.parameters(), "rule": "muon"}]
+        trained = module if is_ours else nn.parallel.DistributedDataParallel(module)
+        kind: Any = ShardedMuon if is_ours else torch.optim.Muon
+        optimizer = kind(hidden if is_ours else module.parameters(), lr=0.02, **(keywords if is_ours else {}))
+        with one_thread():
+            for step in range(STEPS):
+                with counting() as moved:
+                    optimizer.zero_grad()
+                    trained(gradients(step, shapes)).backward()
+                    optimizer.step()
+        moves.append(moved.received)
+        with optimizer.unsharded() if is_ours else nullcontext():
+            params.append(raw(list(module.parameters())))
+    return moves, params, optimizer.engine.traffic()["matrices"], repr(optimizer)
+
+
+def test_nothing_travels_of_matrices_that_lie_whole(ranks: Pool) -> None:
+    """As many bytes as DDP moves, and its bits; where whole matrices would be padded too much, slices travel."""
+    for shapes, stage, words in (
+        (PACKED, 2, "whole on one rank: 4 of 4 (padding 0.0%)"),
+        (PACKED, 3, "whole on one rank: 4 of 4 (padding 0.0%)"),
+        (CUT, 2, "whole on one rank: 2 of 3 (padding 0.0%)"),
+    ):
+        found = ranks.run(beside_ddp, shapes, stage, world=2)
+        for (ddp, ours), (theirs, params), _, shown in found:
+            assert params == theirs and words in shown, (stage, shown)
+            assert stage == 3 or (ours == pytest.approx(ddp, rel=0.01)) is (shapes is PACKED), (ours, ddp)
+        assert (sum(slices for _, _, slices, _ in found) > 0) is (shapes is CUT)
 
 
 def fail_on_one(neighbours: bool) -> str:

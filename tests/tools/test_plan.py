@@ -29,7 +29,7 @@ from shardopt.tools.decoder import transformer
 from shardopt.tools.doctor import facts_of, report
 from shardopt.tools.need import Need, cheapest
 from shardopt.tools.plan import plan
-from shardopt.tools.plan_report import found, in_words, table
+from shardopt.tools.plan_report import as_data, found, in_words, table
 from shardopt.tools.values import parse_count, parse_size
 from shardopt.tools.ways import TIERS, WAYS, Way, every_way
 from tests.support.ranks import Pool
@@ -189,12 +189,13 @@ def test_formulas() -> None:
 
 
 def test_rules_that_look_at_whole_params() -> None:
-    """Muon's momentum is of matrices alone, whose slices travel in bf16 to their owners and back."""
+    """Muon's momentum is of matrices alone, whose slices travel in bf16 to their owners and back if each is cut."""
     model, ranks, way = transformer(10**7), 8, Way(1, True, torch.bfloat16, release_gradients=True)
     muon = ShardedMuon([torch.zeros(1, 1)], adamw={"amsgrad": True})
     matrices = sum(param.numel() for param in model.parameters() if param.ndim == 2)
+    alone = Options(tuning=Tuning(bucket_bytes=1))  # each matrix has a bucket
     need, plain = (
-        plan(model, each, ranks, dataclasses.replace(way, release_gradients=False)) for each in (muon, ADAMW)
+        plan(model, each, ranks, dataclasses.replace(way, release_gradients=False), alone) for each in (muon, ADAMW)
     )
     states = 4 * matrices + 12 * (10**7 - matrices)
     assert sum(need.bytes["state"].values()) == pytest.approx(states / ranks, rel=0.01)
@@ -203,6 +204,14 @@ def test_rules_that_look_at_whole_params() -> None:
     for optimizer in (muon, ShardedLAMB([torch.zeros(1)])):
         assert not plan(model, optimizer, ranks, way).way.release_gradients
     assert plan(model, ADAMW, ranks, way).way.release_gradients
+    count = sum(param.ndim == 2 for param in model.parameters())
+    assert (need.matrices.matrices, need.matrices.whole, need.matrices.sliced) == (count, 0, matrices)
+    packed, plain = (plan(model, each, 2, Way(1, True, torch.bfloat16)) for each in (muon, ADAMW))
+    assert (packed.matrices.whole, packed.matrices.sliced, packed.matrices.padding) == (count, 0, 0)
+    assert packed.moved["wire"] == plain.moved["wire"]
+    shown = table([packed, plain], 10**7, None).split("\n")
+    assert "whole matrices" in shown[0] and f"{count} of {count} (padding 0.0%)" in shown[1]
+    assert as_data(packed, "Muon", None)["matrices"]["whole"] == count
     whole = plan(model, muon, ranks, Way(0, True, torch.bfloat16)).moved["wire"]
     assert whole == plan(model, ADAMW, ranks, Way(0, True, torch.bfloat16)).moved["wire"]
 
