@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from ..errors import CommunicationError, OffloadError
+from ..errors import CommunicationError, OffloadError, RuleError
 from ..partition.comm.group import Traffic
 from ..partition.placement import Placement, Placements
 from .agreement import agree_on
@@ -372,7 +372,8 @@ class Domain:
         for bucket in (shard.bucket for shard in self.shards):
             if bucket.outers == bucket.params and all(param in group_of for param in bucket.params):
                 members = [("", param, group_of[param]) for param in bucket.params]
-                found += matrices_laid(self.rule, members, bucket.layout)
+                with suppress(ValueError, RuleError):  # of a group that was written to: the next step says so
+                    found += matrices_laid(self.rule, members, bucket.layout)
         return found
 
     def timings(self) -> Timings:

@@ -11,8 +11,9 @@ With matrices of 2, 2 and 1 blocks there is no way but to pad the second shard w
 is too much, so the bucket is cut. (These examples are tests.)
 
 Padding is reduced and gathered as params are, and takes memory. So a bucket is packed only if that adds at most
-:data:`MOST_PADDING`, and fewer bytes than its slices. A bucket that cannot be packed may end sooner: gradients are
-reduced in the order in which they arrive, so packing changes the order within a bucket, and never across buckets.
+:data:`MOST_PADDING`, and no more bytes on the wire than its slices. A bucket that cannot be packed may end sooner:
+gradients are reduced in the order in which they arrive, so packing changes the order within a bucket, never across
+buckets.
 """
 
 from __future__ import annotations
