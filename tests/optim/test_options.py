@@ -1,4 +1,4 @@
-"""An option is options_of once, by its field: keywords, checks, what ranks compare, the planner, the tables follow from it.
+"""An option is told once, by its field: keywords, checks, what ranks compare, the planner, the tables follow from it.
 
 Each field of ``Options``, ``Tuning`` and ``Offload`` is changed on one of two ranks: an error on both names it, or its
 field says why ranks may differ in it and both bind.

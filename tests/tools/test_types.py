@@ -5,7 +5,7 @@ from pathlib import Path
 
 import shardopt
 from shardopt.config import Options
-from shardopt.option import told
+from shardopt.option import options_of
 from tests.support.paths import ROOT
 from tests.support.scripts import run_script
 
@@ -45,6 +45,6 @@ def test_help_tells_every_keyword() -> None:
         kind = getattr(shardopt, name)
         shown = " ".join(pydoc.render_doc(kind, renderer=pydoc.plaintext).replace("|", " ").split())
         own = " ".join((kind.__doc__ or "").split())
-        for field, said in told(Options):
+        for field, said in options_of(Options):
             assert f" {field.name}=" in own, (name, field.name)
             assert said.meaning.split("`")[0].split("[")[0].strip(" (")[1:] in shown, (name, field.name)
