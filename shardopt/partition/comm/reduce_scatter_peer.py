@@ -80,14 +80,18 @@ class PeerReduceScatter(ReduceScatter):
         self._board.catch_up(round_number)
 
     def _advance(self, must: int) -> list[Reduction]:
-        """Sums reductions and ends them, in order; waits for the first ``must``, looks once for the rest."""
+        """Sums reductions and ends them, in order; waits for the first ``must``, looks once for the rest.
+
+        A rank whose board is full frees its oldest buffer before it waits for the sum behind the board's last one.
+        Else two ranks with full boards would wait for each other: neither shows that buffer while it waits. Test:
+        test_many_buckets_and_a_late_rank in test_stages.py.
+        """
         ended: list[Reduction] = []
-        while self._summed < self._first + len(self._reductions):
-            look = self._board.wait if self._summed < self._first + must else self._board.ready
-            if not self._sum(self._summed, look):
-                break
+        end, ready = self._first + must, True
         while self._reductions:
-            position, see = self._first, self._board.wait if must > 0 else self._board.ready
+            while ready and self._summed < self._first + min(len(self._reductions), MAX_ADDRESSES):
+                ready = self._sum(self._summed, self._board.wait if self._summed < end else self._board.ready)
+            position, see = self._first, self._board.wait if self._first < end else self._board.ready
             # A reduction has ended once every rank has read its slice of the buffer.
             if self._summed <= position or not all(
                 see(rank, lambda notice: notice.taken > position, PHASE)  # noqa: B023
@@ -97,7 +101,6 @@ class PeerReduceScatter(ReduceScatter):
             ended.append(self._reductions.popleft())
             self._first += 1
             self._show()
-            must -= 1
         return ended
 
     def _sum(self, position: int, look: Callable[..., Any]) -> bool:
