@@ -2,7 +2,7 @@
 
 import copy
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -42,6 +42,7 @@ from tests.support.modules import (
     train_step,
 )
 from tests.support.ranks import Pool
+from tests.support.sweep import Row, sweep_at_once
 from tests.support.training import raises
 
 # -- outside of modules ------------------------------------------------------------------------------------------------
@@ -142,50 +143,60 @@ def generation(neighbours: bool) -> None:
     assert results[0] == results[1]
 
 
-def writes(neighbours: bool) -> None:
+def in_place(model: Any, opt: ShardedOptimizer) -> None:
+    with opt.unsharded(), torch.no_grad():
+        model.first.weight.copy_(torch.ones(W, W))
+        model.blocks[0].up.bias.add_(1)
+
+
+def through_data(model: Any, opt: ShardedOptimizer) -> None:
+    with opt.unsharded():
+        model.first.weight.data.fill_(0.5)
+        model.blocks[1].down.weight.data.clamp_(-0.01, 0.01)
+    opt.refresh_masters()
+
+
+def loaded(model: Any, opt: ShardedOptimizer) -> None:
+    others = Stack().to(model.first.weight.dtype).state_dict()
+    model.load_state_dict({name: value + 0.01 for name, value in others.items()})
+
+
+def loaded_inside(model: Any, opt: ShardedOptimizer) -> None:
+    with opt.unsharded():
+        loaded(model, opt)
+
+
+WRITES = {
+    "write": (in_place, through_data, loaded, loaded_inside),
+    "dtype": (torch.float32, torch.bfloat16),
+    "neighbours": (True, False),
+    "world": (2, 3),
+}
+
+
+def writes(rows: Sequence[Row]) -> None:
     """What is written stays, and masters follow, as at stage 1."""
-
-    def in_place(model: Any, opt: ShardedOptimizer) -> None:
-        with opt.unsharded(), torch.no_grad():
-            model.first.weight.copy_(torch.ones(W, W))
-            model.blocks[0].up.bias.add_(1)
-
-    def through_data(model: Any, opt: ShardedOptimizer) -> None:
-        with opt.unsharded():
-            model.first.weight.data.fill_(0.5)
-            model.blocks[1].down.weight.data.clamp_(-0.01, 0.01)
-        opt.refresh_masters()
-
-    def loaded(model: Any, opt: ShardedOptimizer) -> None:
-        others = Stack().to(model.first.weight.dtype).state_dict()
-        model.load_state_dict({name: value + 0.01 for name, value in others.items()})
-
-    def loaded_inside(model: Any, opt: ShardedOptimizer) -> None:
-        with opt.unsharded():
-            loaded(model, opt)
-
-    for write in (in_place, through_data, loaded, loaded_inside):
-        for dtype in (torch.float32, torch.bfloat16):
-            results = []
-            for stage in (1, 3):
-                # Room for everything: a write to what is cached must not be lost.
-                tuning = {"neighbours": neighbours, "live_bytes": 1 << 20}
-                model, opt = made(stage, lambda dtype=dtype: Stack().to(dtype), **tuning)
-                seen = []
-                for step in range(3):
-                    opt.zero_grad()
-                    loss_of(model(data(step, 4, 3, W).to(dtype)).float()).backward()
-                    opt.step()
-                    with torch.no_grad():
-                        seen.append(model(data(9, 1, 3, W).to(dtype)).sum().item())
-                    if step == 0:
-                        write(model, opt)
-                    seen.append(snapshot(model, opt))
-                masters = [opt.state[param].get("master") for param in model.parameters()]
-                seen += [raw(each.full_tensor()) for each in masters if each is not None]
-                results.append(seen)
-            assert results[0] == results[1], f"{write.__name__}, {dtype}"
-            assert dtype is torch.float32 or len(results[0]) > 6
+    for write, dtype, neighbours, _ in rows:
+        results = []
+        for stage in (1, 3):
+            # Room for everything: a write to what is cached must not be lost.
+            tuning = {"neighbours": neighbours, "live_bytes": 1 << 20}
+            model, opt = made(stage, lambda dtype=dtype: Stack().to(dtype), **tuning)
+            seen = []
+            for step in range(3):
+                opt.zero_grad()
+                loss_of(model(data(step, 4, 3, W).to(dtype)).float()).backward()
+                opt.step()
+                with torch.no_grad():
+                    seen.append(model(data(9, 1, 3, W).to(dtype)).sum().item())
+                if step == 0:
+                    write(model, opt)
+                seen.append(snapshot(model, opt))
+            masters = [opt.state[param].get("master") for param in model.parameters()]
+            seen += [raw(each.full_tensor()) for each in masters if each is not None]
+            results.append(seen)
+        assert results[0] == results[1], f"{write.__name__}, {dtype}, neighbours {neighbours}"
+        assert dtype is torch.float32 or len(results[0]) > 6
 
 
 def kept_views(neighbours: bool) -> None:
@@ -233,10 +244,15 @@ def evaluation(neighbours: bool) -> None:
 
 def test_unsharded_and_evaluation(ranks: Pool) -> None:
     for neighbours in (True, False):
-        for function in (generation, writes, kept_views, evaluation):
+        for function in (generation, kept_views, evaluation):
             ranks.run(function, neighbours, world=2)
     ranks.run(generation, False, world=3)
-    ranks.run(writes, True, world=3)
+
+
+@sweep_at_once(WRITES)
+def test_writes(ranks: Pool, rows: Sequence[Row]) -> None:
+    for world in WRITES["world"]:
+        ranks.run(writes, [row for row in rows if row[-1] == world], world=world)
 
 
 # -- saving, copies, ends ----------------------------------------------------------------------------------------------

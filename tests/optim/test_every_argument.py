@@ -6,6 +6,7 @@ The arguments are found by ``inspect``, so a new one fails here until the table 
 import inspect
 import linecache
 import math
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -361,11 +362,12 @@ def is_clear(error: BaseException, argument: str) -> str:
         return f"a {type(error).__name__}"
     if not text or "\n" in text:
         return "not one line"
-    frame = inspect.getinnerframes(error.__traceback__)[-1] if error.__traceback__ else None  # type: ignore[arg-type]
-    if frame is None or not linecache.getline(frame.filename, frame.lineno).strip().startswith("raise"):
+    *_, (frame, line) = traceback.walk_tb(error.__traceback__)
+    file = frame.f_code.co_filename
+    if not linecache.getline(file, line).strip().startswith("raise"):
         return "raised by Python, not by a check"
     names = (argument.rstrip("s"), *WORDS.get(argument, ()))
-    if str(ROOT / "shardopt") in frame.filename and not any(each in text.lower() for each in names):
+    if str(ROOT / "shardopt") in file and not any(each in text.lower() for each in names):
         return f"it does not name {argument}"
     return ""
 

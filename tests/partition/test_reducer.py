@@ -32,6 +32,7 @@ from shardopt.partition.comm.reduce_scatter_peer import PeerReduceScatter
 from tests.support.absence import LATER, Roll, given_up
 from tests.support.moments import Moments
 from tests.support.ranks import Pool
+from tests.support.sweep import Row, sweep_at_once
 from tests.support.training import raw
 
 SETTINGS = tuple((stage, neighbours) for stage in (1, 2, 3) for neighbours in (True, False))
@@ -272,10 +273,16 @@ OTHER_ORDERS = ("own order", "accumulated out of step")
 OTHER_FORWARDS = (*OTHER_ORDERS, "idle rank")
 
 
-def sums_are_exact(stage: int, neighbours: bool) -> None:
-    for name, case in CASES.items():
-        if stage == 3 and name in (OTHER_ORDERS if neighbours else OTHER_FORWARDS):
-            continue
+def makes_sense(name: str, stage: int, neighbours: bool, world: int) -> bool:
+    return stage < 3 or name not in (OTHER_ORDERS if neighbours else OTHER_FORWARDS)
+
+
+AXES = {"name": tuple(CASES), "stage": (1, 2, 3), "neighbours": (True, False), "world": (2, 3)}
+
+
+def sums_are_exact(rows: Sequence[Row]) -> None:
+    for name, stage, neighbours, _ in rows:
+        case = CASES[name]
         for count in (1, 2) if name in ("plain", "own order") else (1,):
             reference, model = Reference(case, dist.get_world_size()), Chain()
             tuning, params = Tuning(neighbours=neighbours, **SMALL), list(model.parameters())
@@ -290,7 +297,8 @@ def sums_are_exact(stage: int, neighbours: bool) -> None:
                 for opt in opts:
                     opt.step()
                 reference.step(step)
-                check_same(model, reference.model, opts, f"{name}, {count} optimizers, stage {stage}, step {step}")
+                what = f"{name}, {count} optimizers, stage {stage}, neighbours {neighbours}, step {step}"
+                check_same(model, reference.model, opts, what)
 
 
 def absent_params_are_skipped() -> None:
@@ -324,9 +332,14 @@ def nothing_travels_twice(stage: int, neighbours: bool) -> None:
         assert opt.engine.domain.transport.traffic.gradients - before == (dist.get_world_size() - 1) * 4 * sum(slices)
 
 
-def test_sums_are_exact(ranks: Pool) -> None:
-    for stage, neighbours in SETTINGS:
-        ranks.run(sums_are_exact, stage, neighbours, world=3 if (stage == 1) != neighbours else 2)
+@sweep_at_once(AXES, allowed=makes_sense)
+def test_sums_are_exact(ranks: Pool, rows: Sequence[Row]) -> None:
+    """Every graph at every stage, with messages and without, on two ranks and on three."""
+    for world in AXES["world"]:
+        ranks.run(sums_are_exact, [row for row in rows if row[-1] == world], world=world)
+
+
+def test_absent_params_and_repeats(ranks: Pool) -> None:
     ranks.run(absent_params_are_skipped, world=3)
     for neighbours in (True, False):
         ranks.run(nothing_travels_twice, 2, neighbours, world=2)
