@@ -25,6 +25,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..errors import BindingError
 from ..partition.comm.group import Ranks
 from ..partition.mesh import everyone_of
+from ..rules.choice import RuleChoice
+from ..rules.matrix import MatrixRule
 from .agreement import Consensus, StepDigest, agree, agree_on, checksum
 from .dtensors import any_dtensor, cut_dims, is_counted_here, is_dtensor, local_tensor, mesh_of, slice_number
 from .experts import check_experts, set_members
@@ -126,7 +128,8 @@ class Domains:
             self._norm_ranks = self._ranks_of(everyone_of(self.options.norm_group))
         has_dtensors = any(any_dtensor(group["params"]) for group in groups)
         mesh, problem = self._tensor_mesh(groups) if has_dtensors else (None, None)
-        if has_dtensors and self.main.rule.takes_norms:
+        rule = self.main.rule
+        if has_dtensors and (rule.takes_norms or isinstance(rule, MatrixRule | RuleChoice)):
             self._find_cuts(groups)
         if self.options.norm_group is None and not self.others and mesh is None:
             self._tensor_ranks = self.whole = ()

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.nn import Parameter
 
 from shardopt import (
+    DisagreementError,
     ShardedMuon,
     ShardedOptimizer,
     ShardoptError,
@@ -241,6 +242,11 @@ def of_experts(stage: int) -> list[bytes]:
     dense, stacks = ({**each, "rule": "muon"} for each in groups_of(model))
     groups = [dense, {**stacks, "process_group": alone}]
     optimizer = ShardedMuon(groups, **DEFAULTS, module=model, stage=stage, norm_group=dist.group.WORLD, tuning=UNKEPT)
+    model(0).backward()
+    if dist.get_rank() == 1:
+        list(model.parameters())[-1].grad = None
+    with raises(DisagreementError, "placements of gradients"):
+        optimizer.step()  # nothing changes
     return train(model, optimizer)
 
 
