@@ -2,7 +2,7 @@
 
 ======================  ================================================================================================
 :class:`DeviceSum`      stays on the device where it is reduced, and later backwards add to it
-:class:`HostSum`        the same, but offloaded to host memory between rounds (``reduce_buckets_host.py``)
+:class:`HostSum`        the same, but offloaded to host memory between rounds (``domain/host_sum.py``)
 :class:`PassingSum`     is used as soon as it is reduced (``release_gradients``), and then dropped
 ======================  ================================================================================================
 """
