@@ -15,8 +15,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
 
 from shardopt import (
     CommunicationError,
@@ -437,13 +435,6 @@ def test_a_rank_that_cannot_add_up(is_on_disk: bool, ranks: Pool, tmp_path: Path
     ranks.run(fail_on_one_rank, str(tmp_path), is_on_disk, world=2)
 
 
-def refuse_slices() -> None:
-    slices = nn.Parameter(distribute_tensor(torch.ones(4, 4), init_device_mesh("cpu", (2,)), [Shard(0)]))
-    with pytest.raises(ValueError, match=r"give param 0 of the group.*another optimizer: adafactor"):
-        ShardedAdafactor([slices])
-
-
-def test_slices_and_released_gradients_are_refused(ranks: Pool) -> None:
-    ranks.run(refuse_slices, world=2)
+def test_released_gradients_are_refused() -> None:
     with pytest.raises(ValueError, match=r"omit release_gradients.*adafactor takes norms"):
         ShardedAdafactor(Net(torch.float32), release_gradients=True)

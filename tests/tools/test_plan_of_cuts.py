@@ -176,6 +176,12 @@ def test_plans_of_a_pipeline(ranks: Pool) -> None:
     check_pipelines(ranks, [Setting(PIPELINE, 3), Setting(TENSOR, 2, kind=ShardedAdafactor)])
 
 
+def test_means_over_rows_and_columns_are_whole_on_each_tensor_rank(ranks: Pool) -> None:
+    setting = Setting(TENSOR, 2, kind=ShardedAdafactor)
+    for ((need, held, _),) in ranks.run(in_pipelines, [setting], world=4):
+        assert held == of_plan(need)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("tuning", TUNINGS)
 def test_plans_of_all_cuts(ranks: Pool, tuning: Tuning) -> None:
