@@ -74,7 +74,7 @@ class Engine(Bindings):
 
     Attributes:
         check_arguments: of a class with torch's arguments: checks those that a param group gives, and returns them.
-        unread: keys of param groups that choose another rule, which the optimizer was not constructed with.
+        unread: keys of param groups that choose another rule than the optimizer has.
         fixed: values of param groups that belong to the class: no state dict or checkpoint changes them.
         grad_norm, updates: see :class:`ShardedOptimizer`.
         lock: held by the thread that changes states; a closure may load states, so a thread may hold it several times.
@@ -326,7 +326,7 @@ class Engine(Bindings):
     def load(self, state_dict: Mapping[str, Any], groups: list[dict[str, Any]]) -> None:
         """Loads what hooks have seen. ``groups``: those of the dict, with the params of this optimizer's."""
         with self.lock:
-            check_same_rules(self.rule, self.unread, groups, self.groups)
+            check_same_rules(self.rule, self.unread, self.fixed, groups, self.groups)
             loaded, own = read_state_dict(state_dict, groups, self.states)
             self.replace_states(loaded, own)
             for group in groups:

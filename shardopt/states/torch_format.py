@@ -38,12 +38,16 @@ def to_state_dict(groups: Sequence[Group], states: Mapping[Any, Any]) -> dict[st
     return {"state": shown, "param_groups": numbered}
 
 
-def check_same_rules(rule: Rule, unread: Sequence[str], saved: Sequence[Group], own: Sequence[Group]) -> None:
+def check_same_rules(
+    rule: Rule, unread: Sequence[str], fixed: Mapping[str, Any], saved: Sequence[Group], own: Sequence[Group]
+) -> None:
     """Checks that saved param groups name no other rules than the optimizer's own groups have.
 
     Args:
         rule: of the optimizer.
-        unread: keys that choose another rule, which the optimizer was not constructed with.
+        unread: keys that choose another rule than the optimizer has.
+        fixed: values that belong to the optimizer's class. A flag among them that the rule reads is the class's own
+            whatever was saved, as in torch. One that it does not read tells that another rule was saved.
 
     Raises:
         StateError: they do.
@@ -52,9 +56,16 @@ def check_same_rules(rule: Rule, unread: Sequence[str], saved: Sequence[Group], 
         for key in unread:
             if theirs.get(key) is not None:
                 raise StateError(
-                    f"construct the optimizer with {key}={theirs[key]!r}, as the one that was saved, or take {key!r} "
+                    f"construct the optimizer with {key}={theirs[key]!r}, of the class that was saved, or take {key!r} "
                     f"out of the dict's groups: group {number} has it, no step of this optimizer would read it, and "
                     "nothing was loaded."
+                )
+        for key, value in fixed.items():
+            if key not in rule.flags and bool(theirs.get(key, value)) != value:
+                raise StateError(
+                    f"construct an optimizer of the class that was saved: group {number} of the dict has "
+                    f"{key}={theirs[key]!r}, which the rule {rule.name!r} does not read, so its steps would be other "
+                    "ones. Nothing was loaded."
                 )
         names = name_in(rule, theirs), name_in(rule, mine)
         if names[0] != names[1]:

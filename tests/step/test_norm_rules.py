@@ -424,6 +424,8 @@ def test_adam_and_clipped_adamw_do_not_load_each_other(tmp_path: Path) -> None:
         before = digest(loads[1]), repr(loads[1].param_groups)
         with pytest.raises(CheckpointError, match=r"the states of 'bias' are those of .*adam.* Nothing was loaded"):
             load_checkpoint(tmp_path / str(number), *loads)
+        with pytest.raises(StateError, match=r"construct .* of the class that was saved.*othing was loaded"):
+            loads[1].load_state_dict(saved[1].state_dict())
         assert (digest(loads[1]), repr(loads[1].param_groups)) == before
 
 
