@@ -49,3 +49,12 @@ def test_what_a_tensor_mesh_cuts_is_balanced_over_all_ranks() -> None:
             busy[owner] += cost
         assert busy.max() <= 1.2 * max(sum(costs) / busy.numel(), *costs)
     assert owners_on_mesh((5, 5), ((3, 1), (0, 4)), 1) == ((0, 0), (0, 1))  # to the rank that holds most of it
+
+
+def test_a_matrix_that_lies_whole_on_a_rank_stays_there_if_costs_are_about_even() -> None:
+    """Three of 9 on one rank, 9, 7, 7, 3 and 3 on the other: 27 and 29, where 28 and 28 would be even."""
+    shapes = [(1024, 256)] * 4 + [(768, 256)] * 2 + [(256, 256)] * 2
+    plan = plan_matrices(wanted(shapes, 2), 2)
+    assert (plan.numel(0, 1), plan.numel(1, 0)) == (0, 0)
+    uneven = plan_matrices(wanted([(512, 512)] * 2 + [(64, 1024)] * 8, 2), 2)  # nearly all of the cost on one rank
+    assert uneven.owners[0] != uneven.owners[1]
