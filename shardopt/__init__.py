@@ -5,7 +5,6 @@
 Triton, Numba and what checkpoints need load on first use: importing this needs none of them, and no GPU.
 """
 
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from .config import Offload, Tuning
@@ -97,30 +96,40 @@ __all__ = [
 ]
 
 
-# Public name -> the module that it is in. They load on first use: most scripts ask for none of them.
-_LATER = {
-    "DeepSpeedRun": "integrations.deepspeed.config",
-    "Difference": "tools.verify",
-    "Part": "tensors.part",
-    "ShardedAdafactor": "optim.adafactor",
-    "ShardedLAMB": "optim.large_batch",
-    "ShardedLARS": "optim.large_batch",
-    "ShardedMuon": "optim.muon",
-    "Verdict": "tools.verify",
-    "from_deepspeed_config": "integrations.deepspeed.config",
-    "load_checkpoint": "checkpoint.load",
-    "matrix_rule": "rules.matrix",
-    "partition_activations": "activations.partition",
-    "prepare_states": "checkpoint.prepare",
-    "save_checkpoint": "checkpoint.save",
-    "verify": "tools.verify",
-}
-
-
 def __getattr__(name: str) -> Any:
-    if name not in _LATER:
+    """Loads what most scripts never ask for; by statements, as no name that comes from outside may load a module."""
+    found: Any
+    if name == "save_checkpoint":
+        from .checkpoint.save import save_checkpoint as found
+    elif name == "load_checkpoint":
+        from .checkpoint.load import load_checkpoint as found
+    elif name == "prepare_states":
+        from .checkpoint.prepare import prepare_states as found
+    elif name == "partition_activations":
+        from .activations.partition import partition_activations as found
+    elif name in ("ShardedLAMB", "ShardedLARS"):
+        from .optim import large_batch
+
+        found = getattr(large_batch, name)
+    elif name == "ShardedAdafactor":
+        from .optim.adafactor import ShardedAdafactor as found
+    elif name == "ShardedMuon":
+        from .optim.muon import ShardedMuon as found
+    elif name == "Part":
+        from .tensors.part import Part as found
+    elif name == "matrix_rule":
+        from .rules.matrix import matrix_rule as found
+    elif name in ("DeepSpeedRun", "from_deepspeed_config"):
+        from .integrations.deepspeed import config as deepspeed_config
+
+        found = getattr(deepspeed_config, name)
+    elif name in ("Difference", "Verdict", "verify"):
+        from .tools import verify as verification
+
+        found = getattr(verification, name)
+    else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = globals()[name] = getattr(import_module(f".{_LATER[name]}", __name__), name)
+    globals()[name] = found
     return found
 
 

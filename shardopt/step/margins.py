@@ -89,12 +89,15 @@ class _Sums(NamedTuple):
 
 def with_products(
     plan: StepPlan, launches: Launches, factors: Factors, problem: Exception | None
-) -> dict[Shard, list[Launch]]:
+) -> tuple[Launches, Exception | None]:
     """Collective: makes the new margins of all params, which the step's commit keeps. Returns launches with products.
 
     Args:
         launches: their gradients are divided.
         problem: keeps this rank from taking part; it is raised here, once the other ranks were told.
+
+    Returns:
+        The launches, and what went wrong on this rank since the ranks met: they are told when they meet next.
 
     Raises:
         Exception: the problem; CommunicationError on the other ranks.
@@ -102,7 +105,7 @@ def with_products(
     mesh = plan.domain.mesh
     sums, message = _blank(plan)
     if not sums:
-        return {shard: list(its) for shard, its in launches.items()}
+        return launches, problem
     if problem is None and mesh.world.rank in mesh.one_copy:  # replicas hold the same, which counts once
         try:
             _add_own(mesh.world, launches, sums, message[:-1], factors)
@@ -118,13 +121,17 @@ def with_products(
             "look at the output of the other ranks for an error: one of them could not add up squares over rows and "
             "columns, so no rank knows these sums and none can finish this step."
         )
-    made = {entry: _made(plan, each, whole[entry]) for entry, each in sums.items()}
-    devices = {each.shard.home.device for its in launches.values() for each in its}
-    made_on = {device: _sent(made, device) for device in devices}
-    return {
-        shard: [_with_table(each, sums, made_on[each.shard.home.device]) for each in its]
-        for shard, its in launches.items()
-    }
+    try:
+        made = {entry: _made(plan, each, whole[entry]) for entry, each in sums.items()}
+        devices = {each.shard.home.device for its in launches.values() for each in its}
+        made_on = {device: _sent(made, device) for device in devices}
+        with_tables = {
+            shard: [_with_table(each, sums, made_on[each.shard.home.device]) for each in its]
+            for shard, its in launches.items()
+        }
+    except Exception as error:
+        return launches, error
+    return with_tables, None
 
 
 def _blank(plan: StepPlan) -> tuple[dict[ParamRecord, _Sums], torch.Tensor]:

@@ -357,8 +357,12 @@ def _run_first_passes(
         return launches
     if isinstance(plan.domain.rule, FactoredRule):
         with plan.domain.clock.phase("margins"):
-            divided = {shard: [_divided(each) for each in its] for shard, its in launches.items()}
-            launches = with_products(plan, divided, factors, problem)
+            try:
+                if problem is None:
+                    launches = {shard: [_divided(each) for each in its] for shard, its in launches.items()}
+            except Exception as error:  # the other ranks wait for this rank's sums
+                problem = error
+            launches, problem = with_products(plan, launches, factors, problem)
     passes = FirstPasses(plan, launches)
     for number in range(passes.cuts):
         ran: dict[Shard, list[tuple[Launch, Launch]]] = {}

@@ -17,7 +17,7 @@ from torch import nn
 
 from ..arguments import whole
 from ..config import Options
-from ..domain.bucket_plan import MatricesLaid, PlannedBucket, matrices_laid, plan_buckets
+from ..domain.bucket_plan import NO_MATRICES, MatricesLaid, PlannedBucket, matrices_laid, plan_buckets
 from ..domain.formats import kept_for
 from ..domain.param_names import matching
 from ..domain.units import gathering_budget, units_of
@@ -207,7 +207,7 @@ class Planner:
             "disk": 2 * sum(kinds[kind].get("disk", 0) for kind in ("master", "state")),
         }
         numel = sum(group.numel for group in laid.groups.values())
-        matrices = sum((group.matrices for group in laid.groups.values() if way.stage), MatricesLaid())
+        matrices = sum((group.matrices for group in laid.groups.values() if way.stage), NO_MATRICES)
         return Need(way, kinds, _formula(way, laid.kept, laid.shares), moved, wire, numel, self._cut, matrices)
 
     def _bytes(self, laid: _Laid, way: Way, reduced: torch.dtype) -> dict[str, dict[str, int]]:
@@ -273,13 +273,15 @@ class Planner:
         alike: dict[str, dict[Any, tuple[PlannedBucket, int]]] = {name: {} for name in sizes}
         units: Counter[int] = Counter()  # bytes of each, padding included
         numels: dict[str, Counter[int]] = {name: Counter() for name in sizes}
-        matrices = dict.fromkeys(sizes, MatricesLaid())
+        matrices = dict.fromkeys(sizes, NO_MATRICES)
         for name, ranks in sizes.items():
             for bucket, unit in self._buckets(way, stage, rule, asked, name, ranks):
                 if unit is not None:
                     units[unit] += bucket.layout.numel * way.dtype.itemsize
                     numels[name][unit] += sum(bucket.layout.numels)
-                matrices[name] += matrices_laid(rule, bucket.members, bucket.layout)
+                found = matrices_laid(rule, bucket.members, bucket.layout)
+                if found is not NO_MATRICES:  # a trillion params have ten thousand buckets
+                    matrices[name] += found
                 key = bucket.layout, bucket.states, bucket.kept.key, bucket.is_released
                 _, count = alike[name].get(key, (bucket, 0))
                 alike[name][key] = bucket, count + 1
