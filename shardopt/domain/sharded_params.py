@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
     from ..partition.comm.transport import Transport
     from ..partition.gatherer import Gatherer
     from ..partition.unit import GatheredBucket, Slice
-    from ..tensors.unsharded_guard import Read, Write
     from .units import UnitPlan
 
 Gather = Callable[[Shard, str], torch.Tensor]
@@ -59,8 +57,9 @@ class ShardedParams:
         self.gatherer, self.transport, self.leads = gatherer, transport, leads
         gatherer.connect(transport)
         self.where: dict[torch.nn.Parameter, GatheredBucket] = {}  # of params as the model has them
+        self._places: dict[torch.nn.Parameter, tuple[Shard, int]] = {}
         self.frozen: list[Shard] = []  # of params that do not train
-        # Gathers a resharded param for a call that no module has announced; see :func:`mark_sharded`.
+        # Gathers a resharded param for a call that no module has announced; see :class:`SliceKeeper`.
         self.gather_for_call: Callable[[torch.nn.Parameter, bool], bool] = lambda *_: False
         self._gather, self._fetcher, self.name_of = gather, fetcher, name_of
 
@@ -90,11 +89,39 @@ class ShardedParams:
             self.frozen.append(shard)
         for index, param in enumerate(shard.bucket.outers):
             self.where[param] = gathered
-            read, write = self._stand_in(shard, index, param)
-            mark_sharded(param, read, write, partial(self._gather_for, param), partial(self.name_of, param))
+            self._places[param] = shard, index
+            mark_sharded(param, self)
 
-    def _gather_for(self, param: torch.nn.Parameter, is_read: bool) -> bool:
+    # -- as a SliceKeeper: of one released param -------------------------------------------------------------------
+
+    def read(self, param: torch.nn.Parameter) -> torch.Tensor:
+        """Returns this rank's slice as a part; of a DTensor a DTensor with the part of its local tensor inside."""
+        shard, index = self._places[param]
+
+        def gather(_: torch.Tensor) -> torch.Tensor:
+            return shard.as_param(self._gather(shard, "param"), index).clone()
+
+        def write(whole: torch.Tensor) -> None:
+            self.write(param, whole)
+
+        own, where, fetch = shard.bucket.params[index], shard.slice_of(index), self._fetcher(shard, index, "param")
+        part = Part(shard.read("param", index), where.start, own, gather, fetch=fetch, write=write)
+        return shown_as(param, part)
+
+    def write(self, param: torch.nn.Parameter, whole: torch.Tensor) -> None:
+        """Collective: writes this rank's slice of a whole tensor."""
+        shard, index = self._places[param]
+        own = shard.bucket.params[index]
+        cast = local_tensor(placed_as(param, whole.detach())).to(shard.device, shard.bucket.dtype)
+        values = flattened(shard.ordered(index, cast.expand(own.size())))
+        self.gatherer.write_slice(self.where[param].unit, lambda: shard.write("param", index, 0, values))
+        torch.autograd.graph.increment_version([own])
+
+    def gather_for(self, param: torch.nn.Parameter, is_read: bool) -> bool:
+        """Gathers a param for a call that no module has announced, else returns False."""
         return self.gather_for_call(param, is_read)
+
+    # -- of all ---------------------------------------------------------------------------------------------------
 
     def remove_params(self, params: Sequence[torch.nn.Parameter]) -> None:
         """Collective: gives frozen params that will train whole values of their own.
@@ -107,7 +134,7 @@ class ShardedParams:
                 self.gatherer.need(gathered.unit)
                 try:
                     gathered.bucket.remove_param(param)
-                    del self.where[param]
+                    del self.where[param], self._places[param]
                     mark_whole(param)
                 finally:
                     self.gatherer.done(gathered.unit, reshard=True)
@@ -148,29 +175,6 @@ class ShardedParams:
         self.gatherer.give_up(self.units)
         for shard in self.frozen:
             shard.bucket.release()
-
-    def _stand_in(self, shard: Shard, index: int, outer: torch.nn.Parameter) -> tuple[Read, Write]:
-        """Returns how a resharded param is read as a part, and written from a whole tensor.
-
-        Of a DTensor both are DTensors, with the part or the whole of the local tensor inside.
-        """
-        where, param = shard.slice_of(index), shard.bucket.params[index]
-
-        def gather(_: torch.Tensor) -> torch.Tensor:
-            return shard.as_param(self._gather(shard, "param"), index).clone()
-
-        def read() -> torch.Tensor:
-            fetch = self._fetcher(shard, index, "param")
-            part = Part(shard.read("param", index), where.start, param, gather, fetch=fetch, write=write)
-            return shown_as(outer, part)
-
-        def write(whole: torch.Tensor) -> None:
-            cast = local_tensor(placed_as(outer, whole.detach())).to(shard.device, shard.bucket.dtype)
-            values = flattened(shard.ordered(index, cast.expand(param.size())))
-            self.gatherer.write_slice(self.where[outer].unit, lambda: shard.write("param", index, 0, values))
-            torch.autograd.graph.increment_version([param])
-
-        return read, write
 
 
 def _holders(unit: Unit) -> int:

@@ -47,7 +47,7 @@ from ..partition.unit_orders import Direction
 from ..tensors.pipelining import is_called_by_pipeline
 from ..tensors.strides import with_own_storage
 from ..tensors.unsharded_guard import keep_pattern
-from .hooks import ModuleHook, call_while_alive
+from .hooks import KeepingHook, ModuleHook, call_while_alive
 from .nested import tensors_within, with_own_nodes
 
 if TYPE_CHECKING:
@@ -139,6 +139,8 @@ class Forward:
             self._hooks.append(module.register_forward_hook(post, with_kwargs=True, always_call=True))
         for module in self._owners:
             self._hooks.append(module.register_state_dict_post_hook(ModuleHook(self._part_storages)))
+            # The slices stay as long as the model, also of an optimizer that was dropped without close().
+            self._hooks.append(module.register_state_dict_post_hook(KeepingHook(every)))
 
     def _part_storages(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
         """Gives gathered params in a state dict storages of their own, as whole params have; see ``Bucket``."""
@@ -253,7 +255,7 @@ class Forward:
     # -- reads outside of calls ------------------------------------------------------------------------------------
 
     def read(self, param: nn.Parameter, is_read: bool) -> bool:
-        """Gathers a resharded param for a call in the model's code, else returns False; see :func:`mark_sharded`."""
+        """Gathers a resharded param for a call in the model's code, else returns False; see :class:`SliceKeeper`."""
         if self.is_closed:
             return False
         unit = next(each.where[param].unit for each in self._sharded if param in each.where)

@@ -43,6 +43,19 @@ class ModuleHook:
         return _no_hook, ()
 
 
+class KeepingHook:
+    """A hook of a module that does nothing, and keeps an object for as long as the module lives; copies have it not."""
+
+    def __init__(self, kept: object):
+        self._kept = kept
+
+    def __call__(self, *_: Any) -> None:
+        pass
+
+    def __reduce__(self) -> Any:
+        return _no_hook, ()
+
+
 def _no_hook() -> Callable[..., None]:
     return _do_nothing
 

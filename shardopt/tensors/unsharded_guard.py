@@ -4,9 +4,10 @@ A read of freed memory would crash the process or, worse, train on stale numbers
 the param's class is :class:`ReleasedParameter`. A change of class costs a tenth of a microsecond.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import weakref
+from collections.abc import Mapping, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.utils._pytree import tree_leaves
@@ -15,34 +16,48 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ..errors import ReleasedError
 from .guard_class import guard_class
 
-Read = Callable[[], torch.Tensor]
-Write = Callable[[torch.Tensor], None]
-Gather = Callable[[bool], bool]
-Name = Callable[[], str | None]
+
+class SliceKeeper(Protocol):
+    """What keeps this rank's slices of sharded params."""
+
+    def read(self, param: torch.nn.Parameter) -> torch.Tensor:
+        """Answers ``detach()`` of the released param: returns this rank's slice as a part."""
+
+    def write(self, param: torch.nn.Parameter, whole: torch.Tensor) -> None:
+        """Answers ``copy_(whole)``: writes this rank's slice of a whole tensor. Collective."""
+
+    def gather_for(self, param: torch.nn.Parameter, is_read: bool) -> bool:
+        """Gathers the param for an operation in the model's own code, else returns False.
+
+        ``is_read`` is False for an operation that only the forward of a module may gather for: a write, or
+        ``detach()``, which a part answers.
+        """
+
+    def name_of(self, param: torch.nn.Parameter) -> str | None:
+        """Returns the param's name in the module."""
 
 
-# All sharded params, with (read, write, gather, name) of mark_sharded(). This is a table of the process because an
-# attribute of the param would travel: torch.save() and copies of a module take a param's attributes with them, and
-# these functions hold the optimizer's shards.
+# Of all sharded params, who keeps their slices. This is a table of the process because an attribute of the param would
+# travel: torch.save() and copies of a module take a param's attributes with them. The keeper holds the param; a strong
+# reference would keep both for as long as the process lives (test_taken_over_and_given_back).
 _SHARDED: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
-def mark_sharded(param: torch.nn.Parameter, read: Read, write: Write, gather: Gather, name: Name) -> None:
-    """Says that ``param`` is sharded.
-
-    Args:
-        read: answers ``detach()`` of the released param: returns this rank's slice as a part.
-        write: answers ``copy_(whole)``: writes this rank's slice of a whole tensor. Collective.
-        gather: gathers the param for an operation in the model's own code, else returns False. Its argument is False
-            for one that only the forward of a module may gather for: a write, or ``detach()``, which a part answers.
-        name: returns the param's name in the module.
-    """
-    _SHARDED[param] = read, write, gather, name
+def mark_sharded(param: torch.nn.Parameter, keeper: SliceKeeper) -> None:
+    """Says that ``param`` is sharded. The table holds ``keeper`` weakly."""
+    _SHARDED[param] = weakref.ref(keeper)
 
 
 def is_sharded(param: torch.Tensor) -> bool:
     """True if an optimizer keeps ``param`` in slices, gathered at this moment or not."""
     return param in _SHARDED
+
+
+def _keeper_of(param: torch.Tensor) -> SliceKeeper | None:
+    """Returns who keeps the slices of a param; None once both the optimizer and the module are gone."""
+    reference = _SHARDED.get(param)
+    keeper: SliceKeeper | None = None if reference is None else reference()
+    return keeper
 
 
 def mark_whole(param: torch.nn.Parameter) -> None:
@@ -110,19 +125,19 @@ class ReleasedParameter(torch.nn.Parameter):
         if function in READS_NO_VALUES:
             with torch._C.DisableTorchFunctionSubclass():
                 return function(*args, **(kwargs or {}))
-        first = args[0] if args else None
+        first: Any = args[0] if args else None
         if isinstance(first, ReleasedParameter) and _changes_nothing(function, first, args[1:], kwargs or {}):
             return first  # module.to() returns the tensor itself, as torch does
-        is_known = isinstance(first, ReleasedParameter) and first in _SHARDED
-        if is_known and function is _Tensor.copy_ and not isinstance(args[1], ReleasedParameter):
-            _SHARDED[first][1](args[1])
+        keeper = _keeper_of(first) if isinstance(first, ReleasedParameter) else None
+        if keeper is not None and function is _Tensor.copy_ and not isinstance(args[1], ReleasedParameter):
+            keeper.write(first, args[1])
             return first
         released = [each for each in tree_leaves((args, kwargs)) if isinstance(each, ReleasedParameter)]
         is_read = function not in _DETACHES and not _writes(function, kwargs or {})
-        if released and all(each in _SHARDED and _SHARDED[each][2](is_read) for each in released):
+        if released and all(_gathers(each, is_read) for each in released):
             return function(*args, **(kwargs or {}))  # they are plain params now
-        if is_known and function in _DETACHES:
-            return _SHARDED[first][0]()
+        if keeper is not None and function in _DETACHES:
+            return keeper.read(first)
         raise _refusal(getattr(function, "__name__", str(function)), next(iter(released), first))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -152,9 +167,15 @@ class ReleasedDTensor(ReleasedParameter):
 
 def _gathered(param: Any, call: str) -> Any:
     """Returns the param, which has its own class again."""
-    if param in _SHARDED and _SHARDED[param][2](True):
+    if _gathers(param, is_read=True):
         return param
     raise _refusal(call, param)
+
+
+def _gathers(param: Any, is_read: bool) -> bool:
+    """Gathers a param for a call, unless one of its bucket was gathered just before; else returns False."""
+    keeper = _keeper_of(param)
+    return keeper is not None and keeper.gather_for(param, is_read)
 
 
 _CASTS = {
@@ -207,8 +228,15 @@ def keep_pattern(name: str | None) -> str:
 
 
 def _refusal(call: str, param: Any) -> ReleasedError:
-    name = _SHARDED[param][-1]() if param in _SHARDED else None
+    is_known = isinstance(param, _Tensor) and is_sharded(param)
+    keeper = _keeper_of(param) if is_known else None
     shape = tuple(param.shape) if isinstance(param, _Tensor) else "?"
+    if is_known and keeper is None:
+        return ReleasedError(
+            "call optimizer.close() on every rank before you drop the optimizer and the model: it makes params whole. "
+            f"{call} was called on a param of shape {shape} (stage 3), whose slices went with both of them."
+        )
+    name = None if keeper is None else keeper.name_of(param)
     return ReleasedError(
         "put the call in `with optimizer.unsharded():`, which every rank must enter and leave; or construct the "
         f"optimizer with {keep_pattern(name)} and the param stays whole on every rank. {call} was called on "

@@ -289,14 +289,28 @@ def given_back(stage: int, neighbours: bool) -> None:
 
 
 def dropped_at_stage_3(neighbours: bool) -> None:
-    """Its slices lie apart and no rank can ask the others alone: reading says so, and nothing crashes."""
+    """Its slices lie apart and no rank can ask the others alone: reading says so, and nothing crashes.
+
+    The slices go with the model; what is left of both then says so.
+    """
     model = Net()
     opt = ShardedSGD(model, **SGD, stage=3, tuning=tuning(neighbours))
     train_step(model, opt, 0)
+    with opt.unsharded():
+        trained = model.hidden.weight.detach().clone()
     del opt
     gc.collect()
-    for read in (lambda: model.hidden.weight.sum(), lambda: loss_of(model, 0)):
-        with raises(ReleasedError, "unsharded"):
+    weight, gone = model.hidden.weight, weakref.ref(model.hidden.bias)
+    with raises(ReleasedError, "unsharded"):
+        weight.sum()
+    with raises(ReleasedError, "unsharded"):
+        loss_of(model, 0)
+    assert torch.equal(weight.detach().full_tensor(), trained)
+    del model
+    gc.collect()
+    assert gone() is None
+    for read in (weight.sum, weight.detach):
+        with raises(ReleasedError, "went with both"):
             read()
 
 

@@ -42,8 +42,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import debug
-from torch.distributed.tensor._redistribute import _gen_transform_infos
+from torch.distributed.tensor import DTensor, _collective_utils, _redistribute, debug
 
 from tests.support.coverage_contexts import attributed
 from tests.support.parcels import dumps
@@ -287,8 +286,16 @@ def _run_job(
 def _forget_meshes() -> None:
     """Torch keeps what it found of DTensors by the equality of meshes: a job would meet the groups of an earlier one.
 
-    It asks for groups by name, and a job that makes them in another order gives the names to other ranks.
+    It asks for groups by name, and a job that makes them in another order gives the names to other ranks. And the
+    meshes in its tables hold their groups: each of gloo's keeps threads that wake up a hundred times a second.
     """
     for cache in ("", "_python", "_fast_path"):  # not every version has all of the calls
         getattr(debug, f"_clear{cache}_sharding_prop_cache", lambda: None)()
-    _gen_transform_infos.cache_clear()
+    for table in (
+        _redistribute._gen_transform_infos,
+        _collective_utils.MeshTopoInfo.build_from_mesh,
+        DTensor._op_dispatcher.sharding_propagator._propagate_tensor_meta_cached,
+    ):
+        table.cache_clear()
+    getattr(_redistribute, "clear_redistribute_planner_cache", lambda: None)()
+    gc.collect()

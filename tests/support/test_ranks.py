@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -54,10 +55,21 @@ def gathered_behind(groups: int) -> list[float]:
     return found
 
 
+def loops_of_gloo() -> int:
+    """Returns the number of groups whose threads this process runs."""
+    names = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
+    return names.count("gloo_tcp_loop")
+
+
 def test_a_job_meets_no_group_of_an_earlier_one(ranks: Pool) -> None:
-    """Torch keeps what it found of DTensors by the equality of meshes, and asks for groups by name."""
+    """Torch keeps what it found of DTensors by the equality of meshes, and asks for groups by name.
+
+    The groups of a mesh go with their job: a process that kept them would spend its core on their threads.
+    """
     for groups in (0, 1, 2):
         assert ranks.run(gathered_behind, groups, world=4) == [[1.0, 3.0], [2.0, 4.0]] * 2
+    if sys.platform == "linux":
+        assert ranks.run(loops_of_gloo, world=4) == [1] * 4
 
 
 def test_ranks(ranks: Pool) -> None:
