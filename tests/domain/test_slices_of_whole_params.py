@@ -151,42 +151,45 @@ def placed(shape: Sequence[int]) -> tuple[DeviceMesh, dict[str, Any], range]:
     return mesh[("x", "y")[: len(shape) - 1]], {"process_group": data}, batches
 
 
-def trains(
-    meshes: Sequence[tuple[int, ...]], stages: Sequence[int], kinds: Sequence[str] = tuple(KINDS)
-) -> list[tuple[Any, dict[str, bytes]]]:
-    """At each mesh, whose first dimension is data-parallel, and each stage."""
+Row = tuple[tuple[int, ...], int, str]  # a mesh, whose first dimension is data-parallel, a stage, one of KINDS
+
+
+def trains(rows: Sequence[Row]) -> list[tuple[Row, dict[str, bytes]]]:
     found = []
-    for shape in meshes:
+    for shape, its in itertools.groupby(rows, key=lambda row: row[0]):
         tensor, option, batches = placed(shape)
-        for stage in stages:
-            for kind in kinds:
-                model = Weighed(tensor)
-                optimizer = made(kind, model, stage=stage, **option)
-                for step in range(STEPS):
-                    take(model, optimizer, step, batches)
-                found.append(((shape, stage, kind), bits_of(values(model, optimizer))))
-                optimizer.close()
+        for row in its:
+            _, stage, kind = row
+            model = Weighed(tensor)
+            optimizer = made(kind, model, stage=stage, **option)
+            for step in range(STEPS):
+                take(model, optimizer, step, batches)
+            found.append((row, bits_of(values(model, optimizer))))
+            optimizer.close()
     return found
 
 
-def check(ranks: Pool, world: int, meshes: Sequence[tuple[int, ...]], stages: Sequence[int]) -> None:
+def check(ranks: Pool, rows: Sequence[Row]) -> None:
     expected = {kind: bits_of(alone(kind)) for kind in KINDS}
-    for of_rank in ranks.run(trains, meshes, stages, world=world):
-        for row, found in of_rank:
-            assert found.keys() == expected[row[-1]].keys()
-            for name, value in found.items():
-                assert value == expected[row[-1]][name], (row, name)
+    for world, its in itertools.groupby(rows, key=lambda row: math.prod(row[0])):
+        for of_rank in ranks.run(trains, list(its), world=world):
+            for row, found in of_rank:
+                assert found.keys() == expected[row[-1]].keys()
+                for name, value in found.items():
+                    assert value == expected[row[-1]][name], (row, name)
+
+
+MESHES = [(1, 3), (1, 4), (2, 2), (1, 2, 2)]
 
 
 def test_the_bits_of_one_process(ranks: Pool) -> None:
-    check(ranks, 3, [(1, 3)], [0])
-    check(ranks, 4, [(2, 2)], [1, 2, 3])
-    check(ranks, 4, [(1, 4), (1, 2, 2)], [3])
+    """Every rule at every mesh and at every stage."""
+    check(ranks, [(mesh, (at + by) % 4, kind) for at, mesh in enumerate(MESHES) for by, kind in enumerate(KINDS)])
 
 
 @pytest.mark.slow
 def test_the_bits_of_one_process_at_every_stage(ranks: Pool) -> None:
-    check(ranks, 4, [(1, 4), (2, 2), (1, 2, 2)], range(4))
+    check(ranks, list(itertools.product(MESHES, range(4), KINDS)))
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if KINDS[kind][1]])
@@ -323,7 +326,7 @@ def with_a_fault(fault: str, kind: str) -> list[str]:
             vector.copy_(mine if fault == "own" else vector + mine * (dist.get_rank() == 1))
 
     with patch.object(Ranks, "add_up", faulty):
-        ((_, found),) = trains([(1, 4)], [1], [kind])
+        ((_, found),) = trains([((1, 4), 1, kind)])
     assert calls[0]
     expected = bits_of(alone(kind))
     return [name for name in found if found[name] != expected[name] and " " not in name]

@@ -405,9 +405,9 @@ class Owner(nn.Module):
         ).sum()
 
 
-PACKED = [(256, 256), (256, 256), (512, 256), (256, 512)]  # on two ranks: a large and a small one each
+PACKED = [(128, 128), (128, 128), (256, 128), (128, 256)]  # on two ranks: a large and a small one each
 PADDED = [(9, 256), (22, 256), (11, 256)]  # the second alone, and the others with two blocks of padding
-CUT = [(256, 256)] * 3  # a third more, were each on one of two ranks
+CUT = [(128, 128)] * 3  # a third more, were each on one of two ranks
 
 
 def beside_ddp(shapes: Sequence[tuple[int, ...]], stage: int) -> tuple[list[int], list[list[bytes]], int, str]:
