@@ -35,6 +35,6 @@ only_ascii() {
 # All of them run, so that one call tells all there is to mend.
 check "ruff check" "$python" -m ruff check .
 check "ruff format" "$python" -m ruff format --check .
-check "mypy" "$python" -m mypy
+check "mypy, of the package and of the pages' blocks" "$python" scripts/snippets.py
 check "ASCII only" only_ascii
 exit $failed

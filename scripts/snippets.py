@@ -1,10 +1,9 @@
-"""Check the types of every block of Python in README.md and docs/, as an editor does.
+"""Check the types of the package, of tests/typed_calls.py, and of every block of Python in README.md and docs/.
 
-python scripts/snippets.py             with mypy --strict
-python scripts/snippets.py pyright     with pyright, which must be on the PATH
+python scripts/snippets.py             with mypy --strict, as scripts/check.sh does
+python scripts/snippets.py pyright     with pyright, which must be on the PATH: the blocks and calls alone
 
---and FILE checks a file too. The exit code is the checker's, whose lines name a page and the line there: README.py:68
-is line 68 of README.md.
+The exit code is the checker's, whose lines name a page and the line there: README.py:68 is line 68 of README.md.
 """
 
 import argparse
@@ -12,27 +11,11 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-# Two errors are not the block's: torch.distributed does not mark all of its public names as exported, and some
-# libraries are not typed. shardopt's own files have settings of their own, in pyproject.toml.
-MYPY = """[mypy]
-strict = true
-mypy_path = {root}
-untyped_calls_exclude = torch
-
-[mypy-shardopt.*]
-ignore_errors = true
-
-[mypy-torch.*]
-implicit_reexport = true
-
-[mypy-accelerate.*,triton.*,numba.*,llvmlite.*]
-ignore_missing_imports = true
-follow_imports = skip
-"""
+CALLS = ROOT / "tests" / "typed_calls.py"
 PYRIGHT = '{{"extraPaths": ["{root}"], "pythonVersion": "3.11", "reportPrivateImportUsage": false}}'
 
 
@@ -46,15 +29,16 @@ def blocks() -> Iterator[tuple[str, str]]:
                 yield f"{name}.py", "\n" * text.count("\n", 0, found.start(1)) + found[1]
 
 
-def check(checker: str, more: Sequence[Path], folder: Path, cache: Path) -> int:
-    """Writes the blocks and the checker's settings into a folder, and runs it there."""
+def check(checker: str, folder: Path) -> int:
+    """Writes the blocks, and pyright's settings, into a folder, and runs the checker there."""
     names = []
-    for name, text in (*blocks(), *((path.name, path.read_text()) for path in more)):
+    for name, text in (*blocks(), (CALLS.name, CALLS.read_text())):
         (folder / name).write_text(text)
         names.append(name)
     if checker == "mypy":
-        (folder / "mypy.ini").write_text(MYPY.format(root=ROOT))
-        command = [sys.executable, "-m", "mypy", "--config-file", "mypy.ini", "--cache-dir", str(cache), *names]
+        # One run for all, as reading torch takes it most of its time.
+        command = [sys.executable, "-m", "mypy", "--config-file", str(ROOT / "pyproject.toml")]
+        command += ["--cache-dir", str(ROOT / ".mypy_cache"), str(ROOT / "shardopt"), *names]
     else:
         (folder / "pyrightconfig.json").write_text(PYRIGHT.format(root=ROOT))
         command = ["pyright", "--pythonpath", sys.executable]
@@ -64,11 +48,9 @@ def check(checker: str, more: Sequence[Path], folder: Path, cache: Path) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checker", nargs="?", choices=("mypy", "pyright"), default="mypy", help="default: %(default)s")
-    parser.add_argument("--and", dest="more", metavar="FILE", type=Path, action="append", default=[])
-    parser.add_argument("--cache", type=Path, default=ROOT / ".mypy_cache" / "snippets", help="mypy's cache")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        return check(options.checker, options.more, Path(folder), options.cache.resolve())
+        return check(options.checker, Path(folder))
 
 
 if __name__ == "__main__":

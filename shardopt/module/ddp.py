@@ -82,7 +82,9 @@ def retire_reducer(ddp: DistributedDataParallel, group: dist.ProcessGroup | None
     if group is not None:  # DDP may have been wrapped around the module after bind()
         check_same_ranks(group, ddp)
     ddp.reducer = cast(Any, RetiredReducer(on_last))
-    ddp.logger = RetiredLogger()  # DDP's own logger holds the old reducer, whose buckets would stay allocated
+    ddp.logger = cast(
+        Any, RetiredLogger()
+    )  # DDP's own logger holds the old reducer, whose buckets would stay allocated
 
 
 def restore_reducer(ddp: DistributedDataParallel) -> None:
