@@ -1,6 +1,6 @@
 """Rules that look at whole params, on tensor meshes: each rank has slices, and every norm is that of the whole param.
 
-Gradients are small integers over four, however many ranks there are: sums of them and of their squares are exact. Of
+Gradients are small integers over two, however many ranks there are: sums of them and of their squares are exact. Of
 params and states a mesh makes other blocks, whose sums of squares differ by some 1e-10, which no norm of these shows in
 fp32. So all meshes must give the bits of one process. Shapes do not divide, and some ranks have nothing of a param.
 """
@@ -47,7 +47,7 @@ from tests.support.composed import whole
 from tests.support.norm_rules import LAMB, LARS, StableAdamW, three_cuts
 from tests.support.ranks import Pool
 
-STEPS, BATCHES = 3, 4
+STEPS, BATCHES = 3, 2
 # Of each param its shape, and how it lies on a mesh of one dimension and on one of two; None: a plain tensor.
 PARAMS: dict[str, tuple[tuple[int, ...], Any, Any]] = {
     "rows": ((7, 5), [Shard(0)], [Shard(0), Shard(1)]),

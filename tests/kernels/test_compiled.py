@@ -57,7 +57,9 @@ def test_every_rule_and_format_is_there(compiled: Facts) -> None:
     assert sum(" kept " in label for label in labels) == 12 + 13
     assert sum(label.startswith("AdamW plain") for label in labels) == 11
     assert len(compiled["kernels"]) == (len(labels) + 2 if compiled["copies"] == 1 else 3 * len(labels))
-    assert len(compiled["reductions"]) == 3 * 2 * 3 and {each["target"] for each in compiled["kernels"]} == {*CUDA, HIP}
+    assert len(compiled["reductions"]) == (9 if compiled["copies"] == 1 else 3 * 2 * 3) and {
+        each["target"] for each in compiled["kernels"]
+    } == {*CUDA, HIP}
 
 
 def test_both_sides_of_2_gib_are_one_kernel(compiled: Facts) -> None:
@@ -156,7 +158,10 @@ def test_arithmetic_is_ieee(compiled: Facts) -> None:
     ]
     counts = [kernel for kernel in compiled["reductions"] if kernel["label"].startswith("count_nonfinite")]
     sums = [kernel for kernel in compiled["reductions"] if kernel["label"].startswith("totals")]
-    assert (len(without), len(counts), len(sums)) == (6 * compiled["copies"], 9, 9)
+    assert (len(without), len(counts), len(sums)) == (
+        6 * compiled["copies"],
+        *((3, 6) if compiled["copies"] == 1 else (9, 9)),
+    )
     assert not failing(without + counts, "machine_fused", "quotients")
     for kernel in sums:
         assert kernel["machine_fused"] == compiled["fused_in_quotients"][kernel["target"]] > 0, kernel["label"]

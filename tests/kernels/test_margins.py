@@ -148,10 +148,12 @@ def on_ptx() -> Iterator[Driver]:
 
 
 def in_sums(rows: Sequence[tuple[str, str]]) -> set[str]:
+    """Every param in fp32; in the two other formats, which differ in how an element is widened, half of them each."""
     executed = set()
     formats = {each.name: each for each in (FP32, BF16, FP16)}
-    for name, grads in rows:
-        before = every_piece((*IN_BANDS, *WITHOUT), formats[name], grads)
+    params = (*IN_BANDS, *WITHOUT)
+    for (name, grads), of_format in zip(rows, (params, params[::2], params[1::2]), strict=True):
+        before = every_piece(of_format, formats[name], grads)
         expected = added_up(native_backend, before, FACTORS)
         with on_ptx() as driver:
             found = added_up(triton_backend, before, FACTORS)

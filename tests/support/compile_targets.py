@@ -359,6 +359,18 @@ def drawn(name: str, whole: bool) -> list[tuple[str, StepSpec, bool]]:
     return [each for number, each in enumerate(specs()) if whole or number == 0 or number % len(TARGETS) == first]
 
 
+def drawn_reductions(name: str, whole: bool) -> list[tuple[Any, Format]]:
+    """Each reduction for each dtype of gradients; or so many that every two of target, reduction and dtype meet."""
+    first, kernels = (
+        list(TARGETS).index(name),
+        (triton_reductions.totals_kernel, triton_reductions.count_nonfinite_kernel),
+    )
+    grads = (FP32, BF16, FP16)
+    if whole:
+        return [(kernel, grad) for kernel in kernels for grad in grads]
+    return [(kernels[turn // 2], grads[(first + turn) % 3]) for turn in range(3)]
+
+
 def facts_of(name: str, whole: bool) -> dict[str, Any]:
     """All that is asked of one target."""
     target, kernels, reductions = TARGETS[name], [], []
@@ -374,18 +386,17 @@ def facts_of(name: str, whole: bool) -> dict[str, Any]:
                 **facts(compile_step(spec, aligned, target), target),
             }
         )
-    for kernel in (triton_reductions.totals_kernel, triton_reductions.count_nonfinite_kernel):
-        for grad in (FP32, BF16, FP16):
-            reductions.append(
-                {
-                    "label": f"{kernel.fn.__name__} {grad.name}",
-                    "target": name,
-                    "elements": triton_reductions.BLOCKS_PER_PROGRAM
-                    * BLOCK
-                    // (triton_reductions.NUM_WARPS * target.warp_size),
-                    **facts(compile_reduction(kernel, grad, target), target),
-                }
-            )
+    for kernel, grad in drawn_reductions(name, whole):
+        reductions.append(
+            {
+                "label": f"{kernel.fn.__name__} {grad.name}",
+                "target": name,
+                "elements": triton_reductions.BLOCKS_PER_PROGRAM
+                * BLOCK
+                // (triton_reductions.NUM_WARPS * target.warp_size),
+                **facts(compile_reduction(kernel, grad, target), target),
+            }
+        )
     margins = [
         {"label": kernel.fn.__name__, "target": name, **facts(compile_margins(kernel, FP32, target), target)}
         for kernel in MARGIN_KERNELS
