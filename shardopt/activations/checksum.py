@@ -67,7 +67,7 @@ def _numbers(device: torch.device) -> torch.Tensor:
     return (drawn | 1).to(device)
 
 
-class Sums:
+class Checksums:
     """Checksums that are read when somebody asks for the first of them. From a device all are read in one wait."""
 
     def __init__(self) -> None:
