@@ -273,8 +273,8 @@ class Loading:
             entry.write_initial()
             return
         margins = self.plan.margins.get(param.param, {})
-        entry.take_counters(ParamState(about["step"], self._manifest.carried(saved), margins=margins))
-        if EMA in shard.kept.states and EMA not in kinds:
+        entry.load_counters(ParamState(about["step"], self._manifest.carried(saved), margins=margins))
+        if EMA in shard.formats.states and EMA not in kinds:
             shard.begin_average(index)
 
 

@@ -44,7 +44,7 @@ from .units import UnitPlan, check_names, units_of
 
 if TYPE_CHECKING:
     from ..offload.gradients import HostLanding
-    from .allocate import Fresh, Made, Waiting
+    from .allocate import AllocatedBucket, Fresh, Waiting
     from .bucket_plan import PlannedBucket
     from .domain import Domain, Links
     from .param import Candidate, Group, ParamRecord
@@ -96,7 +96,7 @@ def bind(
     description["frozen params of the module"] = [[list(param.shape), str(param.dtype)] for param in frozen]
     agree_on(description, world, problem)
     with ExitStack() as undo:
-        made: list[Made] = []
+        made: list[AllocatedBucket] = []
         landing = domain.landing
         try:
             if domain.sharded is not None:  # frozen params that train from now on need whole values first
@@ -156,7 +156,7 @@ def _check(domain: Domain, groups: Sequence[Group], candidates: Sequence[Candida
         warn_of_master(options, groups)
 
 
-def _adopt(domain: Domain, links: Links, made: Sequence[Made], units: UnitTable) -> None:
+def _adopt(domain: Domain, links: Links, made: Sequence[AllocatedBucket], units: UnitTable) -> None:
     """What all ranks have made becomes part of the domain."""
     trained, stages = [each for each in made if each.entries], stage_numbers(domain.options.module)
     for each in trained:

@@ -152,8 +152,8 @@ class Domains:
             self._check_within(self.main.mesh.world, "the optimizer's process_group")
 
     @contextmanager
-    def told(self, call: str) -> Iterator[None]:
-        """Collective at its end: an error inside, which all ranks of the main domain meet, reaches the tensor mesh.
+    def raising_together(self, call: str) -> Iterator[None]:
+        """Collective at its end: an error inside, which all ranks of the main domain raise, reaches the tensor mesh.
 
         The ranks of a tensor mesh run one forward together; other stages of a pipeline come to theirs later.
         """
@@ -174,8 +174,8 @@ class Domains:
         """
         if not self._tensor_ranks:
             return
-        with self.told("comparing experts"):
-            own = {name: checksum(param) for name, param in self._told_apart(groups)}
+        with self.raising_together("comparing experts"):
+            own = {name: checksum(param) for name, param in self._undeclared_experts(groups)}
             told = [ranks.exchange_json(own, "comparing experts") for ranks in self._tensor_ranks]
             for ranks, everyones in zip(self._tensor_ranks, told, strict=True):
                 alike = [rank for rank, each in enumerate(everyones) if own and each == own and rank != ranks.rank]
@@ -188,8 +188,8 @@ class Domains:
                         "norm would count them several times."
                     )
 
-    def _told_apart(self, groups: Sequence[Group]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields local params of experts that no DTensor says to be copies or slices of others on the tensor mesh."""
+    def _undeclared_experts(self, groups: Sequence[Group]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yields local params of experts of which no DTensor says whether ranks of the tensor mesh hold copies."""
         everyone = {rank for ranks in self._tensor_ranks for rank in _ranks(ranks)}
         for name, param, group in named_params(groups):
             values: Any = param
@@ -250,7 +250,7 @@ class Domains:
         found: DeviceMesh | None = None
         everyone = set(_ranks(self.main.mesh.world))
         whole = set() if self._norm_ranks is None else set(_ranks(self._norm_ranks))
-        # Experts come last: they may be spread over a mesh of their own, which tells nothing of plain params.
+        # Experts come last: they may have a mesh of their own, which says nothing about plain params.
         for name, param, group in sorted(
             named_params(groups), key=lambda each: each[2].get("process_group") is not None
         ):

@@ -41,26 +41,29 @@ def any_dtensor(values: Iterable[Any]) -> bool:
 
 
 @dataclass(eq=False)
-class _Local:
+class _LocalParam:
+    """A DTensor param and its local param, each of which may be written: the other one then follows."""
+
     param: DTensor  # the user's
     local: torch.nn.Parameter
-    # The DTensor's local tensor, a view of ``local``. Weak: a bucket that puts another one there frees its memory.
-    shown: weakref.ref[torch.Tensor]
+    # The DTensor's local tensor when the two were last compared, a view of ``local``. Weak: a bucket that replaces it
+    # frees its memory.
+    last_local: weakref.ref[torch.Tensor]
     versions: tuple[int, int]  # of ``param`` and ``local``, when they were last compared
     gradient: torch.Tensor | None = None  # its local tensor; a copy if it has to be summed over the mesh
     sums: Sequence[int] = ()  # the dimensions of the mesh over which it is to be summed
     is_bound: bool = False  # this optimizer moves and updates it; of others' params it only knows them
 
-    def follow(self) -> None:
+    def update_local(self) -> None:
         """Makes the local param follow the DTensor, which may have been moved, cast, loaded or frozen."""
-        if self.param._local_tensor is not self.shown():
+        if self.param._local_tensor is not self.last_local():
             self.local.data = self.param._local_tensor
         if self.param._version != self.versions[0]:
             torch.autograd.graph.increment_version([self.local])
         self.local.requires_grad_(self.param.requires_grad)
-        self._look()
+        self._note_versions()
 
-    def show(self) -> None:
+    def update_dtensor(self) -> None:
         """Makes the DTensor follow the local param, which may have moved to or from a bucket, or have been updated.
 
         Where another optimizer has bound the param, the DTensor follows that one's.
@@ -72,17 +75,20 @@ class _Local:
             self.param._local_tensor = self.local.detach()
         if self.local._version != self.versions[1]:
             torch.autograd.graph.increment_version([self.param])
-        self._look()
+        self._note_versions()
 
-    def _look(self) -> None:
-        self.versions, self.shown = (self.param._version, self.local._version), weakref.ref(self.param._local_tensor)
+    def _note_versions(self) -> None:
+        self.versions, self.last_local = (
+            (self.param._version, self.local._version),
+            weakref.ref(self.param._local_tensor),
+        )
 
 
 class DTensorLocals:
     """The local params of one optimizer, each made at its first use. A plain param is its own local param."""
 
     def __init__(self) -> None:
-        self._table: dict[torch.nn.Parameter, _Local] = {}
+        self._table: dict[torch.nn.Parameter, _LocalParam] = {}
         self._outer: dict[torch.Tensor, torch.nn.Parameter] = {}  # by local param
 
     def outer_of(self, local: Any) -> Any:
@@ -106,10 +112,10 @@ class DTensorLocals:
             tensor = values._local_tensor
             local = torch.nn.Parameter(tensor.detach(), requires_grad=param.requires_grad)
             versions = param._version, local._version
-            self._table[param] = found = _Local(param, local, weakref.ref(tensor), versions)
+            self._table[param] = found = _LocalParam(param, local, weakref.ref(tensor), versions)
             self._outer[local] = param
         else:
-            found.follow()
+            found.update_local()
         return found.local
 
     def of_group(self, group: Group) -> Group:
@@ -118,10 +124,10 @@ class DTensorLocals:
             return group
         return {**group, "params": [self.of(param) for param in group["params"]]}
 
-    def show(self) -> None:
+    def update_dtensors(self) -> None:
         """Makes all DTensors follow their local params."""
         for each in self._table.values():
-            each.show()
+            each.update_dtensor()
 
     # -- gradients -------------------------------------------------------------------------------------------------
 
@@ -142,7 +148,7 @@ class DTensorLocals:
                 if each.sums:
                     each.gradient = each.gradient.clone()
 
-    def take_gradients(self, sum_over: Callable[[DeviceMesh, int, torch.Tensor], None]) -> None:
+    def set_local_gradients(self, sum_over: Callable[[DeviceMesh, int, torch.Tensor], None]) -> None:
         """Sets the gradients of local params. Collective over the tensor mesh for those that must be summed over it.
 
         Called after :meth:`prepare_gradients` and an agreement. A rank that failed here would leave its mates waiting,

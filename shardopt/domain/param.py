@@ -161,7 +161,7 @@ class ParamRecord:
                 values = torch.tensor(value).expand(where.local.stop - where.local.start)
                 self.shard.write(name, self.index, where.start, values)
 
-    def take_counters(self, state: ParamState) -> None:
+    def load_counters(self, state: ParamState) -> None:
         """Takes the step count, the carried scalars and the margins of a state that was loaded."""
         self.step, self.carried, self.has_state = state.step, dict(state.carried), True
         self.margins = {name: _on_host(tensor) for name, tensor in state.margins.items()}
@@ -214,7 +214,7 @@ def without_process_group(group: Group) -> Group:
 
 def _lacks_average(shard: Shard, state: ParamState) -> bool:
     """True if an average of the weights is kept, and a state from after the first step holds none."""
-    return bool(state.step) and EMA in shard.kept.states and EMA not in state.tensors
+    return bool(state.step) and EMA in shard.formats.states and EMA not in state.tensors
 
 
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:

@@ -72,10 +72,10 @@ class RemoteStates:
         self._is_closed = False
 
     @staticmethod
-    def meet(domain: Shown) -> RemoteStates | None:
+    def connect(domain: Shown) -> RemoteStates | None:
         """Collective. Returns None if some rank can open no socket: one rank alone can then read nothing."""
         remote = RemoteStates(domain)
-        peers = Peers.meet(domain.mesh.shard, remote.slice_at)
+        peers = Peers.connect(domain.mesh.shard, remote.slice_at)
         if peers is None:
             return None
         remote._peers = peers

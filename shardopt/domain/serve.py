@@ -42,11 +42,11 @@ from .listener import Listener
 if TYPE_CHECKING:
     from ..partition.comm.group import Ranks
 
-MAX_REQUEST = 4096  # bytes; a rank sends no longer one
+MAX_REQUEST = 4096  # bytes; no request of a rank is longer
 CHUNK = 64 << 20  # bytes of one answer
 HANDSHAKE = 10.0  # seconds in which a peer must prove that it knows the key
-STRANGERS = 64  # connections without a proof, beside those of all ranks; of more the oldest is dropped
-# Seconds for which a process goes on answering at its end, for ranks that did not say farewell.
+STRANGERS = 64  # connections without a proof, in addition to those of all ranks; with more, the oldest is dropped
+# Seconds for which a process goes on answering at its end, while some rank has not said farewell.
 LINGER = 120.0
 SILENCE = 5.0  # seconds without a request after which close() no longer waits for one
 _LOOK = 0.05  # seconds between two looks at the time of the last request
@@ -61,11 +61,11 @@ Readable = Callable[[Moment, int, str, int, int], AbstractContextManager[torch.T
 
 
 @dataclass(eq=False)
-class Shelf:
-    """The slices of one optimizer on this rank, as the server knows them.
+class ServedSlices:
+    """The slices of one optimizer on this rank, which the server sends to other ranks.
 
     Attributes:
-        token: the optimizer's name on every rank.
+        token: names the optimizer, on every rank.
         key: a secret of the optimizer's ranks.
         readable: None after ``close()``.
         ranks: their number.
@@ -81,8 +81,8 @@ class Shelf:
     _leaving: list[connection.Connection[Any, Any]] = field(default_factory=list)  # peers that said farewell
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def hear_farewell(self, peer: connection.Connection[Any, Any]) -> None:
-        """Keeps the connection; this rank answers it once it leaves as well."""
+    def keep_farewell(self, peer: connection.Connection[Any, Any]) -> None:
+        """Keeps the connection of a peer that said farewell; this rank answers once it retires as well."""
         with self._lock:
             if not self._is_retired:
                 self._leaving.append(peer)
@@ -113,7 +113,7 @@ class StateServer:
         """``family``: AF_UNIX if all ranks share a file system and a kernel, else AF_INET."""
         self._listener = Listener((own_address(), 0) if family == "AF_INET" else None)
         self.address = self._listener.address
-        self._shelves: dict[str, Shelf] = {}
+        self._served: dict[str, ServedSlices] = {}
         self._strangers: dict[connection.Connection[Any, Any], float] = {}  # until when; in the order of arrival
         self._lock = threading.Lock()  # of the strangers
         threading.Thread(target=self._accept_all, name="shardopt-serve", daemon=True).start()
@@ -122,11 +122,11 @@ class StateServer:
         """See :meth:`Listener.forget`."""
         self._listener.forget()
 
-    def show(self, shelf: Shelf) -> None:
-        self._shelves[shelf.token] = shelf
+    def register(self, slices: ServedSlices) -> None:
+        self._served[slices.token] = slices
 
-    def hide(self, shelf: Shelf) -> None:
-        self._shelves.pop(shelf.token, None)
+    def unregister(self, slices: ServedSlices) -> None:
+        self._served.pop(slices.token, None)
 
     def _accept_all(self) -> None:
         while True:
@@ -140,7 +140,7 @@ class StateServer:
                 threading.Thread(target=self._answer, args=(peer,), name="shardopt-answer", daemon=True).start()
 
     def _admit(self, peer: connection.Connection[Any, Any]) -> None:
-        ranks = max((shelf.ranks for shelf in list(self._shelves.values())), default=0)
+        ranks = max((slices.ranks for slices in list(self._served.values())), default=0)
         with self._lock:
             self._strangers[peer] = time.monotonic() + HANDSHAKE
             while len(self._strangers) > STRANGERS + 2 * ranks:
@@ -164,35 +164,35 @@ class StateServer:
         # A stranger may send anything.
         with suppress(OSError, EOFError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
             try:
-                shelf = self._greet(peer)
+                slices = self._greet(peer)
             finally:
                 with self._lock:
                     is_welcome = self._strangers.pop(peer, None) is not None
-            while shelf is not None and is_welcome:
+            while slices is not None and is_welcome:
                 request = json.loads(peer.recv_bytes(MAX_REQUEST))
                 if "farewell" in request:
-                    shelf.hear_farewell(peer)
+                    slices.keep_farewell(peer)
                     return  # no thread waits for the answer: every rank says farewell, and there may be many
-                _send(peer, shelf, request)
+                _send(peer, slices, request)
         peer.close()
 
-    def _greet(self, peer: connection.Connection[Any, Any]) -> Shelf | None:
-        """Returns the shelf that the peer asks for, once both have proved that they know its key."""
+    def _greet(self, peer: connection.Connection[Any, Any]) -> ServedSlices | None:
+        """Returns the slices that the peer asks for, once both have proved that they know its key."""
         greeting = json.loads(peer.recv_bytes(MAX_REQUEST))
-        shelf = self._shelves.get(str(greeting["token"]))
-        if shelf is None:
+        slices = self._served.get(str(greeting["token"]))
+        if slices is None:
             return None
         challenge = secrets.token_hex(32)
-        proof = _proof(shelf.key, greeting["challenge"], "server")
+        proof = _proof(slices.key, greeting["challenge"], "server")
         peer.send_bytes(json.dumps({"proof": proof, "challenge": challenge}).encode())
         answer = json.loads(peer.recv_bytes(MAX_REQUEST))["proof"]
-        return shelf if hmac.compare_digest(str(answer), _proof(shelf.key, challenge, "client")) else None
+        return slices if hmac.compare_digest(str(answer), _proof(slices.key, challenge, "client")) else None
 
 
-def _send(peer: connection.Connection[Any, Any], shelf: Shelf, request: dict[str, Any]) -> None:
-    shelf.last_asked = time.monotonic()
+def _send(peer: connection.Connection[Any, Any], slices: ServedSlices, request: dict[str, Any]) -> None:
+    slices.last_asked = time.monotonic()
     try:
-        readable = shelf.readable
+        readable = slices.readable
         if readable is None:
             raise StateError("save before close(): that rank has closed its optimizer, and its slices are gone.")
         moment, name = Moment(*map(int, request["moment"])), str(request["name"])
@@ -205,7 +205,7 @@ def _send(peer: connection.Connection[Any, Any], shelf: Shelf, request: dict[str
         peer.send_bytes(_ERROR + str(error).encode())
         return
     peer.send_bytes(_OK)
-    shelf.last_asked = time.monotonic()
+    slices.last_asked = time.monotonic()
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
@@ -215,28 +215,28 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
 class Peers:
     """The ranks of one optimizer: reads what they serve, and leaves together with them."""
 
-    def __init__(self, server: StateServer, shelf: Shelf, addresses: Sequence[Any], rank: int, seconds: float):
+    def __init__(self, server: StateServer, slices: ServedSlices, addresses: Sequence[Any], rank: int, seconds: float):
         """
         Args:
-            server: shows this rank's shelf to the others.
+            server: shows this rank's slices to the others.
             addresses: of the servers, by rank.
             seconds: the longest that one answer may take.
         """
-        self._server, self._shelf, self._addresses = server, shelf, addresses
+        self._server, self._slices, self._addresses = server, slices, addresses
         self._rank, self._seconds = rank, seconds
         self._open: dict[int, connection.Connection[Any, Any]] = {}
         self._lock = threading.Lock()  # a connection carries one request at a time
         self._leaving: threading.Thread | None = None
 
     @staticmethod
-    def meet(ranks: Ranks, readable: Readable) -> Peers | None:
+    def connect(ranks: Ranks, readable: Readable) -> Peers | None:
         """Collective. Returns None if some rank can open no socket: one rank alone can then read nothing."""
         # Every rank makes a token and a key; all take those of rank 0.
         card = [own_machine(), secrets.token_hex(16), secrets.token_hex(32)]
         cards = ranks.exchange_json(card, "sharing a key for state_dict()")
         family = "AF_UNIX" if all(machine == cards[0][0] for machine, _, _ in cards) else "AF_INET"
         _, token, key = cards[0]
-        shelf = Shelf(token, bytes.fromhex(key), readable, ranks.size)
+        slices = ServedSlices(token, bytes.fromhex(key), readable, ranks.size)
         own: StateServer | None = None
         with suppress(OSError):
             own = server(family)
@@ -244,8 +244,8 @@ class Peers:
         addresses = ranks.exchange_json(address, "exchanging addresses for state_dict()")
         if own is None or None in addresses:
             return None
-        own.show(shelf)
-        peers = Peers(own, shelf, addresses, ranks.rank, ranks.seconds)
+        own.register(slices)
+        peers = Peers(own, slices, addresses, ranks.rank, ranks.seconds)
         _PEERS.add(peers)
         return peers
 
@@ -267,7 +267,7 @@ class Peers:
         phase = f"reading {request['name']} from rank {rank}"
         try:
             if rank not in self._open:
-                self._open[rank] = _connect(self._addresses[rank], self._shelf)
+                self._open[rank] = _connect(self._addresses[rank], self._slices)
             peer = self._open[rank]
             peer.send_bytes(json.dumps(request).encode())
             self._check_status(peer, phase)
@@ -301,7 +301,7 @@ class Peers:
         # Each rank starts with the next one, so that not all of them come to rank 0 first.
         for address in (*self._addresses[self._rank + 1 :], *self._addresses[: self._rank]):
             with suppress(OSError, EOFError, ValueError, KeyError):
-                peer = _connect(address, self._shelf)
+                peer = _connect(address, self._slices)
                 peer.send_bytes(json.dumps({"farewell": self._rank}).encode())
                 waiting.append(peer)
         while waiting:
@@ -324,22 +324,22 @@ class Peers:
         self.retire()
         assert self._leaving is not None
         start = time.monotonic()
-        while self._leaving.is_alive() and time.monotonic() - max(start, self._shelf.last_asked) < SILENCE:
+        while self._leaving.is_alive() and time.monotonic() - max(start, self._slices.last_asked) < SILENCE:
             self._leaving.join(_LOOK)
-        self._shelf.readable = None
+        self._slices.readable = None
 
     def retire(self) -> None:
         """Stops reading. This rank goes on serving until no other rank reads any more."""
         if self._leaving is None:
             self.disconnect()
-            self._shelf.retire()
-            self._leaving = threading.Thread(target=self._leave, name="shardopt-farewell", daemon=True)
+            self._slices.retire()
+            self._leaving = threading.Thread(target=self._say_farewell, name="shardopt-farewell", daemon=True)
             self._leaving.start()
 
-    def _leave(self) -> None:
+    def _say_farewell(self) -> None:
         self.farewell()
-        self._server.hide(self._shelf)
-        self._shelf.readable = None
+        self._server.unregister(self._slices)
+        self._slices.readable = None
         _PEERS.discard(self)
 
     def linger(self, end: float) -> None:
@@ -348,17 +348,17 @@ class Peers:
         self._leaving.join(max(end - time.monotonic(), 0))
 
 
-def _connect(address: Any, shelf: Shelf) -> connection.Connection[Any, Any]:
+def _connect(address: Any, slices: ServedSlices) -> connection.Connection[Any, Any]:
     peer = connection.Client(tuple(address) if isinstance(address, list) else address)
     try:
         challenge = secrets.token_hex(32)
-        peer.send_bytes(json.dumps({"token": shelf.token, "challenge": challenge}).encode())
+        peer.send_bytes(json.dumps({"token": slices.token, "challenge": challenge}).encode())
         if not peer.poll(HANDSHAKE):
             raise TimeoutError("no greeting")
         answer = json.loads(peer.recv_bytes(MAX_REQUEST))
-        if not hmac.compare_digest(str(answer["proof"]), _proof(shelf.key, challenge, "server")):
+        if not hmac.compare_digest(str(answer["proof"]), _proof(slices.key, challenge, "server")):
             raise OSError("somebody else answers at its address")
-        peer.send_bytes(json.dumps({"proof": _proof(shelf.key, answer["challenge"], "client")}).encode())
+        peer.send_bytes(json.dumps({"proof": _proof(slices.key, answer["challenge"], "client")}).encode())
     except BaseException:
         peer.close()
         raise

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ..partition.comm.all_gather import Window
     from ..partition.comm.transport import Transport
     from ..partition.gatherer import Gatherer
-    from ..partition.unit import GatheredBucket, Slice
+    from ..partition.unit import GatheredBucket, ParamShard
     from .units import UnitPlan
 
 Gather = Callable[[Shard, str], torch.Tensor]
@@ -64,22 +64,17 @@ class ShardedParams:
         self._gather, self._fetcher, self.name_of = gather, fetcher, name_of
 
     @property
-    def shown(self) -> int:
-        """The number of ``unsharded()`` contexts that are open."""
-        return self.gatherer.shown
-
-    @property
     def units(self) -> list[Unit]:
         return [unit for unit in self.gatherer.units.values() if unit.transport is self.transport]
 
-    def window(self, bucket: Bucket, own: Slice) -> Window:
+    def window(self, bucket: Bucket, own: ParamShard) -> Window:
         """Collective: opens a window on a bucket; ``own`` holds this rank's slice."""
         if own.memory is None:
             return self.transport.open(bucket.flat, bucket.layout.shard_numel)
         return self.transport.open_detached(bucket.flat, own.memory)
 
     def shard_params(
-        self, shard: Shard, own: Slice, window: Window, unit: tuple[int, UnitPlan], is_frozen: bool
+        self, shard: Shard, own: ParamShard, window: Window, unit: tuple[int, UnitPlan], is_frozen: bool
     ) -> None:
         """Keeps this rank's slice of the shard's params in ``own``, and frees the rest."""
         number, plan = unit
@@ -145,11 +140,11 @@ class ShardedParams:
         gatherer, units = self.gatherer, self.units
         gatherer.need_all(units)
         before = [_holders(each) for each in units]
-        gatherer.shown += 1
+        gatherer.unsharded_contexts += 1
         try:
             yield
         finally:
-            gatherer.shown -= 1
+            gatherer.unsharded_contexts -= 1
             problem: Exception | None = None
             for each, holders in zip(units, before, strict=True):
                 try:
@@ -161,7 +156,7 @@ class ShardedParams:
                 else:
                     gatherer.done(each, reshard=True)
             gatherer.writes.complete()
-            if any(each.slice.memory is None for unit in units for each in unit.buckets):
+            if any(each.param_shard.memory is None for unit in units for each in unit.buckets):
                 gatherer.writes.confirm(problem)
 
     def give_back(self) -> None:

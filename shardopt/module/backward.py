@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from ..domain.param import ParamRecord
 
 
-class Round(Enum):
+class RoundState(Enum):
     """State of the round of a module that was taken over.
 
     A gradient under ``no_sync()``, or before any forward, changes no state. An error of the user's own in backward (in
@@ -114,9 +114,9 @@ class Backward(RoundGradients):
             self.entries.append(entry)
             self._attach_slice(entry)
             if entry.outer is entry.param:
-                hook = call_while_alive(lambda me, entry, _: me.take_gradient(entry), self, entry)
+                hook = call_while_alive(lambda me, entry, _: me.reduce_gradient(entry), self, entry)
             else:
-                hook = call_while_alive(lambda me, entry, _: me.take_placed_gradient(entry), self, entry)
+                hook = call_while_alive(lambda me, entry, _: me.reduce_dtensor_gradient(entry), self, entry)
             self._hooks.append(entry.outer.register_post_accumulate_grad_hook(hook))
         self._number({entry.shard: None for entry in entries})
 
@@ -129,11 +129,11 @@ class Backward(RoundGradients):
         )
 
         def gather(_: torch.Tensor) -> torch.Tensor:
-            return shard.as_param(domain.gather_slices(shard, shard.reduced.total, "gradients"), index).clone()
+            return shard.as_param(domain.gather_slices(shard, shard.gradient_sum.total, "gradients"), index).clone()
 
         shared = domain.mesh.shard.size > 1
         entry.gradient_slice = GradientSlice(
-            shard.reduced.total[where.local], where.start, receive, gather if shared else None
+            shard.gradient_sum.total[where.local], where.start, receive, gather if shared else None
         )
 
     def detach(self) -> None:
@@ -152,11 +152,11 @@ class Backward(RoundGradients):
     # -- a round ---------------------------------------------------------------------------------------------------
 
     @property
-    def state(self) -> Round:
+    def state(self) -> RoundState:
         """The state of the round. The reducer knows if one is open; ``abandon()`` stores why one is lost."""
         if self.is_open:
-            return Round.OPEN
-        return Round.CLOSED if self._lost is None else Round.LOST
+            return RoundState.OPEN
+        return RoundState.CLOSED if self._lost is None else RoundState.LOST
 
     @property
     def is_open(self) -> bool:
@@ -238,7 +238,7 @@ class Backward(RoundGradients):
         reducer = self._domain.reducer
         if reducer is None:
             return True
-        if reducer.tells:
+        if reducer.notifies_peers:
             reducer.fail(self.closure.number)
             for each in self.followers:
                 each.fail(error, each.rounds)
@@ -279,8 +279,8 @@ class Backward(RoundGradients):
                 [number for number, entry in enumerate(self.entries) if shown_slice(entry) is not None]
             )
             self._divisor = told or self._divisor
-        if told is None and self.closure.is_on and not self._reducer.tells:
-            with self.closure.meeting():
+        if told is None and self.closure.is_on and not self._reducer.notifies_peers:
+            with self.closure.raising_together():
                 agree_on("round", self._domain.mesh.world)
         self._reducer.watch(self.closure.number if self.closure.is_on else 0)
         torch.autograd.Variable._execution_engine.queue_callback(self.finish)
@@ -308,13 +308,13 @@ class Backward(RoundGradients):
 
     def _finish_followers(self) -> None:
         """Collective: ends all open rounds of experts, and keeps what the other ranks are still to be told."""
-        self._beside = None
+        self._follower_error = None
         for each in self._bound_followers:
             try:
                 each.finish()
             except Exception as error:  # the ranks of the next expert, and those of the main domain, wait for this one
-                self._beside = self._beside or error
-        self._is_spoilt_beside = any(each.found_nonfinite for each in self._bound_followers)
+                self._follower_error = self._follower_error or error
+        self._is_spoilt_by_followers = any(each.found_nonfinite for each in self._bound_followers)
 
     def join_round(self) -> None:
         """Opens a round beside that of the main domain."""
@@ -397,7 +397,7 @@ class Backward(RoundGradients):
             # until a later backward, and a write to the other param's gradient would change it.
             gradient_slice.pending = grad.detach() if self.lead.is_syncing else grad.detach().clone()
 
-    def take_placed_gradient(self, entry: ParamRecord) -> None:
+    def reduce_dtensor_gradient(self, entry: ParamRecord) -> None:
         """Takes the gradient of a DTensor param: its local tensor, placed as the param, is reduced."""
         try:
             entry.place_gradient()
@@ -405,9 +405,9 @@ class Backward(RoundGradients):
             if self.lead.is_open:
                 self.lead.abandon(f"{type(error).__name__}: {error}")
             raise
-        self.take_gradient(entry)
+        self.reduce_gradient(entry)
 
-    def take_gradient(self, entry: ParamRecord) -> None:
+    def reduce_gradient(self, entry: ParamRecord) -> None:
         """Takes the gradient of a param that autograd has just accumulated."""
         lead = self.lead
         if not lead.is_syncing:
@@ -441,12 +441,12 @@ class Backward(RoundGradients):
 
     def _finish_round(self) -> None:
         with self._domain.clock.phase("reduce"):
-            arrivals = self._reduce_rest()
-            report = self._report(arrivals)
+            flags = self._reduce_rest()
+            report = self._report(flags)
             if report.late.any():
                 late = {entry for entry, is_late in zip(self.entries, report.late, strict=True) if is_late}
                 self._reduce_late({entry.shard.number for entry in late})
-                report = self._report(arrivals)  # finish_late() changed the sums
+                report = self._report(flags)  # finish_late() changed the sums
             self._reducer.end_round()
             self._show_gradients(report)
             if self.followers:

@@ -38,8 +38,8 @@ class ClosureState:
         self.shared_error: Exception | None = None
 
     @contextmanager
-    def meeting(self) -> Iterator[None]:
-        """A call in which all ranks meet: an error that is raised inside is raised on all ranks."""
+    def raising_together(self) -> Iterator[None]:
+        """A context of a collective that all ranks call: an error inside is raised on all of them."""
         try:
             yield
         except Exception as error:

@@ -83,9 +83,9 @@ class Forward:
         self._units: dict[nn.Module, tuple[Unit, ...]] = {}
         self._frozen: set[Unit] = set()  # units that hold frozen params
         self._owners: dict[nn.Module, tuple[Unit, ...]] = {}  # the units of the params that a module owns itself
-        self._running: list[_Call] = []  # calls in forward, from the outermost
+        self._running: list[_ModuleCall] = []  # calls in forward, from the outermost
         self._using: Counter[Unit] = Counter()  # number of calls in backward that need a unit
-        self._open: list[_Call] = []  # calls in backward
+        self._open: list[_ModuleCall] = []  # calls in backward
         self._moments = itertools.count()  # beginnings and ends of calls in forward
         self.backwards = 0
         self.params: dict[str, tuple[nn.Parameter, ...]] = {}
@@ -189,7 +189,7 @@ class Forward:
             keywords = {name: with_own_nodes(each, own) for name, each in keywords.items()}
         inputs = tensors_within((arguments, keywords) if keywords else arguments, 0) if torch.is_grad_enabled() else ()
         starts = {tensor.grad_fn for tensor in inputs if tensor.grad_fn is not None}
-        call = _Call(self, module, starts, own)
+        call = _ModuleCall(self, module, starts, own)
         self._running.append(call)
         for unit in units:
             self._need(call, unit)
@@ -203,7 +203,7 @@ class Forward:
         if self.before_gathers is not None:
             self.before_gathers(gathers)
 
-    def _need(self, call: _Call, unit: Unit) -> None:
+    def _need(self, call: _ModuleCall, unit: Unit) -> None:
         self._gatherer.use(unit)
         call.units = (*call.units, unit)
         call.versions += [version for each in unit.buckets for version in each.bucket.versions()]
@@ -239,7 +239,7 @@ class Forward:
             ReleasedError: other ranks have slices of the param, and may write something else.
         """
         sharded = next((each for each in self._sharded if param in each.where), None)
-        if sharded is None or sharded.shown:  # unsharded() writes all params back when it ends
+        if sharded is None or sharded.gatherer.unsharded_contexts:  # unsharded() writes all params back when it ends
             return
         if not self._gatherer.writes.is_alone:
             name = sharded.name_of(param)
@@ -297,7 +297,7 @@ class Forward:
         """The backward of a forward of this called module begins."""
         self._runs = called
 
-    def pre_backward(self, call: _Call) -> None:
+    def pre_backward(self, call: _ModuleCall) -> None:
         """Gathers the units of a call whose backward begins."""
         for other in [each for each in self._open if each.is_over_before(call)]:
             other.close()
@@ -310,7 +310,7 @@ class Forward:
             if not torch.is_grad_enabled():
                 self._using[unit] += 1
 
-    def post_backward(self, call: _Call) -> None:
+    def post_backward(self, call: _ModuleCall) -> None:
         """Ends the use of the units of a call whose backward is complete."""
         if call in self._open:
             self._open.remove(call)
@@ -346,7 +346,7 @@ def _lends_memory_to(units: Iterable[Unit], tensor: torch.Tensor) -> bool:
     return any(each.bucket.lends_memory_to(own) for unit in units for each in unit.buckets)
 
 
-class _Call:
+class _ModuleCall:
     """One call of a module."""
 
     def __init__(self, forward: Forward, module: nn.Module, starts: set[Any], own: Collection[Any]):
@@ -398,7 +398,7 @@ class _Call:
             self._task = torch._C._current_graph_task_id()
             forward.pre_backward(self)
 
-    def is_over_before(self, other: _Call) -> bool:
+    def is_over_before(self, other: _ModuleCall) -> bool:
         """True if no node of this call runs any more, now that the backward of another call begins.
 
         A backward within a backward, and the thread of another device, go their own way.

@@ -97,9 +97,9 @@ class GradientTotals:
         alike: dict[tuple[Format, torch.device], list[Shard]] = {}
         for shard in self._params:
             if shard not in self._early:
-                alike.setdefault((shard.kept.gradient, shard.device), []).append(shard)
+                alike.setdefault((shard.formats.gradient, shard.device), []).append(shard)
         for (grad, _), shards in alike.items():
             table = joined_table(
-                [shard.tables for shard in shards], [shard.sums for shard in shards], grad.itemsize
+                [shard.tables for shard in shards], [shard.sum_table for shard in shards], grad.itemsize
             ).there()
             yield grad, table, np.concatenate([self._params[shard] for shard in shards])

@@ -21,7 +21,6 @@ from ..domain.dtensors import local_tensor
 from ..domain.members import tensors_of
 from ..errors import BindingError
 from ..tensors.unsharded_guard import is_sharded
-from .arrivals import ArrivalHooks
 from .backward import Backward
 from .closure import ClosureState, RaiseNow
 from .ddp import active_wrapper, check_same_ranks, has_reducer, restore_reducer, retire_reducer
@@ -29,13 +28,14 @@ from .forward import Forward
 from .hooks import ModuleHook, call_while_alive
 from .materialize import give_devices, give_values
 from .nested import tensors_within
+from .overlap_hooks import OverlapHooks
 from .tree import ModuleTree
 
 if TYPE_CHECKING:
     from ..domain.domain import Domain
     from ..domain.param import Candidate, ParamRecord
     from ..partition.comm.group import Ranks
-    from .materialize import Values
+    from .materialize import DeferredInit
 
 
 class ModuleTakeover:
@@ -50,7 +50,7 @@ class ModuleTakeover:
         fresh: params and buffers that were on the meta device and have no values yet.
         backward: takes the gradients, from :meth:`use_domain` on.
         forward: gathers the params at stage 3, from :meth:`use_domain` on.
-        arrivals: waits for params that a step left under way, from :meth:`use_domain` on; below stage 3.
+        overlap_hooks: waits for params that the last step did not wait for, from :meth:`use_domain` on; below stage 3.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class ModuleTakeover:
         self.closure = ClosureState()
         self.backward: Backward | None = None
         self.forward: Forward | None = None
-        self.arrivals: ArrivalHooks | None = None
+        self.overlap_hooks: OverlapHooks | None = None
         self._domain: Domain | None = None
         self._experts: dict[Domain, Backward] = {}  # those of experts
         self.fresh: frozenset[torch.Tensor] = frozenset()
@@ -105,7 +105,7 @@ class ModuleTakeover:
         """
         return [each for each in self._takeovers() if each.module is self.module]
 
-    def leave_out_experts(self) -> None:
+    def exclude_experts(self) -> None:
         """Says that experts in param groups of other optimizers are not shared by all ranks either."""
         assert self._domain is not None
         others = (group for each in self._sharers() if each is not self for group in each.groups())
@@ -175,8 +175,8 @@ class ModuleTakeover:
             self.forward = Forward(domain, self.module, self.called)
             backward.on_end, backward.units = self.forward.end_backward, self.forward.params
         elif domain.options.tuning.overlap_gather and self.module in self._called:
-            self.arrivals = ArrivalHooks(domain, self.module)
-            domain.on_leave = call_while_alive(ArrivalHooks.leave, self.arrivals, otherwise=False)
+            self.overlap_hooks = OverlapHooks(domain, self.module)
+            domain.on_overlap = call_while_alive(OverlapHooks.start, self.overlap_hooks, otherwise=False)
 
     def add_domain(self, domain: Domain, backward: Backward) -> None:
         """Says that experts are bound to a domain of their own; after :meth:`use_domain`."""
@@ -195,8 +195,8 @@ class ModuleTakeover:
         if self.forward is not None and self._domain is not None:
             self.forward.attach()
             self._domain.gatherer.on_past = call_while_alive(Backward.pass_over, self.backward)
-        if self.arrivals is not None:
-            self.arrivals.attach()
+        if self.overlap_hooks is not None:
+            self.overlap_hooks.attach()
 
     # -- values of params and buffers on the meta device -----------------------------------------------------------
 
@@ -204,10 +204,10 @@ class ModuleTakeover:
         """Moves params and buffers from the meta device to the training device; they are fresh from now on."""
         self.fresh |= frozenset(give_devices(self.module, ranks))
 
-    def give_values(self, values: Values) -> None:
+    def give_values(self, init: DeferredInit) -> None:
         """Collective: gives fresh tensors their values, on all ranks or none. See :func:`materialize.give_values`."""
         assert self._domain is not None
-        give_values(self.module, list(self.fresh), self._domain, values)
+        give_values(self.module, list(self.fresh), self._domain, init)
         self.fresh = frozenset()
 
     def describe(self) -> dict[str, Any]:
@@ -235,8 +235,8 @@ class ModuleTakeover:
         called = self._called.get(module)
         if called is None:  # a shallow copy shares hooks
             return
-        if self.arrivals is not None:
-            self.arrivals.pre_forward()
+        if self.overlap_hooks is not None:
+            self.overlap_hooks.pre_forward()
         self._prepare(called)
         if self.fresh:
             raise BindingError(

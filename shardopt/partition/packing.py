@@ -74,7 +74,7 @@ class PackedLayout(BucketLayout):
 
 
 class Packable(NamedTuple):
-    """A param of one or several matrices, one behind the other."""
+    """A param of one or several matrices, one after the other."""
 
     numel: int
     matrices: int

@@ -48,29 +48,6 @@ class Budget:
         return units <= self.units and nbytes <= self.nbytes
 
 
-def budget_of(
-    travels: bool,
-    live_bytes: int | None = None,
-    resharded: bool | Sequence[str] = True,
-    prefetch: int | Mapping[str, Sequence[str]] | None = None,
-) -> Budget:
-    """Returns the budget for what ``Tuning`` says.
-
-    Args:
-        travels: True if params travel between ranks; False if a gather reads the other ranks' memory.
-    """
-    units = math.inf if live_bytes is not None else 3 if travels else 1
-    if travels and isinstance(prefetch, int):
-        units = prefetch + 1
-    return Budget(
-        math.inf if live_bytes is None else live_bytes,
-        units,
-        travels,
-        resharded if isinstance(resharded, bool) else tuple(resharded),
-        prefetch if isinstance(prefetch, Mapping) else None,
-    )
-
-
 @dataclass(frozen=True)
 class Use:
     """One use of a unit, or several without another unit's in between.

@@ -32,7 +32,7 @@ Order = tuple[str, Sequence[str]]  # the direction of a pass, and its uses
 
 
 @dataclass
-class Pass:
+class ModelPass:
     """A forward or a backward that runs."""
 
     direction: Direction
@@ -100,7 +100,7 @@ class UnitOrders:
         uses = schedule.forward if direction is Direction.FORWARD else schedule.backward
         self._has_new |= all(use.unit != unit.name for use in uses)
 
-    def note_pass(self, ended: Pass) -> None:
+    def note_pass(self, ended: ModelPass) -> None:
         """Notes the order of a pass that counts."""
         if ended.is_traced:
             self.passes.append((ended.direction.value, tuple(ended.order)))

@@ -71,7 +71,7 @@ def put_state(domain: Domain, param: torch.nn.Parameter, state: ParamState, has_
         entry.forget()
         entry.await_weights()
         if has_state:
-            entry.take_counters(state)
+            entry.load_counters(state)
             entry.expect_weights(state)
 
 
@@ -116,5 +116,5 @@ def load_states(domain: Domain, loaded: Mapping[torch.nn.Parameter, ParamState])
         for param, entry in entries.items():
             entry.forget()
             if param in loaded:
-                entry.take_counters(loaded[param])
+                entry.load_counters(loaded[param])
                 entry.expect_weights(loaded[param])

@@ -28,7 +28,7 @@ class Found(NamedTuple):
 
 
 def found_in(domain: Domain, entries: Sequence[ParamRecord], report: Report, whole: Sequence[Ranks]) -> Found:
-    """Collective where the model is composed.
+    """Collective where the model has several domains.
 
     Args:
         entries: the params of the report's rows.
@@ -51,7 +51,7 @@ def found_in(domain: Domain, entries: Sequence[ParamRecord], report: Report, who
     return Found(told.nonfinite, math.sqrt(sum_of_squares(told.limbs)), told.written)
 
 
-def tell_problem(problem: Exception, whole: Sequence[Ranks]) -> None:
-    """Collective where the model is composed, in place of :func:`found_in`: the ranks that wait there raise as well."""
+def raise_on_all_ranks(problem: Exception, whole: Sequence[Ranks]) -> None:
+    """Collective where the model has several domains, in place of :func:`found_in`, whose callers raise as well."""
     if whole:
         agree_on_whole(StepDigest(_WHAT, dict, problem), whole)

@@ -44,7 +44,7 @@ def shape_for(variant: Variant, group: Mapping[str, Any]) -> Callable[[Sequence[
 
 def accumulate_spec(shard: Shard, variant: MatrixVariant, grad: Format) -> StepSpec:
     """Returns the spec of the kernel that writes updates in bf16, of gradients of this format."""
-    states = tuple(shard.kept.states[name] for name in variant.accumulate.states)
+    states = tuple(shard.formats.states[name] for name in variant.accumulate.states)
     return StepSpec(variant.accumulate, BF16, grad, None, states)
 
 

@@ -115,7 +115,7 @@ def _with_gradient(domain: Domain, update: ParamUpdate, grad: torch.Tensor) -> P
     entry = update.entry
     if isinstance(grad, GradientPart) and grad.gradient_slice is entry.gradient_slice:
         own = grad.whole_slice()
-        is_on_host = entry.shard.reduced.is_on_host
+        is_on_host = entry.shard.gradient_sum.is_on_host
         return ParamUpdate(entry, update.group, update.number, own.total, own.start, own, own.divisor, is_on_host)
     # Zeros are their own mean, if all ranks have them: one that has other values raises this on all of them. So torch's
     # get_state_dict() and set_state_dict() make states: they assign zeros and take a step.

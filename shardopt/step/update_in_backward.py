@@ -42,7 +42,7 @@ from ..module.hooks import call_while_alive
 from ..partition.comm.group import Ranks
 from ..tensors.gradient_slice import divide_
 from ..tensors.released_gradient import ReleasedGradient, second_backward
-from .found_in_backward import found_in, tell_problem
+from .found_in_backward import found_in, raise_on_all_ranks
 from .launches import GradientStats, Launch, ParamUpdate, StepPlan, launches_of, scalars_of
 from .step import NOTHING_DONE, Call, Outcome, check_unbroken, commit, digest_of, skip
 from .survey import placed_params, states_of_shards, written_params
@@ -56,8 +56,8 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class _Round:
-    """One backward: what it updates with, as of its beginning, and how far it has come."""
+class _OpenStep:
+    """The step that a backward takes: what it updates with, as of its beginning, and the updates that it has made."""
 
     numbers: list[dict[str, Any]]  # hyper-parameters of each group
     variants: Variants
@@ -96,7 +96,7 @@ class UpdateInBackward(Backward):
             )
         super().__init__(domain)
         self._begin = begin
-        self._round: _Round | None = None
+        self._round: _OpenStep | None = None
         self._outcome: Outcome | None = None  # of a backward that no step() has followed yet
 
     # -- params ----------------------------------------------------------------------------------------------------
@@ -106,7 +106,7 @@ class UpdateInBackward(Backward):
 
     def _watch_sums(self, shard: Shard, params: np.ndarray[Any, Any]) -> None:
         self._totals.watch(shard, params, is_early=True)
-        shard.passing.on_sum = call_while_alive(UpdateInBackward._use, self, shard)
+        shard.passing_sum.on_sum = call_while_alive(UpdateInBackward._use, self, shard)
 
     # -- a round ---------------------------------------------------------------------------------------------------
 
@@ -138,14 +138,14 @@ class UpdateInBackward(Backward):
             why = f"in a backward with release_gradients=True that had updated some buckets: {reason}"
             self._domain.break_off(why)
 
-    def take_gradient(self, entry: ParamRecord) -> None:
+    def reduce_gradient(self, entry: ParamRecord) -> None:
         if not self.is_syncing:
             raise ShardoptError(
                 "with release_gradients=True run the module's own forward (or call optimizer.bind() before), and call "
                 f"backward() outside of no_sync(), once a step: {entry.name} got a gradient under no_sync(), or after "
                 "no forward of the module that was handed over, which would have to be kept for a later backward."
             )
-        super().take_gradient(entry)
+        super().reduce_gradient(entry)
 
     def open(self) -> None:
         if self._outcome is not None and not any(entry.param.requires_grad for entry in self.entries):
@@ -160,7 +160,7 @@ class UpdateInBackward(Backward):
             raise
         super().open()
 
-    def _prepare(self) -> _Round:
+    def _prepare(self) -> _OpenStep:
         domain, (groups, defaults, whole) = self._domain, self._begin()
         is_streaming = domain.device.type != "cpu" and domain.store.tier != "device"
         if not domain.store.is_final or is_streaming:
@@ -183,7 +183,7 @@ class UpdateInBackward(Backward):
             bits = {f"weights (sum of bits) of {entry.name}": checksum(entry.param) for entry in written}
         variants = Variants(domain.rule, numbers)
         states = states_of_shards(domain, listed, numbers)
-        return _Round(numbers, variants, updates, states, whole, written, bits)
+        return _OpenStep(numbers, variants, updates, states, whole, written, bits)
 
     def _use(self, shard: Shard, total: torch.Tensor, arrived: AbstractSet[int]) -> None:
         """Updates with the sum of a bucket, once it is reduced.
@@ -261,7 +261,7 @@ class UpdateInBackward(Backward):
                 report = self._report(self._reduce_rest())
             self._check_in_time(report)
         except Exception as error:
-            tell_problem(error, current.whole)
+            raise_on_all_ranks(error, current.whole)
             raise
         found = found_in(self._domain, self.entries, report, current.whole)
         present = [entry for entry, is_there in zip(self.entries, report.present, strict=True) if is_there]
@@ -289,7 +289,7 @@ class UpdateInBackward(Backward):
             skip(self._domain.options.tuning.nonfinite, nonfinite, self._where(report))
         self._outcome = not is_skipped, norm
 
-    def _keep_versions(self, current: _Round) -> None:
+    def _keep_versions(self, current: _OpenStep) -> None:
         """Takes back that versions moved: no update was made. The next backward finds written params again."""
         for entry in self.entries:
             if entry not in current.written:
@@ -308,7 +308,7 @@ class UpdateInBackward(Backward):
         found = report.nonfinite > 0  # the element may be another tensor-parallel rank's
         return f" (first in {self.entries[int(found.argmax())].name})" if found.any() else ""
 
-    def _close(self, current: _Round, present: Sequence[ParamRecord], norm: float) -> None:
+    def _close(self, current: _OpenStep, present: Sequence[ParamRecord], norm: float) -> None:
         """Collective: the rest of the step."""
         domain, launches = self._domain, []
         indices = {shard: {entry.index for entry in present if entry.shard is shard} for shard in current.waiting}

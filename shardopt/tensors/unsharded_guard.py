@@ -4,6 +4,7 @@ A read of freed memory would crash the process or, worse, train on stale numbers
 the param's class is :class:`ReleasedParameter`. A change of class costs a tenth of a microsecond.
 """
 
+import types
 import weakref
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -14,7 +15,6 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..errors import ReleasedError
-from .guard_class import guard_class
 
 
 class SliceKeeper(Protocol):
@@ -100,6 +100,16 @@ READS_NO_VALUES = {
 
 
 _DETACHES = {_Tensor.detach, torch.detach, _Tensor.data.__get__}  # type: ignore[attr-defined]
+
+
+def guard_class(guard: type, own: type, name: str) -> type:
+    """Returns a class ``name`` with the methods of ``guard`` ahead of those of ``own``, for ``param.__class__``.
+
+    A param keeps its own class as a base, so ``isinstance`` answers as before.
+    """
+    # Without __slots__ the layout would differ, and Python would refuse the assignment to __class__.
+    body: dict[str, Any] = {"__slots__": ()}
+    return types.new_class(name, (guard, own), {}, lambda space: space.update(body))
 
 
 @cache

@@ -25,16 +25,16 @@ if TYPE_CHECKING:
 
 MAX_ADDRESSES = 64  # addresses that a board holds; more buffers are never under way at once
 # Peers read in this order: memory is copied from lower to higher addresses.
-_AT, _MISSED, _FAILED, _FILLED, _TAKEN, _FIRST_ADDRESS = range(6)
+_AT, _MISSED, _FAILED, _FILLED, _CONSUMED, _FIRST_ADDRESS = range(6)
 _ATTEMPTS = 1 << 20  # at most of one round. Round and attempt are one number, so that both change at once.
 # Reading a board takes a microsecond, a wait for a rank that computes takes milliseconds: after some looks this rank
 # sleeps between two, which leaves the core to the other rank.
-_EAGER_LOOKS = 20
-_NAP = 50e-6  # seconds
+_LOOKS_WITHOUT_PAUSE = 20
+_PAUSE = 50e-6  # seconds
 _LOOKS_A_ROLL_CALL = 500  # looks at one rank between two looks at all ranks: naps take far longer than looks
 
 
-class Nap:
+class Backoff:
     """The pauses between two looks at a board."""
 
     def __init__(self, seconds: float):
@@ -44,9 +44,9 @@ class Nap:
     def again(self) -> bool:
         """Sleeps if there were many looks; True if the caller should look again."""
         self.looks += 1
-        if self.looks <= _EAGER_LOOKS:
+        if self.looks <= _LOOKS_WITHOUT_PAUSE:
             return True
-        time.sleep(_NAP)
+        time.sleep(_PAUSE)
         return time.monotonic() < self._end
 
 
@@ -59,7 +59,7 @@ class Notice(NamedTuple):
     missed: int
     failed: int  # the last closure of a step that raised on this rank, counted from 1
     filled: int  # buffers of this attempt that may be read
-    taken: int  # buffers of every other rank that this rank has read in this attempt
+    consumed: int  # buffers of every other rank that this rank has read in this attempt
     addresses: tuple[int, ...]
 
 
@@ -103,16 +103,16 @@ class PeerBoard:
                     self._go_to(at)
 
     def _go_to(self, at: int) -> None:
-        self._own[_FILLED] = self._own[_TAKEN] = 0
+        self._own[_FILLED] = self._own[_CONSUMED] = 0
         self._publish(_AT, at)
 
     def mark_filled(self, position: int, address: int) -> None:
-        """Lets peers read the buffer of this position, at ``address``, until all ranks have taken it."""
+        """Lets peers read the buffer of this position, at ``address``, until all ranks have read it."""
         self._own[_FIRST_ADDRESS + position % MAX_ADDRESSES] = address
         self._publish(_FILLED, position + 1)
 
-    def mark_taken(self, position: int) -> None:
-        self._publish(_TAKEN, position + 1)
+    def mark_consumed(self, position: int) -> None:
+        self._publish(_CONSUMED, position + 1)
 
     def _publish(self, where: int, value: int) -> None:
         # A release fence: no earlier store may become visible after this one. The release of a lock keeps earlier
@@ -137,8 +137,8 @@ class PeerBoard:
 
     def _look(self, rank: int, phase: str) -> Notice:
         self.read(rank, self._addresses[rank], self._seen, phase)
-        at, missed, failed, filled, taken, *addresses = self._seen.tolist()
-        return Notice(at, missed, failed, filled, taken, tuple(addresses))
+        at, missed, failed, filled, consumed, *addresses = self._seen.tolist()
+        return Notice(at, missed, failed, filled, consumed, tuple(addresses))
 
     def ready(self, rank: int, reached: Callable[[Notice], bool], phase: str) -> Notice | None:
         """Returns the rank's notice if it has reached the point; None if it is still on the way.
@@ -172,14 +172,14 @@ class PeerBoard:
         Raises:
             CommunicationError: as ``ready``, or the rank is late, or any rank died.
         """
-        nap = Nap(self._ranks.seconds)
+        backoff = Backoff(self._ranks.seconds)
         while (notice := self.ready(rank, reached, phase)) is None:
-            if nap.looks % _LOOKS_A_ROLL_CALL == _EAGER_LOOKS:
+            if backoff.looks % _LOOKS_A_ROLL_CALL == _LOOKS_WITHOUT_PAUSE:
                 # The awaited rank may have abandoned its attempt because another rank died, and then never comes to the
                 # attempt of this rank. No rank ends a round without all others, so look at all of them.
                 for each in range(self._ranks.size):
                     self._look(each, phase)
-            if not nap.again():
+            if not backoff.again():
                 self._own[_MISSED] = rank + 1
                 raise CommunicationError(
                     "call zero_grad() on every rank and go on together: params and states are unchanged. Every rank "

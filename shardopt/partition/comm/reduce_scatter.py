@@ -28,7 +28,7 @@ class Reduction:
     """One bucket to be summed: each rank sums its slice, or all of it if the target is as long as the buffer.
 
     Sums of the whole bucket take (size - 1) times the buffer from the wire: at 4 ranks twice as much as slices that are
-    gathered afterwards. But they need no second meeting of the ranks, for which no rank could wait in mid-backward.
+    gathered afterwards. But they need no second exchange, for which no rank could wait in mid-backward.
     """
 
     buffer: torch.Tensor  # 1D [size * slice_numel], or [slice_numel]: this rank's gradients, any float dtype
@@ -62,11 +62,11 @@ class ReduceScatter(Protocol):
     """Rounds of reductions: every rank starts the same reductions in the same order.
 
     Attributes:
-        tells: True if ranks that wait for a rank that abandons the round notice it at once.
+        notifies_peers: True if ranks that wait for a rank that abandons the round notice it at once.
         on_stream: True if the current stream waits for the sums and the host does not.
     """
 
-    tells: bool = False
+    notifies_peers: bool = False
     on_stream: bool = False
 
     def share(self, dtype: torch.dtype) -> float:
@@ -103,11 +103,11 @@ class ReduceScatter(Protocol):
         return
 
     def fail(self, closure: int) -> None:
-        """Tells ranks that wait for this rank in the closure that the closure raised, where that is possible."""
+        """Notifies ranks that wait for this rank that its closure raised, where that is possible."""
         return
 
     def abandon_round(self, round_number: int, rest: Sequence[Blank] | None) -> None:
-        """Abandons the round after an error on this rank; tells the other ranks where that is possible.
+        """Abandons the round after an error on this rank; notifies the other ranks where that is possible.
 
         Args:
             rest: the reductions that this rank did not start; None if the other ranks wait for more than those.
@@ -122,7 +122,7 @@ class ReduceScatter(Protocol):
 class NoReduceScatter(ReduceScatter):
     """For one rank, which owns everything."""
 
-    tells = True
+    notifies_peers = True
 
     def __init__(self) -> None:
         self._done: list[Reduction] = []

@@ -14,7 +14,7 @@ from ...errors import CommunicationError
 from ..streams import last_used
 from .group import Pending
 from .reduce_scatter import PHASE, ReduceScatter, Reduction, accumulate
-from .roll_call import Answer, RollCall
+from .roll_call import RankStatus, RollCall
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -38,7 +38,7 @@ class CollectiveReduceScatter(ReduceScatter):
         self._reductions: deque[tuple[Reduction, torch.Tensor, Pending]] = deque()
         self._abandoned: list[tuple[Reduction, torch.Tensor, Pending]] = []
         self._roll_call = RollCall(ranks, PHASE)
-        self._owes_answer = False  # the other ranks wait for this rank's answer, or will
+        self._owes_status = False  # the other ranks wait for this rank's status, or will
 
     def share(self, dtype: torch.dtype) -> float:
         # Test: test_sums_in_fp16_overflow_no_sooner_than_their_mean in tests/partition/test_collective_sums.py.
@@ -51,7 +51,7 @@ class CollectiveReduceScatter(ReduceScatter):
             last_used(reduction.buffer)
             last_used(result)
         self._abandoned.clear()
-        self._owes_answer = True
+        self._owes_status = True
 
     def start(self, reduction: Reduction) -> None:
         buffer, target = reduction.buffer.dtype, reduction.target.dtype
@@ -69,27 +69,27 @@ class CollectiveReduceScatter(ReduceScatter):
         return [self._give_back() for _ in range(len(self._reductions) - limit)]
 
     def finish(self) -> list[Reduction]:
-        self._owes_answer = False
-        self._roll_call.answer(Answer.ISSUED)
-        self._roll_call.hear()
+        self._owes_status = False
+        self._roll_call.send(RankStatus.ISSUED)
+        self._roll_call.wait_for_all()
         return self.drain(0, math.inf)
 
     def abandon_round(self, round_number: int, rest: Sequence[Blank] | None) -> None:
         self._abandoned += self._reductions
         self._reductions.clear()
-        if not self._owes_answer:
+        if not self._owes_status:
             return
-        self._owes_answer = False
-        answer = Answer.STUCK
+        self._owes_status = False
+        status = RankStatus.STUCK
         try:
             if rest is not None:
                 self._issue(rest)
-                answer = Answer.LEFT
+                status = RankStatus.LEFT
         except RuntimeError:  # no memory for zeros, say: the error that broke off the round says more
             pass
         with suppress(CommunicationError):  # another rank is gone
-            self._roll_call.answer(answer)
-            if answer is Answer.STUCK:
+            self._roll_call.send(status)
+            if status is RankStatus.STUCK:
                 self._ranks.give_up("this rank left its collectives to the other ranks")
 
     def _issue(self, rest: Sequence[Blank]) -> None:

@@ -13,7 +13,7 @@ CUDA, gloo                refused: it has neither collectives nor messages for t
 
 An :class:`AllGather` moves shards that are already final (stage 3 gathers params so). A :class:`Gather` follows an
 update: every rank first waits until the other ranks' shards are written, and last until nobody reads its own. A
-:class:`.late_gather.LateGather` follows an update too, and its caller goes on meanwhile.
+:class:`.async_gather.AsyncGather` follows an update too, and its caller goes on meanwhile.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ import torch.distributed as dist
 from ...errors import BindingError, CommunicationError
 from . import all_to_all
 from .all_gather import FIRST_TAG, Window, by_collectives, by_messages, by_reading
+from .async_gather import AsyncGather
 from .group import Traffic
-from .late_gather import LateGather
 from .peer_board import PeerBoard
 from .peer_memory import PeerMemory
 from .reduce_scatter import NoReduceScatter
@@ -142,13 +142,13 @@ class Transport:
         """Returns a gather for shards that are being written."""
         return Gather(self.ranks, self.all_gather(phase), phase)
 
-    def late_gather(self, phase: str) -> LateGather:
+    def async_gather(self, phase: str) -> AsyncGather:
         """Returns a gather for shards that are being written, which need not be waited for as a whole.
 
         Where ranks read each other's memory there is none (``overlaps``): nothing would travel meanwhile.
         """
         assert self._memory is None
-        return LateGather(self.ranks, self.all_gather(phase), phase, self._first)
+        return AsyncGather(self.ranks, self.all_gather(phase), phase, self._first)
 
     def all_to_all(self, phase: str) -> AllToAll:
         """Collective at its first call: returns the mechanism by which each rank sends each other one tensors."""

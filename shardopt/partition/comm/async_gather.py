@@ -1,12 +1,12 @@
-"""A gather after an update that the step leaves behind: each bucket is waited for when it is needed.
+"""A gather after an update that the step does not wait for: each bucket is waited for when it is needed.
 
 Messages and NCCL's collectives travel while this rank computes. (Where ranks read each other's memory, the reading is
-this rank's own work, and no gather is left behind.) Two things differ from :class:`.transport.Gather`:
+this rank's own work, and every step waits for its gather.) Two things differ from :class:`.transport.Gather`:
 
 * Memory into which another rank's shard will arrive holds NaN until then. No older value is ever read as the new one,
   not even by C++ code that no guard of Python's sees.
-* No barrier ends it, as ranks come to their waits in any order. Each rank tells each other one, by a message behind its
-  last shard, whether it could make all of its shards.
+* No barrier ends it, as ranks come to their waits in any order. Each rank sends each other one a status after its last
+  shard: whether it could make all of its shards.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ if TYPE_CHECKING:
     from .group import Pending, Ranks
 
 
-class LateGather:
-    """``start`` each window once this rank's shard is final, ``tell``, then ``wait`` for one or ``finish`` all."""
+class AsyncGather:
+    """``start`` each window once this rank's shard is final; ``send_status``; ``wait`` for a window; ``finish``."""
 
     def __init__(self, ranks: Ranks, all_gather: AllGather, phase: str, number: int):
         """
         Args:
-            number: of no window; ranks tell each other by messages of this number.
+            number: of the messages that carry statuses; no window has it.
         """
         self._ranks, self._all_gather, self._phase = ranks, all_gather, phase
         self._tag = FIRST_TAG + number
         self._ends = all_gather.ends  # of the windows that nobody has waited for
-        self._words: list[torch.Tensor] = []  # by rank: 1 if it failed
-        self._told: Pending | None = None
+        self._statuses: list[torch.Tensor] = []  # by rank: 1 if it failed
+        self._status_messages: Pending | None = None
         self._device = torch.device("cpu")
-        self._home: torch.cuda.Stream | None = None  # on which the step ran
+        self._step_stream: torch.cuda.Stream | None = None
         self.received = 0  # bytes
 
     def start(self, window: Window) -> None:
@@ -49,17 +49,18 @@ class LateGather:
             if rank != self._ranks.rank:
                 window.shard(rank).fill_(math.nan)
         self._device = window.flat.device
-        self._home = current_stream(self._device)
+        self._step_stream = current_stream(self._device)
         self._all_gather.start(window)
         self.received += window.nbytes_received
 
-    def tell(self, failed: bool) -> None:
-        """Tells the other ranks whether this rank could make its shards; all are started."""
-        if self._ranks.size == 1 or self._words:
+    def send_status(self, failed: bool) -> None:
+        """Sends the other ranks whether this rank could make its shards. Called once all windows are started."""
+        if self._ranks.size == 1 or self._statuses:
             return
         own = torch.tensor([int(failed)])
-        self._words = [own if rank == self._ranks.rank else torch.empty_like(own) for rank in range(self._ranks.size)]
-        self._told = self._ranks.exchange_slices([own] * self._ranks.size, self._words, self._tag, self._phase)
+        size, rank = self._ranks.size, self._ranks.rank
+        self._statuses = [own if peer == rank else torch.empty_like(own) for peer in range(size)]
+        self._status_messages = self._ranks.exchange_slices([own] * size, self._statuses, self._tag, self._phase)
 
     def wait(self, window: Window) -> None:
         """Waits until the window holds every rank's shard, and this rank's shard is sent.
@@ -73,15 +74,15 @@ class LateGather:
     def _wait(self, number: int) -> None:
         end = self._ends[number]
         end()
-        # The stream of the step is where most of a script runs. What is read first on another one, a copy of the
-        # weights say, is ordered before all that follows there as well.
-        if self._home is not None and self._home != current_stream(self._device):
-            with torch.cuda.stream(self._home):
+        # Most of a script runs on the stream of the step. If a param is read first on another stream (a copy of the
+        # weights, say), kernels on the stream of the step would not wait for the gather. So that stream waits as well.
+        if self._step_stream is not None and self._step_stream != current_stream(self._device):
+            with torch.cuda.stream(self._step_stream):
                 end()
-        del self._ends[number]  # last: after an error whoever waits again meets the error again
+        del self._ends[number]  # last: after an error the next wait meets the same error
 
     def finish(self, failed: bool = False) -> None:
-        """Waits for all windows, and for the word of every rank that it could make its shards.
+        """Waits for all windows, and for the status of every rank.
 
         Args:
             failed: True if this rank could not make its shards.
@@ -89,12 +90,12 @@ class LateGather:
         Raises:
             CommunicationError: a rank failed, died or is late.
         """
-        self.tell(failed)
+        self.send_status(failed)
         for number in list(self._ends):
             self._wait(number)
-        if self._told is not None:
-            self._ranks.wait(self._told)
-            self._told = None
-        for rank, word in enumerate(self._words):
-            if word.item() and rank != self._ranks.rank:
+        if self._status_messages is not None:
+            self._ranks.wait(self._status_messages)
+            self._status_messages = None
+        for rank, status in enumerate(self._statuses):
+            if status.item() and rank != self._ranks.rank:
                 raise CommunicationError(f"while {self._phase}: rank {rank} could not go on.")
