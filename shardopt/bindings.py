@@ -307,7 +307,7 @@ class Bindings:
         numbers: list[dict[str, Any]] = []
         domain = self.compose().main
         try:
-            self.compose().look(self.groups)  # first: it finds the ranks who are to be told of a problem
+            self.compose().update_whole(self.groups)  # first: it finds the ranks who are to be told of a problem
             takeover.check_covers(self.groups)
             takeover.check_covered()
             assert takeover.backward is not None

@@ -27,7 +27,7 @@ from .domain.memory import memory_in_words, memory_of
 from .domain.relocate import move_states
 from .domain.tiers import tier_of
 from .domain.timings import Timings
-from .domain.unsharded import check_gathered_by_nobody, unsharded
+from .domain.unsharded import check_not_unsharded, unsharded
 from .errors import CommunicationError, ShardoptError, StateError
 from .module.closure import RaiseNow
 from .module.gradients_at_once import reduce_together, sum_tied
@@ -217,7 +217,7 @@ class Engine(Bindings):
 
         def evaluate() -> Any:
             self.check_weights("step()")
-            check_gathered_by_nobody(self.domains)
+            check_not_unsharded(self.domains)
             if closure is not None and not callable(closure):
                 raise TypeError(f"closure takes a function or None, found {type(closure).__name__}.")
             return None if closure is None else closure()
@@ -270,7 +270,7 @@ class Engine(Bindings):
             raise call.problem
         if self._release is not None:
             self.local_params.update_dtensors()
-            return self._release.close(self.params)
+            return self._release.finish_step(self.params)
         drop_gradients(self.params)  # before the first forward there are none
         return NOTHING_DONE
 
@@ -278,7 +278,7 @@ class Engine(Bindings):
         by_domain, composition = self.groups_by_domain(), self.compose()
         composition.compare_norm_groups(call.problem)
         try:
-            composition.look(self.groups)
+            composition.update_whole(self.groups)
             self.local_params.prepare_gradients()
         except Exception as error:  # this rank's alone, perhaps: its tensor mates come to the exchange that follows
             call = dataclasses.replace(call, problem=call.problem or error)

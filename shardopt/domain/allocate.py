@@ -84,7 +84,7 @@ def allocate(
         else:
             entry.write_state(state)
             entry.load_counters(state)
-            entry.expect_weights(state)
+            entry.note_loaded(state)
     sums = None if domain.options.module is None else _sums(domain, planned, shard, landing, undo)
     return AllocatedBucket(shard, tuple(entries), sums, shard.make_param_shard() if planned.is_released else None)
 

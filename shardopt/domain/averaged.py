@@ -53,7 +53,7 @@ def averaged(domain: Domain) -> Iterator[None]:
         try:
             _put(domain, weights)
         except BaseException as error:
-            domain.break_off(f"while putting weights back in the place of their average: {error}")
+            domain.mark_broken(f"while putting weights back in the place of their average: {error}")
             raise
         finally:
             for shard in shards:

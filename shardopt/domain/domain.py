@@ -97,7 +97,7 @@ class Domain:
     ``store``, and the homes of the shards        :meth:`move_to`
     ``rounds``                                    :meth:`count_round`
     ``epoch``, ``clock``                          their own methods; :meth:`end_step`
-    ``broken``, ``is_half_loaded``                :meth:`break_off`, :meth:`make_good`
+    ``broken``, ``is_half_loaded``                :meth:`mark_broken`, :meth:`mark_repaired`
     ``counted_elsewhere``, ``slice_numbers``      :meth:`note_slice`
     ``cut_over``                                  :meth:`note_slice`
     ``remote``                                    :meth:`retire`, :meth:`release`
@@ -208,11 +208,11 @@ class Domain:
         """Counts a step that all ranks agreed on."""
         self.rounds += 1
 
-    def break_off(self, why: str, by_load: bool = False) -> None:
+    def mark_broken(self, why: str, by_load: bool = False) -> None:
         """Records that params and states of the ranks may belong to different steps from now on."""
         self.broken, self.is_half_loaded = why, by_load
 
-    def make_good(self) -> None:
+    def mark_repaired(self) -> None:
         """Records that a load replaced all that a broken load had left."""
         if self.is_half_loaded:
             self.broken, self.is_half_loaded = None, False
@@ -262,7 +262,7 @@ class Domain:
 
         def start() -> OverlappedGather:
             gather.send_status(failed=False)
-            self.overlapped_gather = OverlappedGather(gather, shards, self.clock, self.break_off)
+            self.overlapped_gather = OverlappedGather(gather, shards, self.clock, self.mark_broken)
             return self.overlapped_gather
 
         return self.on_overlap(start)

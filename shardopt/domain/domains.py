@@ -51,7 +51,7 @@ class Domains:
     options: Options
     locals: DTensorLocals
     others: dict[Any, Domain] = field(default_factory=dict)  # by process group
-    whole: tuple[Ranks, ...] = ()  # those of the last :meth:`look`
+    whole: tuple[Ranks, ...] = ()  # those of the last :meth:`update_whole`
     _norm_ranks: Ranks | None = None
     _has_compared: bool = False
     _tensor_ranks: tuple[Ranks, ...] = ()  # of the main domain's tensor mesh, in each of its dimensions
@@ -115,7 +115,7 @@ class Domains:
         agree_on(given, self.main.mesh.world, problem)
         self._has_compared = True
 
-    def look(self, groups: Sequence[Group]) -> None:
+    def update_whole(self, groups: Sequence[Group]) -> None:
         """Sets ``whole``: the sets of ranks over which the norm is summed and decisions are taken, in this order.
 
         ``whole`` is empty if the ranks that share the states are the whole model. Records which params other ranks
@@ -231,7 +231,7 @@ class Domains:
 
     def sum_over(self, mesh: DeviceMesh, dim: int, tensor: torch.Tensor) -> None:
         """Collective over one dimension of a tensor mesh: sums in place."""
-        self._ranks_of(mesh.get_group(dim)).add_up(tensor, "summing gradients over the tensor mesh")
+        self._ranks_of(mesh.get_group(dim)).all_reduce(tensor, "summing gradients over the tensor mesh")
 
     def _ranks_of(self, group: dist.ProcessGroup) -> Ranks:
         if group not in self._known:

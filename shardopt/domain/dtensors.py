@@ -281,10 +281,8 @@ def box_of(param: Any, name: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
                 f"{tuple(param.placements)}, whose ranks hold elements that do not form a box of the param."
             )
         dim = placement.dim % len(shape)
-        step = -(-sizes[dim] // size)  # as torch.chunk divides
-        first = min(coordinate * step, sizes[dim])
+        first, sizes[dim] = chunk_of(sizes[dim], size, coordinate)
         offsets[dim] += first
-        sizes[dim] = min(step, sizes[dim] - first)
     local = tuple(param._local_tensor.shape)
     if local != tuple(sizes):
         raise BindingError(
@@ -293,6 +291,13 @@ def box_of(param: Any, name: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
             "elements these are."
         )
     return tuple(offsets), tuple(sizes)
+
+
+def chunk_of(length: int, ranks: int, rank: int) -> tuple[int, int]:
+    """Returns the first index and the length of a rank's chunk of a dimension, as ``torch.chunk`` divides it."""
+    step = -(-length // ranks)
+    first = min(rank * step, length)
+    return first, min(step, length - first)
 
 
 def slice_number(param: DTensor, apart: int | None = None) -> int:

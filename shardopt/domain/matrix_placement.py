@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from ..errors import ShardoptError
 from ..tensors.strides import dense_strides
-from .dtensors import is_dtensor
+from .dtensors import chunk_of, is_dtensor
 
 
 class MatrixPlacement(NamedTuple):
@@ -70,8 +70,7 @@ def matrix_placement_of(param: Any, is_stack: bool) -> MatrixPlacement | None:
     dim, count = placement.dim % len(shape), mesh.size(mesh_dim)
     if is_stack:
         shape[0] = local[0]
-    step = -(-shape[dim] // count)  # as torch.chunk divides
-    sizes = tuple(max(0, min(step, shape[dim] - rank * step)) for rank in range(count))
+    sizes = tuple(chunk_of(shape[dim], count, rank)[1] for rank in range(count))
     expected = [*shape[:dim], sizes[mesh.get_local_rank(mesh_dim)], *shape[dim + 1 :]]
     if local != expected:
         raise ShardoptError(

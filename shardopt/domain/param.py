@@ -112,18 +112,18 @@ class ParamRecord:
         """Records that the master is that of the param as it is now. Called at the end of a step."""
         self.version, self.master_state = self.param._version, MasterState.FOLLOWS
 
-    def await_weights(self) -> None:
+    def note_replaced(self) -> None:
         """Records that the param or its master was replaced: the next step compares the two."""
         self.version, self.master_state, self.begins_average = None, MasterState.LOADED, False
         self.shard.unmatched_masters.pop(self.index, None)
 
-    def expect_weights(self, state: ParamState) -> None:
+    def note_loaded(self, state: ParamState) -> None:
         """Records that ``state`` was loaded, and keeps its master if the weights that it rounds to are not loaded yet.
 
         The weights of the model may be loaded after its states, so the next step compares the two.
         """
         shard, master = self.shard, state.tensors.get("master")
-        self.await_weights()
+        self.note_replaced()
         self.begins_average = _lacks_average(shard, state)
         if not shard.masters or shard.has_whole_masters:
             return

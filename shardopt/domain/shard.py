@@ -184,7 +184,7 @@ class Shard:
         if not all(is_kept(*each) for each in self.home.chunks()):
             self.home.write("param", 0, values)
 
-    def part_with_params(self, gatherer: Gatherer, own: ParamShard, window: Window, unit: Unit) -> GatheredBucket:
+    def release_params(self, gatherer: Gatherer, own: ParamShard, window: Window, unit: Unit) -> GatheredBucket:
         """Keeps this rank's slice of the params in ``own``; the gatherer frees the rest. Allocates nothing."""
         self.param = own.memory
         self.gathered = gatherer.add(self.bucket, own, window, unit)

@@ -14,7 +14,6 @@ import torch
 from ..errors import OffloadError
 from ..partition.unit import Unit
 from ..tensors.part import Part
-from ..tensors.strides import flattened
 from ..tensors.unsharded_guard import mark_sharded, mark_whole
 from .dtensors import local_tensor, placed_as, shown_as
 from .shard import Shard
@@ -59,8 +58,8 @@ class ShardedParams:
         self.where: dict[torch.nn.Parameter, GatheredBucket] = {}  # of params as the model has them
         self._places: dict[torch.nn.Parameter, tuple[Shard, int]] = {}
         self.frozen: list[Shard] = []  # of params that do not train
-        # Gathers a resharded param for a call that no module has announced; see :class:`SliceKeeper`.
-        self.gather_for_call: Callable[[torch.nn.Parameter, bool], bool] = lambda *_: False
+        # Gathers a resharded param for an operation in the model's own code; see :class:`SliceKeeper`.
+        self.gather_for: Callable[[torch.nn.Parameter, bool], bool] = lambda *_: False
         self._gather, self._fetcher, self.name_of = gather, fetcher, name_of
 
     @property
@@ -79,7 +78,7 @@ class ShardedParams:
         """Keeps this rank's slice of the shard's params in ``own``, and frees the rest."""
         number, plan = unit
         new = Unit(plan.name, number, self.transport, plan.is_spread, called=plan.called)
-        gathered = shard.part_with_params(self.gatherer, own, window, new)
+        gathered = shard.release_params(self.gatherer, own, window, new)
         if is_frozen:
             self.frozen.append(shard)
         for index, param in enumerate(shard.bucket.outers):
@@ -108,13 +107,9 @@ class ShardedParams:
         shard, index = self._places[param]
         own = shard.bucket.params[index]
         cast = local_tensor(placed_as(param, whole.detach())).to(shard.device, shard.bucket.dtype)
-        values = flattened(shard.ordered(index, cast.expand(own.size())))
+        values = shard.in_order(index, cast.expand(own.size()))
         self.gatherer.write_slice(self.where[param].unit, lambda: shard.write("param", index, 0, values))
         torch.autograd.graph.increment_version([own])
-
-    def gather_for(self, param: torch.nn.Parameter, is_read: bool) -> bool:
-        """Gathers a param for a call that no module has announced, else returns False."""
-        return self.gather_for_call(param, is_read)
 
     # -- of all ---------------------------------------------------------------------------------------------------
 

@@ -226,7 +226,7 @@ class Backward(RoundGradients):
         """Number of rounds that all ranks finished."""
         return self._reducer.rounds if self.is_bound else 0
 
-    def fail(self, error: Exception, rounds: int) -> bool:
+    def fail_closure(self, error: Exception, rounds: int) -> bool:
         """Tells ranks that wait in a round that this rank's closure raised. See :mod:`shardopt.module.closure`.
 
         Args:
@@ -239,9 +239,9 @@ class Backward(RoundGradients):
         if reducer is None:
             return True
         if reducer.notifies_peers:
-            reducer.fail(self.closure.number)
+            reducer.fail_closure(self.closure.number)
             for each in self.followers:
-                each.fail(error, each.rounds)
+                each.fail_closure(error, each.rounds)
             if self.is_open:
                 self.abandon(f"{type(error).__name__}: {error}")
             return True
@@ -271,7 +271,7 @@ class Backward(RoundGradients):
         if self.is_bound:
             self._reducer.catch_up()
 
-    def open(self) -> None:
+    def open_round(self) -> None:
         """Opens a round; it ends with the outermost of the graphs that autograd is running."""
         self._divisor, told = self._num_batches, None
         if self.before_round is not None:
@@ -282,7 +282,7 @@ class Backward(RoundGradients):
         if told is None and self.closure.is_on and not self._reducer.notifies_peers:
             with self.closure.raising_together():
                 agree_on("round", self._domain.mesh.world)
-        self._reducer.watch(self.closure.number if self.closure.is_on else 0)
+        self._reducer.set_closure(self.closure.number if self.closure.is_on else 0)
         torch.autograd.Variable._execution_engine.queue_callback(self.finish)
         self._begin_round()
         self._open_followers()
@@ -293,7 +293,7 @@ class Backward(RoundGradients):
         lead = None if self._lead is None else self._lead()
         return self if lead is None else lead
 
-    def follow(self, lead: Backward) -> None:
+    def follow_rounds_of(self, lead: Backward) -> None:
         """Rounds of this domain open and end with those of the main domain, from now on."""
         self._lead, self.closure = weakref.ref(lead), lead.closure
         lead.followers.append(self)
@@ -318,7 +318,7 @@ class Backward(RoundGradients):
 
     def join_round(self) -> None:
         """Opens a round beside that of the main domain."""
-        self._reducer.watch(self.closure.number if self.closure.is_on else 0)
+        self._reducer.set_closure(self.closure.number if self.closure.is_on else 0)
         self._begin_round()
 
     def begin_graph(self, syncs: bool, stage: int = 0) -> None:
@@ -333,18 +333,18 @@ class Backward(RoundGradients):
         if not self.is_open:
             # The ranks that run out in a join() follow rounds of all buckets.
             self._stage = stage if self.has_stages and self.before_round is None else None
-        self.open_early()
+        self.open_round_early()
 
-    def open_early(self) -> None:
+    def open_round_early(self) -> None:
         """Opens a round ahead of the first gradient of a param, if the backward that runs will have one."""
         # False inside of torch.autograd.grad(), which accumulates nothing; backward(inputs=...) may, later.
         accumulates = torch.autograd.Variable._execution_engine.is_checkpoint_valid()
         if self.is_syncing and not self.is_open and accumulates:
-            self.open()
+            self.open_round()
 
     def reduce_now(self) -> None:
         """Collective, outside of a backward: a round of the gradients that were accumulated under ``no_sync()``."""
-        self._reducer.watch(0)
+        self._reducer.set_closure(0)
         self._divisor, self._stage = self._num_batches, None
         self._begin_round()
         self._open_followers()
@@ -376,7 +376,7 @@ class Backward(RoundGradients):
         """Awaits no more gradients from units that this backward is past: ranks may differ in the params they use."""
         entries = self._domain.entries
         if units:  # before any gradient, if a skipped unit ends the model: the first gather may wait for a reduction
-            self.open_early()
+            self.open_round_early()
         for each in self.followers:
             each.pass_over(units)
         if not self.is_open:
@@ -414,7 +414,7 @@ class Backward(RoundGradients):
             return
         try:
             if not self.is_open:
-                lead.open()
+                lead.open_round()
             self._deliver(entry)
         except BaseException as error:
             if lead.is_open:

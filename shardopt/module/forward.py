@@ -127,7 +127,7 @@ class Forward:
         }
         self._owners = {module: units for module, units in owned.items() if units}
         for each in every:
-            each.gather_for_call = call_while_alive(Forward.read, self, otherwise=False)
+            each.gather_for = call_while_alive(Forward.read, self, otherwise=False)
         self._gatherer.on_demand = call_while_alive(Forward._announce, self)
         self._gatherer.on_drop = call_while_alive(Forward._forget_calls, self)
         for module in dict.fromkeys((*self._called, *self._units)):
@@ -218,7 +218,7 @@ class Forward:
             output = torch.utils._pytree.tree_map_only(torch.Tensor, torch.clone, output)
             tensors = tensors_within(output)
         if call.units and torch.is_grad_enabled():
-            call.watch(tensors)
+            call.register_hooks(tensors)
         written = next((param for param, version in call.versions if param._version != version), None)
         call.versions = []
         try:
@@ -300,7 +300,7 @@ class Forward:
     def pre_backward(self, call: _ModuleCall) -> None:
         """Gathers the units of a call whose backward begins."""
         for other in [each for each in self._open if each.is_over_before(call)]:
-            other.close()
+            other.end_backward()
         self._begin_backward()
         self._open.append(call)
         units = call.units
@@ -365,7 +365,7 @@ class _ModuleCall:
         self._task = -1  # of autograd, that runs this backward
         self._began, self._ended = next(forward._moments), math.inf
 
-    def watch(self, outputs: Iterable[torch.Tensor]) -> None:
+    def register_hooks(self, outputs: Iterable[torch.Tensor]) -> None:
         """Puts hooks on the nodes of the call's inputs and outputs, at the end of the call."""
         nodes: list[Any] = [
             node for each in outputs for node in (each.grad_fn, None if each._base is None else each._base.grad_fn)
@@ -409,7 +409,7 @@ class _ModuleCall:
     def _devices(self) -> set[torch.device]:
         return {each.bucket.device for unit in self.units for each in unit.buckets}
 
-    def close(self) -> None:
+    def end_backward(self) -> None:
         """Ends the call's backward."""
         self._is_open, self._left = False, set()
         forward = self._forward()
@@ -434,4 +434,4 @@ class _ModuleCall:
         if forward is not None and self._is_open and self._backward == forward.backwards and self._left:
             self._left.discard(number)
             if not self._left:
-                self.close()
+                self.end_backward()

@@ -38,7 +38,7 @@ class GradientTotals:
         self._early: dict[Shard, torch.Tensor | None] = {}  # of the shards that are looked at one by one
         self._places: list[torch.Tensor] = []  # in the report, of the totals of each launch
 
-    def watch(self, shard: Shard, params: Array, is_early: bool) -> None:
+    def add(self, shard: Shard, params: Array, is_early: bool) -> None:
         """Takes the totals of a shard from now on.
 
         Args:
@@ -53,7 +53,7 @@ class GradientTotals:
             if is_early:
                 self._early[shard] = None
 
-    def look(self, shard: Shard, grad: Format, gradients: Gradients, divisor: int) -> torch.Tensor | None:
+    def measure(self, shard: Shard, grad: Format, gradients: Gradients, divisor: int) -> torch.Tensor | None:
         """Takes the totals of a sum that does not stay, and returns them, on their device. None: no param is in it."""
         if shard not in self._params:
             return None
@@ -67,7 +67,7 @@ class GradientTotals:
             divisor: of each sum.
         """
         by_device: dict[torch.device, list[tuple[Array, torch.Tensor]]] = {}
-        for params, totals in self._look(divisor):
+        for params, totals in self._measure_all(divisor):
             by_device.setdefault(totals.device, []).append((params, totals))
         sums = np.zeros((num_params, COLUMNS), np.int64)
         for of_device in by_device.values():
@@ -78,12 +78,12 @@ class GradientTotals:
 
     def add_to(self, report: torch.Tensor, layout: ReportLayout, divisor: int) -> None:
         """Adds the totals of all params to a report on their device; the host does not wait."""
-        for number, (params, totals) in enumerate(self._look(divisor)):
+        for number, (params, totals) in enumerate(self._measure_all(divisor)):
             if number == len(self._places):
                 self._places.append(sent(torch.from_numpy(layout.places(params)), report.device))
             report.index_add_(0, self._places[number], totals.view(-1).to(report.device))
 
-    def _look(self, divisor: int) -> Iterator[tuple[Array, torch.Tensor]]:
+    def _measure_all(self, divisor: int) -> Iterator[tuple[Array, torch.Tensor]]:
         """Yields the params of each row, and the totals, of each launch; in the same order in each backward."""
         if self._joined is None:
             self._joined, self._places = list(self._join()), []

@@ -94,22 +94,22 @@ class RoundGradients:
         for shard in shards:
             numbers = {entry.index: number for number, entry in enumerate(self.entries) if entry.shard is shard}
             # 1D [pieces]: the number of each piece's entry.
-            self._watch_sums(shard, np.array([numbers[piece.param] for piece in shard.pieces], dtype=np.int64))
+            self._measure_sums_of(shard, np.array([numbers[piece.param] for piece in shard.pieces], dtype=np.int64))
         mesh = self._domain.mesh
         where = [(entry.shard.bucket.layout, entry.index) for entry in self.entries]
         self._layout = ReportLayout(where, mesh.shard.rank, mesh.world.size)
 
-    def _watch_sums(self, shard: Shard, params: np.ndarray[Any, Any]) -> None:
-        self._totals.watch(shard, params, is_early=isinstance(shard.gradient_sum, HostSum))
+    def _measure_sums_of(self, shard: Shard, params: np.ndarray[Any, Any]) -> None:
+        self._totals.add(shard, params, is_early=isinstance(shard.gradient_sum, HostSum))
         if isinstance(shard.gradient_sum, HostSum):
-            shard.gradient_sum.on_sum = call_while_alive(RoundGradients.look_early, self, shard)
+            shard.gradient_sum.on_sum = call_while_alive(RoundGradients.measure_early, self, shard)
 
-    def look_early(self, shard: Shard, total: torch.Tensor) -> None:
+    def measure_early(self, shard: Shard, total: torch.Tensor) -> None:
         """Takes the totals of a sum, 1D on the device, before it is copied to host memory."""
         where = shard, total.data_ptr()
         if where not in self._staged:
             self._staged[where] = shard.tables.gradients_in(total).there()
-        self._totals.look(shard, shard.formats.gradient, self._staged[where], self._divisor)
+        self._totals.measure(shard, shard.formats.gradient, self._staged[where], self._divisor)
 
     # -- to the reducer --------------------------------------------------------------------------------------------
 
@@ -245,7 +245,7 @@ class RoundGradients:
             error = raised
             report.mark_failed(mesh.world.rank)
             vector = sent(report.vector, device) if stays else report.vector
-        mesh.world.add_up(vector, _REPORTING)
+        mesh.world.all_reduce(vector, _REPORTING)
         if stays:
             report.vector.copy_(mesh.world.read(vector, _REPORTING))  # the one wait of a backward
         return report, error

@@ -181,7 +181,7 @@ class ModuleTakeover:
     def add_domain(self, domain: Domain, backward: Backward) -> None:
         """Says that experts are bound to a domain of their own; after :meth:`use_domain`."""
         assert self.backward is not None
-        backward.follow(self.backward)
+        backward.follow_rounds_of(self.backward)
         self._experts[domain] = backward
         if self.forward is not None:
             self.forward.add_domain(domain)
@@ -317,7 +317,8 @@ class ModuleTakeover:
         except Exception as error:
             if state.shared_error is not None:
                 raise RaiseNow(state.shared_error) from error
-            if self.backward is not None and not self.backward.fail(error, rounds):  # the closure may have bound it
+            # Read only now: the closure may have bound the module.
+            if self.backward is not None and not self.backward.fail_closure(error, rounds):
                 raise RaiseNow(error) from error
             raise
         finally:

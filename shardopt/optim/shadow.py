@@ -219,7 +219,7 @@ class Shadow(JoinHook):
         if isinstance(gathers, Direction):
             facts = {}
             if gathers is Direction.BACKWARD:
-                self._backward.open_early()  # which announces a round
+                self._backward.open_round_early()  # which announces a round
                 if self._backward.is_open:
                     return
                 facts["written"] = "torch.autograd.grad() gathers params, which they could not join. Use backward()."
@@ -368,7 +368,7 @@ class Shadow(JoinHook):
             self._send_gradients(engine, announced)
         gatherer = _gatherer(engine)
         if gatherer is not None:
-            gatherer.orders.follow(*facts["orders"])
+            gatherer.orders.copy_from(*facts["orders"])
         scale, overflow = facts["scaling"]
         engine.take(Call(engine.defaults, facts["closure"], scale=scale, overflow=overflow))
 

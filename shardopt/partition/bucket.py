@@ -32,19 +32,17 @@ class Bucket:
         self,
         params: Sequence[torch.nn.Parameter],
         layout: BucketLayout,
-        fresh: Collection[torch.Tensor] = (),
-        is_released: bool = False,
-        outers: Sequence[torch.nn.Parameter] | None = None,
+        fresh: Collection[torch.Tensor],
+        is_released: bool,
+        outers: Sequence[torch.nn.Parameter],
     ):
         """
         Args:
         fresh: params that have no values yet.
         is_released: True if the bucket is freed between uses. If all of its params are fresh, it starts freed.
-        outers: the params as the model has them: DTensors where ``params`` are their local tensors; by default
-            ``params``.
+        outers: the params as the model has them: DTensors where ``params`` are their local tensors.
         """
-        self.params = tuple(params)
-        self.outers = self.params if outers is None else tuple(outers)
+        self.params, self.outers = tuple(params), tuple(outers)
         self._classes = [(type(outer), released_class(type(outer))) for outer in self.outers]
         self._present = list(range(len(self.params)))  # indices of params that were not removed
         self._gather_handle = GatherHandle()

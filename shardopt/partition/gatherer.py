@@ -101,7 +101,7 @@ class Gatherer:
 
         Its params may be read until ``done`` was called as often. After an error in ``use``, do not call ``done``.
         """
-        self._follow(unit)
+        self._advance_to(unit)
         self.need(unit)
         self._give_pages_back()
 
@@ -138,7 +138,8 @@ class Gatherer:
         if unit.is_needed:
             return
         if not reshard:
-            self._follow(unit)  # a use that ends after those of other units counts again: the schedule holds the unit
+            # A use that ends after those of other units counts again: the schedule holds the unit.
+            self._advance_to(unit)
             self._give_pages_back()
         if reshard:
             self._reshard(unit)
@@ -290,7 +291,7 @@ class Gatherer:
         """What runs now; None between passes."""
         return None if self._pass is None else self._pass.direction
 
-    def _follow(self, unit: Unit) -> None:
+    def _advance_to(self, unit: Unit) -> None:
         """Goes on to the next use: reshards, joins gathers and starts others as the schedule says."""
         now = self._pass
         if now is not None and now.order and now.order[-1] == unit.name:

@@ -61,7 +61,7 @@ class _Filling:
     awaited: AbstractSet[int]  # params whose gradients the bucket waits for
     buffer: ReductionBuffer | None = None
     arrived: set[int] = field(default_factory=set)
-    passed_over: set[int] = field(default_factory=set)  # awaited in every round, in vain in this one
+    passed_over: set[int] = field(default_factory=set)  # awaited in other rounds, and not in this one
     started: bool = False
     late: dict[int, tuple[torch.Tensor, tuple[int, ...]]] = field(default_factory=dict)  # gradient, strides
 
@@ -435,15 +435,15 @@ class Reducer:
         self._reducing.clear()
         self.is_open = False
 
-    def watch(self, closure: int) -> None:
-        """See :meth:`ReduceScatter.watch`."""
+    def set_closure(self, closure: int) -> None:
+        """See :meth:`ReduceScatter.set_closure`."""
         for mechanism in self._mechanisms:
-            mechanism.watch(closure)
+            mechanism.set_closure(closure)
 
-    def fail(self, closure: int) -> None:
-        """See :meth:`ReduceScatter.fail`."""
+    def fail_closure(self, closure: int) -> None:
+        """See :meth:`ReduceScatter.fail_closure`."""
         for mechanism in self._mechanisms:
-            mechanism.fail(closure)
+            mechanism.fail_closure(closure)
 
     def catch_up(self) -> None:
         """Joins the attempt of the other ranks, after an error that this rank may not have seen."""

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class SliceWrites:
-    """Of the slices that are gathered by some transports.
+    """Orders the writes of slices that some transports gather.
 
     Attributes:
         transports: in one order on all ranks.
@@ -29,7 +29,7 @@ class SliceWrites:
 
     def __init__(self) -> None:
         self.transports: list[Transport] = []
-        self._written: set[Transport] = set()  # by which slices were written that are not complete
+        self._written: set[Transport] = set()  # of slices that some ranks may not have written yet
 
     @property
     def is_alone(self) -> bool:
@@ -51,7 +51,7 @@ class SliceWrites:
                     each.barrier("waiting for params that were written")
 
     def confirm(self, problem: Exception | None) -> None:
-        """Collective: tells all ranks if one could not write its slices.
+        """Collective: raises on all ranks if one could not write its slices.
 
         Raises:
             Exception: this rank's problem.

@@ -345,7 +345,7 @@ def _update(plans: Sequence[StepPlan], factors: Factors, whole: Sequence[Ranks])
         return update_and_gather(plans, factors, whole)
     except BaseException as error:
         for plan in plans:
-            plan.domain.break_off(f"{type(error).__name__}: {error}")
+            plan.domain.mark_broken(f"{type(error).__name__}: {error}")
         raise
 
 

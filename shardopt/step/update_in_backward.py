@@ -104,13 +104,13 @@ class UpdateInBackward(Backward):
     def _attach_slice(self, entry: ParamRecord) -> None:
         """Does nothing: no gradient is ever shown."""
 
-    def _watch_sums(self, shard: Shard, params: np.ndarray[Any, Any]) -> None:
-        self._totals.watch(shard, params, is_early=True)
+    def _measure_sums_of(self, shard: Shard, params: np.ndarray[Any, Any]) -> None:
+        self._totals.add(shard, params, is_early=True)
         shard.passing_sum.on_sum = call_while_alive(UpdateInBackward._use, self, shard)
 
     # -- a round ---------------------------------------------------------------------------------------------------
 
-    def close(self, params: Sequence[torch.nn.Parameter]) -> Outcome:
+    def finish_step(self, params: Sequence[torch.nn.Parameter]) -> Outcome:
         """Returns what the last backward did, once.
 
         Args:
@@ -136,7 +136,7 @@ class UpdateInBackward(Backward):
         # A bucket was updated on any rank only if all ranks had sent theirs.
         if self._reducer.has_started:
             why = f"in a backward with release_gradients=True that had updated some buckets: {reason}"
-            self._domain.break_off(why)
+            self._domain.mark_broken(why)
 
     def reduce_gradient(self, entry: ParamRecord) -> None:
         if not self.is_syncing:
@@ -147,7 +147,7 @@ class UpdateInBackward(Backward):
             )
         super().reduce_gradient(entry)
 
-    def open(self) -> None:
+    def open_round(self) -> None:
         if self._outcome is not None and not any(entry.param.requires_grad for entry in self.entries):
             return  # the backward runs through a frozen module, and adds nothing to the gradients that were used
         try:
@@ -158,7 +158,7 @@ class UpdateInBackward(Backward):
         except BaseException:
             self._reducer.abandon_round()  # the other ranks need not wait for this one
             raise
-        super().open()
+        super().open_round()
 
     def _prepare(self) -> _OpenStep:
         domain, (groups, defaults, whole) = self._domain, self._begin()
@@ -195,7 +195,7 @@ class UpdateInBackward(Backward):
         current, domain = self._round, self._domain
         assert current is not None
         with torch.no_grad(), domain.clock.phase("update"):
-            is_spoilt = self._look(shard, total)
+            is_spoilt = self._measure(shard, total)
             if domain.mesh.world.size > 1 and len(arrived) < len(shard.bucket.params):
                 current.waiting[shard] = total
                 return
@@ -210,10 +210,10 @@ class UpdateInBackward(Backward):
                 [param for param in params if domain.entries[param] in current.updates]
             )
 
-    def _look(self, shard: Shard, total: torch.Tensor) -> torch.Tensor:
+    def _measure(self, shard: Shard, total: torch.Tensor) -> torch.Tensor:
         """Notes the norms of a sum. Returns whether it holds an Inf or NaN that must not reach params: 0D bool."""
         grad, world = format_of(total.dtype, "a gradient"), self._domain.mesh.world
-        totals = self._totals.look(shard, grad, shard.tables.gradients_in(total), world.size)
+        totals = self._totals.measure(shard, grad, shard.tables.gradients_in(total), world.size)
         if totals is None or self._domain.options.tuning.nonfinite == "propagate":
             return torch.zeros((), dtype=torch.bool, device=total.device)
         return totals[:, NONFINITE].any()
@@ -279,7 +279,7 @@ class UpdateInBackward(Backward):
                 "any were updated before, so some params took the step and others did not."
             )
         if not is_skipped:
-            self._close(current, present, norm)
+            self._finish_step(current, present, norm)
         reducer.end_round()
         self._round = None
         for entry in present:
@@ -308,7 +308,7 @@ class UpdateInBackward(Backward):
         found = report.nonfinite > 0  # the element may be another tensor-parallel rank's
         return f" (first in {self.entries[int(found.argmax())].name})" if found.any() else ""
 
-    def _close(self, current: _OpenStep, present: Sequence[ParamRecord], norm: float) -> None:
+    def _finish_step(self, current: _OpenStep, present: Sequence[ParamRecord], norm: float) -> None:
         """Collective: the rest of the step."""
         domain, launches = self._domain, []
         indices = {shard: {entry.index for entry in present if entry.shard is shard} for shard in current.waiting}

@@ -61,6 +61,7 @@ _CALLS = {
         "end",
         "wait_for",
         "_wait",
+        "_wait_for_unshard",
         "_wait_for_copies",
         "_drop_staged",
         "wait_if_alive",

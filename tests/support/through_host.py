@@ -87,10 +87,10 @@ class StagedReduceScatter:
             ended.append(reduction)
         return ended
 
-    def watch(self, closure: int) -> None:
+    def set_closure(self, closure: int) -> None:
         pass
 
-    def fail(self, closure: int) -> None:
+    def fail_closure(self, closure: int) -> None:
         pass
 
     def abandon_round(self, round_number: int, rest: Any) -> None:

@@ -22,16 +22,16 @@ if TYPE_CHECKING:
     from .group import Ranks
     from .peer_memory import PeerMemory
 
-# Begins to fill each tensor of the second list from its rank with what that rank has for this one, by rank; the rows
-# are what the ranks told at the start. Returns the call that ends with all of them filled.
+# Takes the tensors to send and those to fill, both by rank, and the addresses that each rank has sent, by rank. Starts
+# the exchange, and returns the call that waits for its end.
 Begin = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor], Sequence[Sequence[int]]], Callable[[], None]]
 
 
 class AllToAll:
     """Exchanges tensors with all other ranks; one of the functions below makes it. One exchange at a time."""
 
-    def __init__(self, ranks: Ranks, begin: Begin, tells_addresses: bool = False):
-        self._ranks, self._begin, self._tells_addresses = ranks, begin, tells_addresses
+    def __init__(self, ranks: Ranks, begin: Begin, sends_addresses: bool = False):
+        self._ranks, self._begin, self._sends_addresses = ranks, begin, sends_addresses
 
     def start(
         self,
@@ -41,12 +41,12 @@ class AllToAll:
         failed: bool = False,
         key: int = 0,
     ) -> Callable[[], None]:
-        """Collective: begins to send ``own[r]`` to each rank r, and to fill ``others[r]`` from it.
+        """Collective: starts to send ``own[r]`` to each rank r, and to fill ``others[r]`` from it.
 
         Args:
-            own: 1D, by rank; nobody writes to them until what this returns has been called.
+            own: 1D, by rank; not to be written until the returned call has ended.
             others: 1D of the same dtype, by rank, as long as what that rank sends.
-            failed: True if this rank has nothing to send after all: every rank raises.
+            failed: True if this rank met an error and sends nothing: every rank raises.
             key: what must be equal on all ranks, in 63 bits.
 
         Returns:
@@ -57,7 +57,7 @@ class AllToAll:
             CommunicationError: a rank died or is late.
         """
         ranks = self._ranks
-        addresses = [each.data_ptr() for each in own] if self._tells_addresses and not failed else [0] * ranks.size
+        addresses = [each.data_ptr() for each in own] if self._sends_addresses and not failed else [0] * ranks.size
         rows = ranks.exchange([int(failed), key, *addresses], phase)
         _check([row[0] for row in rows], phase)
         if any(row[1] != key for row in rows):
@@ -66,7 +66,9 @@ class AllToAll:
                 "Slices of different matrices would have been put together."
             )
         end = self._begin(own, others, [row[2:] for row in rows])
-        kept = list(own)  # other ranks read it until all have met again: its memory must not be given to another tensor
+        # Other ranks read these tensors until the second exchange below. Without a reference the allocator could give
+        # their memory to another tensor, and peers would read that one's values.
+        kept = list(own)
 
         def finish() -> None:
             problem: CommunicationError | None = None
@@ -123,7 +125,7 @@ def by_reading(ranks: Ranks, memory: PeerMemory, pids: Sequence[int]) -> AllToAl
 
         return end
 
-    return AllToAll(ranks, begin, tells_addresses=True)
+    return AllToAll(ranks, begin, sends_addresses=True)
 
 
 def by_collectives(ranks: Ranks, phase: str) -> AllToAll:

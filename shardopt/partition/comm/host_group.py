@@ -1,8 +1,8 @@
-"""The process group through which ranks tell each other what lies in host memory: beside the device and its queue.
+"""The process group that carries what lies in host memory: beside the device and its queue.
 
-NCCL carries tensors of a GPU alone. What ranks agree on would be copied there, wait behind all that the device has to
-do, and be copied back; and a rank that leaves could tell nobody, as the others wait for its collectives. So a group
-without a backend for host memory gets a gloo group beside it, of the same ranks::
+NCCL carries tensors of a GPU alone. What ranks agree on would be copied there, wait until the device has done all
+queued work, and be copied back. And a rank that leaves could notify no other one: these wait for its collectives. So a
+group without a backend for host memory gets a gloo group beside it, of the same ranks::
 
     init_process_group("nccl")                  a gloo group of our own, made at the first message
     init_process_group("cpu:gloo,cuda:nccl")    the group itself

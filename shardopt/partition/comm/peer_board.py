@@ -27,24 +27,25 @@ MAX_ADDRESSES = 64  # addresses that a board holds; more buffers are never under
 # Peers read in this order: memory is copied from lower to higher addresses.
 _AT, _MISSED, _FAILED, _FILLED, _CONSUMED, _FIRST_ADDRESS = range(6)
 _ATTEMPTS = 1 << 20  # at most of one round. Round and attempt are one number, so that both change at once.
-# Reading a board takes a microsecond, a wait for a rank that computes takes milliseconds: after some looks this rank
-# sleeps between two, which leaves the core to the other rank.
-_LOOKS_WITHOUT_PAUSE = 20
+# Reading a board takes a microsecond, a wait for a rank that computes takes milliseconds. After some reads this rank
+# sleeps between two of them, which leaves the core to the other rank.
+_READS_WITHOUT_PAUSE = 20
 _PAUSE = 50e-6  # seconds
-_LOOKS_A_ROLL_CALL = 500  # looks at one rank between two looks at all ranks: naps take far longer than looks
+# Reads of one board between two reads of all boards. 500 pauses are 25 ms, so that reading all of them costs little.
+_READS_BEFORE_ALL = 500
 
 
 class Backoff:
-    """The pauses between two looks at a board."""
+    """The pauses between two reads of a board: none at first, then short ones, until a deadline."""
 
     def __init__(self, seconds: float):
         """``seconds``: until the wait is given up."""
-        self.looks, self._end = 0, time.monotonic() + seconds
+        self.reads, self._end = 0, time.monotonic() + seconds
 
     def again(self) -> bool:
-        """Sleeps if there were many looks; True if the caller should look again."""
-        self.looks += 1
-        if self.looks <= _LOOKS_WITHOUT_PAUSE:
+        """Sleeps after many reads. Returns True if the caller should read again, False after the deadline."""
+        self.reads += 1
+        if self.reads <= _READS_WITHOUT_PAUSE:
             return True
         time.sleep(_PAUSE)
         return time.monotonic() < self._end
@@ -83,14 +84,14 @@ class PeerBoard:
         self._go_to(max(round_number * _ATTEMPTS, int(self._own[_AT])))
 
     def abandon_round(self, round_number: int) -> None:
-        """Tells the peers that this rank abandons its attempt at the round."""
+        """Shows the peers that this rank abandons its attempt at the round."""
         self._go_to(max(round_number * _ATTEMPTS, int(self._own[_AT])) + 1)
 
-    def fail(self, closure: int) -> None:
-        """Tells the peers that this closure raised here: who waits for this rank in it, at any attempt, gives up.
+    def fail_closure(self, closure: int) -> None:
+        """Shows the peers that this closure raised here. A peer that waits for this rank in it, at any attempt, raises.
 
-        A number of the attempt would not do: a rank that begins the closure later would catch up with the attempt, and
-        wait.
+        The number of the attempt would not do: a rank that begins the closure later would catch up with the attempt,
+        and wait.
         """
         self._publish(_FAILED, closure)
 
@@ -98,7 +99,7 @@ class PeerBoard:
         """Goes to the attempt of the peers: they abandoned one that this rank perhaps had not begun."""
         for rank in range(self._ranks.size):
             with suppress(CommunicationError):  # the wait for a dead rank reports it
-                at = self._look(rank, "beginning anew").at
+                at = self._read_notice(rank, "beginning anew").at
                 if at // _ATTEMPTS == round_number and at > max(round_number * _ATTEMPTS, int(self._own[_AT])):
                     self._go_to(at)
 
@@ -135,7 +136,7 @@ class PeerBoard:
             self._own[_MISSED] = rank + 1
             raise CommunicationError(f"{error} It is rank {rank}; others were {phase}.") from error
 
-    def _look(self, rank: int, phase: str) -> Notice:
+    def _read_notice(self, rank: int, phase: str) -> Notice:
         self.read(rank, self._addresses[rank], self._seen, phase)
         at, missed, failed, filled, consumed, *addresses = self._seen.tolist()
         return Notice(at, missed, failed, filled, consumed, tuple(addresses))
@@ -146,7 +147,7 @@ class PeerBoard:
         Raises:
             CommunicationError: the rank died, or abandoned this round.
         """
-        notice = self._look(rank, phase)
+        notice = self._read_notice(rank, phase)
         own = int(self._own[_AT])
         if self.closure and notice.failed == self.closure:
             self._own[_MISSED] = rank + 1
@@ -174,11 +175,12 @@ class PeerBoard:
         """
         backoff = Backoff(self._ranks.seconds)
         while (notice := self.ready(rank, reached, phase)) is None:
-            if backoff.looks % _LOOKS_A_ROLL_CALL == _LOOKS_WITHOUT_PAUSE:
+            if backoff.reads % _READS_BEFORE_ALL == _READS_WITHOUT_PAUSE:
                 # The awaited rank may have abandoned its attempt because another rank died, and then never comes to the
-                # attempt of this rank. No rank ends a round without all others, so look at all of them.
+                # attempt of this rank. No rank ends a round without all others, so all boards are read: that of a dead
+                # rank raises.
                 for each in range(self._ranks.size):
-                    self._look(each, phase)
+                    self._read_notice(each, phase)
             if not backoff.again():
                 self._own[_MISSED] = rank + 1
                 raise CommunicationError(

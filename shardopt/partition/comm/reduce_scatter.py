@@ -98,11 +98,11 @@ class ReduceScatter(Protocol):
             CommunicationError: a rank died, is late, or abandoned the round.
         """
 
-    def watch(self, closure: int) -> None:
+    def set_closure(self, closure: int) -> None:
         """Notes that a closure of a step begins, counted from 1 on all ranks; 0: it ended."""
         return
 
-    def fail(self, closure: int) -> None:
+    def fail_closure(self, closure: int) -> None:
         """Notifies ranks that wait for this rank that its closure raised, where that is possible."""
         return
 

@@ -66,7 +66,7 @@ class CollectiveReduceScatter(ReduceScatter):
         return _reduce_scatter_single()(result, reduction.buffer, group=self._ranks.group, async_op=True)
 
     def drain(self, limit: int, patience: float) -> list[Reduction]:
-        return [self._give_back() for _ in range(len(self._reductions) - limit)]
+        return [self._finish_first() for _ in range(len(self._reductions) - limit)]
 
     def finish(self) -> list[Reduction]:
         self._owes_status = False
@@ -104,7 +104,7 @@ class CollectiveReduceScatter(ReduceScatter):
             reduction = Reduction(buffer, target, add=False)
             self._abandoned.append((reduction, target, Pending(PHASE, (self._sum(reduction, target),))))
 
-    def _give_back(self) -> Reduction:
+    def _finish_first(self) -> Reduction:
         reduction, result, pending = self._reductions.popleft()
         self._ranks.wait_on_stream(pending)
         if result is not reduction.target:

@@ -69,11 +69,11 @@ class PeerReduceScatter(ReduceScatter):
         self._first += 1
         self._summed = self._published = self._first
 
-    def watch(self, closure: int) -> None:
+    def set_closure(self, closure: int) -> None:
         self._board.closure = closure
 
-    def fail(self, closure: int) -> None:
-        self._board.fail(closure)
+    def fail_closure(self, closure: int) -> None:
+        self._board.fail_closure(closure)
 
     def abandon_round(self, round_number: int, rest: Sequence[Blank] | None) -> None:
         self._board.abandon_round(round_number)
