@@ -1,4 +1,4 @@
-"""Shows the moving average of the weights in place of the weights, for a while."""
+"""A context in which params show the moving average of the weights."""
 
 from __future__ import annotations
 

@@ -20,7 +20,9 @@ from typing import Any
 
 BACKLOG = 1024  # connections that wait to be accepted: all other ranks may connect at once
 _NAME = "socket"
-_UNFINISHED = 3600.0  # seconds after which a folder without a socket is that of a dead process
+# Seconds after which a folder without a socket belongs to a dead process. Test:
+# test_a_killed_process_leaves_nothing_for_long in tests/partition/test_serve.py.
+_UNFINISHED = 3600.0
 
 
 class Listener:
@@ -61,8 +63,8 @@ class Listener:
         return connection.Connection(there.detach())
 
     def forget(self) -> None:
-        """Closes the copy of the socket in a forked child, which does not answer: callers would wait for the child once
-        the parent is dead.
+        """Closes the copy of the socket in a forked child, which does not answer: after the parent's death callers
+        would wait for the child.
         """
         self._socket.close()
 

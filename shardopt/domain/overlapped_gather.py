@@ -104,7 +104,9 @@ def _finish_at_exit(gather: OverlappedGather) -> None:
     _LIVE.add(gather)
     if os.getpid() not in _registered:  # a forked process forgets the finalizers of its parent
         _registered.add(os.getpid())
-        util.Finalize(None, _finish_all, exitpriority=100)  # unlike atexit, also in processes of multiprocessing
+        # Unlike atexit, it also runs in processes of multiprocessing. Test: test_a_rank_that_ends_has_sent_its_shards
+        # in tests/module/test_arriving.py.
+        util.Finalize(None, _finish_all, exitpriority=100)
 
 
 def _finish_all() -> None:

@@ -50,7 +50,7 @@ class MasterState(Enum):
 
 @dataclass(eq=False)
 class ParamRecord:
-    """All that is known of one bound param. The domain keeps it in a table: nothing is hung on the user's tensor.
+    """All that is known of one bound param. The domain keeps it in a table: the user's tensor gets no attribute.
 
     Attributes:
         name: for messages.
@@ -60,7 +60,7 @@ class ParamRecord:
         rule: the name of the rule whose states the shard was made for.
         version: of the param's data when the master last followed it; None in every state but FOLLOWS.
         step: updates so far. It is an int: a float counter stops counting (bf16 at 256, fp32 at 2**24).
-        carried: scalars that the rule hands on from step to step.
+        carried: scalars that the rule passes from step to step.
         margins: states with a value for each row or column, whole on every rank, fp32 in host memory; never written to,
             as a state dict or a save may hold them.
         begins_average: True if the average of the weights starts with the weights that the next step finds.
@@ -136,7 +136,7 @@ class ParamRecord:
             shard.unmatched_masters[self.index] = own.clone()
 
     def drop_unmatched_master(self) -> None:
-        """Forgets a loaded master: the shard holds what of it fits the param, or it is of no use any more."""
+        """Drops a loaded master: the shard holds the bits of it that fit the param, or no step will need it."""
         if self.shard.unmatched_masters.pop(self.index, None) is not None:
             self.master_state = MasterState.LOADED
 

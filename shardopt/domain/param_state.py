@@ -31,7 +31,7 @@ class ParamState:
 
     Attributes:
         step: updates so far.
-        carried: scalars that the rule hands on from step to step.
+        carried: scalars that the rule passes from step to step.
         tensors: by name of the state; "master" for the master weights of a low-precision param.
         margins: by name, states with a value for each row or column of the param.
     """

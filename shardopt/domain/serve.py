@@ -44,6 +44,8 @@ if TYPE_CHECKING:
 
 MAX_REQUEST = 4096  # bytes; no request of a rank is longer
 CHUNK = 64 << 20  # bytes of one answer
+# A stranger must not hold threads and sockets. Test: test_strangers_hold_nothing_for_long in
+# tests/partition/test_serve.py.
 HANDSHAKE = 10.0  # seconds in which a peer must prove that it knows the key
 STRANGERS = 64  # connections without a proof, in addition to those of all ranks; with more, the oldest is dropped
 # Seconds for which a process goes on answering at its end, while some rank has not said farewell.
@@ -298,7 +300,7 @@ class Peers:
     def farewell(self) -> None:
         """Tells every other rank that this one will not read any more; returns once they said the same, or are gone."""
         waiting = []
-        # Each rank starts with the next one, so that not all of them come to rank 0 first.
+        # Each rank starts with the next one, so that not all of them connect to rank 0 first.
         for address in (*self._addresses[self._rank + 1 :], *self._addresses[: self._rank]):
             with suppress(OSError, EOFError, ValueError, KeyError):
                 peer = _connect(address, self._slices)
@@ -396,7 +398,9 @@ def own_address() -> str:
 
 _LOCK = threading.Lock()
 _SERVERS: dict[str, StateServer] = {}
-_PEERS: set[Peers] = set()  # kept here: they outlive their optimizers, see :meth:`Peers.retire`
+# They outlive their optimizers: a rank that ended at once would cut off a rank that is still saving. Test:
+# test_ranks_leave_in_any_order in tests/partition/test_serve.py.
+_PEERS: set[Peers] = set()
 
 
 def server(family: str) -> StateServer:
@@ -415,7 +419,7 @@ def _forget() -> None:
 
 
 def _linger() -> None:
-    # After an error it does not wait: whoever watches this process is to tell the other ranks soon.
+    # After an error it does not wait: a launcher that watches this process must notice its end soon.
     end = time.monotonic() + (0.0 if hasattr(sys, "last_value") else LINGER)
     several = list(_PEERS)
     for peers in several:  # all retire first: other ranks may wait for them in another order
@@ -424,6 +428,6 @@ def _linger() -> None:
         peers.linger(end)
 
 
-# A forked child (a DataLoader worker) has the tables but not the threads, and shows nothing.
+# A forked child (a DataLoader worker) has the tables but not the threads, so it serves nothing.
 os.register_at_fork(after_in_child=_forget)
 atexit.register(_linger)

@@ -4,8 +4,8 @@ A round is one backward that reduces gradients; with gradient accumulation, the 
 gradient of the module's output, or else the first gradient of a param, opens the round. Autograd accumulates gradients,
 and each one goes to the reducer at once. When autograd is done, the reducer sends the remaining buckets, and
 ``param.grad`` becomes a part (:mod:`shardopt.module.round_gradients`). A gradient may arrive after its bucket was sent
-(reentrant activation checkpointing): that bucket is reduced once more, and a second all-reduce tells the norms of the
-new sums.
+(reentrant activation checkpointing): that bucket is reduced once more, and a second all-reduce reports the norms of
+the new sums.
 
 Experts have backwards of their own, whose rounds open, end and are lost with those of the main domain::
 
@@ -14,7 +14,7 @@ Experts have backwards of their own, whose rounds open, end and are lost with th
 
 A gradient of any domain opens the rounds of all: a rank whose experts got no token takes part with zeros. All ranks end
 the rounds in one order, the main domain's last, so that groups of ranks that overlap do not wait for each other. The
-main domain has all ranks: its report tells them what failed on the ranks of one expert.
+main domain has all ranks: its report shows them what failed on the ranks of one expert.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ class Backward(RoundGradients):
         return self._domain.reducer is not None
 
     def check_reduced(self) -> None:
-        """Raises ShardoptError if a round was broken off."""
+        """Raises ShardoptError if a round was abandoned."""
         for each in self.followers:
             each.check_reduced()
         if self.is_open:
@@ -195,7 +195,7 @@ class Backward(RoundGradients):
             )
 
     def abandon(self, reason: str) -> None:
-        """Abandons the open round, which is LOST then. The other ranks hear of it if the transport can tell them."""
+        """Abandons the open round, which is LOST then. The other ranks notice it if the transport can notify them."""
         for each in self._bound_followers:
             if each.is_open:
                 each.abandon(reason)
@@ -227,13 +227,13 @@ class Backward(RoundGradients):
         return self._reducer.rounds if self.is_bound else 0
 
     def fail_closure(self, error: Exception, rounds: int) -> bool:
-        """Tells ranks that wait in a round that this rank's closure raised. See :mod:`shardopt.module.closure`.
+        """Notifies ranks that wait in a round that this rank's closure raised. See :mod:`shardopt.module.closure`.
 
         Args:
             rounds: how many rounds were finished when the closure began.
 
         Returns:
-            True if all ranks will meet at the beginning of the step.
+            True if all ranks will raise together at the beginning of the step.
         """
         reducer = self._domain.reducer
         if reducer is None:
@@ -255,7 +255,7 @@ class Backward(RoundGradients):
                 pass
             finally:
                 self._failed = False
-        # In a join() they meet before each forward and backward.
+        # In a join() all ranks exchange what they do before each forward and backward.
         meets = self.before_round is not None or not self._gathers_by_messages
         return meets or reducer.rounds > rounds
 
@@ -307,7 +307,7 @@ class Backward(RoundGradients):
             each.join_round()
 
     def _finish_followers(self) -> None:
-        """Collective: ends all open rounds of experts, and keeps what the other ranks are still to be told."""
+        """Collective: ends all open rounds of experts, and keeps an error that the report must still carry."""
         self._follower_error = None
         for each in self._bound_followers:
             try:
@@ -351,7 +351,7 @@ class Backward(RoundGradients):
         self.finish()
 
     def run_round_of_zeros(self, held: Collection[int], divisor: int) -> None:
-        """Runs a round to which this rank adds zeros: it has run out of batches.
+        """Runs a round to which this rank adds zeros, as it has run out of batches.
 
         Args:
             held: numbers of the params that hold a gradient of an earlier round on the other ranks.
@@ -393,8 +393,8 @@ class Backward(RoundGradients):
         if gradient_slice.pending is not None:
             gradient_slice.pending.add_(grad.detach())
         else:
-            # Autograd may pass the same tensor to another param. A round reads it at once; under no_sync() it is kept
-            # until a later backward, and a write to the other param's gradient would change it.
+            # Autograd may pass the same tensor to another param. A round reads it at once. Under no_sync() it is kept
+            # until a later backward: without a copy, a write to the other param's gradient would change it.
             gradient_slice.pending = grad.detach() if self.lead.is_syncing else grad.detach().clone()
 
     def reduce_dtensor_gradient(self, entry: ParamRecord) -> None:

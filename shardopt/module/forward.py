@@ -22,7 +22,7 @@ A param may be read outside of a call of its own unit: by the forward of a modul
 self.embed.weight)``, or by another method. The guard sees that a resharded param is read, and asks
 :meth:`Forward.read`. A call that runs then needs the unit as well, from there to its end and in its backward: whatever
 it made of the param, views included, finds the values. Without a call that runs, the unit stays until the next step: no
-hook tells in which backward the param is needed, and there may be several.
+hook says in which backward the param is needed, and there may be several.
 """
 
 from __future__ import annotations
@@ -267,8 +267,8 @@ class Forward:
             self._using[unit] += 1
         elif is_read and (self._is_in_a_method() or is_called_by_pipeline()):
             self._gatherer.use(unit)
-            # No hook tells when a backward comes to what was made of the param; there may be several. Without autograd
-            # too: the next read, which autograd saves, finds the param shown and is not noticed.
+            # No hook says when a backward comes to what was made of the param; there may be several. The same without
+            # autograd: the guard would not notice the next read, which autograd saves, since the param is readable.
             self._gatherer.keep_shown(unit)
         else:
             return False
@@ -330,7 +330,7 @@ class Forward:
         self.backwards += 1
 
     def _forget_calls(self) -> None:
-        """Forgets calls whose end no hook tells: of ``torch.autograd.grad()``, or of a forward that was interrupted."""
+        """Forgets calls whose end no hook reports: of ``torch.autograd.grad()``, or of an interrupted forward."""
         self._running.clear()
         self._using.clear()
         self._open.clear()

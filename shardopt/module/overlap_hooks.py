@@ -97,6 +97,9 @@ class OverlapHooks:
 
 
 def _has_compiled() -> bool:
-    """True if torch.compile has compiled code in this process."""
+    """True if torch.compile has compiled code in this process.
+
+    Test: test_a_step_waits_where_compiled_code_reads_params in tests/module/test_arriving.py.
+    """
     frames = sys.modules.get("torch._dynamo.convert_frame")
     return frames is not None and getattr(frames, "FRAME_COUNTER", 1) > 0

@@ -1,7 +1,7 @@
 """The gradients of a domain's params in one round: from the params to the reducer, and back as parts of the sums.
 
 A round is begun with the sums that params show. Gradients are delivered as they come, or at the end (those that were
-accumulated before). What remains is reduced, one all-reduce (:mod:`shardopt.module.gradient_report`) tells all ranks
+accumulated before). What remains is reduced, one all-reduce (:mod:`shardopt.module.gradient_report`) gives all ranks
 each param's norms, and ``param.grad`` becomes a part. When rounds begin and end is for
 :class:`shardopt.module.backward.Backward`.
 """
@@ -224,7 +224,7 @@ class RoundGradients:
     def _add_reports(self, flags: GradientFlags) -> tuple[Report, Exception | None]:
         """Collective: returns the reports of all ranks added up.
 
-        Also the error that made this rank's own sums impossible; the report tells all ranks that there was one.
+        Also the error that made this rank's own sums impossible; the report shows all ranks that there was one.
         """
         mesh, device, report = self._domain.mesh, self._domain.device, self._layout.blank()
         unused, self._sum_error = self._sum_error, None  # its traceback refers to this object
@@ -264,7 +264,7 @@ class RoundGradients:
             self._totals.add_to(vector, self._layout, self._divisor)
 
     def mark_spoilt(self, is_spoilt: bool) -> None:
-        """Says whether gradients of any rank's experts hold an Inf or NaN: GradScalers of all ranks hear."""
+        """Records whether gradients of any rank's experts hold an Inf or NaN, for the GradScalers of all ranks."""
         for each in self._slices:
             each.is_spoilt_elsewhere = is_spoilt
 

@@ -1,4 +1,4 @@
-"""Taking over a module: its forward tells when to bind, and whether the backward that follows reduces gradients.
+"""Taking over a module: its forward decides when to bind, and whether the backward that follows reduces gradients.
 
 A module that is wrapped in DistributedDataParallel loses DDP's reducer; see :mod:`shardopt.module.ddp`.
 """
@@ -306,8 +306,8 @@ class ModuleTakeover:
         """Returns what the closure of a step returns; see :mod:`shardopt.module.closure`.
 
         Raises:
-            RaiseNow: the ranks need not, or must not, be told at the beginning of the step.
-            Exception: what the closure raised. The ranks will meet at the beginning of the step.
+            RaiseNow: the ranks need not, or cannot, raise together at the beginning of the step.
+            Exception: what the closure raised. The ranks will raise together at the beginning of the step.
         """
         state, rounds = self.closure, 0 if self.backward is None else self.backward.rounds
         state.is_on, state.number, state.shared_error = True, state.number + 1, None

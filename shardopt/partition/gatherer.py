@@ -41,7 +41,8 @@ if TYPE_CHECKING:
     from .unit_orders import Order
 
 # How long a gather waits for a rank that does not join it, where the user set no deadline. The process group's own
-# timeout, half an hour, is long to wait for a rank whose control flow differs.
+# timeout, half an hour, is long to wait for a rank whose control flow differs. Test:
+# test_a_gather_that_a_rank_never_joins in tests/partition/test_ranks_apart.py.
 GATHER_TIMEOUT = timedelta(minutes=5)
 
 

@@ -98,14 +98,22 @@ class BucketLayout:
 def split_into_buckets(nbytes: Sequence[int], bucket_bytes: int) -> list[list[int]]:
     """Groups indices of params, in their order: a bucket holds at most ``bucket_bytes``, or a single param."""
     buckets: list[list[int]] = []
-    filled = 0
-    for index, size in enumerate(nbytes):
-        if not buckets or (filled and filled + size > bucket_bytes):
-            buckets.append([])
-            filled = 0
-        buckets[-1].append(index)
-        filled += size
+    first = 0
+    while first < len(nbytes):
+        end = end_of_bucket(nbytes, first, bucket_bytes)
+        buckets.append(list(range(first, end)))
+        first = end
     return buckets
+
+
+def end_of_bucket(nbytes: Sequence[int], first: int, bucket_bytes: int) -> int:
+    """Returns the end of the bucket that begins with param ``first``."""
+    filled = 0
+    for end in range(first, len(nbytes)):
+        if filled and filled + nbytes[end] > bucket_bytes:
+            return end
+        filled += nbytes[end]
+    return len(nbytes)
 
 
 def round_up(numel: int) -> int:

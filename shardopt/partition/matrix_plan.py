@@ -20,7 +20,9 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
-# How much more the busiest rank may compute so that matrices stay where they lie whole.
+# How much more the busiest rank may compute so that matrices stay where they lie whole: all ranks wait for the busiest
+# one, so a higher limit would cost more than the slices that do not travel. Test:
+# test_a_matrix_that_lies_whole_on_a_rank_stays_there_if_costs_are_about_even in tests/partition/test_matrix_plan.py.
 MOST_IMBALANCE = 1.05
 
 

@@ -25,13 +25,14 @@ from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
-from .layout import BLOCK, BucketLayout, round_up
+from .layout import BLOCK, BucketLayout, end_of_bucket, round_up
 
-# Of a bucket's elements.
+# Of a bucket's elements. Padding takes memory and travels with every reduction and gather. Test:
+# test_padding_that_moves_more_than_slices_is_left_out in tests/partition/test_packing.py.
 MOST_PADDING = 0.05
 # A slice travels to the owner of its matrix and back, two bytes an element each way.
 _BYTES_OF_SLICES = 4
-# Lengths of a shard that are tried, from the shortest to that with most padding.
+# Lengths of a shard that are tried, from the shortest to the one with most padding: each try sorts all matrices.
 _LENGTHS = 6
 
 
@@ -126,9 +127,9 @@ class Packer:
             bucket_bytes: a bucket holds at most so many, or a single param. If it cannot be packed, it ends sooner, but
                 holds at least half of these params: each bucket costs a message to every rank. None: one bucket.
         """
-        first = 0
+        nbytes, first = [each.numel * each.itemsize for each in params], 0
         while first < len(params):
-            last = len(params) if bucket_bytes is None else _end_of_full(params, first, bucket_bytes)
+            last = len(params) if bucket_bytes is None else end_of_bucket(nbytes, first, bucket_bytes)
             least = last if bucket_bytes is None else first + -(-(last - first) // 2)
             packed = next(self._packed(params, first, range(last, least - 1, -1)), None)
             found = packed or Split(list(range(first, last)), self._cut(params[first:last]))
@@ -170,17 +171,6 @@ class Packer:
         least_busy = sorted(range(self._num_shards), key=lambda rank: self._busy[rank])
         shard_of = dict(zip(least_busy, dearest, strict=True))
         return [shard_of[rank] for rank in range(self._num_shards)]
-
-
-def _end_of_full(params: Sequence[Packable], first: int, bucket_bytes: int) -> int:
-    """Returns the end of the bucket that begins at ``first``, as :func:`split_into_buckets` finds it."""
-    filled = 0
-    for end in range(first, len(params)):
-        nbytes = params[end].numel * params[end].itemsize
-        if filled and filled + nbytes > bucket_bytes:
-            return end
-        filled += nbytes
-    return len(params)
 
 
 def _largest_slice(start: int, end: int, shard_numel: int) -> int:

@@ -41,8 +41,9 @@ if TYPE_CHECKING:
     from .mesh import Mesh
     from .reduce_buckets import GradientBucket
 
-# Reductions that may be under way at once: enough that a rank need not wait for each bucket of another rank, little
-# beside a model. Two buckets in any case: one is reduced while the next is filled.
+# Reductions that may be under way at once. Without a limit a rank that is ahead would allocate a buffer for every
+# bucket. The limit lets ranks drift apart by some buckets, and is small compared with a model. Two buckets in any case:
+# one is reduced while the next is filled. Test: test_many_buckets_and_a_late_rank in tests/step/test_stages.py.
 BYTES_UNDER_WAY = 8 << 20
 BUCKETS_UNDER_WAY = 2
 # Seconds that a rank waits in mid-backward for memory that other ranks read. They have read it sooner, unless one of
@@ -191,7 +192,7 @@ class Reducer:
         """
         filling, bucket = self._filling[number], self.buckets[number]
         if filling.started or index in filling.arrived:
-            # A backward inside another one (reentrant checkpointing): the param's gradient was already delivered.
+            # A backward inside another one (reentrant checkpointing) has delivered a gradient of this param before.
             sooner = filling.late.get(index)
             filling.late[index] = (grad if sooner is None else sooner[0] + grad, strides)
             return
@@ -205,7 +206,7 @@ class Reducer:
             _fill(filling.buffer, bucket.offsets[index], grad, strides, share)
         filling.arrived.add(index)
         if filling.arrived >= filling.awaited:
-            # It may wait for buckets before it while gradients arrive that never arrived before.
+            # A completed bucket may wait for earlier ones, and meanwhile get gradients that it never got before.
             if number not in self._completed:
                 self._completed.append(number)
             self.start_completed()
@@ -313,8 +314,8 @@ class Reducer:
     def _wait_for_copies(self) -> None:
         world, device = self._mesh.world, self.buckets[0].device if self.buckets else None
         if device is not None and device.type != "cpu" and any(each.sink.is_on_host for each in self.buckets):
-            # Sums are copied behind the collectives that make them: the wait for those has a deadline, that for the
-            # copies has none.
+            # Sums are copied after the collectives that make them. The wait for the collectives has a deadline, the
+            # wait for the copies has none: without the first wait a dead rank would hang this one for ever.
             world.wait_for_stream(device, PHASE)
         for bucket in self.buckets:
             bucket.sink.wait_for_copies()
@@ -403,7 +404,7 @@ class Reducer:
             # Without the order, buckets may have waited for each other and taken more buffers.
             for buffers in self._pool.values():
                 del buffers[BUCKETS_UNDER_WAY:]
-            # Only once: params have moved, DDP's buckets are gone, and no later round holds as many gradients.
+            # Once is enough: params have moved, DDP's buckets are gone, and no later round holds as many gradients.
             return_free_pages()
         self.rounds += 1
         self.is_open, self._filling = False, []

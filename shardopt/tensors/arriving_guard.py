@@ -33,6 +33,9 @@ _ALLOWED = READS_NO_VALUES - _SHOWS_MEMORY
 class GatherHandle:
     """The gather that the params of one bucket wait for.
 
+    The table below refers to a handle and not to the bucket: the table is weak in its keys alone, and a bucket, which
+    holds the params, would keep them alive for as long as the process lives.
+
     Attributes:
         wait: returns once the params of the bucket hold their values and have their own classes; None between gathers.
     """

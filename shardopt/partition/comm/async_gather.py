@@ -45,6 +45,8 @@ class AsyncGather:
     def start(self, window: Window) -> None:
         if not window.nbytes_received:
             return
+        # Code that no guard sees would train on the old values without notice. NaN is noticed. Test:
+        # test_what_has_not_arrived_is_nan_and_never_older in tests/module/test_arriving.py.
         for rank in range(self._ranks.size):
             if rank != self._ranks.rank:
                 window.shard(rank).fill_(math.nan)

@@ -23,7 +23,9 @@ if TYPE_CHECKING:
     from .group import Ranks
     from .peer_memory import PeerMemory
 
-MAX_ADDRESSES = 64  # addresses that a board holds; more buffers are never under way at once
+# Addresses that a board holds. A rank with more buffers under way publishes the rest later. Test:
+# test_many_buckets_and_a_late_rank in tests/step/test_stages.py.
+MAX_ADDRESSES = 64
 # Peers read in this order: memory is copied from lower to higher addresses.
 _AT, _MISSED, _FAILED, _FILLED, _CONSUMED, _FIRST_ADDRESS = range(6)
 _ATTEMPTS = 1 << 20  # at most of one round. Round and attempt are one number, so that both change at once.

@@ -18,8 +18,8 @@ from typing import NamedTuple, Protocol
 import torch
 
 PHASE = "reducing gradients"
-# Elements summed at a time: a chunk that was read from a peer is still in the cache when it is added, and a target in a
-# smaller format needs no more fp32 memory than this.
+# Elements summed at a time, 512 KiB in fp32: a chunk that was read from a peer is still in the cache when it is added,
+# and a target in a smaller format needs no more fp32 memory than this.
 CHUNK = 1 << 17
 
 

@@ -45,7 +45,9 @@ class CollectiveReduceScatter(ReduceScatter):
         return 1.0 / (1 << (self._ranks.size - 1).bit_length()) if dtype is torch.float16 else 1.0
 
     def start_round(self, round_number: int) -> None:
-        # What this rank abandoned may still write to sums of this round, and read buffers that are freed now.
+        # Abandoned collectives may still write to sums of this round, and read buffers that are freed now. So the
+        # stream waits for them, and the allocator keeps the memory until then. Test: the scenario "left" of
+        # tests/mutation/waits.py.
         for reduction, result, pending in self._abandoned:
             self._ranks.wait_on_stream(pending)
             last_used(reduction.buffer)
@@ -85,7 +87,7 @@ class CollectiveReduceScatter(ReduceScatter):
             if rest is not None:
                 self._issue(rest)
                 status = RankStatus.LEFT
-        except RuntimeError:  # no memory for zeros, say: the error that broke off the round says more
+        except RuntimeError:  # no memory for zeros, say: the error that ended the round says more
             pass
         with suppress(CommunicationError):  # another rank is gone
             self._roll_call.send(status)

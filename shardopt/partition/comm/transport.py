@@ -197,10 +197,10 @@ class Gather:
         self.received += window.nbytes_received
 
     def finish(self, failed: bool = False) -> None:
-        """Waits until every started window holds every rank's shard, and no rank needs ours any more.
+        """Waits until every started window holds every rank's shard, and no rank reads this rank's shard any more.
 
         Args:
-            failed: True if this rank could not make its shards; the other ranks are told, and need not time out.
+            failed: True if this rank could not make its shards; the other ranks then raise without a timeout.
 
         Raises:
             CommunicationError: a rank failed, died or is late.
@@ -214,7 +214,8 @@ class Gather:
             self._all_gather.finish()
         except CommunicationError as error:
             problem = error
-        # No rank may write or free its params before all have read them, and all must know if one could not read.
+        # A rank that wrote or freed its params before all have read them would give them other values. All must know
+        # as well if one could not read.
         try:
             barrier(self._ranks, failed or problem is not None, f"{self._phase} (waiting for every rank's copy)")
         finally:
