@@ -88,7 +88,7 @@ class Channel:
                 f"{self.ranks.at(phase)}, so ranks would not partition the same tensors."
             )
         for rank, each in enumerate(rows):
-            compared = 2 if row.act == Act.COMPARE else 4  # to compare tensors of other sizes is no mistake
+            compared = 2 if row.act == Act.COMPARE else 4  # ranks may compare tensors of other sizes
             if each[:compared] != rows[0][:compared]:
                 raise self._mismatch(phase, f"rank 0 {rows[0].text}, rank {rank} {each.text}")
         return rows

@@ -27,7 +27,7 @@ def checksum(values: torch.Tensor, itemsize: int) -> int | torch.Tensor:
         itemsize: bytes of an element, at a multiple of which the values begin.
 
     Returns:
-        A number on a CPU. Elsewhere an int64 tensor of no dimension, for which nobody waits yet.
+        A number on a CPU. Elsewhere an int64 tensor of no dimension; the host has not waited for it.
     """
     if values.device.type == "cpu":
         return _on_cpu(values)
@@ -68,7 +68,7 @@ def _numbers(device: torch.device) -> torch.Tensor:
 
 
 class Checksums:
-    """Checksums that are read when somebody asks for the first of them. From a device all are read in one wait."""
+    """Checksums that are read when the first of them is needed. All of a device are read in one wait."""
 
     def __init__(self) -> None:
         self._sums: list[int | torch.Tensor] = []

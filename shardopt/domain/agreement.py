@@ -103,7 +103,7 @@ def agree_on(what: str | dict[str, Any], ranks: Ranks, problem: Exception | None
     """Collective: returns once no rank has a problem, and all of them say the same.
 
     Args:
-        what: a name for what all ranks have come to, or values that they compare, JSON-able and by name.
+        what: the name of the point that all ranks have reached, or values that they compare, JSON-able and by name.
 
     Raises:
         Exception: as :func:`agree`.
@@ -150,12 +150,12 @@ def _compare_witnesses(bits: Sequence[int]) -> None:
 def _raise_problem(view: StepDigest, ranks: Ranks) -> None:
     own = None if view.problem is None else [type(view.problem).__name__, str(view.problem)]
     problems = ranks.exchange_json(own, "reporting a problem")
-    # A rank that broke off a backward fails the others with a CommunicationError there: its own error says more.
-    told = [(rank, problem) for rank, problem in enumerate(problems) if problem is not None]
-    first = [each for each in told if each[1][0] != CommunicationError.__name__]
+    # A rank that abandoned a backward made the others raise a CommunicationError there: its own error says more.
+    reported = [(rank, problem) for rank, problem in enumerate(problems) if problem is not None]
+    first = [each for each in reported if each[1][0] != CommunicationError.__name__]
     if view.problem is not None and (own in [problem for _, problem in first] or not first):
         raise view.problem
-    rank, (kind, text) = (first or told)[0]
+    rank, (kind, text) = (first or reported)[0]
     # An OffloadError can be fixed and the call repeated, so it is of one type on all ranks: all can catch it.
     error = OffloadError if kind == OffloadError.__name__ else DisagreementError
     raise error(

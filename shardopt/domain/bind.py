@@ -7,7 +7,7 @@ bound param never changes its place. The order of events:
 1. plan and check: decides which params share a bucket, with integers only;
 2. agree: everything that the layout depends on is the same on all ranks;
 3. allocate: makes all that lasts, on this rank alone. Agree: every rank could;
-4. connect: ranks tell each other where each keeps what it made. Agree: every rank did;
+4. connect: ranks exchange the addresses of what each made. Agree: every rank did;
 5. adopt: adds it to the domain. Nothing is allocated, nothing can fail.
 
 An error before 5 is raised on all ranks, and all of them undo what they made.
@@ -113,7 +113,7 @@ def bind(
             if links is None:
                 links = connect(domain, device, landing, undo)
             open_windows(links, made)
-        except CommunicationError:  # the other ranks meet it as well, while they wait
+        except CommunicationError:  # the other ranks raise it as well, while they wait
             raise
         except Exception as error:
             problem = error

@@ -54,7 +54,7 @@ def connect(domain: Domain, device: torch.device, landing: HostLanding | None, u
 
 
 def open_windows(links: Links, made: Sequence[AllocatedBucket]) -> None:
-    """Collective: tells all ranks where each of them keeps what it made."""
+    """Collective: exchanges the addresses of what each rank allocated."""
     for each in made:
         bucket = each.shard.bucket
         if each.own is None:

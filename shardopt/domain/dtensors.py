@@ -92,7 +92,7 @@ class DTensorLocals:
         self._outer: dict[torch.Tensor, torch.nn.Parameter] = {}  # by local param
 
     def outer_of(self, local: Any) -> Any:
-        """Returns the DTensor param behind which this local param is; a plain param itself."""
+        """Returns the DTensor param of this local param; a plain param itself."""
         return self._outer.get(local, local)
 
     def bind(self, locals_: Iterable[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
@@ -135,7 +135,7 @@ class DTensorLocals:
         """Checks gradients and allocates the memory of their sums: on this rank alone, before ranks agree.
 
         Raises:
-            ShardoptError: a gradient is no DTensor of the param's mesh.
+            ShardoptError: a gradient is not a DTensor of the param's mesh.
         """
         for each in self._table.values():
             if each.param.grad is not None:
@@ -265,7 +265,7 @@ def box_of(param: Any, name: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Returns which elements of a param this rank holds: the first index in each dimension, and how many there are.
 
     Raises:
-        BindingError: it cannot be told which elements a rank holds of a DTensor.
+        BindingError: which elements a rank holds of a DTensor is unknown.
     """
     shape = tuple(param.shape)
     offsets, sizes = [0] * len(shape), list(shape)
@@ -343,7 +343,7 @@ def local_gradient(param: torch.nn.Parameter) -> torch.Tensor | None:
 
 
 def _check_gradient(param: DTensor) -> None:
-    """Raises ShardoptError if it cannot be told which elements of a gradient are this rank's."""
+    """Raises ShardoptError if it is unknown which elements of a gradient are this rank's."""
     grad = param.grad
     if not is_dtensor(grad) or grad.device_mesh != param.device_mesh:
         found = f"of mesh {grad.device_mesh}" if is_dtensor(grad) else type(grad).__name__
@@ -376,7 +376,7 @@ def placed_gradient(param: DTensor) -> torch.Tensor:
     """Returns the gradient of a DTensor param, placed as the param. Collective over the mesh if its placements differ.
 
     Raises:
-        ShardoptError: the gradient is no DTensor of the param's mesh.
+        ShardoptError: the gradient is not a DTensor of the param's mesh.
     """
     _check_gradient(param)
     return placed_as(param, param.grad)

@@ -48,7 +48,7 @@ class Epoch:
         return not self.is_moving(name) and self.now(name) == moment
 
     def begin_step(self) -> None:
-        """Marks that a step begins to write states and params."""
+        """Marks that a step starts to write states and params."""
         self._is_stepping = True
 
     def end_step(self) -> None:

@@ -1,8 +1,8 @@
 """A socket that the other ranks find: in a folder of the user's own if all of them share a kernel, else on a port.
 
 The folder of a process that was killed stays. The next process of the same user on the same machine removes it, since
-nobody listens there any more. A socket gets its final name once somebody listens, so that no process removes a folder
-which another one is still making.
+no process listens there any more. A socket gets its final name once its process listens, so that no process removes a
+folder which another one is still making.
 """
 
 import hashlib
@@ -113,7 +113,7 @@ def reclaim(root: Path) -> None:
 
 def _is_dead(folder: Path, status: os.stat_result) -> bool:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        probe.setblocking(False)  # if the backlog is full, somebody listens
+        probe.setblocking(False)  # if the backlog is full, a process listens
         try:
             probe.connect(str(folder / _NAME))
         except ConnectionRefusedError:

@@ -55,7 +55,7 @@ def _refresh(domain: Domain, entries: Iterable[ParamRecord]) -> None:
             unmatched.append(entry)
         else:
             # A master that was loaded may have been a ``split`` one, whose ties are rounded away from zero. A step
-            # rounds the ties of fp32 masters to even: where the param is the other neighbour, somebody wrote it.
+            # rounds the ties of fp32 masters to even: a param that is the other neighbour was written by other code.
             is_rounded: IsRounded = codecs.rounds_to if entry.version is None else codecs.rounds_to_even
             written[entry.shard, is_rounded].append(entry.index)
     if not written and not unmatched:

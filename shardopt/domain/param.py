@@ -28,7 +28,7 @@ class MasterState(Enum):
 
     A state dict and the weights of a model may be loaded in either order, so a loaded master and its param may differ
     until the next step. Params without a master have these states as well. A master "in halves" (``master="split"``)
-    is kept as the low bits beside its param. The state after each event:
+    is kept as the low bits that complete its param. The state after each event:
 
     =================================================  =========  =========  =========  =========
     event                                              FOLLOWS    LOADED     UNMATCHED  STALE

@@ -66,7 +66,7 @@ class ParamState:
         """Reads what :meth:`to_torch` or a torch class wrote for ``param``.
 
         Args:
-            whole: the shape of the DTensor of which ``param`` is a slice; None: it is no slice.
+            whole: the shape of the DTensor of which ``param`` is a slice; None: ``param`` is whole.
 
         Raises:
             StateError: ``rule`` keeps no such state for this param.

@@ -112,7 +112,7 @@ class Shard:
 
     @property
     def param_bytes(self) -> int:
-        """Of memory that the slice of the params takes beside the bucket."""
+        """The bytes of the slice of the params, if it lies outside of the bucket."""
         return 0 if self.gathered is None or self.param is None else self.param.nbytes
 
     def _zeros(self) -> torch.Tensor:
@@ -174,7 +174,7 @@ class Shard:
         return ParamShard(memory, lambda into: into.copy_(memory), memory.copy_)
 
     def _write_params(self, values: torch.Tensor) -> None:
-        """Writes offloaded params unless the store holds the same bits: who looks at them seldom writes to them."""
+        """Writes offloaded params unless the store holds the same bits: most calls that read params write none."""
         kind = torch.int16 if values.element_size() == 2 else torch.int32
 
         def is_kept(start: int, stop: int) -> bool:
@@ -256,13 +256,13 @@ class Shard:
         return bool(codecs.rounds_to(loaded, param).all())
 
     def keep_low_bits(self, index: int) -> None:
-        """Keeps of the unmatched master of param ``index`` the low bits beside the param as it is now."""
+        """Stores the low bits of the unmatched master of param ``index``, which complete the param as it is now."""
         self.write("master", index, self.slice_of(index).start, self.unmatched_masters[index])
 
     def refresh_masters(self, indices: Iterable[int], is_rounded: IsRounded) -> None:
         """Makes the masters of these params follow them: where the master rounds to the param, it stays.
 
-        A master in halves becomes the param: its upper half is the param, so nothing tells what the master was.
+        A master in halves becomes the param: its upper half is the param, so the earlier master is unknown.
 
         Args:
             is_rounded: takes fp32 masters and their params, both 1D; True for each param that is the master rounded.
@@ -280,7 +280,7 @@ class Shard:
 
     @property
     def has_whole_masters(self) -> bool:
-        """True if a master holds the full value, and not the low bits beside its param."""
+        """True if a master holds the full value, and not only the low bits that complete its param."""
         return self.formats.master is FP32
 
     def _refresh(self, name: str, start: int, stop: int, slices: Sequence[slice], is_rounded: IsRounded) -> None:
@@ -339,8 +339,8 @@ class Shard:
     def write_chunk(self, name: str, start: int, values: torch.Tensor) -> None:
         """Writes 1D ``values`` of any dtype: whole blocks of a param, but for its last block.
 
-        Of a master in halves the low bits beside the param as it is now are kept. Values are encoded a piece at a time,
-        so that no temporary is as long as the shard.
+        Of a master in halves the low bits that complete the param as it is now are stored. Values are encoded a piece
+        at a time, so that no temporary is as long as the shard.
         """
         if name == "param":
             if self.param is None:

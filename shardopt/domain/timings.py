@@ -55,7 +55,7 @@ class Clock:
         self._first: dict[str, float] | None = None  # the step in which kernels are compiled, apart from the others
         self._events: deque[Event] = deque(maxlen=EVENTS)
         self._ended = 0  # steps
-        self._epoch = time.time() - time.perf_counter()  # so that traces of several ranks lie beside one another
+        self._epoch = time.time() - time.perf_counter()  # so that traces of several ranks share one clock
 
     def phase(self, name: str, of: str = "") -> "Clock":
         """Begins a phase, which the end of the ``with`` that this call stands in ends.

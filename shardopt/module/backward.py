@@ -256,8 +256,8 @@ class Backward(RoundGradients):
             finally:
                 self._failed = False
         # In a join() all ranks exchange what they do before each forward and backward.
-        meets = self.before_round is not None or not self._gathers_by_messages
-        return meets or reducer.rounds > rounds
+        raises_together = self.before_round is not None or not self._gathers_by_messages
+        return raises_together or reducer.rounds > rounds
 
     @property
     def _gathers_by_messages(self) -> bool:
@@ -273,13 +273,13 @@ class Backward(RoundGradients):
 
     def open_round(self) -> None:
         """Opens a round; it ends with the outermost of the graphs that autograd is running."""
-        self._divisor, told = self._num_batches, None
+        self._divisor, divisor = self._num_batches, None
         if self.before_round is not None:
-            told = self.before_round(
+            divisor = self.before_round(
                 [number for number, entry in enumerate(self.entries) if shown_slice(entry) is not None]
             )
-            self._divisor = told or self._divisor
-        if told is None and self.closure.is_on and not self._reducer.notifies_peers:
+            self._divisor = divisor or self._divisor
+        if divisor is None and self.closure.is_on and not self._reducer.notifies_peers:
             with self.closure.raising_together():
                 agree_on("round", self._domain.mesh.world)
         self._reducer.set_closure(self.closure.number if self.closure.is_on else 0)
@@ -317,7 +317,7 @@ class Backward(RoundGradients):
         self._is_spoilt_by_followers = any(each.found_nonfinite for each in self._bound_followers)
 
     def join_round(self) -> None:
-        """Opens a round beside that of the main domain."""
+        """Opens the round of a follower, after that of the main domain."""
         self._reducer.set_closure(self.closure.number if self.closure.is_on else 0)
         self._begin_round()
 

@@ -181,7 +181,8 @@ class Forward:
             return None
         if _in_backward():  # activation checkpointing
             self._begin_backward()
-        # The gradient of a frozen param would tell that it was read too late. It has none; its call's inputs have.
+        # A hook on the gradient of a param would notice a read that comes too late. A frozen param has no gradient, the
+        # inputs of its call have.
         checks = module not in self._called and torch.is_grad_enabled() and not self._frozen.isdisjoint(units)
         own: set[Any] = set()  # nodes that no other call shares
         if checks:
@@ -228,7 +229,7 @@ class Forward:
             for unit in call.units:
                 self._gatherer.done(unit)
             if module in self._called and not self._running and not _in_backward():
-                # After an error there is no output. In a join() the other ranks go on until they hear of it.
+                # After an error there is no output. In a join() the other ranks go on until they notice it.
                 self._gatherer.end_pass(completed=output is not None or self.before_gathers is not None)
         return output
 
@@ -353,7 +354,7 @@ class _ModuleCall:
         """
         Args:
             starts: the nodes of its inputs.
-            own: those of them that no other call shares. They tell whether backward ran through this call.
+            own: those of them that no other call shares. They show whether backward ran through this call.
         """
         self._forward, self.module, self._own = weakref.ref(forward), module, own
         self.units: tuple[Unit, ...] = ()  # once they are gathered

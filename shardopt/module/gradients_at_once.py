@@ -29,7 +29,7 @@ def reduce_together(domain: Domain, backward: Backward | None) -> None:
 
     Raises:
         ShardoptError: gradients were reduced in part only.
-        DisagreementError: another rank met an error, or makes another call.
+        DisagreementError: another rank has an error, or makes another call.
     """
 
     def check() -> dict[str, str]:

@@ -69,7 +69,7 @@ def check_materializable(module: nn.Module, init: DeferredInit, fresh: Collectio
 
     Raises:
         TypeError: the state dict is not a mapping of names, or holds something other than tensors with values; the
-            initializer is no function.
+            initializer is not a function.
     """
     if init.init_fn is not None and not callable(init.init_fn):
         raise TypeError(f"bind(init_fn=) takes a function of a module, found {type(init.init_fn).__name__}.")

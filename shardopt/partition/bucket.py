@@ -95,7 +95,7 @@ class Bucket:
         self.memory.free(keeps_pages)
 
     def guard(self) -> None:
-        """Guards params: whoever reads one meets an error."""
+        """Guards params: a read of one is an error."""
         for index in self._present:
             self.outers[index].__class__ = self._classes[index][1]
 

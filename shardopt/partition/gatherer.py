@@ -4,8 +4,8 @@ Between uses a rank holds its own slice of each bucket and no memory for the res
 stays until another unit is used; then it is resharded, which frees its memory, unless the :class:`Schedule` keeps it.
 The first step shows the order of uses, from which the schedule is made; it begins with the order of the modules.
 
-A connection by which ranks read each other's memory needs nobody else for a gather. Over any other one a gather needs
-all ranks. There the schedule issues the gathers, in its order: a rank that did not use a unit joins its gather once it
+Where ranks read each other's memory, a gather needs no call of another rank. Over any other connection it needs all
+ranks. There the schedule issues the gathers, in its order: a rank that did not use a unit joins its gather once it
 uses a later one, or the pass ends. A use that the schedule does not have is gathered on demand, and the order is
 compared among ranks by the step, which adopts it.
 
@@ -415,7 +415,7 @@ class Gatherer:
     def departures(self) -> Sequence[Order]:
         """The orders of this step that contradict the schedule, and must be the same on all ranks.
 
-        None where ranks read each other's memory: there a gather needs nobody else.
+        None where ranks read each other's memory: there a gather needs no call of another rank.
         """
         return self.orders.departures if self.waits_for_others else ()
 

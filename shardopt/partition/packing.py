@@ -7,7 +7,7 @@ matrices of 2, 3, 2 and 1 blocks on two ranks (one character is a block of 256):
     cut      a a b b b c c d          two blocks of b lie on one rank, one on the other
     packed   b b b d a a c c
 
-With matrices of 2, 2 and 1 blocks there is no way but to pad the second shard with a block: a fifth of the bucket. That
+With matrices of 2, 2 and 1 blocks the second shard would have to be padded with a block: a fifth of the bucket. That
 is too much, so the bucket is cut. (These examples are tests.)
 
 Padding is reduced and gathered as params are, and takes memory. So a bucket is packed only if that adds at most

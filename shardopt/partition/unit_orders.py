@@ -221,7 +221,7 @@ def contradiction(one: Sequence[str], other: Sequence[str]) -> tuple[str, str] |
 
 
 def merge_orders(orders: Sequence[Sequence[str]]) -> list[str]:
-    """Returns the longest of these orders of uses, with what the others have beside it, each after its predecessor."""
+    """Returns the longest of these orders of uses, plus the uses that only others have, each after its predecessor."""
     longest = max(range(len(orders)), key=lambda number: len(orders[number]))
     merged = list(orders[longest])
     for order in orders:

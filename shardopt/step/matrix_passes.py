@@ -36,7 +36,7 @@ class Apply(NamedTuple):
 
 
 def shape_for(variant: Variant, group: Mapping[str, Any]) -> Callable[[Sequence[int]], tuple[int, int]] | None:
-    """Returns what tells the shape of the matrices of a param of a shape; None for a rule that does not ask."""
+    """Returns a function from the shape of a param to that of its matrices; None for a rule of no matrices."""
     if not isinstance(variant, MatrixVariant):
         return None
     return lambda shape: matrices_of(shape, group.get("matrices"))[1]

@@ -4,7 +4,7 @@
 
     backward   fill 0   fill 1   fill 2     end
     reducer             sum 0    sum 1      sum 2
-    update               |  0     |  1       |  2   tell, agree, gather, commit
+    update               |  0     |  1       |  2   report, agree, gather, commit
     live       [0]      [0 1]    [1 2]      [2]     no gradient is left
 
 Whatever a step decides with all gradients at hand (clipping, loss scaling, a second backward) cannot be decided here,
@@ -14,7 +14,7 @@ domain is broken then.
 
 An update writes to params while backward goes on. Autograd accumulates the gradient of a param after all that used the
 param has run backward, so nobody reads it any more. A graph that was given ``param.detach()`` reads it all the same: it
-meets a version that moved on, and autograd's own error. An activation checkpoint is not caught: it runs its forward
+finds a later version, which is autograd's own error. An activation checkpoint is not caught: it runs its forward
 again in backward, with what the param is by then.
 """
 
@@ -204,7 +204,8 @@ class UpdateInBackward(Backward):
                 current.spoilt.append(is_spoilt)
             masked = [replace(each, gradients=each.gradients.unless(is_spoilt)) for each in launches]
             self._update_shard(shard, masked)
-            # Also of params of which other ranks hold all: whoever still needs one meets the same error on all ranks.
+            # Also of params of which other ranks hold all: a graph that still needs one then raises the same error on
+            # all ranks.
             params = [shard.bucket.params[index] for index in arrived]
             torch.autograd.graph.increment_version(
                 [param for param in params if domain.entries[param] in current.updates]
@@ -290,7 +291,7 @@ class UpdateInBackward(Backward):
         self._outcome = not is_skipped, norm
 
     def _keep_versions(self, current: _OpenStep) -> None:
-        """Takes back that versions moved: no update was made. The next backward finds written params again."""
+        """Records the present versions, as no update was made. The next backward finds written params again."""
         for entry in self.entries:
             if entry not in current.written:
                 entry.follow_param()

@@ -54,7 +54,7 @@ class GradientPart(Part):
     # dtype of every param.
     __slots__ = ("_origin", "_param_dtype", "device", "dtype", "gradient_slice", "whole_numel")
     is_sparse = False
-    # Part's method would fetch the whole. torch.compile calls it only to tell tensors apart
+    # Part's method would fetch the whole. torch.compile calls it only to distinguish tensors
     # (test_compiled_model_accumulates).
     untyped_storage = Tensor.untyped_storage
 

@@ -19,7 +19,8 @@ import torch
 from shardopt.domain import listener, serve
 from shardopt.domain.epoch import Moment
 from shardopt.domain.listener import Listener, reclaim
-from shardopt.domain.serve import Peers, ServedSlices, StateServer
+from shardopt.domain.peers import Peers, _connect
+from shardopt.domain.serve import ServedSlices, StateServer
 from shardopt.errors import StateError
 from tests.support.moments import until
 
@@ -103,7 +104,7 @@ def test_all_ranks_come_at_once() -> None:
     server.register(slices)
     before, leaving = answering(), list[Any]()
     for rank in range(300):
-        peer = serve._connect(server.address, slices)
+        peer = _connect(server.address, slices)
         peer.send_bytes(json.dumps({"farewell": rank}).encode())
         leaving.append(peer)
     until(lambda: answering() <= before, "threads to end")
@@ -111,7 +112,7 @@ def test_all_ranks_come_at_once() -> None:
     read(server, slices)  # it answers until it leaves itself
     slices.retire()
     for peer in leaving:
-        assert peer.recv_bytes() == serve._OK
+        assert peer.recv_bytes() == serve.OK
         peer.close()
 
 

@@ -35,7 +35,7 @@ class AsyncGather:
         """
         self._ranks, self._all_gather, self._phase = ranks, all_gather, phase
         self._tag = FIRST_TAG + number
-        self._ends = all_gather.ends  # of the windows that nobody has waited for
+        self._ends = all_gather.ends  # of the windows that were not waited for yet
         self._statuses: list[torch.Tensor] = []  # by rank: 1 if it failed
         self._status_messages: Pending | None = None
         self._device = torch.device("cpu")

@@ -63,7 +63,7 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta:
 
 def _gloo_beside(group: dist.ProcessGroup) -> dist.ProcessGroup:
     # Not dist.new_group(): all ranks of the default group must call it, who may not all have this optimizer; and with
-    # use_local_synchronization=True ranks that are in unequal numbers of groups wait for each other in vain.
+    # use_local_synchronization=True ranks that are in unequal numbers of groups wait for each other for ever.
     # Test: test_ranks_in_unequal_numbers_of_groups in tests/partition/test_host_group.py.
     store = PrefixStore("shardopt", group.get_group_store())
     found = dist.ProcessGroup(store, group.rank(), group.size())

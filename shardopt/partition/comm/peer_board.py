@@ -3,7 +3,7 @@
 Waiting for a peer is then reading its board (a microsecond), without a message. A board names the round of reduction of
 its rank, and the attempt at that round. A rank that abandons an attempt after an exception goes to the next attempt.
 Peers that wait for the rank in the earlier attempt notice that and abandon it too; peers at the next attempt wait for
-the rank there. So nobody adds this attempt's gradients to sums of the attempt before.
+the rank there. So no rank adds this attempt's gradients to sums of the attempt before.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ _Vector = ctypes.c_size_t * 2  # struct iovec: address and bytes
 
 
 class PeerMemory:
-    """Tells whether a peer's memory can be read, and reads it."""
+    """Finds out whether a peer's memory can be read, and reads it."""
 
     def __init__(self) -> None:
         # A peer that finds this token at our address knows that it reads us, and not a process of the same number

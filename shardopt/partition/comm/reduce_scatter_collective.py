@@ -95,7 +95,7 @@ class CollectiveReduceScatter(ReduceScatter):
                 self._ranks.give_up("this rank left its collectives to the other ranks")
 
     def _issue(self, rest: Sequence[Blank]) -> None:
-        """Issues reductions of zeros, whose sums nobody uses: all of them in the same memory."""
+        """Issues reductions of zeros, whose sums are not used: all of them in the same memory."""
         if not rest:
             return
         most = max(max(each.buffer_numel, each.target_numel) * each.dtype.itemsize for each in rest)

@@ -84,7 +84,8 @@ class PeerReduceScatter(ReduceScatter):
     def _advance(self, must: int) -> list[Reduction]:
         """Sums reductions and ends them, in order; waits for the first ``must``, looks once for the rest.
 
-        A rank whose board is full frees its oldest buffer before it waits for the sum behind the board's last one.
+        A rank whose board is full frees its oldest buffer before it waits for a sum that comes after the
+        board's last one.
         Else two ranks with full boards would wait for each other: neither publishes that buffer while it waits. Test:
         test_many_buckets_and_a_late_rank in test_stages.py.
         """

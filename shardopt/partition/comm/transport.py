@@ -12,7 +12,7 @@ CUDA, gloo                refused: it has neither collectives nor messages for t
 ========================  ==================================================================================
 
 An :class:`AllGather` moves shards that are already final (stage 3 gathers params so). A :class:`Gather` follows an
-update: every rank first waits until the other ranks' shards are written, and last until nobody reads its own. A
+update: every rank first waits until the other ranks' shards are written, and last until no rank reads its own. A
 :class:`.async_gather.AsyncGather` follows an update too, and its caller goes on meanwhile.
 """
 
