@@ -125,7 +125,7 @@ class Peers:
 
     def _check_status(self, peer: connection.Connection[Any, Any], phase: str) -> None:
         self._await(peer)
-        status = peer.recv_bytes(1 << 16)
+        status = peer.recv_bytes(1 << 16)  # one byte, or an error with its text
         if status[:1] == ERROR:
             raise StateError(f"while {phase}: {status[1:].decode(errors='replace')}")
 

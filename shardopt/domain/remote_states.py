@@ -168,7 +168,7 @@ class RemoteStates:
                 break
             if time.monotonic() > end:
                 raise StateError(f"this rank has not come to the end of {moment}.")
-            time.sleep(0.001)
+            time.sleep(0.001)  # far less than a step takes
         self._check_at(moment, name)
         if shard is None:
             raise StateError("this rank has closed its optimizer.")

@@ -124,7 +124,7 @@ class StateServer:
             try:
                 peer = self._listener.accept(self._drop_late())
             except (OSError, ValueError):  # the peer is gone again, too many open files, the interpreter's end
-                time.sleep(0.01)
+                time.sleep(0.01)  # an error that stays must not keep a core busy
                 continue
             if peer is not None:
                 self._admit(peer)
