@@ -29,7 +29,7 @@ _PHASES = {Act.COMPARE: "comparing activations in forward", Act.GATHER: "gatheri
 
 
 class Row(NamedTuple):
-    """What a rank sends in an exchange."""
+    """The message of a rank in an exchange."""
 
     act: int
     position: int  # of the tensor, in the order in which the ``with`` saved them
@@ -40,7 +40,7 @@ class Row(NamedTuple):
 
     @property
     def text(self) -> str:
-        """What the rank does, for an error."""
+        """The row in words, for an error."""
         verb = {int(act): verb for act, verb in _VERBS.items()}.get(self.act, "means")  # another call's numbers
         return f"{verb} tensor {self.position} of {self.nbytes} bytes"
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Decisions:
-    """Of one ``with`` of the program, from step to step.
+    """The decisions for one ``with`` of the program, from step to step.
 
     Attributes:
         number: of the messages that carry activations; the same on all ranks, and of nothing else.

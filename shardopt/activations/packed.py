@@ -42,7 +42,7 @@ class WholeActivation:
 
 @dataclass(frozen=True, eq=False)
 class Fingerprint:
-    """By which ranks know that they gather the same tensor."""
+    """The facts by which ranks know that they gather the same tensor."""
 
     position: int
     meta: TensorMeta

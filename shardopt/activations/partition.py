@@ -23,7 +23,7 @@ from .saved_tensors import Policy, SavedTensors
 
 _YEARS = 10 * 365 * 86400.0  # as good as no limit: deadlines are kept in nanoseconds of 64 bits
 
-# Of each ``with`` that is entered.
+# The tensors of each ``with`` that is entered.
 _OPEN: dict[Decisions, SavedTensors] = {}
 
 

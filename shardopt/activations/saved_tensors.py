@@ -19,7 +19,7 @@ from .tensor_meta import TensorMeta
 
 @dataclass(frozen=True)
 class Policy:
-    """What the user said."""
+    """The arguments of ``partition_activations()``."""
 
     keep_below: int  # elements
     check: bool
@@ -27,16 +27,16 @@ class Policy:
 
     @property
     def digest(self) -> int:
-        """Of the options in which ranks must agree."""
+        """The digest of the options in which ranks must agree."""
         return self.keep_below * 2 + self.check
 
 
-class SavedTensor(NamedTuple):
-    """A tensor that was saved in this ``with``."""
+class PackedRef(NamedTuple):
+    """A tensor that was saved in this ``with``, as long as a graph holds it."""
 
     position: int
     is_same: bool
-    packed: "weakref.ref[PackedActivation]"  # lives as long as a graph holds it
+    packed: "weakref.ref[PackedActivation]"
 
 
 class SavedTensors:
@@ -44,7 +44,7 @@ class SavedTensors:
 
     def __init__(self, channel: Channel, decisions: Decisions, policy: Policy):
         self._channel, self._decisions, self._policy = channel, decisions, policy
-        self._saved: dict[Hashable, SavedTensor] = {}
+        self._saved: dict[Hashable, PackedRef] = {}
         self._sums = Checksums()
 
     def pack(self, tensor: torch.Tensor) -> PackedActivation:
@@ -55,7 +55,7 @@ class SavedTensors:
             BindingError: the group cannot carry it.
             CommunicationError: a rank died, or does not run this forward.
         """
-        # What is saved while backward runs (a recomputation) is used at once.
+        # A tensor that is saved while backward runs (a recomputation) is used at once.
         if torch._C._current_graph_task_id() != -1 or is_param(tensor):
             return WholeActivation(tensor)
         plain, spec = plain_of(tensor)
@@ -69,7 +69,7 @@ class SavedTensors:
             with torch.no_grad():
                 position = len(self._saved) if saved is None else saved.position
                 packed, is_same = self._pack(tensor, plain, meta, position, None if saved is None else saved.is_same)
-            self._saved[key] = SavedTensor(position, is_same, weakref.ref(self._counted(packed)))
+            self._saved[key] = PackedRef(position, is_same, weakref.ref(self._counted(packed)))
         return packed
 
     def _counted(self, packed: PackedActivation) -> PackedActivation:

@@ -16,7 +16,7 @@ _ALIGNED = 512
 
 @dataclass(frozen=True)
 class TensorMeta:
-    """Of a strided tensor, none of whose elements share memory but those of an expanded dimension."""
+    """The metadata of a strided tensor. No elements share memory, but for those of an expanded dimension."""
 
     dtype: torch.dtype
     device: torch.device

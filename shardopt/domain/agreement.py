@@ -24,7 +24,7 @@ from ..kernels.reductions import LIMBS
 if TYPE_CHECKING:
     from ..partition.comm.group import Ranks
 
-# What a description calls the params that a step binds: it says on which calls ranks differ.
+# The key, in a description, of the params that a step binds: errors then name the calls in which ranks differ.
 UNBOUND = "params not yet bound (of a new optimizer, a new group, or unfrozen)"
 
 # Averages of one batch agree to rounding; gradients of different batches to no digit.
@@ -33,7 +33,7 @@ _ALIKE, _TINY = 1e-2, 1e-12
 
 @dataclass(frozen=True)
 class StepDigest:
-    """What one rank is about to do, in a form that ranks compare."""
+    """One rank's view of the step that it is about to take, in a form that ranks compare."""
 
     key: Any  # JSON-able and short; must be equal on all ranks
     describe: Callable[[], dict[str, Any]]  # JSON-able, with names; called only if keys differ
@@ -63,7 +63,7 @@ class StepDigest:
 
 @dataclass(frozen=True)
 class Consensus:
-    """What all ranks know after they agreed."""
+    """The facts that all ranks know after they agreed."""
 
     overflow: bool
     nonfinite: int

@@ -157,7 +157,7 @@ def _check(domain: Domain, groups: Sequence[Group], candidates: Sequence[Candida
 
 
 def _adopt(domain: Domain, links: Links, made: Sequence[AllocatedBucket], units: UnitTable) -> None:
-    """What all ranks have made becomes part of the domain."""
+    """Adds to the domain what all ranks have made."""
     trained, stages = [each for each in made if each.entries], stage_numbers(domain.options.module)
     for each in trained:
         if each.own is None:

@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Links:
-    """What connects the ranks of a domain. All ranks make it together, once, when the first params are bound.
+    """The connections between the ranks of a domain. All ranks make them together, once, at the first binding.
 
     Attributes:
         shards: between ranks that share one copy of the states.
@@ -79,7 +79,7 @@ class Domain:
     Attributes:
         entries: the records, in the order of binding.
         shards: of params that train, in the order of binding.
-        links: what connects the ranks; None before anything is bound.
+        links: the connections between the ranks; None before anything is bound.
         rounds: the number of steps that all ranks agreed on.
         broken: why params and states of the ranks may belong to different steps; None if they do not.
         is_half_loaded: a load broke off, which another load can repair.

@@ -24,7 +24,7 @@ Candidate = tuple[str, torch.nn.Parameter, Group]  # name for messages, param, i
 
 
 class MasterState(Enum):
-    """Whether the master weights of a bound param are those of the param.
+    """The relation of a bound param's master weights to the param.
 
     A state dict and the weights of a model may be loaded in either order, so a loaded master and its param may differ
     until the next step. Params without a master have these states as well. A master "in halves" (``master="split"``)
@@ -92,7 +92,7 @@ class ParamRecord:
 
     @property
     def grad(self) -> torch.Tensor | None:
-        """What ``outer.grad`` shows; of a DTensor the local tensor."""
+        """The tensor in ``outer.grad``; of a DTensor its local tensor."""
         return self.outer.grad if self.outer is self.param else local_gradient(self.outer)
 
     def place_gradient(self) -> None:

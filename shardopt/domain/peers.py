@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 # Seconds for which a process goes on answering at its end, while some rank has not said farewell.
 LINGER = 120.0
 SILENCE = 5.0  # seconds without a request after which close() no longer waits for one
-_LOOK = 0.05  # seconds between two looks at the time of the last request
+_PAUSE = 0.05  # seconds between two checks of the time of the last request
 
 # They outlive their optimizers: a rank that ended at once would cut off a rank that is still saving. Test:
 # test_ranks_leave_in_any_order in tests/partition/test_serve.py.
@@ -163,7 +163,7 @@ class Peers:
         assert self._leaving is not None
         start = time.monotonic()
         while self._leaving.is_alive() and time.monotonic() - max(start, self._slices.last_asked) < SILENCE:
-            self._leaving.join(_LOOK)
+            self._leaving.join(_PAUSE)
         self._slices.readable = None
 
     def retire(self) -> None:

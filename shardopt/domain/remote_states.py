@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class Shown(Protocol):
-    """What other ranks see of a domain."""
+    """The part of a domain that other ranks can read; a protocol, since ``domain.py`` imports this module."""
 
     @property
     def mesh(self) -> Mesh: ...

@@ -102,7 +102,7 @@ class Forward:
 
     @property
     def _sharded(self) -> list[ShardedParams]:
-        """Of the domains that are bound."""
+        """The sharded params of the domains that are bound."""
         return [domain.sharded for domain in self._domains if domain.sharded is not None]
 
     def attach(self) -> None:

@@ -32,7 +32,7 @@ _NONFINITE, _PRESENT, _HELD, _LATE, _WORDS = range(LIMBS, LIMBS + 5)
 
 
 class GradientFlags(NamedTuple):
-    """What this rank knows of the gradient of each param: 1D [params] bool each."""
+    """Three facts of the gradient of each param on this rank: 1D [params] bool each."""
 
     present: Array  # a gradient arrived in this backward
     held: Array  # a gradient of an earlier backward was there when this one began

@@ -32,7 +32,7 @@ _STATE_DICT = "bind(state_dict=)"
 
 @dataclass(frozen=True, eq=False)
 class DeferredInit:
-    """Where params and buffers on the meta device get their values from.
+    """The source of values for params and buffers on the meta device.
 
     Attributes:
         state_dict: whole tensors by name, of all params and of buffers that are saved; others may be in it.
@@ -43,7 +43,7 @@ class DeferredInit:
     init_fn: Callable[[nn.Module], object] | None = None
 
     def describe(self) -> dict[str, bool]:
-        """What must be the same on all ranks."""
+        """Returns what must be the same on all ranks."""
         return {"state_dict is given": self.state_dict is not None, "init_fn is given": self.init_fn is not None}
 
     def can_initialize(self, module: nn.Module) -> bool:

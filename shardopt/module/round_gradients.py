@@ -105,7 +105,7 @@ class RoundGradients:
             shard.gradient_sum.on_sum = call_while_alive(RoundGradients.measure_early, self, shard)
 
     def measure_early(self, shard: Shard, total: torch.Tensor) -> None:
-        """Takes the totals of a sum, 1D on the device, before it is copied to host memory."""
+        """Measures a sum, 1D on the device, before it is copied to host memory."""
         where = shard, total.data_ptr()
         if where not in self._staged:
             self._staged[where] = shard.tables.gradients_in(total).there()

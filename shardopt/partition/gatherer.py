@@ -289,7 +289,7 @@ class Gatherer:
 
     @property
     def direction(self) -> Direction | None:
-        """What runs now; None between passes."""
+        """The kind of the pass that runs now; None between passes."""
         return None if self._pass is None else self._pass.direction
 
     def _advance_to(self, unit: Unit) -> None:

@@ -71,7 +71,7 @@ class MatrixSlice(NamedTuple):
 
 
 class MatrixPlan:
-    """Where each matrix is made whole. The same on every rank; it changes only with the matrices of a step.
+    """The owner of each matrix, on which it is made whole. Equal on all ranks; it changes only with the matrices.
 
     Attributes:
         matrices: in the order of the step.

@@ -20,7 +20,7 @@ from fnmatch import fnmatchcase
 
 @dataclass(frozen=True)
 class Budget:
-    """What may be gathered at once: limits what is gathered ahead and what is kept, never the unit in use.
+    """The limits of what is gathered at once: ahead of its use, or kept after it. The unit in use has no limit.
 
     Attributes:
         nbytes: of all gathered units.

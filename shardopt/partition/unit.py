@@ -69,7 +69,7 @@ class GatheredBucket:
 
 @dataclass(eq=False)
 class Unit:
-    """What is gathered together: the buckets of one unit, one for each dtype and format.
+    """The buckets that are gathered together: one for each dtype and format.
 
     Attributes:
         name, number: of the unit in the model, see :mod:`shardopt.domain.units`.

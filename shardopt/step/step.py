@@ -68,7 +68,8 @@ class Call:
     overflow: bool = False
 
 
-# What a step did: whether it updated params, and the global 2-norm before clipping, where max_grad_norm asked for it.
+# The result of a step: whether it updated params, and the global 2-norm before clipping, where max_grad_norm asks for
+# it.
 Outcome = tuple[bool, float | None]
 NOTHING_DONE: Outcome = (False, None)
 

@@ -44,7 +44,7 @@ def survey(
     Args:
         numbers: the hyper-parameters of each group, as plain numbers.
         scale: the loss scale.
-        overflow: true if a GradScaler has found an Inf or NaN: the survey looks for none.
+        overflow: true if a GradScaler has found an Inf or NaN: the survey does not count any.
         is_part: true if other ranks have other gradients of the model: the norm is summed over all, exactly.
 
     Raises:
@@ -92,7 +92,7 @@ def placed_params(listed: ListedParams) -> Iterator[ParamUpdate]:
 def _with_gradients(domain: Domain, listed: ListedParams) -> Iterator[ParamUpdate]:
     """Yields every param that has a gradient, and the gradient."""
     updates = placed_params(listed)
-    for update, param, size, strides, device, _ in zip(updates, listed.params, *listed.looks, strict=True):
+    for update, param, size, strides, device, _ in zip(updates, listed.params, *listed.attributes, strict=True):
         grad = param.grad
         if grad is None:
             continue

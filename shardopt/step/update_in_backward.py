@@ -212,7 +212,7 @@ class UpdateInBackward(Backward):
             )
 
     def _measure(self, shard: Shard, total: torch.Tensor) -> torch.Tensor:
-        """Notes the norms of a sum. Returns whether it holds an Inf or NaN that must not reach params: 0D bool."""
+        """Measures a sum. Returns whether it holds an Inf or NaN that must not reach params: 0D bool."""
         grad, world = format_of(total.dtype, "a gradient"), self._domain.mesh.world
         totals = self._totals.measure(shard, grad, shard.tables.gradients_in(total), world.size)
         if totals is None or self._domain.options.tuning.nonfinite == "propagate":

@@ -24,7 +24,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from .unsharded_guard import READS_NO_VALUES, guard_class
 
 _Tensor = torch.Tensor
-# Of these, what hands out the memory itself.
+# These hand out the memory itself, so they wait although they read no values.
 _SHOWS_MEMORY = {_Tensor.data_ptr, _Tensor.untyped_storage, _Tensor.is_shared}
 _ALLOWED = READS_NO_VALUES - _SHOWS_MEMORY
 

@@ -82,7 +82,7 @@ class PeerReduceScatter(ReduceScatter):
         self._board.catch_up(round_number)
 
     def _advance(self, must: int) -> list[Reduction]:
-        """Sums reductions and ends them, in order; waits for the first ``must``, looks once for the rest.
+        """Sums reductions and ends them, in order; waits for the first ``must``, reads the boards once for the rest.
 
         A rank whose board is full frees its oldest buffer before it waits for a sum that comes after the
         board's last one.
@@ -94,10 +94,10 @@ class PeerReduceScatter(ReduceScatter):
         while self._reductions:
             while ready and self._summed < self._first + min(len(self._reductions), MAX_ADDRESSES):
                 ready = self._sum(self._summed, self._board.wait if self._summed < end else self._board.ready)
-            position, see = self._first, self._board.wait if self._first < end else self._board.ready
+            position, read = self._first, self._board.wait if self._first < end else self._board.ready
             # A reduction has ended once every rank has read its slice of the buffer.
             if self._summed <= position or not all(
-                see(rank, lambda notice: notice.consumed > position, PHASE)  # noqa: B023
+                read(rank, lambda notice: notice.consumed > position, PHASE)  # noqa: B023
                 for rank in self._others
             ):
                 break
@@ -106,10 +106,11 @@ class PeerReduceScatter(ReduceScatter):
             self._publish()
         return ended
 
-    def _sum(self, position: int, look: Callable[..., Any]) -> bool:
+    def _sum(self, position: int, read: Callable[..., Any]) -> bool:
+        """Sums a reduction; returns False if ``read``, a method of the board, finds that a buffer is not filled yet."""
         addresses = {}
         for rank in self._others:
-            notice = look(rank, lambda notice: notice.filled > position, PHASE)
+            notice = read(rank, lambda notice: notice.filled > position, PHASE)
             if notice is None:
                 return False
             addresses[rank] = notice.addresses[position % MAX_ADDRESSES]

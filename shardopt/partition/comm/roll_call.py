@@ -39,7 +39,7 @@ _NUMBERS: weakref.WeakKeyDictionary[dist.ProcessGroup, itertools.count[int]] = w
 
 
 class RankStatus(IntEnum):
-    """What a rank has done in the round that it is in."""
+    """The progress of a rank in the round that it is in."""
 
     ISSUED = 0
     """It issued all collectives of the round."""
