@@ -91,7 +91,7 @@ def _put(domain: Domain, values: Slices) -> None:
 
     _on_all(domain, write)
     if domain.sharded is not None:
-        domain.gatherer.writes.complete()  # until all ranks have written theirs
+        domain.gatherer.writes.after_writes()  # until all ranks have written theirs
     gather = domain.transport.gather("gathering averaged params")
     for shard in values:
         if shard.gathered is None:

@@ -150,7 +150,7 @@ class ShardedParams:
                     gatherer.done_but_viewed(each)
                 else:
                     gatherer.done(each, reshard=True)
-            gatherer.writes.complete()
+            gatherer.writes.after_writes()
             if any(each.param_shard.memory is None for unit in units for each in unit.buckets):
                 gatherer.writes.confirm(problem)
 

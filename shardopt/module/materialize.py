@@ -248,7 +248,7 @@ def give_values(module: nn.Module, fresh: list[torch.Tensor], domain: Domain, in
                 domain.gatherer.done(unit, reshard=True)
             waiting -= set(own)
         if where:
-            domain.gatherer.writes.complete()
+            domain.gatherer.writes.after_writes()
         agree_on("values", domain.mesh.world, problem)
     for shard in domain.shards:
         if any(param in without for param in shard.bucket.params):

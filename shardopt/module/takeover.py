@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -116,7 +116,7 @@ class ModuleTakeover:
     def check_covers(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Raises BindingError if an unbound param of these groups is not the module's."""
         domains = [*(() if self._domain is None else (self._domain,)), *self._experts]
-        own = {*self.module.parameters(), *(param for domain in domains for param in _outers(domain.entries))}
+        own = {*self.module.parameters(), *(entry.outer for domain in domains for entry in domain.entries.values())}
         for number, group in enumerate(groups):
             for index, param in enumerate(group["params"]):
                 if param not in own:
@@ -374,7 +374,3 @@ class ModuleTakeover:
         for called in self.called if not others else ():
             if called.ddp is not None and not has_reducer(called.ddp):
                 restore_reducer(called.ddp)
-
-
-def _outers(entries: Mapping[torch.nn.Parameter, ParamRecord]) -> Iterator[torch.nn.Parameter]:
-    return (entry.outer for entry in entries.values())

@@ -108,7 +108,7 @@ class Gatherer:
 
     def need(self, unit: Unit) -> None:
         """Gathers a unit like ``use``, outside of the order of uses that ranks compare."""
-        self.writes.complete()
+        self.writes.after_writes()
         self._unshard(unit)
         self._wait_for_unshard(unit)
         if not unit.is_needed:
@@ -160,7 +160,7 @@ class Gatherer:
     def unshard(self, unit: Unit) -> None:
         """Starts to gather a unit, which stays until ``reshard`` or the next step."""
         self.on_demand(unit)
-        self.writes.complete()
+        self.writes.after_writes()
         self._unshard(unit)
         unit.is_pinned = True
 
@@ -432,7 +432,7 @@ class Gatherer:
 
     def write_back(self, unit: Unit) -> None:
         """Collective: writes this rank's slices of a unit whose whole params were written on every rank."""
-        self.writes.begin(unit.transport)
+        self.writes.before_write(unit.transport)
         for each in unit.buckets:
             each.param_shard.write(each.bucket.shard(unit.transport.ranks.rank))
 
@@ -441,14 +441,14 @@ class Gatherer:
 
         It may be called in a forward, by a module that writes to a param of another one: other units stay.
         """
-        self.writes.begin(unit.transport)
+        self.writes.before_write(unit.transport)
         self.reshard(unit)  # the gathered values are out of date
         write()
 
     def before_writes(self) -> None:
         """Collective: reshards all units and waits until no rank gathers, before slices are written."""
         for each in self.writes.transports:
-            self.writes.begin(each)
+            self.writes.before_write(each)
         self.drop_all()
 
     def give_up(self, units: Iterable[Unit]) -> None:

@@ -3,8 +3,8 @@
 Where ranks read each other's memory, a rank waits before it writes until no rank gathers the old values, and before the
 next gather until all ranks have written::
 
-    rank 0   gather   begin   write             complete   gather          time ->
-    rank 1      gather   begin   write  write   complete   gather
+    rank 0   gather   before_write   write                 after_writes   gather          time ->
+    rank 1      gather   before_write   write   write      after_writes   gather
 
 Over other connections each rank sends its own slice, and these waits return at once.
 """
@@ -36,13 +36,13 @@ class SliceWrites:
         """True if no other rank reads this rank's slices, so that it may write them at any time."""
         return all(each.ranks.size == 1 for each in self.transports)
 
-    def begin(self, transport: Transport) -> None:
+    def before_write(self, transport: Transport) -> None:
         """Collective at the first of several writes: waits until no rank reads the old values."""
         if transport not in self._written:
             transport.barrier("waiting for ranks that still gather params")
             self._written.add(transport)
 
-    def complete(self) -> None:
+    def after_writes(self) -> None:
         """Collective if slices were written: waits until every rank has written its own."""
         if self._written:
             written, self._written = self._written, set()

@@ -62,11 +62,11 @@ class MatrixUpdate:
     """
 
     def __init__(self, plan: StepPlan, launches: Mapping[Shard, Sequence[Launch]], factors: Factors):
-        self.launches = launches
+        self.launches, self._shards = launches, list(launches)
         self._step, self._factors = plan, factors
         self._transport = plan.domain.transport
         self._ranks = self._transport.ranks
-        bucket_of = {shard: number for number, shard in enumerate(launches)}
+        bucket_of = {shard: number for number, shard in enumerate(self._shards)}
         jobs = [job for each in plan.updates if each.entry.shard in launches for job in _jobs(plan, each, bucket_of)]
         self._jobs = [job for _, job in jobs]
         self._owners = _owners_of_placed(self._jobs, self._ranks.size)
@@ -147,10 +147,6 @@ class MatrixUpdate:
         return problem
 
     # -- slices --------------------------------------------------------------------------------------------------------
-
-    @property
-    def _shards(self) -> list[Shard]:
-        return list(self.launches)
 
     def _update_of(self, piece: MatrixSlice) -> torch.Tensor:
         return self._updates[self._shards[piece.bucket]][piece.in_shard]
