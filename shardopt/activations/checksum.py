@@ -5,7 +5,8 @@ products in integers of 64 bits: each word of up to 32 bits times a random odd n
 within one word always, and any other with all but 1 in 2**33 at most.
 """
 
-import functools
+from collections.abc import Callable
+from functools import cache, partial
 
 import numpy as np
 import torch
@@ -61,7 +62,7 @@ def sum_of_products(words: torch.Tensor) -> torch.Tensor:
             return (words * numbers[: words.numel()]).sum()
 
 
-@functools.cache
+@cache
 def _numbers(device: torch.device) -> torch.Tensor:
     drawn = torch.randint(-(2**63), 2**63 - 1, (_PLACES,), generator=torch.Generator().manual_seed(_SEED))
     return (drawn | 1).to(device)
@@ -74,13 +75,13 @@ class Checksums:
         self._sums: list[int | torch.Tensor] = []
         self._streams: list[torch.cuda.Stream | None] = []  # on which each was computed
 
-    def add(self, found: int | torch.Tensor) -> int:
-        """Returns the index to read it by."""
+    def add(self, found: int | torch.Tensor) -> Callable[[], int]:
+        """Adds a checksum, and returns the call that reads it."""
         self._sums.append(found)
         self._streams.append(_stream_of(found))
-        return len(self._sums) - 1
+        return partial(self._read, len(self._sums) - 1)
 
-    def read(self, index: int) -> int:
+    def _read(self, index: int) -> int:
         found = self._sums[index]
         if isinstance(found, int):
             return found

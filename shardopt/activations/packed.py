@@ -7,7 +7,6 @@ import torch
 
 from ..errors import DisagreementError
 from .channel import Act, Channel, Row
-from .checksum import Checksums
 from .tensor_meta import TensorMeta
 
 
@@ -47,13 +46,10 @@ class Fingerprint:
     position: int
     meta: TensorMeta
     options: int  # digest
-    sums: Checksums
-    sum_index: int  # of the tensor's checksum
+    checksum: Callable[[], int]  # waits for it, where a device computes it
 
     def row(self, act: Act) -> Row:
-        """Waits for the checksum, where a device computes it."""
-        checksum = self.sums.read(self.sum_index)
-        return Row(act, self.position, self.meta.numel, self.meta.nbytes, checksum, self.options)
+        return Row(act, self.position, self.meta.numel, self.meta.nbytes, self.checksum(), self.options)
 
 
 class PartitionedActivation:

@@ -21,7 +21,7 @@ from .decisions import ALONE, GROUPS, Decisions, by_site
 from .packed import PackedActivation, PartitionedActivation
 from .saved_tensors import Policy, SavedTensors
 
-_YEARS = 10 * 365 * 86400.0  # as good as no limit: deadlines are kept in nanoseconds of 64 bits
+_YEARS = 10 * 365 * 86400.0  # in place of no limit: deadlines are kept in nanoseconds of 64 bits
 
 # The tensors of each ``with`` that is entered.
 _OPEN: dict[Decisions, SavedTensors] = {}

@@ -103,8 +103,8 @@ class SavedTensors:
         return self._partitioned(fingerprint, values), True
 
     def _fingerprint(self, position: int, values: torch.Tensor, meta: TensorMeta) -> Fingerprint:
-        index = self._sums.add(0 if self._channel.ranks.size == 1 else checksum(values, meta.dtype.itemsize))
-        return Fingerprint(position, meta, self._policy.digest, self._sums, index)
+        found = 0 if self._channel.ranks.size == 1 else checksum(values, meta.dtype.itemsize)
+        return Fingerprint(position, meta, self._policy.digest, self._sums.add(found))
 
     def _compare(self, fingerprint: Fingerprint) -> bool:
         rows = self._channel.exchange_rows(fingerprint.row(Act.COMPARE))

@@ -109,7 +109,7 @@ class ParamRecord:
     # -- the master and the average --------------------------------------------------------------------------------
 
     def follow_param(self) -> None:
-        """Records that the master is that of the param as it is now. Called at the end of a step."""
+        """Records that the master is that of the present param. Called at the end of a step."""
         self.version, self.master_state = self.param._version, MasterState.FOLLOWS
 
     def note_replaced(self) -> None:

@@ -250,13 +250,13 @@ class Shard:
         return self.bucket.view(flat, index, self.bucket.params[index])
 
     def fits_master(self, index: int) -> bool:
-        """True if the unmatched master of param ``index`` rounds to the param as it is now."""
+        """True if the unmatched master of param ``index`` rounds to the present param."""
         where, loaded = self.slice_of(index).local, self.unmatched_masters[index]
         param = self.params(where.start, where.stop).to(loaded.device)
         return bool(codecs.rounds_to(loaded, param).all())
 
     def keep_low_bits(self, index: int) -> None:
-        """Stores the low bits of the unmatched master of param ``index``, which complete the param as it is now."""
+        """Stores the low bits of the unmatched master of param ``index``, which complete the present param."""
         self.write("master", index, self.slice_of(index).start, self.unmatched_masters[index])
 
     def refresh_masters(self, indices: Iterable[int], is_rounded: IsRounded) -> None:
@@ -339,8 +339,8 @@ class Shard:
     def write_chunk(self, name: str, start: int, values: torch.Tensor) -> None:
         """Writes 1D ``values`` of any dtype: whole blocks of a param, but for its last block.
 
-        Of a master in halves the low bits that complete the param as it is now are stored. Values are encoded a piece
-        at a time, so that no temporary is as long as the shard.
+        A master in halves is stored as the low bits that complete the present param. Values are encoded a piece at a
+        time, so that no temporary is as long as the shard.
         """
         if name == "param":
             if self.param is None:

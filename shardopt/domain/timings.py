@@ -123,7 +123,7 @@ class Timings(Mapping[str, float]):
             events: the last phases of this rank, for :meth:`trace`.
         """
         self._seconds = dict(seconds)
-        # The events as they are: who reads seconds after each step makes nothing of thousands of them.
+        # Not converted yet: a script that reads the seconds after each step needs none of the thousands of events.
         self.note, self.first, self._events, self._rank = note, first, list(events), rank
 
     @staticmethod

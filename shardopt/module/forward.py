@@ -402,7 +402,7 @@ class _ModuleCall:
     def is_over_before(self, other: _ModuleCall) -> bool:
         """True if no node of this call runs any more, now that the backward of another call begins.
 
-        A backward within a backward, and the thread of another device, go their own way.
+        The order says nothing about a backward within a backward, and about the thread of another device.
         """
         return self._began > other._ended and self._task == other._task and self._devices == other._devices
 

@@ -320,7 +320,7 @@ class Gatherer:
         now.at = at + 1
 
     def _join(self, now: ModelPass, until: int) -> None:
-        """Issues the gathers of uses that this rank omits: the units travel all the same, for the others."""
+        """Issues the gathers of uses that this rank omits, because other ranks need the units."""
         for use in now.uses[now.at : until]:
             self._run(now, use)
             if use.unit not in now.order:

@@ -9,11 +9,11 @@
 
 Whatever a step decides with all gradients at hand (clipping, loss scaling, a second backward) cannot be decided here,
 and is refused. When backward returns, all ranks have taken the step; ``step()`` returns its outcome and lets the next
-one begin. An error in the midst of a backward leaves some buckets updated and others not, on each rank others: the
-domain is broken then.
+one begin. An error in the middle of a backward leaves some buckets updated and others not, and other ones on each
+rank: the domain is broken then.
 
 An update writes to params while backward goes on. Autograd accumulates the gradient of a param after all that used the
-param has run backward, so nobody reads it any more. A graph that was given ``param.detach()`` reads it all the same: it
+param has run backward, so no node reads it any more. A graph that was given ``param.detach()`` still reads it: it
 finds a later version, which is autograd's own error. An activation checkpoint is not caught: it runs its forward
 again in backward, with what the param is by then.
 """
@@ -68,8 +68,8 @@ class _OpenStep:
     bits: dict[str, int]  # sums of the bits of these weights, to be compared between ranks
     # Sums of buckets for which not all gradients came on this rank: other ranks may have had the rest.
     waiting: dict[Shard, torch.Tensor] = field(default_factory=dict)
-    # Of each bucket that was updated: whether its sum held an Inf or NaN, 0D bool on its device. The launch passed over
-    # it then. No host decides that: it would wait for the device in mid-backward.
+    # For each bucket that was updated: whether its sum held an Inf or NaN, 0D bool on its device. The launch then left
+    # the bucket unchanged. The host does not decide that: it would wait for the device in mid-backward.
     spoilt: list[torch.Tensor] = field(default_factory=list)
 
 
