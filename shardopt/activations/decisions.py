@@ -30,7 +30,7 @@ class Decisions:
         self.number = number
         self._whole: set[int] = set()
         self._same: set[tuple[int, Hashable]] = set()
-        self.packed: weakref.WeakSet[PackedActivation] = weakref.WeakSet()
+        self.packed: weakref.WeakSet[PackedActivation] = weakref.WeakSet()  # weak: a graph that is dropped frees them
 
     def find(self, position: int, kind: Hashable) -> bool | None:
         """Returns True if the tensor is the same on all ranks, False if it stays whole, None if not compared yet.
@@ -60,4 +60,4 @@ def by_site(number: int) -> Sites:
 
 Sites = defaultdict[Hashable, Decisions]  # by the place in the program of the ``with``
 ALONE = by_site(0)  # one rank, without a process group
-GROUPS: weakref.WeakKeyDictionary[dist.ProcessGroup, Sites] = weakref.WeakKeyDictionary()
+GROUPS: weakref.WeakKeyDictionary[dist.ProcessGroup, Sites] = weakref.WeakKeyDictionary()  # they go with the group

@@ -78,10 +78,8 @@ class _LocalParam:
         self._note_versions()
 
     def _note_versions(self) -> None:
-        self.versions, self.last_local = (
-            (self.param._version, self.local._version),
-            weakref.ref(self.param._local_tensor),
-        )
+        self.versions = self.param._version, self.local._version
+        self.last_local = weakref.ref(self.param._local_tensor)
 
 
 class DTensorLocals:

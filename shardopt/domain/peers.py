@@ -40,9 +40,12 @@ if TYPE_CHECKING:
     from .epoch import Moment
     from .serve import Readable
 
-# Seconds for which a process goes on answering at its end, while some rank has not said farewell.
+# Seconds for which a process goes on answering at its end, while some rank has not said farewell: rank 0 may still be
+# saving. A rank that was killed never says it, so the wait has an end.
 LINGER = 120.0
-SILENCE = 5.0  # seconds without a request after which close() no longer waits for one
+# Seconds without a request after which close() no longer waits for one. A script that saves on rank 0 and closes on all
+# ranks would lose slices if close() did not wait; ranks that never close must not hold up the others.
+SILENCE = 5.0
 _PAUSE = 0.05  # seconds between two checks of the time of the last request
 
 # They outlive their optimizers: a rank that ended at once would cut off a rank that is still saving. Test:

@@ -97,7 +97,7 @@ class Backward(RoundGradients):
     def __init__(self, domain: Domain, num_batches: int | None = None):
         super().__init__(domain, num_batches)
         self.followers: list[Backward] = []
-        self._lead: weakref.ref[Backward] | None = None
+        self._lead: weakref.ref[Backward] | None = None  # weak: a cycle would outlive the optimizer
         self._hooks: list[Any] = []
         self.is_syncing = self.is_in_forward = False
         self._lost: str | None = None  # why the gradients are lost; None unless the round is LOST

@@ -356,6 +356,7 @@ class _ModuleCall:
             starts: the nodes of its inputs.
             own: those of them that no other call shares. They show whether backward ran through this call.
         """
+        # Weak: hooks of the graph hold this call, and a loss that the user keeps must not keep the optimizer.
         self._forward, self.module, self._own = weakref.ref(forward), module, own
         self.units: tuple[Unit, ...] = ()  # once they are gathered
         self.versions: list[tuple[nn.Parameter, int]] = []  # versions of the params when the forward began

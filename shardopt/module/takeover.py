@@ -80,7 +80,8 @@ class ModuleTakeover:
         self._experts: dict[Domain, Backward] = {}  # those of experts
         self.fresh: frozenset[torch.Tensor] = frozenset()
         self._tree: ModuleTree | None = None  # of the last binding or check_covered()
-        self._covered_by: frozenset[weakref.ref[ModuleTakeover]] = frozenset()  # the sharers at the same time
+        # The sharers at the same time. Weak: one optimizer must not keep another one of the same module.
+        self._covered_by: frozenset[weakref.ref[ModuleTakeover]] = frozenset()
         self.groups, self._takeovers = groups, takeovers
         self._always_syncs, self._before_forward = always_syncs, before_forward
         self._called = {each.module: each for each in self.called}

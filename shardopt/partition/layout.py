@@ -18,6 +18,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
+# Elements of a block. An 8-bit state has one scale for each block. A param that began within a block would share a
+# scale with its neighbour, and its bits would depend on the mesh: so params and shards start on blocks. Test: the
+# example above, in tests/partition/test_layout.py.
 BLOCK = 256
 
 

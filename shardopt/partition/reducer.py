@@ -51,6 +51,7 @@ BUCKETS_UNDER_WAY = 2
 # planned, which is better than a deadlock.
 PATIENCE = 2.0
 
+# Of all optimizers in this process, for :attr:`Reducer._may_wait`. Weak: an optimizer that was dropped has no round.
 _REDUCERS: weakref.WeakSet[Reducer] = weakref.WeakSet()
 
 

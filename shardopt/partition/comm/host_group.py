@@ -24,9 +24,10 @@ if TYPE_CHECKING:
     from datetime import timedelta
 
 _CPU = torch.device("cpu")
-# One for all optimizers of a process group; it goes with the group.
+# Process group -> its gloo group, one for all optimizers. Weak: it goes with the process group. Test:
+# test_one_group_beside_goes_with_its_group in tests/partition/test_host_group.py.
 _BESIDE: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
-_MAKING = threading.Lock()
+_MAKING = threading.Lock()  # two threads at once would each make a group, and ranks could connect unlike ones
 
 
 def host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:

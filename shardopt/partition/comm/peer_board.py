@@ -28,7 +28,9 @@ if TYPE_CHECKING:
 MAX_ADDRESSES = 64
 # Peers read in this order: memory is copied from lower to higher addresses.
 _AT, _MISSED, _FAILED, _FILLED, _CONSUMED, _FIRST_ADDRESS = range(6)
-_ATTEMPTS = 1 << 20  # at most of one round. Round and attempt are one number, so that both change at once.
+# Attempts at one round, at most. Round and attempt are one number: a peer that reads while both change would see the
+# new round with the old attempt.
+_ATTEMPTS = 1 << 20
 # Reading a board takes a microsecond, a wait for a rank that computes takes milliseconds. After some reads this rank
 # sleeps between two of them, which leaves the core to the other rank.
 _READS_WITHOUT_PAUSE = 20

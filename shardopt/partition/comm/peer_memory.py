@@ -18,7 +18,7 @@ import torch
 from ...errors import CommunicationError
 
 _TOKEN_BYTES = 16
-# The kernel moves at most 2 GiB a call.
+# The kernel moves at most 2 GiB a call, and fewer bytes than asked for are no error.
 _BYTES_PER_CALL = 1 << 30
 
 

@@ -43,9 +43,11 @@ if TYPE_CHECKING:
     from .group import Ranks
     from .reduce_scatter import ReduceScatter
 
-_WINDOWS = 1 << 20  # how many windows one transport may number
+# Numbers of windows that one transport has; 512 transports of a group have numbers of their own. Tags are made of these
+# numbers: with equal tags a message of one optimizer could be taken for one of another.
+_WINDOWS = 1 << 20
 
-# Transports that each group has had.
+# Process group -> the number of transports that it has had.
 _TRANSPORTS: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
 
@@ -61,7 +63,6 @@ class Transport:
     ):
         self.ranks, self._device = ranks, device
         self._memory, self._cards = memory, cards
-        # Messages of several optimizers in one group must not match each other.
         self._number = 0 if ranks.group is None else _TRANSPORTS.get(ranks.group, 0)
         if ranks.group is not None:
             _TRANSPORTS[ranks.group] = self._number + 1
