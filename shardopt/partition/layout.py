@@ -19,8 +19,8 @@ from functools import cached_property
 from itertools import accumulate
 
 # Elements of a block. An 8-bit state has one scale for each block. A param that began within a block would share a
-# scale with its neighbour, and its bits would depend on the mesh: so params and shards start on blocks. Test: the
-# example above, in tests/partition/test_layout.py.
+# scale with its neighbour, and its bits would depend on the mesh: so params and shards start on blocks. Test:
+# test_blocks_of_a_param_do_not_depend_on_ranks in tests/partition/test_layout.py.
 BLOCK = 256
 
 
