@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -97,45 +98,31 @@ def _check(reports: Sequence[int], phase: str) -> None:
 
 def to_itself(ranks: Ranks) -> AllToAll:
     """One rank, which has everything already."""
-    return AllToAll(ranks, lambda own, others, rows: lambda: None)
+    return AllToAll(ranks, lambda own, others, _: lambda: None)
 
 
 def by_messages(ranks: Ranks, tag: int, phase: str) -> AllToAll:
     """Sends straight to every rank, while this rank computes."""
-
-    def begin(
-        own: Sequence[torch.Tensor], others: Sequence[torch.Tensor], rows: Sequence[Sequence[int]]
-    ) -> Callable[[], None]:
-        pending = ranks.exchange_slices(own, others, tag, phase)
-        return lambda: ranks.wait(pending)
-
-    return AllToAll(ranks, begin)
+    return AllToAll(ranks, lambda own, others, _: partial(ranks.wait, ranks.exchange_slices(own, others, tag, phase)))
 
 
 def by_reading(ranks: Ranks, memory: PeerMemory, pids: Sequence[int]) -> AllToAll:
     """Reads what each rank has for this one from its memory."""
 
-    def begin(
-        own: Sequence[torch.Tensor], others: Sequence[torch.Tensor], rows: Sequence[Sequence[int]]
-    ) -> Callable[[], None]:
-        def end() -> None:
-            for step in range(1, ranks.size):  # every rank starts with another peer
-                peer = (ranks.rank + step) % ranks.size
-                memory.read(pids[peer], rows[peer][ranks.rank], others[peer])
+    def end(others: Sequence[torch.Tensor], addresses: Sequence[Sequence[int]]) -> None:
+        for step in range(1, ranks.size):  # every rank starts with another peer
+            peer = (ranks.rank + step) % ranks.size
+            memory.read(pids[peer], addresses[peer][ranks.rank], others[peer])
 
-        return end
-
-    return AllToAll(ranks, begin, sends_addresses=True)
+    return AllToAll(ranks, lambda _, others, addresses: partial(end, others, addresses), sends_addresses=True)
 
 
 def by_collectives(ranks: Ranks, phase: str) -> AllToAll:
     """The backend's all-to-all. NCCL runs it on its own stream, and the current stream waits for it."""
 
-    def begin(
-        own: Sequence[torch.Tensor], others: Sequence[torch.Tensor], rows: Sequence[Sequence[int]]
-    ) -> Callable[[], None]:
+    def begin(own: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> Callable[[], None]:
         with ranks.naming(phase):
             work = dist.all_to_all(list(others), list(own), group=ranks.group, async_op=True)
-        return lambda: ranks.wait_on_stream(Pending(phase, (work,)))
+        return partial(ranks.wait_on_stream, Pending(phase, (work,)))
 
-    return AllToAll(ranks, begin)
+    return AllToAll(ranks, lambda own, others, _: begin(own, others))
