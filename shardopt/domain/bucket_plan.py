@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -104,26 +104,29 @@ def plan_buckets(
             known[kind] = formats_for(rule, options, param.dtype, param.numel())
         return known[kind]
 
-    def key(
-        candidate: Candidate,
-    ) -> tuple[bool, int, int, str, tuple[str, ...], tuple[str, ...], str, tuple[bool, ...]]:
+    def stays_whole(param: torch.nn.Parameter) -> bool:
+        return not shards_params or param.numel() < options.tuning.keep_below or param in kept_whole
+
+    def key(candidate: Candidate) -> tuple[Any, ...]:
+        """Equal for params that may share a bucket, and in the order of buckets."""
         _, param, group = candidate
         # A bucket of whole params holds those of many layers: backward fills it last, so it comes last.
-        is_whole = not shards_params or param.numel() < options.tuning.keep_below or param in kept_whole
+        is_whole = stays_whole(param)
         unit = 0 if is_whole or unit_of is None else -unit_of[param]
         stage = -stage_of.get(param, 0) if stage_of else 0
-        states, name = rule.variant(group, param.shape).states, rule.of(group).name
         # The params of a bucket share one variant, see launches_of().
-        answers = rule.answers(group, param.shape)
-        return is_whole, stage, unit, str(param.dtype), formats_of(param).key, states, name, answers
+        variant = rule.variant(group, param.shape).states, rule.of(group).name, rule.answers(group, param.shape)
+        return is_whole, stage, unit, str(param.dtype), formats_of(param).key, *variant
 
     # Backward runs from the last param to the first; sorting is stable, so each kind keeps that order.
     backward = sorted(reversed(candidates), key=key)
     plan, packer = [], Packer(num_shards)
-    for (is_whole, _, _, _, _, states, _, _), same_kind in groupby(backward, key=key):
+    for _, same_kind in groupby(backward, key=key):
         kind = list(same_kind)
-        most = bucket_bytes(kind[0][1].device) if is_whole or unit_of is None else None
-        packs = num_shards > 1 and isinstance(rule.of(kind[0][2]), MatrixRule)
+        _, first, group = kind[0]
+        is_whole, states = stays_whole(first), rule.variant(group, first.shape).states
+        most = bucket_bytes(first.device) if is_whole or unit_of is None else None
+        packs = num_shards > 1 and isinstance(rule.of(group), MatrixRule)
         if packs and not any(param in slices for _, param, _ in kind):
             splits = packer.split([_packable(param, group) for _, param, group in kind], most)
         else:

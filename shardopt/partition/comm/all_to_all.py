@@ -67,25 +67,27 @@ class AllToAll:
                 "Slices of different matrices would have been put together."
             )
         end = self._begin(own, others, [row[2:] for row in rows])
-        # Other ranks read these tensors until the second exchange below. Without a reference the allocator could give
-        # their memory to another tensor, and peers would read that one's values.
-        kept = list(own)
+        return partial(self._finish, end, list(own), phase)
 
-        def finish() -> None:
-            problem: CommunicationError | None = None
-            try:
-                end()
-            except CommunicationError as error:
-                problem = error
-            try:
-                reports = ranks.exchange([int(problem is not None)], f"{phase} (waiting for every rank)")
-            finally:
-                if problem is not None:
-                    raise problem
-            kept.clear()
-            _check([failed for (failed,) in reports], phase)
+    def _finish(self, end: Callable[[], None], kept: list[torch.Tensor], phase: str) -> None:
+        """Collective: waits until everything has arrived on every rank.
 
-        return finish
+        Args:
+            kept: the tensors that this rank sends. Other ranks read them until the exchange below. Without a reference
+                the allocator could give their memory to another tensor, and peers would read that one's values.
+        """
+        problem: CommunicationError | None = None
+        try:
+            end()
+        except CommunicationError as error:
+            problem = error
+        try:
+            reports = self._ranks.exchange([int(problem is not None)], f"{phase} (waiting for every rank)")
+        finally:
+            if problem is not None:
+                raise problem
+        kept.clear()
+        _check([failed for (failed,) in reports], phase)
 
 
 def _check(reports: Sequence[int], phase: str) -> None:
