@@ -88,7 +88,7 @@ class Domain:
         cut_over: local param -> the ranks that hold the other slices, in each dimension of a mesh that it is cut along;
             of rules that look at whole params.
         overlapped_gather: the gather that the last step did not wait for.
-        to_mates: the transports to the tensor mates, who hold other slices of matrices, by their group.
+        mate_transports: the transports to the tensor mates, who hold other slices of matrices, by their group.
 
     ============================================  ==========================================
     what changes                                  by
@@ -103,7 +103,7 @@ class Domain:
     ``remote``                                    :meth:`retire`, :meth:`release`
     ``overlapped_gather``                         :meth:`overlap_gather`, :meth:`finish_gather`
     ``members``, ``leader``                       :func:`.experts.set_members`
-    ``to_mates``                                  :func:`shardopt.step.tensor_mates.put_together`
+    ``mate_transports``                           :func:`shardopt.step.tensor_mates.put_together`
     what :meth:`listed` returns                   :meth:`adopt`, :meth:`release`, :meth:`note_slice`, other param groups
     ============================================  ==========================================
     """
@@ -131,7 +131,7 @@ class Domain:
         self.cut_over: dict[torch.nn.Parameter, Sequence[Ranks]] = {}
         self._listed: ListedParams | None = None
         self.overlapped_gather: OverlappedGather | None = None
-        self.to_mates: dict[dist.ProcessGroup, Transport] = {}
+        self.mate_transports: dict[dist.ProcessGroup, Transport] = {}
         self.members = Members()  # of the module's params; all, unless experts have domains of their own
         self.leader: Domain | None = None  # the main domain, where experts share what gathers units with it
         # Puts hooks on the module and starts the gather, or returns False: the step must wait. Set by the takeover.
@@ -360,7 +360,7 @@ class Domain:
         counted = [] if self.links is None else [self.links.shards.traffic, self.links.replicas.traffic]
         if self.sharded is not None and all(self.sharded.transport.traffic is not each for each in counted):
             counted.append(self.sharded.transport.traffic)  # offloaded slices have a transport of their own
-        counted += [each.traffic for each in self.to_mates.values()]
+        counted += [each.traffic for each in self.mate_transports.values()]
         return {kind.name: sum(getattr(each, kind.name) for each in counted) for kind in fields(Traffic)}
 
     def matrix_stats(self, groups: Sequence[Group]) -> MatrixStats:

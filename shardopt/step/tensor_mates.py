@@ -99,7 +99,7 @@ def _transport_to(domain: Domain, group: dist.ProcessGroup) -> Transport:
     Raises:
         BindingError: the mates are not those of the same number in their data-parallel groups; on all of them.
     """
-    if group not in domain.to_mates:
+    if group not in domain.mate_transports:
         ranks, shard = Ranks(group, domain.options.tuning.deadline), domain.mesh.shard
         found = ranks.exchange([shard.rank, shard.size], "comparing data-parallel groups of tensor mates")
         if any(each != found[0] for each in found):
@@ -108,8 +108,8 @@ def _transport_to(domain: Domain, group: dist.ProcessGroup) -> Transport:
                 f"{[rank for rank, _ in found]} in their data-parallel groups, of {[size for _, size in found]} ranks. "
                 "Slices of matrices could not be put together on one rank."
             )
-        domain.to_mates[group] = Transport.of(ranks, domain.device, domain.options.tuning.neighbours)
-    return domain.to_mates[group]
+        domain.mate_transports[group] = Transport.of(ranks, domain.device, domain.options.tuning.neighbours)
+    return domain.mate_transports[group]
 
 
 def _travel(

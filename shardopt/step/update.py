@@ -311,11 +311,8 @@ def _update_in_memory_and_gather(plan: StepPlan, launches: LaunchesByShard, fact
     except Exception as error:
         problem = problem or error
     domain.transport.traffic.params += gather.received
-    if (
-        late is None
-        or problem is not None
-        or not domain.overlap_gather(late, [shard for shard in ordered if shard in updated])
-    ):
+    arriving = [shard for shard in ordered if shard in updated]
+    if late is None or problem is not None or not domain.overlap_gather(late, arriving):
         _finish(domain, gather, problem)
 
 
