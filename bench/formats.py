@@ -24,7 +24,7 @@ from tqdm import tqdm
 
 import shardopt
 from shardopt.config import Options
-from shardopt.domain.formats import kept_for
+from shardopt.domain.formats import formats_for
 from shardopt.kernels import codecs
 from shardopt.kernels.formats import BF16, BF16_RANDOM, FP32, BlockFormat
 from shardopt.kernels.launch import backend_of
@@ -85,7 +85,7 @@ def updates(master: str, states: str, grad: torch.Tensor) -> tuple[StepSpec, Run
     optimizer = shardopt.ShardedAdamW([Parameter(torch.zeros(1))], lr=1e-3, weight_decay=0.1)
     group = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
     variant = optimizer.rule.variant(group)
-    kept = kept_for(optimizer.rule, Options(master=master, state_format=states), torch.bfloat16, numel)
+    kept = formats_for(optimizer.rule, Options(master=master, state_format=states), torch.bfloat16, numel)
     formats = tuple(kept.states[name] for name in variant.states)
     spec = StepSpec(variant, BF16 if kept.master is not None else BF16_RANDOM, BF16, kept.master, formats)
     values = torch.randn(numel, device=device).mul_(0.02)

@@ -25,10 +25,10 @@ from .domain.norm_rules import check_takes_norms
 from .domain.unsharded import check_weights
 from .errors import BindingError, DisagreementError, ShardoptError
 from .module.backward import Backward
-from .module.materialize import Values, check_materializable, check_unused, device_to_train_on, meta_params
+from .module.materialize import DeferredInit, check_materializable, check_unused, device_to_train_on, meta_params
 from .partition.comm.group import Ranks
 from .partition.mesh import Mesh, everyone_of
-from .partition.placement import Placement, Placements
+from .partition.zero_stage import ZeroStage
 from .states.table import StateTable
 
 if TYPE_CHECKING:
@@ -161,7 +161,7 @@ class Bindings:
         return group if self.takeover is None else self.takeover.process_group(group)
 
     def _make_domain(self, group: dist.ProcessGroup | DeviceMesh | None) -> Domain:
-        sharded = Placements.of_stage(self.options.stage).state is Placement.SHARD
+        sharded = ZeroStage(self.options.stage).shards_states
         mesh = Mesh.of(group, sharded, self.options.tuning.deadline)
         domain = Domain(self.rule, self.options, mesh, self.local_params)
         self._at_the_end(Domain.retire, domain)
@@ -182,10 +182,10 @@ class Bindings:
         finalizer.atexit = False  # at the interpreter's end nothing need be given back
         self._retire.append(finalizer)
 
-    def settle(self) -> None:
+    def finish_gathers(self) -> None:
         """Waits for params that a step left under way."""
         for domain in self.domains:
-            domain.settle()
+            domain.finish_gather()
 
     # -- binding -------------------------------------------------------------------------------------------------------
 
@@ -213,38 +213,38 @@ class Bindings:
                 "bind() takes a module over, but none was handed over: the params are bound at the first step. Pass "
                 "the module as first argument or as module=."
             )
-        takeover, values = self.takeover, Values(state_dict, init_fn)
+        takeover, init = self.takeover, DeferredInit(state_dict, init_fn)
         by_domain = self._handed_over()
         candidates = [each for domain, groups in by_domain for each in domain.unbound(groups)]
         is_bound = all(domain.entries or not frozen_of(domain, takeover.module) for domain, _ in by_domain)
         if not candidates and not takeover.fresh and is_bound:
-            check_unused(values)
+            check_unused(init)
             return
-        with self.takeover.closure.meeting():
-            self._bind_together(self.takeover, by_domain, candidates, values)
+        with self.takeover.closure.raising_together():
+            self._bind_together(self.takeover, by_domain, candidates, init)
 
     def _bind_together(
         self,
         takeover: ModuleTakeover,
         by_domain: Sequence[tuple[Domain, Sequence[Group]]],
         candidates: list[Candidate],
-        values: Values,
+        init: DeferredInit,
     ) -> None:
-        self.settle()
+        self.finish_gathers()
         self._announce("bind")
         composition = self.compose()
-        takeover.leave_out_experts()
-        with composition.told("bind() begins"):
-            numbers = self._check_together(takeover, candidates, values)
+        takeover.exclude_experts()
+        with composition.raising_together("bind() begins"):
+            numbers = self._check_together(takeover, candidates, init)
         try:
-            with composition.told("values are shared"):
+            with composition.raising_together("values are shared"):
                 is_shared = self._share_values(takeover, by_domain)
             if is_shared:
                 composition.compare_experts(self.groups)
-            with composition.told("bind() ends"):
-                self._bind_module(takeover, by_domain, values, numbers)
+            with composition.raising_together("bind() ends"):
+                self._bind_module(takeover, by_domain, init, numbers)
         finally:
-            self.local_params.show()
+            self.local_params.update_dtensors()
 
     def _share_values(self, takeover: ModuleTakeover, by_domain: Sequence[tuple[Domain, Sequence[Group]]]) -> bool:
         """Collective: ranks that hold the same begin with the same values. Returns False where these are there, or are
@@ -260,7 +260,7 @@ class Bindings:
         self,
         takeover: ModuleTakeover,
         by_domain: Sequence[tuple[Domain, Sequence[Group]]],
-        values: Values,
+        init: DeferredInit,
         numbers: Sequence[dict[str, Any]],
     ) -> None:
         main = self.compose().main
@@ -279,7 +279,7 @@ class Bindings:
         if len(by_domain) > 1:
             agree_on("experts", main.mesh.world, problem)
         if takeover.fresh:
-            takeover.give_values(values)
+            takeover.give_values(init)
         takeover.expect_backward()
 
     def _bind_params(
@@ -300,14 +300,14 @@ class Bindings:
             takeover.attach(domain, entries)
 
     def _check_together(
-        self, takeover: ModuleTakeover, candidates: Sequence[Candidate], values: Values
+        self, takeover: ModuleTakeover, candidates: Sequence[Candidate], init: DeferredInit
     ) -> list[dict[str, Any]]:
         """Collective: what can be wrong on one rank alone is raised on all, before any of them waits for values."""
         problem: Exception | None = None
         numbers: list[dict[str, Any]] = []
         domain = self.compose().main
         try:
-            self.compose().look(self.groups)  # first: it finds the ranks who are to be told of a problem
+            self.compose().update_whole(self.groups)  # first: it finds the ranks who are to be told of a problem
             takeover.check_covers(self.groups)
             takeover.check_covered()
             assert takeover.backward is not None
@@ -316,12 +316,12 @@ class Bindings:
             check_numbers(numbers, self.defaults)
             if takeover.fresh or meta_params(takeover.module):
                 self._check_one_domain()
-                check_materializable(takeover.module, values, takeover.fresh)
+                check_materializable(takeover.module, init, takeover.fresh)
             else:
-                check_unused(values)
+                check_unused(init)
         except Exception as error:
             problem = error
-        view = {"module": takeover.describe(), **values.describe()}
+        view = {"module": takeover.describe(), **init.describe()}
         agree_on(view, domain.mesh.world, problem)
         return numbers
 
@@ -346,4 +346,4 @@ class Bindings:
                     check_numbers(numbers, self.defaults)
                     self._bind_params(domain, groups, numbers, candidates)
         finally:
-            self.local_params.show()
+            self.local_params.update_dtensors()

@@ -27,7 +27,7 @@ from .domain.memory import memory_in_words, memory_of
 from .domain.relocate import move_states
 from .domain.tiers import tier_of
 from .domain.timings import Timings
-from .domain.unsharded import check_gathered_by_nobody, unsharded
+from .domain.unsharded import check_not_unsharded, unsharded
 from .errors import CommunicationError, ShardoptError, StateError
 from .module.closure import RaiseNow
 from .module.gradients_at_once import reduce_together, sum_tied
@@ -35,9 +35,9 @@ from .module.takeover import ModuleTakeover
 from .option import given_in_words
 from .partition.comm.group import Ranks
 from .partition.mesh import everyone_of
-from .partition.placement import Placement, Placements
 from .partition.schedule import Schedule
 from .partition.unit_view import Units, UnitView
+from .partition.zero_stage import ZeroStage
 from .states.consolidate import consolidate, rank_to_gather_on
 from .states.table import StateTable
 from .states.torch_format import check_same_rules, read_state_dict
@@ -117,7 +117,7 @@ class Engine(Bindings):
             engine = me()
             return [] if engine is None else engine.groups
 
-        has_parts = Placements.of_stage(self.options.stage).grad is Placement.SHARD
+        has_parts = ZeroStage(self.options.stage).shards_gradients
         takeover = ModuleTakeover(module, has_parts, before_forward, groups, _takeovers)
         takeover.check_covers(self.groups)
         self.takeover = takeover
@@ -145,7 +145,7 @@ class Engine(Bindings):
                 "yourself: reduce_gradients() reduces what backwards under no_sync() accumulated, and without the "
                 "module shardopt reduces no gradients."
             )
-        if Placements.of_stage(self.options.stage).grad is Placement.SHARD or self.options.release_gradients:
+        if ZeroStage(self.options.stage).shards_gradients or self.options.release_gradients:
             return  # every backward has
         self.bind()
         reduce_together(self.compose().main, self.takeover.backward)
@@ -171,7 +171,7 @@ class Engine(Bindings):
     @contextmanager
     def unsharded(self, ema: bool) -> Iterator[None]:
         """See :meth:`ShardedOptimizer.unsharded`."""
-        self.settle()
+        self.finish_gathers()
         with unsharded(self.domains, self.rule, ema):
             yield
 
@@ -217,7 +217,7 @@ class Engine(Bindings):
 
         def evaluate() -> Any:
             self.check_weights("step()")
-            check_gathered_by_nobody(self.domains)
+            check_not_unsharded(self.domains)
             if closure is not None and not callable(closure):
                 raise TypeError(f"closure takes a function or None, found {type(closure).__name__}.")
             return None if closure is None else closure()
@@ -231,7 +231,7 @@ class Engine(Bindings):
                 with torch.enable_grad():
                     loss = evaluate()
             scaled = scaling()
-            self.settle()
+            self.finish_gathers()
             backward = self._backward()
             if self.takeover is not None and backward is not None:
                 self.takeover.check_still_covered()
@@ -256,7 +256,7 @@ class Engine(Bindings):
     def take(self, call: Call) -> None:
         """Collective: one step with the gradients that there are."""
         if call.problem is None:
-            self.settle()  # in a join() this rank has run no forward since the last step
+            self.finish_gathers()  # in a join() this rank has run no forward since the last step
         # Released params would ask for each attribute whether it may be read.
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             updated, norm = self._close_released(call) if self.options.release_gradients else self._run(call)
@@ -269,8 +269,8 @@ class Engine(Bindings):
         if call.problem is not None:
             raise call.problem
         if self._release is not None:
-            self.local_params.show()
-            return self._release.close(self.params)
+            self.local_params.update_dtensors()
+            return self._release.finish_step(self.params)
         drop_gradients(self.params)  # before the first forward there are none
         return NOTHING_DONE
 
@@ -278,27 +278,27 @@ class Engine(Bindings):
         by_domain, composition = self.groups_by_domain(), self.compose()
         composition.compare_norm_groups(call.problem)
         try:
-            composition.look(self.groups)
+            composition.update_whole(self.groups)
             self.local_params.prepare_gradients()
         except Exception as error:  # this rank's alone, perhaps: its tensor mates come to the exchange that follows
             call = dataclasses.replace(call, problem=call.problem or error)
         try:
             composition.agree_on_gradients(self.groups, call.problem)
-            self.local_params.take_gradients(composition.sum_over)
+            self.local_params.set_local_gradients(composition.sum_over)
         except Exception as error:
             call = dataclasses.replace(call, problem=error)
         try:
             return run_step(by_domain, composition.whole, call, self._bind_params)
         finally:
             self.local_params.drop_gradients()
-            self.local_params.show()
+            self.local_params.update_dtensors()
 
     @torch.no_grad()
     def refresh_masters(self) -> None:
         """See :meth:`ShardedOptimizer.refresh_masters`."""
         with self.lock:
             self.check_weights("refresh_masters()")
-            self.settle()
+            self.finish_gathers()
             self.states.consolidated = None
             for domain in self.domains:
                 refresh_masters(domain)
@@ -336,7 +336,7 @@ class Engine(Bindings):
     def replace_states(self, loaded: Mapping[torch.nn.Parameter, ParamState], own: dict[Any, Any]) -> None:
         """Takes checked states by param, and what the user keeps beside them; all others are forgotten."""
         self.check_weights("loading states")
-        self.settle()
+        self.finish_gathers()
         self.states.replace(loaded)
         self.states.own = own
 
@@ -372,7 +372,7 @@ class Engine(Bindings):
     def _move(self, to: Offload | None) -> None:
         with self.lock:
             self.check_open()
-            self.settle()
+            self.finish_gathers()
             if move_states(self.domains, to):
                 self._away = to
 
@@ -418,7 +418,7 @@ class Engine(Bindings):
             words += (
                 f", ranks={domain.mesh.world.size}, buckets={len(domain.shards)}, transport={domain.transport.name}"
             )
-            laid = domain.matrices_laid(self.groups)
+            laid = domain.matrix_stats(self.groups)
             words += f", matrices whole on one rank: {laid}" if laid.matrices else ""
         if self.is_closed:
             return f"{words}, closed"
@@ -432,13 +432,13 @@ class Engine(Bindings):
         """See :meth:`ShardedOptimizer.close`."""
         self.check_weights("close()")
         with suppress(CommunicationError):  # told already; what did not arrive is lost with the other rank
-            self.settle()
+            self.finish_gathers()
         if self.takeover is not None:
             self.takeover.close()
         for finalizer in self._retire:
             finalizer.detach()
         for domain in self.domains:
             domain.release()
-        self.local_params.show()
+        self.local_params.update_dtensors()
         self._composition, self._away, self.is_closed = None, None, True
         self.states = StateTable(self.rule, self.local_params)

@@ -1,7 +1,7 @@
-"""How the ranks of a group meet over their activations: to compare a tensor in forward, to gather it in backward.
+"""Messages of a group of ranks about their activations: to compare a tensor in forward, to gather it in backward.
 
-A meeting is one row of numbers from each rank, of one length, whatever it is about. Ranks that came for different
-things find that out from the rows, before any tensor travels, and all of them raise the same error.
+Each exchange is one row of numbers from each rank, of one length in both cases. Ranks that make different calls find
+that out from the rows, before any tensor travels, and all of them raise the same error.
 """
 
 from enum import IntEnum
@@ -18,7 +18,7 @@ _GRAIN = 16  # bytes: shards begin at a multiple, so that an element of any dtyp
 
 
 class Act(IntEnum):
-    """What ranks meet for."""
+    """The purpose of an exchange."""
 
     COMPARE = 1
     GATHER = 2
@@ -29,7 +29,7 @@ _PHASES = {Act.COMPARE: "comparing activations in forward", Act.GATHER: "gatheri
 
 
 class Row(NamedTuple):
-    """What a rank says at a meeting."""
+    """The message of a rank in an exchange."""
 
     act: int
     position: int  # of the tensor, in the order in which the ``with`` saved them
@@ -39,7 +39,8 @@ class Row(NamedTuple):
     options: int  # digest of the options in which ranks must agree
 
     @property
-    def told(self) -> str:
+    def text(self) -> str:
+        """The row in words, for an error."""
         verb = {int(act): verb for act, verb in _VERBS.items()}.get(self.act, "means")  # another call's numbers
         return f"{verb} tensor {self.position} of {self.nbytes} bytes"
 
@@ -71,11 +72,11 @@ class Channel:
             "nothing (gloo does not), so they cannot be partitioned."
         )
 
-    def meet(self, row: Row) -> list[Row]:
+    def exchange_rows(self, row: Row) -> list[Row]:
         """Collective: returns every rank's row, by rank.
 
         Raises:
-            DisagreementError: the ranks came for different things.
+            DisagreementError: the ranks make different calls.
             CommunicationError: a rank died or is late.
         """
         phase = _PHASES[Act(row.act)]
@@ -87,12 +88,12 @@ class Channel:
                 f"{self.ranks.at(phase)}, so ranks would not partition the same tensors."
             )
         for rank, each in enumerate(rows):
-            compared = 2 if row.act == Act.COMPARE else 4  # to compare tensors of other sizes is no mistake
+            compared = 2 if row.act == Act.COMPARE else 4  # ranks may compare tensors of other sizes
             if each[:compared] != rows[0][:compared]:
-                raise self._apart(phase, f"rank 0 {rows[0].told}, rank {rank} {each.told}")
+                raise self._mismatch(phase, f"rank 0 {rows[0].text}, rank {rank} {each.text}")
         return rows
 
-    def _apart(self, phase: str, found: str) -> DisagreementError:
+    def _mismatch(self, phase: str, found: str) -> DisagreementError:
         return DisagreementError(
             "run the same forward and the same backward on every rank of partition_activations()' group, then call "
             f"zero_grad() and begin the step anew: {found}, {self.ranks.at(phase)}. Nothing was gathered: ranks would "

@@ -5,7 +5,8 @@ products in integers of 64 bits: each word of up to 32 bits times a random odd n
 within one word always, and any other with all but 1 in 2**33 at most.
 """
 
-import functools
+from collections.abc import Callable
+from functools import cache, partial
 
 import numpy as np
 import torch
@@ -15,7 +16,7 @@ from ..offload.disk.checksum import checksum as checksum_of_words
 _GRAIN = 32  # bytes: the checksum of the disk tier takes whole multiples
 _PLACES = 1 << 16  # words of a row, each with a number of its own
 _ROWS = 16  # whose products are in memory at a time
-_SEED = 0x51AB5EED
+_SEED = 0x51AB5EED  # any number: all ranks draw the same factors
 _WORDS = {1: torch.uint8, 2: torch.int16}
 
 
@@ -27,7 +28,7 @@ def checksum(values: torch.Tensor, itemsize: int) -> int | torch.Tensor:
         itemsize: bytes of an element, at a multiple of which the values begin.
 
     Returns:
-        A number on a CPU. Elsewhere an int64 tensor of no dimension, for which nobody waits yet.
+        A number on a CPU. Elsewhere an int64 tensor of no dimension; the host has not waited for it.
     """
     if values.device.type == "cpu":
         return _on_cpu(values)
@@ -61,26 +62,26 @@ def sum_of_products(words: torch.Tensor) -> torch.Tensor:
             return (words * numbers[: words.numel()]).sum()
 
 
-@functools.cache
+@cache
 def _numbers(device: torch.device) -> torch.Tensor:
     drawn = torch.randint(-(2**63), 2**63 - 1, (_PLACES,), generator=torch.Generator().manual_seed(_SEED))
     return (drawn | 1).to(device)
 
 
-class Sums:
-    """Checksums that are read when somebody asks for the first of them. From a device all are read in one wait."""
+class Checksums:
+    """Checksums that are read when the first of them is needed. All of a device are read in one wait."""
 
     def __init__(self) -> None:
         self._sums: list[int | torch.Tensor] = []
         self._streams: list[torch.cuda.Stream | None] = []  # on which each was computed
 
-    def add(self, found: int | torch.Tensor) -> int:
-        """Returns the index to read it by."""
+    def add(self, found: int | torch.Tensor) -> Callable[[], int]:
+        """Adds a checksum, and returns the call that reads it."""
         self._sums.append(found)
         self._streams.append(_stream_of(found))
-        return len(self._sums) - 1
+        return partial(self._read, len(self._sums) - 1)
 
-    def read(self, index: int) -> int:
+    def _read(self, index: int) -> int:
         found = self._sums[index]
         if isinstance(found, int):
             return found

@@ -15,25 +15,25 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 if TYPE_CHECKING:
-    from .kept import Kept
+    from .packed import PackedActivation
 
 
 class Decisions:
-    """Of one ``with`` of the program, from step to step.
+    """The decisions for one ``with`` of the program, from step to step.
 
     Attributes:
         number: of the messages that carry activations; the same on all ranks, and of nothing else.
-        kept: what is kept now, of all backwards that are still to come.
+        packed: what is kept now, of all backwards that are still to come.
     """
 
     def __init__(self, number: int) -> None:
         self.number = number
         self._whole: set[int] = set()
         self._same: set[tuple[int, Hashable]] = set()
-        self.kept: weakref.WeakSet[Kept] = weakref.WeakSet()
+        self.packed: weakref.WeakSet[PackedActivation] = weakref.WeakSet()  # weak: a graph that is dropped frees them
 
     def find(self, position: int, kind: Hashable) -> bool | None:
-        """Returns True if the tensor is the same on all ranks, False if it stays whole, None if nobody knows.
+        """Returns True if the tensor is the same on all ranks, False if it stays whole, None if not compared yet.
 
         ``kind``: its dtype and shape. A tensor of another kind than before is compared again, but for one that stays
         whole: its kind may differ from rank to rank, and not all ranks would compare it.
@@ -54,10 +54,10 @@ class Decisions:
 
 
 def by_site(number: int) -> Sites:
-    """Returns the decisions of one process group, to be made at each ``with`` that is met; see :class:`Decisions`."""
+    """Returns the decisions of one process group, each made when its ``with`` is first entered."""
     return defaultdict(partial(Decisions, number))
 
 
 Sites = defaultdict[Hashable, Decisions]  # by the place in the program of the ``with``
 ALONE = by_site(0)  # one rank, without a process group
-GROUPS: weakref.WeakKeyDictionary[dist.ProcessGroup, Sites] = weakref.WeakKeyDictionary()
+GROUPS: weakref.WeakKeyDictionary[dist.ProcessGroup, Sites] = weakref.WeakKeyDictionary()  # they go with the group

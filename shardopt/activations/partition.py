@@ -16,15 +16,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..arguments import flag, number, whole
 from ..partition.comm.group import Ranks
 from ..partition.comm.transport import Transport
-from .block import Block, Policy
 from .channel import Channel
 from .decisions import ALONE, GROUPS, Decisions, by_site
-from .kept import Kept, Sharded
+from .packed import PackedActivation, PartitionedActivation
+from .saved_tensors import Policy, SavedTensors
 
-_YEARS = 10 * 365 * 86400.0  # as good as no limit: deadlines are kept in nanoseconds of 64 bits
+_YEARS = 10 * 365 * 86400.0  # in place of no limit: deadlines are kept in nanoseconds of 64 bits
 
-# The blocks of the ``with`` that run.
-_OPEN: dict[Decisions, Block] = {}
+# The tensors of each ``with`` that is entered.
+_OPEN: dict[Decisions, SavedTensors] = {}
 
 
 def partition_activations(
@@ -128,11 +128,12 @@ class ActivationPartition:
     def _enter(self, stack: ExitStack, site: Hashable) -> None:
         decisions = _decisions(self._ranks, site)
         self._decisions.add(decisions)
-        block = _OPEN.get(decisions)
-        if block is None:
-            block = _OPEN[decisions] = Block(Channel(self._ranks, decisions.number), decisions, self._policy)
+        saved = _OPEN.get(decisions)
+        if saved is None:
+            channel = Channel(self._ranks, decisions.number)
+            saved = _OPEN[decisions] = SavedTensors(channel, decisions, self._policy)
             stack.callback(_OPEN.pop, decisions)
-        stack.enter_context(saved_tensors_hooks(block.pack, _unpack))
+        stack.enter_context(saved_tensors_hooks(saved.pack, _unpack))
 
     def memory(self) -> dict[str, dict[str, int]]:
         """Returns the bytes that are kept now on this rank, by kind (partitioned, whole) and tier (device, host).
@@ -142,9 +143,9 @@ class ActivationPartition:
         """
         found: dict[str, dict[str, int]] = {"partitioned": {}, "whole": {}}
         for decisions in self._decisions:
-            for kept in decisions.kept:
-                tiers = found["partitioned" if isinstance(kept, Sharded) else "whole"]
-                tiers[kept.tier] = tiers.get(kept.tier, 0) + kept.nbytes
+            for packed in decisions.packed:
+                tiers = found["partitioned" if isinstance(packed, PartitionedActivation) else "whole"]
+                tiers[packed.tier] = tiers.get(packed.tier, 0) + packed.nbytes
         return found
 
 
@@ -164,5 +165,5 @@ def _decisions(ranks: Ranks, site: Hashable) -> Decisions:
     return GROUPS[ranks.group][site]
 
 
-def _unpack(kept: Kept) -> torch.Tensor:
-    return kept.unpack()
+def _unpack(packed: PackedActivation) -> torch.Tensor:
+    return packed.unpack()

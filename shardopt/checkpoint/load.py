@@ -227,11 +227,11 @@ class Loading:
             self._meeting.share(problem, "loading a checkpoint")
         except ShardoptError as error:
             for domain in domains:
-                domain.break_off(f"while loading a checkpoint: {error}", by_load=True)
+                domain.mark_broken(f"while loading a checkpoint: {error}", by_load=True)
             raise
         if not self._fitting.mismatches:  # everything was replaced
             for domain in domains:
-                domain.make_good()
+                domain.mark_repaired()
 
     def _commit(self) -> None:
         model, fitting = self._model, self._fitting
@@ -259,7 +259,7 @@ class Loading:
         shard, index = entry.shard, entry.index
         kinds = {} if saved is None else self._manifest.kinds[saved]
         # The next step writes the master anew from the param, if the master does not round to it.
-        entry.await_weights()
+        entry.note_replaced()
         if "master" not in kinds and shard.masters:
             # The checkpoint has no master, and the low bits of the present one belong to other weights.
             where = shard.slice_of(index).local
@@ -273,8 +273,8 @@ class Loading:
             entry.write_initial()
             return
         margins = self.plan.margins.get(param.param, {})
-        entry.take_counters(ParamState(about["step"], self._manifest.carried(saved), margins=margins))
-        if EMA in shard.kept.states and EMA not in kinds:
+        entry.load_counters(ParamState(about["step"], self._manifest.carried(saved), margins=margins))
+        if EMA in shard.formats.states and EMA not in kinds:
             shard.begin_average(index)
 
 

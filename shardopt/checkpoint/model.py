@@ -342,7 +342,7 @@ def _crossing(engines: Sequence[Engine]) -> list[Ranks]:
     for engine in engines:
         engine.groups_by_domain()
         composition = engine.compose()
-        composition.look(engine.groups)
+        composition.update_whole(engine.groups)
         for ranks in composition.whole or (composition.main.mesh.world,):
             found.setdefault(tuple(sorted(numbers_of(ranks))), ranks)
     several = {numbers: ranks for numbers, ranks in found.items() if ranks.size > 1}

@@ -24,7 +24,7 @@ from ..kernels.reductions import LIMBS
 if TYPE_CHECKING:
     from ..partition.comm.group import Ranks
 
-# What a description calls the params that a step binds: it says on which calls ranks differ.
+# The key, in a description, of the params that a step binds: errors then name the calls in which ranks differ.
 UNBOUND = "params not yet bound (of a new optimizer, a new group, or unfrozen)"
 
 # Averages of one batch agree to rounding; gradients of different batches to no digit.
@@ -33,7 +33,7 @@ _ALIKE, _TINY = 1e-2, 1e-12
 
 @dataclass(frozen=True)
 class StepDigest:
-    """What one rank is about to do, in a form that ranks compare."""
+    """One rank's view of the step that it is about to take, in a form that ranks compare."""
 
     key: Any  # JSON-able and short; must be equal on all ranks
     describe: Callable[[], dict[str, Any]]  # JSON-able, with names; called only if keys differ
@@ -63,7 +63,7 @@ class StepDigest:
 
 @dataclass(frozen=True)
 class Consensus:
-    """What all ranks know after they agreed."""
+    """The facts that all ranks know after they agreed."""
 
     overflow: bool
     nonfinite: int
@@ -103,7 +103,7 @@ def agree_on(what: str | dict[str, Any], ranks: Ranks, problem: Exception | None
     """Collective: returns once no rank has a problem, and all of them say the same.
 
     Args:
-        what: a name for what all ranks have come to, or values that they compare, JSON-able and by name.
+        what: the name of the point that all ranks have reached, or values that they compare, JSON-able and by name.
 
     Raises:
         Exception: as :func:`agree`.
@@ -150,12 +150,12 @@ def _compare_witnesses(bits: Sequence[int]) -> None:
 def _raise_problem(view: StepDigest, ranks: Ranks) -> None:
     own = None if view.problem is None else [type(view.problem).__name__, str(view.problem)]
     problems = ranks.exchange_json(own, "reporting a problem")
-    # A rank that broke off a backward fails the others with a CommunicationError there: its own error says more.
-    told = [(rank, problem) for rank, problem in enumerate(problems) if problem is not None]
-    first = [each for each in told if each[1][0] != CommunicationError.__name__]
+    # A rank that abandoned a backward made the others raise a CommunicationError there: its own error says more.
+    reported = [(rank, problem) for rank, problem in enumerate(problems) if problem is not None]
+    first = [each for each in reported if each[1][0] != CommunicationError.__name__]
     if view.problem is not None and (own in [problem for _, problem in first] or not first):
         raise view.problem
-    rank, (kind, text) = (first or told)[0]
+    rank, (kind, text) = (first or reported)[0]
     # An OffloadError can be fixed and the call repeated, so it is of one type on all ranks: all can catch it.
     error = OffloadError if kind == OffloadError.__name__ else DisagreementError
     raise error(

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ..offload.gradients import HostLanding
     from ..partition.comm.all_gather import Window
     from ..partition.layout import BucketLayout
-    from ..partition.unit import Slice
+    from ..partition.unit import ParamShard
     from .bucket_plan import PlannedBucket
     from .domain import Domain
 
@@ -35,7 +35,7 @@ Fresh = Collection[torch.Tensor]
 
 
 @dataclass(eq=False)
-class Made:
+class AllocatedBucket:
     """The allocations of one bucket.
 
     Attributes:
@@ -49,7 +49,7 @@ class Made:
     shard: Shard
     entries: tuple[ParamRecord, ...] = ()
     sums: GradientBucket | None = None
-    own: Slice | None = None
+    own: ParamShard | None = None
     window: Window | None = None
     sums_window: Window | None = None
 
@@ -61,7 +61,7 @@ def allocate(
     fresh: Fresh,
     landing: HostLanding | None,
     undo: ExitStack,
-) -> Made:
+) -> AllocatedBucket:
     """Moves params into a bucket, makes masters and states, and fills them with loaded states.
 
     Args:
@@ -72,7 +72,7 @@ def allocate(
     bucket = _bucket(domain, params, planned.layout, fresh, planned.is_released, undo)
     is_offloaded = planned.is_released and domain.offloads_params(bucket.device)
     store = domain.store_for(bucket.device)
-    shard = Shard(bucket, domain.mesh.shard.rank, planned.states, store, planned.kept, is_offloaded)
+    shard = Shard(bucket, domain.mesh.shard.rank, planned.states, store, planned.formats, is_offloaded)
     undo.callback(shard.home.release)
     entries = []
     for index, (name, param, group) in enumerate(planned.members):
@@ -83,22 +83,22 @@ def allocate(
             entry.write_initial()
         else:
             entry.write_state(state)
-            entry.take_counters(state)
-            entry.expect_weights(state)
+            entry.load_counters(state)
+            entry.note_loaded(state)
     sums = None if domain.options.module is None else _sums(domain, planned, shard, landing, undo)
-    return Made(shard, tuple(entries), sums, shard.own_slice() if planned.is_released else None)
+    return AllocatedBucket(shard, tuple(entries), sums, shard.make_param_shard() if planned.is_released else None)
 
 
 def allocate_frozen(
     domain: Domain, params: Sequence[torch.nn.Parameter], layout: BucketLayout, fresh: Fresh, undo: ExitStack
-) -> Made:
+) -> AllocatedBucket:
     """Moves frozen params into a bucket: they have no master, no state and no gradient."""
     bucket = _bucket(domain, params, layout, fresh, True, undo)
     is_offloaded = domain.offloads_params(bucket.device)
     store = domain.store_for(bucket.device) if is_offloaded else make_store(None, domain.options.tuning, bucket.device)
     shard = Shard(bucket, domain.mesh.shard.rank, (), store, NOTHING, is_offloaded)
     undo.callback(shard.home.release)
-    return Made(shard, own=shard.own_slice())
+    return AllocatedBucket(shard, own=shard.make_param_shard())
 
 
 def _bucket(
@@ -124,15 +124,15 @@ def _sums(
     domain: Domain, planned: PlannedBucket, shard: Shard, landing: HostLanding | None, undo: ExitStack
 ) -> GradientBucket:
     """Makes the bucket in which gradients of the shard are summed."""
-    options, mesh, kept = domain.options, domain.mesh, planned.kept.gradient.dtype
+    options, mesh, dtype = domain.options, domain.mesh, planned.formats.gradient.dtype
     sink: DeviceSum | HostSum | PassingSum
     if options.release_gradients:
-        shard.passing = sink = PassingSum(shard.numel, shard.device, mesh)
+        shard.passing_sum = sink = PassingSum(shard.numel, shard.device, mesh)
     elif landing is None:
-        shard.reduced = sink = DeviceSum(shard.numel, kept, shard.device, mesh)
-        shard.sums = shard.tables.gradients_in(sink.total)
+        shard.gradient_sum = sink = DeviceSum(shard.numel, dtype, shard.device, mesh)
+        shard.sum_table = shard.tables.gradients_in(sink.total)
     else:
-        shard.reduced = sink = HostSum(shard.numel, kept, mesh, landing)
+        shard.gradient_sum = sink = HostSum(shard.numel, dtype, mesh, landing)
         undo.callback(landing.give_back, sink.total)
-    dtype = options.reduce_dtype or shard.bucket.dtype
-    return GradientBucket(planned.layout, dtype, shard.device, mesh, sink)
+    reduced = options.reduce_dtype or shard.bucket.dtype
+    return GradientBucket(planned.layout, reduced, shard.device, mesh, sink)

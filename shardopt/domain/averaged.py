@@ -1,4 +1,4 @@
-"""Shows the moving average of the weights in place of the weights, for a while."""
+"""A context in which params show the moving average of the weights."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def averaged(domain: Domain) -> Iterator[None]:
         try:
             _put(domain, weights)
         except BaseException as error:
-            domain.break_off(f"while putting weights back in the place of their average: {error}")
+            domain.mark_broken(f"while putting weights back in the place of their average: {error}")
             raise
         finally:
             for shard in shards:
@@ -91,7 +91,7 @@ def _put(domain: Domain, values: Slices) -> None:
 
     _on_all(domain, write)
     if domain.sharded is not None:
-        domain.gatherer.writes.complete()  # until all ranks have written theirs
+        domain.gatherer.writes.after_writes()  # until all ranks have written theirs
     gather = domain.transport.gather("gathering averaged params")
     for shard in values:
         if shard.gathered is None:

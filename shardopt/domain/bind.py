@@ -7,7 +7,7 @@ bound param never changes its place. The order of events:
 1. plan and check: decides which params share a bucket, with integers only;
 2. agree: everything that the layout depends on is the same on all ranks;
 3. allocate: makes all that lasts, on this rank alone. Agree: every rank could;
-4. connect: ranks tell each other where each keeps what it made. Agree: every rank did;
+4. connect: ranks exchange the addresses of what each made. Agree: every rank did;
 5. adopt: adds it to the domain. Nothing is allocated, nothing can fail.
 
 An error before 5 is raised on all ranks, and all of them undo what they made.
@@ -44,7 +44,7 @@ from .units import UnitPlan, check_names, units_of
 
 if TYPE_CHECKING:
     from ..offload.gradients import HostLanding
-    from .allocate import Fresh, Made, Waiting
+    from .allocate import AllocatedBucket, Fresh, Waiting
     from .bucket_plan import PlannedBucket
     from .domain import Domain, Links
     from .param import Candidate, Group, ParamRecord
@@ -96,7 +96,7 @@ def bind(
     description["frozen params of the module"] = [[list(param.shape), str(param.dtype)] for param in frozen]
     agree_on(description, world, problem)
     with ExitStack() as undo:
-        made: list[Made] = []
+        made: list[AllocatedBucket] = []
         landing = domain.landing
         try:
             if domain.sharded is not None:  # frozen params that train from now on need whole values first
@@ -113,7 +113,7 @@ def bind(
             if links is None:
                 links = connect(domain, device, landing, undo)
             open_windows(links, made)
-        except CommunicationError:  # the other ranks meet it as well, while they wait
+        except CommunicationError:  # the other ranks raise it as well, while they wait
             raise
         except Exception as error:
             problem = error
@@ -156,8 +156,8 @@ def _check(domain: Domain, groups: Sequence[Group], candidates: Sequence[Candida
         warn_of_master(options, groups)
 
 
-def _adopt(domain: Domain, links: Links, made: Sequence[Made], units: UnitTable) -> None:
-    """What all ranks have made becomes part of the domain."""
+def _adopt(domain: Domain, links: Links, made: Sequence[AllocatedBucket], units: UnitTable) -> None:
+    """Adds to the domain what all ranks have made."""
     trained, stages = [each for each in made if each.entries], stage_numbers(domain.options.module)
     for each in trained:
         if each.own is None:

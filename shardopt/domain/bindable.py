@@ -53,7 +53,7 @@ def check_gradient_format(options: Options, candidates: Sequence[Candidate]) -> 
 
 
 def warn_of_master(options: Options, groups: Sequence[Group]) -> None:
-    """Warns if ``master=`` has no effect. A script that trains in several dtypes may give it all the same."""
+    """Warns if ``master=`` has no effect. A script that trains in several dtypes may always give it."""
     dtypes = {param.dtype for _, param, _ in named_params(groups)}
     if options.master != "fp32" and dtypes == {torch.float32}:
         warn(

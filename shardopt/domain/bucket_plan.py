@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..partition.layout import BucketLayout, split_into_buckets
 from ..partition.matrix_plan import cost_of
 from ..partition.packing import Packable, Packer, Split
-from ..partition.placement import Placement, Placements
+from ..partition.zero_stage import ZeroStage
 from ..rules.matrix import MatrixRule, matrices_of
-from .formats import kept_for
+from .formats import formats_for
 
 if TYPE_CHECKING:
     from ..config import Options
@@ -28,20 +28,20 @@ class PlannedBucket:
     """A bucket before anything is allocated.
 
     Attributes:
-        kept: the formats of masters, states and sums of gradients.
+        formats: of masters, states and sums of gradients.
         is_released: True if its params are sharded, and gathered when they are needed.
     """
 
     members: tuple[Candidate, ...]
     layout: BucketLayout
     states: tuple[str, ...]
-    kept: StreamFormats
+    formats: StreamFormats
     is_released: bool
 
 
 @dataclass(frozen=True)
-class MatricesLaid:
-    """Where buckets have the matrices of a rule of whole matrices.
+class MatrixStats:
+    """How many matrices of a rule of whole matrices lie whole in a shard of their bucket.
 
     Attributes:
         matrices: their number.
@@ -57,8 +57,8 @@ class MatricesLaid:
     numel: int = 0
     padding: int = 0
 
-    def __add__(self, other: MatricesLaid) -> MatricesLaid:
-        return MatricesLaid(  # field by field: a model of a trillion params has ten thousand buckets to add
+    def __add__(self, other: MatrixStats) -> MatrixStats:
+        return MatrixStats(  # field by field: a model of a trillion params has ten thousand buckets to add
             self.matrices + other.matrices,
             self.whole + other.whole,
             self.sliced + other.sliced,
@@ -70,7 +70,7 @@ class MatricesLaid:
         return f"{self.whole} of {self.matrices} (padding {self.padding / max(self.numel, 1):.1%})"
 
 
-NO_MATRICES = MatricesLaid()
+NO_MATRICES = MatrixStats()
 
 
 def plan_buckets(
@@ -95,42 +95,45 @@ def plan_buckets(
             buckets of one.
         slices: the params that may be slices of matrices, which no layout makes whole.
     """
-    shards_params = Placements.of_stage(options.stage).param is Placement.SHARD
-    formats: dict[tuple[torch.dtype, bool], StreamFormats] = {}  # once a kind: there may be thousands of params
+    shards_params = ZeroStage(options.stage).shards_params
+    known: dict[tuple[torch.dtype, bool], StreamFormats] = {}  # once a kind: there may be thousands of params
 
-    def kept_of(param: torch.nn.Parameter) -> StreamFormats:
+    def formats_of(param: torch.nn.Parameter) -> StreamFormats:
         kind = param.dtype, param.numel() < options.tuning.compress_from
-        if kind not in formats:
-            formats[kind] = kept_for(rule, options, param.dtype, param.numel())
-        return formats[kind]
+        if kind not in known:
+            known[kind] = formats_for(rule, options, param.dtype, param.numel())
+        return known[kind]
 
-    def key(
-        candidate: Candidate,
-    ) -> tuple[bool, int, int, str, tuple[str, ...], tuple[str, ...], str, tuple[bool, ...]]:
+    def stays_whole(param: torch.nn.Parameter) -> bool:
+        return not shards_params or param.numel() < options.tuning.keep_below or param in kept_whole
+
+    def key(candidate: Candidate) -> tuple[Any, ...]:
+        """Equal for params that may share a bucket, and in the order of buckets."""
         _, param, group = candidate
         # A bucket of whole params holds those of many layers: backward fills it last, so it comes last.
-        is_whole = not shards_params or param.numel() < options.tuning.keep_below or param in kept_whole
+        is_whole = stays_whole(param)
         unit = 0 if is_whole or unit_of is None else -unit_of[param]
         stage = -stage_of.get(param, 0) if stage_of else 0
-        states, name = rule.variant(group, param.shape).states, rule.of(group).name
         # The params of a bucket share one variant, see launches_of().
-        answers = rule.answers(group, param.shape)
-        return is_whole, stage, unit, str(param.dtype), kept_of(param).key, states, name, answers
+        variant = rule.variant(group, param.shape).states, rule.of(group).name, rule.answers(group, param.shape)
+        return is_whole, stage, unit, str(param.dtype), formats_of(param).key, *variant
 
     # Backward runs from the last param to the first; sorting is stable, so each kind keeps that order.
     backward = sorted(reversed(candidates), key=key)
     plan, packer = [], Packer(num_shards)
-    for (is_whole, _, _, _, _, states, _, _), same_kind in groupby(backward, key=key):
+    for _, same_kind in groupby(backward, key=key):
         kind = list(same_kind)
-        most = bucket_bytes(kind[0][1].device) if is_whole or unit_of is None else None
-        packs = num_shards > 1 and isinstance(rule.of(kind[0][2]), MatrixRule)
+        _, first, group = kind[0]
+        is_whole, states = stays_whole(first), rule.variant(group, first.shape).states
+        most = bucket_bytes(first.device) if is_whole or unit_of is None else None
+        packs = num_shards > 1 and isinstance(rule.of(group), MatrixRule)
         if packs and not any(param in slices for _, param, _ in kind):
             splits = packer.split([_packable(param, group) for _, param, group in kind], most)
         else:
             splits = _splits(kind, most, num_shards)
         for indices, layout in splits:
             members = tuple(kind[index] for index in indices)
-            plan.append(PlannedBucket(members, layout, states, kept_of(members[0][1]), not is_whole))
+            plan.append(PlannedBucket(members, layout, states, formats_of(members[0][1]), not is_whole))
     return plan
 
 
@@ -145,14 +148,14 @@ def _packable(param: torch.nn.Parameter, group: Group) -> Packable:
     return Packable(param.numel(), max(count, 1), cost_of(rows, columns, count), param.element_size())
 
 
-def matrices_laid(rule: Rule, members: Sequence[Candidate], layout: BucketLayout) -> MatricesLaid:
-    """Returns where one bucket has its matrices; none if its rule is elementwise."""
+def matrix_stats(rule: Rule, members: Sequence[Candidate], layout: BucketLayout) -> MatrixStats:
+    """Counts the matrices of one bucket; there are none if its rule is elementwise."""
     if not members or not isinstance(rule.of(members[0][2]), MatrixRule):
         return NO_MATRICES
     numel = sum(layout.numels)
-    found = MatricesLaid(numel=numel, padding=layout.numel - numel)
+    found = MatrixStats(numel=numel, padding=layout.numel - numel)
     for (_, param, group), offset in zip(members, layout.offsets, strict=False):
         each = _packable(param, group)
         whole = each.whole(offset, layout.shard_numel)
-        found += MatricesLaid(each.matrices, whole, each.numel - whole * (each.numel // each.matrices))
+        found += MatrixStats(each.matrices, whole, each.numel - whole * (each.numel // each.matrices))
     return found

@@ -19,7 +19,7 @@ from .units import gathering_budget
 
 if TYPE_CHECKING:
     from ..offload.gradients import HostLanding
-    from .allocate import Made
+    from .allocate import AllocatedBucket
     from .domain import Domain
 
 
@@ -47,14 +47,14 @@ def connect(domain: Domain, device: torch.device, landing: HostLanding | None, u
             gatherer = shared
         of_domain = (transport, domain.gather, domain.fetcher, domain.name_of)
         sharded = ShardedParams(gatherer, *of_domain, leads=shared is None)
-    remote = RemoteStates.meet(domain) if mesh.shard.size > 1 else None
+    remote = RemoteStates.connect(domain) if mesh.shard.size > 1 else None
     if remote is not None:
         undo.callback(remote.close)
     return Links(shards, replicas, reducer, landing, sharded, remote)
 
 
-def open_windows(links: Links, made: Sequence[Made]) -> None:
-    """Collective: tells all ranks where each of them keeps what it made."""
+def open_windows(links: Links, made: Sequence[AllocatedBucket]) -> None:
+    """Collective: exchanges the addresses of what each rank allocated."""
     for each in made:
         bucket = each.shard.bucket
         if each.own is None:

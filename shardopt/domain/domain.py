@@ -19,13 +19,13 @@ import torch.distributed as dist
 
 from ..errors import CommunicationError, OffloadError, RuleError
 from ..partition.comm.group import Traffic
-from ..partition.placement import Placement, Placements
+from ..partition.zero_stage import ZeroStage
 from .agreement import agree_on
-from .arriving import Arriving
-from .bucket_plan import MatricesLaid, matrices_laid
+from .bucket_plan import MatrixStats, matrix_stats
 from .epoch import Epoch
 from .listed import ListedParams
 from .members import Members
+from .overlapped_gather import OverlappedGather
 from .param import named_params
 from .param_names import name_of
 from .remote_states import Fetch
@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from ..config import Options
     from ..offload.gradients import HostLanding
     from ..offload.store import ShardStorage, Store
+    from ..partition.comm.async_gather import AsyncGather
     from ..partition.comm.group import Ranks
-    from ..partition.comm.late_gather import LateGather
     from ..partition.comm.transport import Transport
     from ..partition.gatherer import Gatherer
     from ..partition.mesh import Mesh
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Links:
-    """What connects the ranks of a domain. All ranks make it together, once, when the first params are bound.
+    """The connections between the ranks of a domain. All ranks make them together, once, at the first binding.
 
     Attributes:
         shards: between ranks that share one copy of the states.
@@ -79,7 +79,7 @@ class Domain:
     Attributes:
         entries: the records, in the order of binding.
         shards: of params that train, in the order of binding.
-        links: what connects the ranks; None before anything is bound.
+        links: the connections between the ranks; None before anything is bound.
         rounds: the number of steps that all ranks agreed on.
         broken: why params and states of the ranks may belong to different steps; None if they do not.
         is_half_loaded: a load broke off, which another load can repair.
@@ -87,8 +87,8 @@ class Domain:
         slice_numbers: local param -> the number of its slice of a DTensor.
         cut_over: local param -> the ranks that hold the other slices, in each dimension of a mesh that it is cut along;
             of rules that look at whole params.
-        arriving: what a step left behind.
-        to_mates: the transports to the tensor mates, who hold other slices of matrices, by their group.
+        overlapped_gather: the gather that the last step did not wait for.
+        mate_transports: the transports to the tensor mates, who hold other slices of matrices, by their group.
 
     ============================================  ==========================================
     what changes                                  by
@@ -97,13 +97,13 @@ class Domain:
     ``store``, and the homes of the shards        :meth:`move_to`
     ``rounds``                                    :meth:`count_round`
     ``epoch``, ``clock``                          their own methods; :meth:`end_step`
-    ``broken``, ``is_half_loaded``                :meth:`break_off`, :meth:`make_good`
+    ``broken``, ``is_half_loaded``                :meth:`mark_broken`, :meth:`mark_repaired`
     ``counted_elsewhere``, ``slice_numbers``      :meth:`note_slice`
     ``cut_over``                                  :meth:`note_slice`
     ``remote``                                    :meth:`retire`, :meth:`release`
-    ``arriving``                                  :meth:`leave`, :meth:`settle`
+    ``overlapped_gather``                         :meth:`overlap_gather`, :meth:`finish_gather`
     ``members``, ``leader``                       :func:`.experts.set_members`
-    ``to_mates``                                  :func:`shardopt.step.tensor_mates.put_together`
+    ``mate_transports``                           :func:`shardopt.step.tensor_mates.put_together`
     what :meth:`listed` returns                   :meth:`adopt`, :meth:`release`, :meth:`note_slice`, other param groups
     ============================================  ==========================================
     """
@@ -130,19 +130,19 @@ class Domain:
         self.slice_numbers: dict[torch.nn.Parameter, int] = {}
         self.cut_over: dict[torch.nn.Parameter, Sequence[Ranks]] = {}
         self._listed: ListedParams | None = None
-        self.arriving: Arriving | None = None
-        self.to_mates: dict[dist.ProcessGroup, Transport] = {}
+        self.overlapped_gather: OverlappedGather | None = None
+        self.mate_transports: dict[dist.ProcessGroup, Transport] = {}
         self.members = Members()  # of the module's params; all, unless experts have domains of their own
         self.leader: Domain | None = None  # the main domain, where experts share what gathers units with it
-        # Begins an arrival and prepares the module for it, or returns False: the step must wait. Set by the takeover.
-        self.on_leave: Callable[[Callable[[], Arriving]], bool] = lambda _: False
+        # Puts hooks on the module and starts the gather, or returns False: the step must wait. Set by the takeover.
+        self.on_overlap: Callable[[Callable[[], OverlappedGather]], bool] = lambda _: False
 
     # -- what is bound ---------------------------------------------------------------------------------------------
 
     @property
     def shards_params(self) -> bool:
         """True if params are sharded: stage 3."""
-        return Placements.of_stage(self.options.stage).param is Placement.SHARD
+        return ZeroStage(self.options.stage).shards_params
 
     @property
     def frozen_shards(self) -> Sequence[Shard]:
@@ -208,11 +208,11 @@ class Domain:
         """Counts a step that all ranks agreed on."""
         self.rounds += 1
 
-    def break_off(self, why: str, by_load: bool = False) -> None:
+    def mark_broken(self, why: str, by_load: bool = False) -> None:
         """Records that params and states of the ranks may belong to different steps from now on."""
         self.broken, self.is_half_loaded = why, by_load
 
-    def make_good(self) -> None:
+    def mark_repaired(self) -> None:
         """Records that a load replaced all that a broken load had left."""
         if self.is_half_loaded:
             self.broken, self.is_half_loaded = None, False
@@ -247,12 +247,12 @@ class Domain:
 
     @property
     def overlaps_gather(self) -> bool:
-        """True if gathers after an update may be left behind; the same on all ranks."""
+        """True if a step may return before its gather has ended; the same on all ranks."""
         options = self.options
         is_asked = options.tuning.overlap_gather and options.module is not None and not options.release_gradients
         return is_asked and self.sharded is None and self.transport.overlaps
 
-    def leave(self, gather: LateGather, shards: Sequence[Shard]) -> bool:
+    def overlap_gather(self, gather: AsyncGather, shards: Sequence[Shard]) -> bool:
         """Lets the params of these shards arrive while this rank goes on. Returns False if it must wait for them.
 
         What ``detach()`` or ``state_dict()`` returned before the step shows the same memory, and nothing guards it.
@@ -260,22 +260,22 @@ class Domain:
         if self.slice_numbers or any(shard.bucket.is_viewed for shard in shards):
             return False
 
-        def begin() -> Arriving:
-            gather.tell(failed=False)
-            self.arriving = Arriving(gather, shards, self.clock, self.break_off)
-            return self.arriving
+        def start() -> OverlappedGather:
+            gather.send_status(failed=False)
+            self.overlapped_gather = OverlappedGather(gather, shards, self.clock, self.mark_broken)
+            return self.overlapped_gather
 
-        return self.on_leave(begin)
+        return self.on_overlap(start)
 
-    def settle(self) -> None:
+    def finish_gather(self) -> None:
         """Waits until all params have arrived.
 
         Raises:
             CommunicationError: a rank failed, died or is late.
         """
-        if self.arriving is not None:
-            self.arriving.settle()
-            self.arriving = None
+        if self.overlapped_gather is not None:
+            self.overlapped_gather.finish()
+            self.overlapped_gather = None
 
     # -- the store of states ---------------------------------------------------------------------------------------
 
@@ -360,12 +360,12 @@ class Domain:
         counted = [] if self.links is None else [self.links.shards.traffic, self.links.replicas.traffic]
         if self.sharded is not None and all(self.sharded.transport.traffic is not each for each in counted):
             counted.append(self.sharded.transport.traffic)  # offloaded slices have a transport of their own
-        counted += [each.traffic for each in self.to_mates.values()]
+        counted += [each.traffic for each in self.mate_transports.values()]
         return {kind.name: sum(getattr(each, kind.name) for each in counted) for kind in fields(Traffic)}
 
-    def matrices_laid(self, groups: Sequence[Group]) -> MatricesLaid:
-        """Returns where buckets have the matrices of a rule of whole matrices; but for DTensors, and above stage 0."""
-        found = MatricesLaid()
+    def matrix_stats(self, groups: Sequence[Group]) -> MatrixStats:
+        """Counts the matrices of a rule of whole matrices, DTensors excepted; none at stage 0."""
+        found = MatrixStats()
         if self.mesh.shard.size == 1:
             return found
         group_of = {self.locals.of(param): group for group in groups for param in group["params"]}
@@ -373,7 +373,7 @@ class Domain:
             if bucket.outers == bucket.params and all(param in group_of for param in bucket.params):
                 members = [("", param, group_of[param]) for param in bucket.params]
                 with suppress(ValueError, RuleError):  # of a group that was written to: the next step says so
-                    found += matrices_laid(self.rule, members, bucket.layout)
+                    found += matrix_stats(self.rule, members, bucket.layout)
         return found
 
     def timings(self) -> Timings:
@@ -390,7 +390,7 @@ class Domain:
     def retire(self) -> None:
         """Ends this rank's reading: the optimizer is gone. Other ranks may still read its states."""
         with suppress(CommunicationError):  # raised where a param is read
-            self.settle()
+            self.finish_gather()
         if self.links is not None and self.links.remote is not None:
             self.links.remote.retire()
             self.links = replace(self.links, remote=None)  # which refers to this domain, and would keep it alive

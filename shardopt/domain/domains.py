@@ -51,7 +51,7 @@ class Domains:
     options: Options
     locals: DTensorLocals
     others: dict[Any, Domain] = field(default_factory=dict)  # by process group
-    whole: tuple[Ranks, ...] = ()  # those of the last :meth:`look`
+    whole: tuple[Ranks, ...] = ()  # those of the last :meth:`update_whole`
     _norm_ranks: Ranks | None = None
     _has_compared: bool = False
     _tensor_ranks: tuple[Ranks, ...] = ()  # of the main domain's tensor mesh, in each of its dimensions
@@ -93,7 +93,7 @@ class Domains:
                 self.locals.of_group(group) if group.get("process_group") == own else {**group, "params": []}
                 for group in groups
             ]
-            # The main domain of a module without params that train: rounds and gathers of experts run beside its own.
+            # The main domain of a module without params that train: rounds and gathers of experts run within its own.
             if any(group["params"] for group in mine) or (domain is self.main and self.options.module is not None):
                 found.append((domain, mine))
         return found or [(self.main, list(groups))]  # nothing to update, but the step still takes place
@@ -103,7 +103,7 @@ class Domains:
         return self.others.get(group.get("process_group"), self.main).mesh.world
 
     def compare_norm_groups(self, problem: Exception | None) -> None:
-        """Collective, once: a rank with a ``norm_group`` meets ranks in a step that a rank without it never would.
+        """Collective, once: compares whether ranks gave a ``norm_group``: those that did wait for its ranks.
 
         Raises:
             Exception: this rank's problem.
@@ -115,14 +115,14 @@ class Domains:
         agree_on(given, self.main.mesh.world, problem)
         self._has_compared = True
 
-    def look(self, groups: Sequence[Group]) -> None:
+    def update_whole(self, groups: Sequence[Group]) -> None:
         """Sets ``whole``: the sets of ranks over which the norm is summed and decisions are taken, in this order.
 
         ``whole`` is empty if the ranks that share the states are the whole model. Records which params other ranks
-        count. After an error ``whole`` is set as well, so that the ranks that wait for this one can be told.
+        count. After an error ``whole`` is set as well, so that the ranks that wait for this one can be notified.
 
         Raises:
-            BindingError: copies cannot be told from different slices.
+            BindingError: copies cannot be distinguished from different slices.
         """
         if self.options.norm_group is not None and self._norm_ranks is None:
             self._norm_ranks = self._ranks_of(everyone_of(self.options.norm_group))
@@ -134,7 +134,7 @@ class Domains:
         if self.options.norm_group is None and not self.others and mesh is None:
             self._tensor_ranks = self.whole = ()
             return
-        # Before any error: the ranks of the exchanges that follow must be told of it.
+        # Before any error: the ranks of the exchanges that follow must be notified of it.
         dims = range(0 if mesh is None else mesh.ndim)
         self._tensor_ranks = tuple(self._ranks_of(mesh.get_group(dim)) for dim in dims if mesh)
         self.whole = (self.main.mesh.world, *self._tensor_ranks)
@@ -152,8 +152,8 @@ class Domains:
             self._check_within(self.main.mesh.world, "the optimizer's process_group")
 
     @contextmanager
-    def told(self, call: str) -> Iterator[None]:
-        """Collective at its end: an error inside, which all ranks of the main domain meet, reaches the tensor mesh.
+    def raising_together(self, call: str) -> Iterator[None]:
+        """Collective at its end: an error inside, which all ranks of the main domain raise, reaches the tensor mesh.
 
         The ranks of a tensor mesh run one forward together; other stages of a pipeline come to theirs later.
         """
@@ -174,22 +174,22 @@ class Domains:
         """
         if not self._tensor_ranks:
             return
-        with self.told("comparing experts"):
-            own = {name: checksum(param) for name, param in self._told_apart(groups)}
-            told = [ranks.exchange_json(own, "comparing experts") for ranks in self._tensor_ranks]
-            for ranks, everyones in zip(self._tensor_ranks, told, strict=True):
+        with self.raising_together("comparing experts"):
+            own = {name: checksum(param) for name, param in self._undeclared_experts(groups)}
+            found = [ranks.exchange_json(own, "comparing experts") for ranks in self._tensor_ranks]
+            for ranks, everyones in zip(self._tensor_ranks, found, strict=True):
                 alike = [rank for rank, each in enumerate(everyones) if own and each == own and rank != ranks.rank]
                 if alike:
-                    found = sorted(_ranks(ranks)[rank] for rank in alike)
+                    same = sorted(_ranks(ranks)[rank] for rank in alike)
                     raise BindingError(
                         f"make {next(iter(own))} and its like DTensors (distribute_tensor, Replicate()) if they are "
                         "copies, or build other experts with other values: a param group with its own process_group "
-                        f"has plain params, and those of ranks {found}, on the same tensor mesh, are the same. The "
+                        f"has plain params, and those of ranks {same}, on the same tensor mesh, are the same. The "
                         "norm would count them several times."
                     )
 
-    def _told_apart(self, groups: Sequence[Group]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields local params of experts that no DTensor says to be copies or slices of others on the tensor mesh."""
+    def _undeclared_experts(self, groups: Sequence[Group]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yields local params of experts of which no DTensor says whether ranks of the tensor mesh hold copies."""
         everyone = {rank for ranks in self._tensor_ranks for rank in _ranks(ranks)}
         for name, param, group in named_params(groups):
             values: Any = param
@@ -231,7 +231,7 @@ class Domains:
 
     def sum_over(self, mesh: DeviceMesh, dim: int, tensor: torch.Tensor) -> None:
         """Collective over one dimension of a tensor mesh: sums in place."""
-        self._ranks_of(mesh.get_group(dim)).add_up(tensor, "summing gradients over the tensor mesh")
+        self._ranks_of(mesh.get_group(dim)).all_reduce(tensor, "summing gradients over the tensor mesh")
 
     def _ranks_of(self, group: dist.ProcessGroup) -> Ranks:
         if group not in self._known:
@@ -250,7 +250,7 @@ class Domains:
         found: DeviceMesh | None = None
         everyone = set(_ranks(self.main.mesh.world))
         whole = set() if self._norm_ranks is None else set(_ranks(self._norm_ranks))
-        # Experts come last: they may be spread over a mesh of their own, which tells nothing of plain params.
+        # Experts come last: they may have a mesh of their own, which says nothing about plain params.
         for name, param, group in sorted(
             named_params(groups), key=lambda each: each[2].get("process_group") is not None
         ):
@@ -347,7 +347,7 @@ def agree_on_whole(view: StepDigest, whole: Sequence[Ranks]) -> Consensus:
         )
         try:
             agreed = agree(joined, ranks, one_copy=range(ranks.size))
-        except Exception as error:  # the ranks of the next exchange wait for this one, and must be told
+        except Exception as error:  # the ranks of the next exchange wait for this one, and must be notified
             problem = error
     if problem is not None:
         raise problem

@@ -41,26 +41,29 @@ def any_dtensor(values: Iterable[Any]) -> bool:
 
 
 @dataclass(eq=False)
-class _Local:
+class _LocalParam:
+    """A DTensor param and its local param, each of which may be written: the other one then follows."""
+
     param: DTensor  # the user's
     local: torch.nn.Parameter
-    # The DTensor's local tensor, a view of ``local``. Weak: a bucket that puts another one there frees its memory.
-    shown: weakref.ref[torch.Tensor]
+    # The DTensor's local tensor when the two were last compared, a view of ``local``. Weak: a bucket that replaces it
+    # frees its memory.
+    last_local: weakref.ref[torch.Tensor]
     versions: tuple[int, int]  # of ``param`` and ``local``, when they were last compared
     gradient: torch.Tensor | None = None  # its local tensor; a copy if it has to be summed over the mesh
     sums: Sequence[int] = ()  # the dimensions of the mesh over which it is to be summed
     is_bound: bool = False  # this optimizer moves and updates it; of others' params it only knows them
 
-    def follow(self) -> None:
+    def update_local(self) -> None:
         """Makes the local param follow the DTensor, which may have been moved, cast, loaded or frozen."""
-        if self.param._local_tensor is not self.shown():
+        if self.param._local_tensor is not self.last_local():
             self.local.data = self.param._local_tensor
         if self.param._version != self.versions[0]:
             torch.autograd.graph.increment_version([self.local])
         self.local.requires_grad_(self.param.requires_grad)
-        self._look()
+        self._note_versions()
 
-    def show(self) -> None:
+    def update_dtensor(self) -> None:
         """Makes the DTensor follow the local param, which may have moved to or from a bucket, or have been updated.
 
         Where another optimizer has bound the param, the DTensor follows that one's.
@@ -72,21 +75,22 @@ class _Local:
             self.param._local_tensor = self.local.detach()
         if self.local._version != self.versions[1]:
             torch.autograd.graph.increment_version([self.param])
-        self._look()
+        self._note_versions()
 
-    def _look(self) -> None:
-        self.versions, self.shown = (self.param._version, self.local._version), weakref.ref(self.param._local_tensor)
+    def _note_versions(self) -> None:
+        self.versions = self.param._version, self.local._version
+        self.last_local = weakref.ref(self.param._local_tensor)
 
 
 class DTensorLocals:
     """The local params of one optimizer, each made at its first use. A plain param is its own local param."""
 
     def __init__(self) -> None:
-        self._table: dict[torch.nn.Parameter, _Local] = {}
+        self._table: dict[torch.nn.Parameter, _LocalParam] = {}
         self._outer: dict[torch.Tensor, torch.nn.Parameter] = {}  # by local param
 
     def outer_of(self, local: Any) -> Any:
-        """Returns the DTensor param behind which this local param is; a plain param itself."""
+        """Returns the DTensor param of this local param; a plain param itself."""
         return self._outer.get(local, local)
 
     def bind(self, locals_: Iterable[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
@@ -106,10 +110,10 @@ class DTensorLocals:
             tensor = values._local_tensor
             local = torch.nn.Parameter(tensor.detach(), requires_grad=param.requires_grad)
             versions = param._version, local._version
-            self._table[param] = found = _Local(param, local, weakref.ref(tensor), versions)
+            self._table[param] = found = _LocalParam(param, local, weakref.ref(tensor), versions)
             self._outer[local] = param
         else:
-            found.follow()
+            found.update_local()
         return found.local
 
     def of_group(self, group: Group) -> Group:
@@ -118,10 +122,10 @@ class DTensorLocals:
             return group
         return {**group, "params": [self.of(param) for param in group["params"]]}
 
-    def show(self) -> None:
+    def update_dtensors(self) -> None:
         """Makes all DTensors follow their local params."""
         for each in self._table.values():
-            each.show()
+            each.update_dtensor()
 
     # -- gradients -------------------------------------------------------------------------------------------------
 
@@ -129,7 +133,7 @@ class DTensorLocals:
         """Checks gradients and allocates the memory of their sums: on this rank alone, before ranks agree.
 
         Raises:
-            ShardoptError: a gradient is no DTensor of the param's mesh.
+            ShardoptError: a gradient is not a DTensor of the param's mesh.
         """
         for each in self._table.values():
             if each.param.grad is not None:
@@ -142,7 +146,7 @@ class DTensorLocals:
                 if each.sums:
                     each.gradient = each.gradient.clone()
 
-    def take_gradients(self, sum_over: Callable[[DeviceMesh, int, torch.Tensor], None]) -> None:
+    def set_local_gradients(self, sum_over: Callable[[DeviceMesh, int, torch.Tensor], None]) -> None:
         """Sets the gradients of local params. Collective over the tensor mesh for those that must be summed over it.
 
         Called after :meth:`prepare_gradients` and an agreement. A rank that failed here would leave its mates waiting,
@@ -259,7 +263,7 @@ def box_of(param: Any, name: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Returns which elements of a param this rank holds: the first index in each dimension, and how many there are.
 
     Raises:
-        BindingError: it cannot be told which elements a rank holds of a DTensor.
+        BindingError: which elements a rank holds of a DTensor is unknown.
     """
     shape = tuple(param.shape)
     offsets, sizes = [0] * len(shape), list(shape)
@@ -275,10 +279,8 @@ def box_of(param: Any, name: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
                 f"{tuple(param.placements)}, whose ranks hold elements that do not form a box of the param."
             )
         dim = placement.dim % len(shape)
-        step = -(-sizes[dim] // size)  # as torch.chunk divides
-        first = min(coordinate * step, sizes[dim])
+        first, sizes[dim] = chunk_of(sizes[dim], size, coordinate)
         offsets[dim] += first
-        sizes[dim] = min(step, sizes[dim] - first)
     local = tuple(param._local_tensor.shape)
     if local != tuple(sizes):
         raise BindingError(
@@ -287,6 +289,13 @@ def box_of(param: Any, name: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
             "elements these are."
         )
     return tuple(offsets), tuple(sizes)
+
+
+def chunk_of(length: int, ranks: int, rank: int) -> tuple[int, int]:
+    """Returns the first index and the length of a rank's chunk of a dimension, as ``torch.chunk`` divides it."""
+    step = -(-length // ranks)
+    first = min(rank * step, length)
+    return first, min(step, length - first)
 
 
 def slice_number(param: DTensor, apart: int | None = None) -> int:
@@ -332,7 +341,7 @@ def local_gradient(param: torch.nn.Parameter) -> torch.Tensor | None:
 
 
 def _check_gradient(param: DTensor) -> None:
-    """Raises ShardoptError if it cannot be told which elements of a gradient are this rank's."""
+    """Raises ShardoptError if it is unknown which elements of a gradient are this rank's."""
     grad = param.grad
     if not is_dtensor(grad) or grad.device_mesh != param.device_mesh:
         found = f"of mesh {grad.device_mesh}" if is_dtensor(grad) else type(grad).__name__
@@ -365,7 +374,7 @@ def placed_gradient(param: DTensor) -> torch.Tensor:
     """Returns the gradient of a DTensor param, placed as the param. Collective over the mesh if its placements differ.
 
     Raises:
-        ShardoptError: the gradient is no DTensor of the param's mesh.
+        ShardoptError: the gradient is not a DTensor of the param's mesh.
     """
     _check_gradient(param)
     return placed_as(param, param.grad)

@@ -1,7 +1,7 @@
 """The moment of a rank's states: after which step, with how many loads since. A reader compares before and after.
 
-A writer of states marks its begin before the first write, and its end after the last one. All that was read is of one
-moment if the moment was the same before and after the reading, and nobody was writing::
+A writer of states marks its beginning before the first write, and its end after the last one. All that was read is of
+one moment if the moment was the same before and after the reading, and no write was under way::
 
     step 3 ........ |  load  | ........ |  step 4  | ........
     (3, 0)            moving   (3, 1)     moving     (4, 0)
@@ -27,7 +27,7 @@ class Moment(NamedTuple):
 
 
 class Epoch:
-    """The present moment of this rank's states, and whether somebody writes."""
+    """The present moment of this rank's states, and whether a write is under way."""
 
     def __init__(self) -> None:
         self._moment = Moment(0)
@@ -48,7 +48,7 @@ class Epoch:
         return not self.is_moving(name) and self.now(name) == moment
 
     def begin_step(self) -> None:
-        """Marks that a step begins to write states and params."""
+        """Marks that a step starts to write states and params."""
         self._is_stepping = True
 
     def end_step(self) -> None:

@@ -41,7 +41,7 @@ def check_experts(options: Options, everyone: Sequence[int], experts: Sequence[S
 
 
 def set_members(main: Domain, others: Mapping[Any, Domain], groups: Sequence[Group]) -> None:
-    """Tells each domain which params are its own.
+    """Sets the members of each domain.
 
     Args:
         others: by the ``process_group`` of the param groups whose params they hold.
@@ -60,9 +60,9 @@ def set_members(main: Domain, others: Mapping[Any, Domain], groups: Sequence[Gro
 def own_units(domain: Domain, module: torch.nn.Module, given: Sequence[Any]) -> list[tuple[int, UnitPlan]]:
     """Returns the units that hold params of a domain, and the number of each in the module.
 
-    Params of experts in a block are a unit of their own, which is gathered beside the rest of the block. An expert that
-    is a unit by itself is gathered for the call of the module around it, whether it gets a token or not: a rank that
-    left it out would wait for others in an exchange of tokens, while they wait for its slice.
+    Params of experts in a block are a unit of their own, which is gathered together with the rest of the block. An
+    expert that is a unit by itself is gathered for the call of the module around it, whether it gets a token or not: a
+    rank that omitted it would wait for others in an exchange of tokens, while they wait for its slice.
 
     Args:
         given: as for :func:`units_of`.

@@ -52,7 +52,7 @@ class StreamFormats:
 NOTHING = StreamFormats(None, {})
 
 
-def kept_for(rule: Rule, options: Options, dtype: torch.dtype, numel: int) -> StreamFormats:
+def formats_for(rule: Rule, options: Options, dtype: torch.dtype, numel: int) -> StreamFormats:
     """Returns the formats of a param with ``numel`` elements in all, however many this rank owns.
 
     Raises:

@@ -57,13 +57,13 @@ class HostSum(Sink):
     def tensors(self) -> Sequence[torch.Tensor]:
         return [self.total]
 
-    def expect(self) -> None:
+    def prefetch(self) -> None:
         if self._slot is None:
             self._slot = self._landing.load(self.total)
 
     def _loaded(self) -> torch.Tensor:
         """The sum of earlier rounds, on the device."""
-        self.expect()
+        self.prefetch()
         assert self._slot is not None
         self._landing.wait_loaded(self._slot)
         return self._slot.staged[0]

@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from .param import ParamRecord
     from .shard import Shard
 
-_LOOKS = (torch.Tensor.size, torch.Tensor.stride, attrgetter("device"), attrgetter("dtype"))
+_ATTRIBUTES = (torch.Tensor.size, torch.Tensor.stride, attrgetter("device"), attrgetter("dtype"))
 
 
 class ListedParams:
-    """What a step knows of the params before it has seen their gradients. It holds until a param is bound or released.
+    """The facts of the params that a step needs before their gradients. Valid until a param is bound or released.
 
     Attributes:
         params: the bound params in the order of the groups.
@@ -29,7 +29,7 @@ class ListedParams:
         numbers: the index of each one, counted through all groups. The upper 32 bits number the slice of a DTensor.
         others: the params that are not bound.
         shards: (index of a group, shard that holds some of its params), each pair once.
-        looks: sizes, strides, devices and dtypes of all bound params, when they were checked.
+        attributes: sizes, strides, devices and dtypes of all bound params, when they were checked.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class ListedParams:
         self._buckets = list(dict.fromkeys(entry.shard.bucket for entry in self.entries))
         self._starts: list[int] = []  # address of each bucket
         self._addresses: list[int] = []  # of each param, if the buckets are there
-        self.looks: list[list[Any]] = [[]] * len(_LOOKS)
+        self.attributes: list[list[Any]] = [[]] * len(_ATTRIBUTES)
 
     def are_in(self, groups: Sequence[Group]) -> bool:
         """True if the groups list these params in this order."""
@@ -67,12 +67,12 @@ class ListedParams:
 
         Params are compared as a whole with what they were when each was checked, and one by one where that differs.
         """
-        looks = [list(map(look, self.params)) for look in _LOOKS]
+        attributes = [list(map(get, self.params)) for get in _ATTRIBUTES]
         starts = [bucket.flat.data_ptr() for bucket in self._buckets]
         if starts != self._starts:  # a bucket that was freed may be allocated again at another address
             start_of = dict(zip(self._buckets, starts, strict=True))
             self._starts, self._addresses = starts, [_address(entry, start_of) for entry in self.entries]
-        if looks == self.looks and list(map(torch.Tensor.data_ptr, self.params)) == self._addresses:
+        if attributes == self.attributes and list(map(torch.Tensor.data_ptr, self.params)) == self._addresses:
             return
         seen: set[ParamRecord] = set()
         for entry in self.entries:
@@ -83,7 +83,7 @@ class ListedParams:
                 )
             seen.add(entry)
             entry.check()
-        self.looks = looks
+        self.attributes = attributes
 
 
 def _address(entry: ParamRecord, start_of: Mapping[Bucket, int]) -> int:

@@ -1,8 +1,8 @@
 """A socket that the other ranks find: in a folder of the user's own if all of them share a kernel, else on a port.
 
 The folder of a process that was killed stays. The next process of the same user on the same machine removes it, since
-nobody listens there any more. A socket gets its final name once somebody listens, so that no process removes a folder
-which another one is still making.
+no process listens there any more. A socket gets its final name once its process listens, so that no process removes a
+folder which another one is still making.
 """
 
 import hashlib
@@ -20,7 +20,9 @@ from typing import Any
 
 BACKLOG = 1024  # connections that wait to be accepted: all other ranks may connect at once
 _NAME = "socket"
-_UNFINISHED = 3600.0  # seconds after which a folder without a socket is that of a dead process
+# Seconds after which a folder without a socket belongs to a dead process. Test:
+# test_a_killed_process_leaves_nothing_for_long in tests/partition/test_serve.py.
+_UNFINISHED = 3600.0
 
 
 class Listener:
@@ -61,8 +63,8 @@ class Listener:
         return connection.Connection(there.detach())
 
     def forget(self) -> None:
-        """Closes the copy of the socket in a forked child, which does not answer: callers would wait for the child once
-        the parent is dead.
+        """Closes the copy of the socket in a forked child, which does not answer: after the parent's death callers
+        would wait for the child.
         """
         self._socket.close()
 
@@ -111,7 +113,7 @@ def reclaim(root: Path) -> None:
 
 def _is_dead(folder: Path, status: os.stat_result) -> bool:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        probe.setblocking(False)  # if the backlog is full, somebody listens
+        probe.setblocking(False)  # if the backlog is full, a process listens
         try:
             probe.connect(str(folder / _NAME))
         except ConnectionRefusedError:

@@ -1,7 +1,7 @@
-"""Params that something other than an update wrote, and the masters and averages that follow them.
+"""Makes masters and averages follow params that something other than an update wrote.
 
-Weights and states may be loaded in either order. :class:`shardopt.domain.param.MasterState` tells what each event makes
-of a master; a loaded one that does not round to its param waits in ``Shard.unmatched_masters``, and the next step mends
+Weights and states may be loaded in either order. :class:`shardopt.domain.param.MasterState` says what each event makes
+of a master; a loaded one that does not round to its param waits in ``Shard.unmatched_masters``, and the next step uses
 it here.
 """
 
@@ -55,7 +55,7 @@ def _refresh(domain: Domain, entries: Iterable[ParamRecord]) -> None:
             unmatched.append(entry)
         else:
             # A master that was loaded may have been a ``split`` one, whose ties are rounded away from zero. A step
-            # rounds the ties of fp32 masters to even: where the param is the other neighbour, somebody wrote it.
+            # rounds the ties of fp32 masters to even: a param that is the other neighbour was written by other code.
             is_rounded: IsRounded = codecs.rounds_to if entry.version is None else codecs.rounds_to_even
             written[entry.shard, is_rounded].append(entry.index)
     if not written and not unmatched:
@@ -72,7 +72,7 @@ def _refresh(domain: Domain, entries: Iterable[ParamRecord]) -> None:
 
 
 def keep_low_bits(domain: Domain) -> None:
-    """Keeps of each unmatched master the low bits beside the weights of now; other weights may still be loaded."""
+    """Stores the low bits of each unmatched master for the present weights; other weights may still be loaded."""
     if any(shard.unmatched_masters for shard in domain.shards):
         with domain.all_or_nothing():
             for shard in domain.shards:

@@ -25,7 +25,8 @@ class Members:
 def tensors_of(module: torch.nn.Module, members: Members) -> list[torch.Tensor]:
     """Returns a domain's params of a module, and the buffers of modules whose params are all the domain's.
 
-    A module without params goes with the one around it. Buffers beside params of the main domain are the main one's.
+    A module without params belongs to the domain of the one around it. Buffers of a module that holds params of the
+    main domain belong to the main domain.
     """
     found: dict[torch.Tensor, None] = dict.fromkeys(param for param in module.parameters() if param in members)
     _add_buffers(module, members, members.are_others, found)

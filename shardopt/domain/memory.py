@@ -49,14 +49,14 @@ def memory_of(
 
 def memory_in_words(memory: Memory) -> str:
     """Returns "device: 1.50 MB (param 1.00, master 0.50), host: 2.00 GB (state 2.00)"; MB are 10^6 bytes."""
-    told = []
+    parts = []
     for tier in dict.fromkeys(tier for each in memory.values() for tier in each):
         kinds = {kind: each[tier] for kind, each in memory.items() if each.get(tier)}
         total = sum(kinds.values())
         unit, name = (1e9, "GB") if total >= 1e9 else (1e6, "MB") if total >= 1e6 else (1e3, "kB")
         listed = ", ".join(f"{kind} {nbytes / unit:.2f}" for kind, nbytes in kinds.items())
-        told += [f"{tier}: {total / unit:.2f} {name} ({listed})"] * bool(kinds)
-    return ", ".join(told)
+        parts += [f"{tier}: {total / unit:.2f} {name} ({listed})"] * bool(kinds)
+    return ", ".join(parts)
 
 
 def _is_bound(domain: Domain, param: torch.nn.Parameter) -> bool:

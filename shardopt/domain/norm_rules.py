@@ -1,4 +1,4 @@
-"""Where a rule that takes norms of whole params cannot run; it is said at construction."""
+"""Checks, at construction, whether a rule that takes norms of whole params can run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def check_takes_norms(rule: Rule, options: Options) -> None:
 
 
 def check_slices(rule: Rule, params: Iterable[Any]) -> None:
-    """Raises BindingError if a rule takes sums over rows and columns, and it cannot be told which ones a rank holds."""
+    """Raises BindingError if a rule takes sums over rows and columns, and which ones a rank holds is unknown."""
     if rule.margins:
         for index, param in enumerate(params):
             box_of(param, f"param {index} of the group")

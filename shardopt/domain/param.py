@@ -24,11 +24,11 @@ Candidate = tuple[str, torch.nn.Parameter, Group]  # name for messages, param, i
 
 
 class MasterState(Enum):
-    """Whether the master weights of a bound param are those of the param.
+    """The relation of a bound param's master weights to the param.
 
     A state dict and the weights of a model may be loaded in either order, so a loaded master and its param may differ
     until the next step. Params without a master have these states as well. A master "in halves" (``master="split"``)
-    is kept as the low bits beside its param. The state after each event:
+    is kept as the low bits that complete its param. The state after each event:
 
     =================================================  =========  =========  =========  =========
     event                                              FOLLOWS    LOADED     UNMATCHED  STALE
@@ -50,7 +50,7 @@ class MasterState(Enum):
 
 @dataclass(eq=False)
 class ParamRecord:
-    """All that is known of one bound param. The domain keeps it in a table: nothing is hung on the user's tensor.
+    """All that is known of one bound param. The domain keeps it in a table: the user's tensor gets no attribute.
 
     Attributes:
         name: for messages.
@@ -60,7 +60,7 @@ class ParamRecord:
         rule: the name of the rule whose states the shard was made for.
         version: of the param's data when the master last followed it; None in every state but FOLLOWS.
         step: updates so far. It is an int: a float counter stops counting (bf16 at 256, fp32 at 2**24).
-        carried: scalars that the rule hands on from step to step.
+        carried: scalars that the rule passes from step to step.
         margins: states with a value for each row or column, whole on every rank, fp32 in host memory; never written to,
             as a state dict or a save may hold them.
         begins_average: True if the average of the weights starts with the weights that the next step finds.
@@ -92,7 +92,7 @@ class ParamRecord:
 
     @property
     def grad(self) -> torch.Tensor | None:
-        """What ``outer.grad`` shows; of a DTensor the local tensor."""
+        """The tensor in ``outer.grad``; of a DTensor its local tensor."""
         return self.outer.grad if self.outer is self.param else local_gradient(self.outer)
 
     def place_gradient(self) -> None:
@@ -109,21 +109,21 @@ class ParamRecord:
     # -- the master and the average --------------------------------------------------------------------------------
 
     def follow_param(self) -> None:
-        """Records that the master is that of the param as it is now. Called at the end of a step."""
+        """Records that the master is that of the present param. Called at the end of a step."""
         self.version, self.master_state = self.param._version, MasterState.FOLLOWS
 
-    def await_weights(self) -> None:
+    def note_replaced(self) -> None:
         """Records that the param or its master was replaced: the next step compares the two."""
         self.version, self.master_state, self.begins_average = None, MasterState.LOADED, False
         self.shard.unmatched_masters.pop(self.index, None)
 
-    def expect_weights(self, state: ParamState) -> None:
+    def note_loaded(self, state: ParamState) -> None:
         """Records that ``state`` was loaded, and keeps its master if the weights that it rounds to are not loaded yet.
 
         The weights of the model may be loaded after its states, so the next step compares the two.
         """
         shard, master = self.shard, state.tensors.get("master")
-        self.await_weights()
+        self.note_replaced()
         self.begins_average = _lacks_average(shard, state)
         if not shard.masters or shard.has_whole_masters:
             return
@@ -136,7 +136,7 @@ class ParamRecord:
             shard.unmatched_masters[self.index] = own.clone()
 
     def drop_unmatched_master(self) -> None:
-        """Forgets a loaded master: the shard holds what of it fits the param, or it is of no use any more."""
+        """Drops a loaded master: the shard holds the bits of it that fit the param, or no step will need it."""
         if self.shard.unmatched_masters.pop(self.index, None) is not None:
             self.master_state = MasterState.LOADED
 
@@ -161,7 +161,7 @@ class ParamRecord:
                 values = torch.tensor(value).expand(where.local.stop - where.local.start)
                 self.shard.write(name, self.index, where.start, values)
 
-    def take_counters(self, state: ParamState) -> None:
+    def load_counters(self, state: ParamState) -> None:
         """Takes the step count, the carried scalars and the margins of a state that was loaded."""
         self.step, self.carried, self.has_state = state.step, dict(state.carried), True
         self.margins = {name: _on_host(tensor) for name, tensor in state.margins.items()}
@@ -214,7 +214,7 @@ def without_process_group(group: Group) -> Group:
 
 def _lacks_average(shard: Shard, state: ParamState) -> bool:
     """True if an average of the weights is kept, and a state from after the first step holds none."""
-    return bool(state.step) and EMA in shard.kept.states and EMA not in state.tensors
+    return bool(state.step) and EMA in shard.formats.states and EMA not in state.tensors
 
 
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:

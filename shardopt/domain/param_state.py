@@ -31,7 +31,7 @@ class ParamState:
 
     Attributes:
         step: updates so far.
-        carried: scalars that the rule hands on from step to step.
+        carried: scalars that the rule passes from step to step.
         tensors: by name of the state; "master" for the master weights of a low-precision param.
         margins: by name, states with a value for each row or column of the param.
     """
@@ -66,7 +66,7 @@ class ParamState:
         """Reads what :meth:`to_torch` or a torch class wrote for ``param``.
 
         Args:
-            whole: the shape of the DTensor of which ``param`` is a slice; None: it is no slice.
+            whole: the shape of the DTensor of which ``param`` is a slice; None: ``param`` is whole.
 
         Raises:
             StateError: ``rule`` keeps no such state for this param.

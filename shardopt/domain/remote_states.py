@@ -1,9 +1,9 @@
 """Serves this rank's slices of states to a rank that reads alone, and reads those of other ranks.
 
 A sharded step needs every rank, so no rank's states change while one rank reads between two steps. A load needs no
-other rank, and a thread may read beside a step. So a moment (a step, and the loads since) goes with every request: a
-rank that has not come to the moment waits, one that is past it says so, and what was read counts only if the moment is
-still the same after the reading.
+other rank, and a thread may read during a step. So a moment (a step, and the loads since) goes with every request: a
+rank that is before the moment waits, one that is past it returns an error, and what was read counts only if the moment
+is still the same after the reading.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 import torch
 
 from ..errors import StateError
-from .serve import Peers
+from .peers import Peers
 
 if TYPE_CHECKING:
     from ..partition.comm.group import Ranks
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class Shown(Protocol):
-    """What other ranks see of a domain."""
+    """The part of a domain that other ranks can read; a protocol, since ``domain.py`` imports this module."""
 
     @property
     def mesh(self) -> Mesh: ...
@@ -72,10 +72,10 @@ class RemoteStates:
         self._is_closed = False
 
     @staticmethod
-    def meet(domain: Shown) -> RemoteStates | None:
+    def connect(domain: Shown) -> RemoteStates | None:
         """Collective. Returns None if some rank can open no socket: one rank alone can then read nothing."""
         remote = RemoteStates(domain)
-        peers = Peers.meet(domain.mesh.shard, remote.slice_at)
+        peers = Peers.connect(domain.mesh.shard, remote.slice_at)
         if peers is None:
             return None
         remote._peers = peers
@@ -94,7 +94,7 @@ class RemoteStates:
         self._peers.retire()
 
     def close(self) -> None:
-        """Stops serving; see :meth:`shardopt.domain.serve.Peers.close`."""
+        """Stops serving; see :meth:`shardopt.domain.peers.Peers.close`."""
         self._is_closed = True
         self._peers.close()
 
@@ -168,7 +168,7 @@ class RemoteStates:
                 break
             if time.monotonic() > end:
                 raise StateError(f"this rank has not come to the end of {moment}.")
-            time.sleep(0.001)
+            time.sleep(0.001)  # far less than a step takes
         self._check_at(moment, name)
         if shard is None:
             raise StateError("this rank has closed its optimizer.")
@@ -202,8 +202,8 @@ _STREAMS: dict[torch.device, torch.cuda.Stream] = {}
 def _reading_stream(device: torch.device, ranks: Ranks) -> torch.cuda.Stream:
     """Returns the stream on which this process copies what other ranks read: one a device, and none of NCCL's.
 
-    torch hands out the 32 streams of a pool in turn, and NCCL's are of such a pool. On one of these a copy stands
-    behind a collective that waits for the rank that asks for the copy, for ever. Tests: "stream" in
+    torch hands out the 32 streams of a pool in turn, and NCCL's are of such a pool. On one of these a copy would
+    wait for a collective, which waits for the rank that asks for the copy: a deadlock. Tests: "stream" in
     tests/domain/test_remote_states.py.
     """
     with _LOCK:

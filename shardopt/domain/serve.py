@@ -10,48 +10,39 @@ step, or at their end. So every process has a thread that answers::
 A sharded step needs every rank, so all that is read while one rank reads is of one step; a rank that has not come to
 the end of that step lets the reader wait. After each answer the rank says whether the moment was still the same when
 the last byte had left. Only bytes travel: over a socket in a directory of the user's own if all ranks are on one
-machine, else over TCP. Both sides prove that they know a random key that the ranks shared.
-
-A rank that is done (its optimizer was collected, or its interpreter ends) says farewell to the others, and goes on
-answering until all of them did: rank 0 may still be saving.
+machine, else over TCP. Both sides prove that they know a random key that the ranks shared. :mod:`.peers` is the side of
+the rank that reads.
 """
 
 from __future__ import annotations
 
-import atexit
 import hmac
 import json
 import os
 import secrets
 import socket
-import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from multiprocessing import connection
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 
-from ..errors import CommunicationError, ShardoptError, StateError
+from ..errors import ShardoptError, StateError
 from .epoch import Moment
 from .listener import Listener
 
-if TYPE_CHECKING:
-    from ..partition.comm.group import Ranks
-
-MAX_REQUEST = 4096  # bytes; a rank sends no longer one
+MAX_REQUEST = 4096  # bytes; no request of a rank is longer
 CHUNK = 64 << 20  # bytes of one answer
+# A stranger must not hold threads and sockets. Test: test_strangers_hold_nothing_for_long in
+# tests/partition/test_serve.py.
 HANDSHAKE = 10.0  # seconds in which a peer must prove that it knows the key
-STRANGERS = 64  # connections without a proof, beside those of all ranks; of more the oldest is dropped
-# Seconds for which a process goes on answering at its end, for ranks that did not say farewell.
-LINGER = 120.0
-SILENCE = 5.0  # seconds without a request after which close() no longer waits for one
-_LOOK = 0.05  # seconds between two looks at the time of the last request
+STRANGERS = 64  # connections without a proof, in addition to those of all ranks; with more, the oldest is dropped
 
-_OK, _ERROR = b"\0", b"\1"
+OK, ERROR = b"\0", b"\1"
 
 
 # Takes a moment, the number of a shard, the name of a state, start and stop. Returns a context in which these elements
@@ -61,11 +52,11 @@ Readable = Callable[[Moment, int, str, int, int], AbstractContextManager[torch.T
 
 
 @dataclass(eq=False)
-class Shelf:
-    """The slices of one optimizer on this rank, as the server knows them.
+class ServedSlices:
+    """The slices of one optimizer on this rank, which the server sends to other ranks.
 
     Attributes:
-        token: the optimizer's name on every rank.
+        token: names the optimizer, on every rank.
         key: a secret of the optimizer's ranks.
         readable: None after ``close()``.
         ranks: their number.
@@ -81,8 +72,8 @@ class Shelf:
     _leaving: list[connection.Connection[Any, Any]] = field(default_factory=list)  # peers that said farewell
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def hear_farewell(self, peer: connection.Connection[Any, Any]) -> None:
-        """Keeps the connection; this rank answers it once it leaves as well."""
+    def keep_farewell(self, peer: connection.Connection[Any, Any]) -> None:
+        """Keeps the connection of a peer that said farewell; this rank answers once it retires as well."""
         with self._lock:
             if not self._is_retired:
                 self._leaving.append(peer)
@@ -99,7 +90,7 @@ class Shelf:
 
 def _answer_farewell(peer: connection.Connection[Any, Any]) -> None:
     with peer, suppress(OSError):
-        peer.send_bytes(_OK)
+        peer.send_bytes(OK)
 
 
 class StateServer:
@@ -113,7 +104,7 @@ class StateServer:
         """``family``: AF_UNIX if all ranks share a file system and a kernel, else AF_INET."""
         self._listener = Listener((own_address(), 0) if family == "AF_INET" else None)
         self.address = self._listener.address
-        self._shelves: dict[str, Shelf] = {}
+        self._served: dict[str, ServedSlices] = {}
         self._strangers: dict[connection.Connection[Any, Any], float] = {}  # until when; in the order of arrival
         self._lock = threading.Lock()  # of the strangers
         threading.Thread(target=self._accept_all, name="shardopt-serve", daemon=True).start()
@@ -122,25 +113,25 @@ class StateServer:
         """See :meth:`Listener.forget`."""
         self._listener.forget()
 
-    def show(self, shelf: Shelf) -> None:
-        self._shelves[shelf.token] = shelf
+    def register(self, slices: ServedSlices) -> None:
+        self._served[slices.token] = slices
 
-    def hide(self, shelf: Shelf) -> None:
-        self._shelves.pop(shelf.token, None)
+    def unregister(self, slices: ServedSlices) -> None:
+        self._served.pop(slices.token, None)
 
     def _accept_all(self) -> None:
         while True:
             try:
                 peer = self._listener.accept(self._drop_late())
             except (OSError, ValueError):  # the peer is gone again, too many open files, the interpreter's end
-                time.sleep(0.01)
+                time.sleep(0.01)  # an error that stays must not keep a core busy
                 continue
             if peer is not None:
                 self._admit(peer)
                 threading.Thread(target=self._answer, args=(peer,), name="shardopt-answer", daemon=True).start()
 
     def _admit(self, peer: connection.Connection[Any, Any]) -> None:
-        ranks = max((shelf.ranks for shelf in list(self._shelves.values())), default=0)
+        ranks = max((slices.ranks for slices in list(self._served.values())), default=0)
         with self._lock:
             self._strangers[peer] = time.monotonic() + HANDSHAKE
             while len(self._strangers) > STRANGERS + 2 * ranks:
@@ -164,209 +155,56 @@ class StateServer:
         # A stranger may send anything.
         with suppress(OSError, EOFError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
             try:
-                shelf = self._greet(peer)
+                slices = self._greet(peer)
             finally:
                 with self._lock:
                     is_welcome = self._strangers.pop(peer, None) is not None
-            while shelf is not None and is_welcome:
+            while slices is not None and is_welcome:
                 request = json.loads(peer.recv_bytes(MAX_REQUEST))
                 if "farewell" in request:
-                    shelf.hear_farewell(peer)
+                    slices.keep_farewell(peer)
                     return  # no thread waits for the answer: every rank says farewell, and there may be many
-                _send(peer, shelf, request)
+                _send(peer, slices, request)
         peer.close()
 
-    def _greet(self, peer: connection.Connection[Any, Any]) -> Shelf | None:
-        """Returns the shelf that the peer asks for, once both have proved that they know its key."""
+    def _greet(self, peer: connection.Connection[Any, Any]) -> ServedSlices | None:
+        """Returns the slices that the peer asks for, once both have proved that they know its key."""
         greeting = json.loads(peer.recv_bytes(MAX_REQUEST))
-        shelf = self._shelves.get(str(greeting["token"]))
-        if shelf is None:
+        slices = self._served.get(str(greeting["token"]))
+        if slices is None:
             return None
         challenge = secrets.token_hex(32)
-        proof = _proof(shelf.key, greeting["challenge"], "server")
+        proof = proof_of(slices.key, greeting["challenge"], "server")
         peer.send_bytes(json.dumps({"proof": proof, "challenge": challenge}).encode())
         answer = json.loads(peer.recv_bytes(MAX_REQUEST))["proof"]
-        return shelf if hmac.compare_digest(str(answer), _proof(shelf.key, challenge, "client")) else None
+        return slices if hmac.compare_digest(str(answer), proof_of(slices.key, challenge, "client")) else None
 
 
-def _send(peer: connection.Connection[Any, Any], shelf: Shelf, request: dict[str, Any]) -> None:
-    shelf.last_asked = time.monotonic()
+def _send(peer: connection.Connection[Any, Any], slices: ServedSlices, request: dict[str, Any]) -> None:
+    slices.last_asked = time.monotonic()
     try:
-        readable = shelf.readable
+        readable = slices.readable
         if readable is None:
             raise StateError("save before close(): that rank has closed its optimizer, and its slices are gone.")
         moment, name = Moment(*map(int, request["moment"])), str(request["name"])
         numbers = (int(request[key]) for key in ("shard", "start", "stop"))
         # The bytes are sent from memory that the next step and the next load write to.
         with readable(moment, next(numbers), name, *numbers) as found:
-            peer.send_bytes(_OK)
-            peer.send_bytes(_bytes_of(found))
+            peer.send_bytes(OK)
+            peer.send_bytes(bytes_of(found))
     except ShardoptError as error:
-        peer.send_bytes(_ERROR + str(error).encode())
+        peer.send_bytes(ERROR + str(error).encode())
         return
-    peer.send_bytes(_OK)
-    shelf.last_asked = time.monotonic()
+    peer.send_bytes(OK)
+    slices.last_asked = time.monotonic()
 
 
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
+def bytes_of(tensor: torch.Tensor) -> memoryview:
     return memoryview(cast(Any, tensor.view(torch.uint8).numpy()))
 
 
-class Peers:
-    """The ranks of one optimizer: reads what they serve, and leaves together with them."""
-
-    def __init__(self, server: StateServer, shelf: Shelf, addresses: Sequence[Any], rank: int, seconds: float):
-        """
-        Args:
-            server: shows this rank's shelf to the others.
-            addresses: of the servers, by rank.
-            seconds: the longest that one answer may take.
-        """
-        self._server, self._shelf, self._addresses = server, shelf, addresses
-        self._rank, self._seconds = rank, seconds
-        self._open: dict[int, connection.Connection[Any, Any]] = {}
-        self._lock = threading.Lock()  # a connection carries one request at a time
-        self._leaving: threading.Thread | None = None
-
-    @staticmethod
-    def meet(ranks: Ranks, readable: Readable) -> Peers | None:
-        """Collective. Returns None if some rank can open no socket: one rank alone can then read nothing."""
-        # Every rank makes a token and a key; all take those of rank 0.
-        card = [own_machine(), secrets.token_hex(16), secrets.token_hex(32)]
-        cards = ranks.exchange_json(card, "sharing a key for state_dict()")
-        family = "AF_UNIX" if all(machine == cards[0][0] for machine, _, _ in cards) else "AF_INET"
-        _, token, key = cards[0]
-        shelf = Shelf(token, bytes.fromhex(key), readable, ranks.size)
-        own: StateServer | None = None
-        with suppress(OSError):
-            own = server(family)
-        address = None if own is None else own.address
-        addresses = ranks.exchange_json(address, "exchanging addresses for state_dict()")
-        if own is None or None in addresses:
-            return None
-        own.show(shelf)
-        peers = Peers(own, shelf, addresses, ranks.rank, ranks.seconds)
-        _PEERS.add(peers)
-        return peers
-
-    def read(self, rank: int, moment: Moment, shard: int, name: str, start: int, into: torch.Tensor) -> None:
-        """Fills ``into`` (1D, host memory) with elements of a rank's slice from ``start`` on, all of the moment.
-
-        Raises:
-            CommunicationError: the rank is gone or does not answer.
-            StateError: the rank is past the moment.
-        """
-        chunk = max(CHUNK // into.element_size(), 1)
-        with self._lock:
-            for first in range(0, into.numel(), chunk):
-                part = into[first : first + chunk]
-                span = {"start": start + first, "stop": start + first + part.numel()}
-                self._read(rank, {"moment": moment, "shard": shard, "name": name, **span}, part)
-
-    def _read(self, rank: int, request: dict[str, Any], into: torch.Tensor) -> None:
-        phase = f"reading {request['name']} from rank {rank}"
-        try:
-            if rank not in self._open:
-                self._open[rank] = _connect(self._addresses[rank], self._shelf)
-            peer = self._open[rank]
-            peer.send_bytes(json.dumps(request).encode())
-            self._check_status(peer, phase)
-            self._await(peer)
-            count = peer.recv_bytes_into(_bytes_of(into))
-            if count != into.nbytes:
-                raise OSError(f"{count} bytes came instead of {into.nbytes}")
-            self._check_status(peer, phase)
-        except (OSError, EOFError, ValueError, KeyError) as error:
-            broken = self._open.pop(rank, None)
-            if broken is not None:
-                broken.close()
-            raise CommunicationError(
-                f"look at the output of rank {rank}: it died, was closed, or did not answer within {self._seconds:g} s "
-                f"while {phase}: {error or 'it hung up'}. consolidate_state_dict() on every rank reads by another way."
-            ) from error
-
-    def _check_status(self, peer: connection.Connection[Any, Any], phase: str) -> None:
-        self._await(peer)
-        status = peer.recv_bytes(1 << 16)
-        if status[:1] == _ERROR:
-            raise StateError(f"while {phase}: {status[1:].decode(errors='replace')}")
-
-    def _await(self, peer: connection.Connection[Any, Any]) -> None:
-        if not peer.poll(self._seconds):
-            raise TimeoutError("no answer")
-
-    def farewell(self) -> None:
-        """Tells every other rank that this one will not read any more; returns once they said the same, or are gone."""
-        waiting = []
-        # Each rank starts with the next one, so that not all of them come to rank 0 first.
-        for address in (*self._addresses[self._rank + 1 :], *self._addresses[: self._rank]):
-            with suppress(OSError, EOFError, ValueError, KeyError):
-                peer = _connect(address, self._shelf)
-                peer.send_bytes(json.dumps({"farewell": self._rank}).encode())
-                waiting.append(peer)
-        while waiting:
-            for ready in connection.wait(waiting):  # an answer, or the end of that rank's process
-                assert isinstance(ready, connection.Connection)
-                waiting.remove(ready)
-                ready.close()
-
-    def disconnect(self) -> None:
-        with self._lock:
-            for peer in self._open.values():
-                peer.close()
-            self._open.clear()
-
-    def close(self) -> None:
-        """Stops serving, once every rank has come here or none has read for a while.
-
-        A script that saves on rank 0 and closes on all has the others here while rank 0 reads.
-        """
-        self.retire()
-        assert self._leaving is not None
-        start = time.monotonic()
-        while self._leaving.is_alive() and time.monotonic() - max(start, self._shelf.last_asked) < SILENCE:
-            self._leaving.join(_LOOK)
-        self._shelf.readable = None
-
-    def retire(self) -> None:
-        """Stops reading. This rank goes on serving until no other rank reads any more."""
-        if self._leaving is None:
-            self.disconnect()
-            self._shelf.retire()
-            self._leaving = threading.Thread(target=self._leave, name="shardopt-farewell", daemon=True)
-            self._leaving.start()
-
-    def _leave(self) -> None:
-        self.farewell()
-        self._server.hide(self._shelf)
-        self._shelf.readable = None
-        _PEERS.discard(self)
-
-    def linger(self, end: float) -> None:
-        """Waits, once retired, until no other rank reads any more, or until ``end``: at the interpreter's end."""
-        assert self._leaving is not None
-        self._leaving.join(max(end - time.monotonic(), 0))
-
-
-def _connect(address: Any, shelf: Shelf) -> connection.Connection[Any, Any]:
-    peer = connection.Client(tuple(address) if isinstance(address, list) else address)
-    try:
-        challenge = secrets.token_hex(32)
-        peer.send_bytes(json.dumps({"token": shelf.token, "challenge": challenge}).encode())
-        if not peer.poll(HANDSHAKE):
-            raise TimeoutError("no greeting")
-        answer = json.loads(peer.recv_bytes(MAX_REQUEST))
-        if not hmac.compare_digest(str(answer["proof"]), _proof(shelf.key, challenge, "server")):
-            raise OSError("somebody else answers at its address")
-        peer.send_bytes(json.dumps({"proof": _proof(shelf.key, answer["challenge"], "client")}).encode())
-    except BaseException:
-        peer.close()
-        raise
-    return peer
-
-
-def _proof(key: bytes, challenge: Any, side: str) -> str:
-    # The side is part of the message, so that nobody can send one side's challenge to the other side for an answer.
+def proof_of(key: bytes, challenge: Any, side: str) -> str:
+    # The side is part of the message, so that no stranger can have the other side answer one side's challenge.
     # multiprocessing's authkey will not do: one key for all optimizers of a listener, no deadline, MD5 on Python 3.11.
     return hmac.new(key, f"{side}:{challenge}".encode(), "sha256").hexdigest()
 
@@ -396,7 +234,6 @@ def own_address() -> str:
 
 _LOCK = threading.Lock()
 _SERVERS: dict[str, StateServer] = {}
-_PEERS: set[Peers] = set()  # kept here: they outlive their optimizers, see :meth:`Peers.retire`
 
 
 def server(family: str) -> StateServer:
@@ -411,19 +248,7 @@ def _forget() -> None:
     for each in _SERVERS.values():
         each.forget()
     _SERVERS.clear()
-    _PEERS.clear()
 
 
-def _linger() -> None:
-    # After an error it does not wait: whoever watches this process is to tell the other ranks soon.
-    end = time.monotonic() + (0.0 if hasattr(sys, "last_value") else LINGER)
-    several = list(_PEERS)
-    for peers in several:  # all retire first: other ranks may wait for them in another order
-        peers.retire()
-    for peers in several:
-        peers.linger(end)
-
-
-# A forked child (a DataLoader worker) has the tables but not the threads, and shows nothing.
+# A forked child (a DataLoader worker) has the table but not the threads, so it serves nothing.
 os.register_at_fork(after_in_child=_forget)
-atexit.register(_linger)

@@ -15,7 +15,7 @@ from ..kernels.tables import BLOCK
 from ..offload.store import Chunk, Plane
 from ..partition.layout import Piece
 from ..partition.memory import zeros
-from ..partition.unit import Slice as GatheredSlice
+from ..partition.unit import ParamShard
 from ..rules.rule import EMA
 from ..tensors.strides import dense_strides, flattened, in_storage_order
 from .shard_tables import ShardTables
@@ -56,10 +56,10 @@ class Shard:
     """
 
     window: Window  # on bucket.flat; opened by all ranks together
-    reduced: DeviceSum | HostSum  # the sums of gradients, if the module was handed over
-    passing: PassingSum  # in place of ``reduced``, if gradients are released
+    gradient_sum: DeviceSum | HostSum  # the sums of gradients, if the module was handed over
+    passing_sum: PassingSum  # in place of ``gradient_sum``, if gradients are released
     number: int  # of that bucket, in the reducer
-    sums: Gradients  # the table of what stays in ``reduced``
+    sum_table: Gradients  # the table of what stays in ``gradient_sum``
     gathered: GatheredBucket | None = None  # if params are sharded
     saved_weights: torch.Tensor | None = None  # 1D [shard_numel]: the weights, while params show their average
 
@@ -69,13 +69,13 @@ class Shard:
         rank: int,
         states: Iterable[str],
         store: Store,
-        kept: StreamFormats,
+        formats: StreamFormats,
         offloads_params: bool = False,
     ):
         """
         Args:
             states: names of those to make now.
-            kept: the formats of masters and of all states that there may be.
+            formats: of masters, and of all states that there may be.
             offloads_params: True if this rank's slice of the params is offloaded to the store as well.
 
         Raises:
@@ -87,8 +87,8 @@ class Shard:
         is_there = bucket.resident_bytes == bucket.nbytes
         self.param = None if offloads_params else bucket.shard(rank) if is_there else self._zeros()
         self.format: Format = dtype_format(bucket.dtype, "a param")
-        self.kept = kept
-        self.masters = ("master",) if kept.master is not None else ()
+        self.formats = formats
+        self.masters = ("master",) if formats.master is not None else ()
         self.unmatched_masters: dict[int, torch.Tensor] = {}
         self._piece_of_param = {piece.param: piece for piece in self.pieces}
         self._strides = [dense_strides(param) for param in bucket.params]
@@ -112,7 +112,7 @@ class Shard:
 
     @property
     def param_bytes(self) -> int:
-        """Of memory that the slice of the params takes beside the bucket."""
+        """The bytes of the slice of the params, if it lies outside of the bucket."""
         return 0 if self.gathered is None or self.param is None else self.param.nbytes
 
     def _zeros(self) -> torch.Tensor:
@@ -121,14 +121,14 @@ class Shard:
     @property
     def states(self) -> tuple[str, ...]:
         """The names of the states that exist; a master is not a state."""
-        return tuple(name for name in self.home.names if name in self.kept.states)
+        return tuple(name for name in self.home.names if name in self.formats.states)
 
     def format_of(self, name: str) -> Format:
         """The format in which "master" or a state is kept."""
         if name == "master":
-            assert self.kept.master is not None
-            return self.kept.master
-        return self.kept.states[name]
+            assert self.formats.master is not None
+            return self.formats.master
+        return self.formats.states[name]
 
     def _planes(self, names: Iterable[str]) -> dict[str, Plane]:
         """The streams in which "master" and states are kept."""
@@ -163,18 +163,18 @@ class Shard:
             Chunk(self.home, start, stop, names, self.param[start:stop], reads_param=reads) for start, stop in bounds
         ]
 
-    def own_slice(self) -> GatheredSlice:
+    def make_param_shard(self) -> ParamShard:
         """Returns a copy of this rank's slice of the params, apart from the bucket."""
         if self.param is None:
             # The home is looked up at each use: relocation replaces it.
-            return GatheredSlice(None, lambda into: self.home.read_into("param", 0, into), self._write_params)
+            return ParamShard(None, lambda into: self.home.read_into("param", 0, into), self._write_params)
         is_apart = self.bucket.resident_bytes < self.bucket.nbytes  # params without values: the bucket has no memory
         # Copied before the last agreement of the ranks: after it other ranks may read the slice.
         memory = self.param if is_apart else self._zeros().copy_(self.param)
-        return GatheredSlice(memory, lambda into: into.copy_(memory), memory.copy_)
+        return ParamShard(memory, lambda into: into.copy_(memory), memory.copy_)
 
     def _write_params(self, values: torch.Tensor) -> None:
-        """Writes offloaded params unless the store holds the same bits: who looks at them seldom writes to them."""
+        """Writes offloaded params unless the store holds the same bits: most calls that read params write none."""
         kind = torch.int16 if values.element_size() == 2 else torch.int32
 
         def is_kept(start: int, stop: int) -> bool:
@@ -184,7 +184,7 @@ class Shard:
         if not all(is_kept(*each) for each in self.home.chunks()):
             self.home.write("param", 0, values)
 
-    def part_with_params(self, gatherer: Gatherer, own: GatheredSlice, window: Window, unit: Unit) -> GatheredBucket:
+    def release_params(self, gatherer: Gatherer, own: ParamShard, window: Window, unit: Unit) -> GatheredBucket:
         """Keeps this rank's slice of the params in ``own``; the gatherer frees the rest. Allocates nothing."""
         self.param = own.memory
         self.gathered = gatherer.add(self.bucket, own, window, unit)
@@ -192,9 +192,9 @@ class Shard:
 
     def spec(self, variant: Variant, grad: Format) -> StepSpec:
         """Returns the spec of the kernel that updates this shard with gradients of this format."""
-        states = tuple(self.kept.states[name] for name in variant.states)
-        param = BF16_RANDOM if self.format is BF16 and self.kept.master is None else self.format
-        return StepSpec(variant, param, grad, self.kept.master, states)
+        states = tuple(self.formats.states[name] for name in variant.states)
+        param = BF16_RANDOM if self.format is BF16 and self.formats.master is None else self.format
+        return StepSpec(variant, param, grad, self.formats.master, states)
 
     def strides(self, index: int) -> tuple[int, ...]:
         """The strides of the bucket's param ``index``."""
@@ -250,19 +250,19 @@ class Shard:
         return self.bucket.view(flat, index, self.bucket.params[index])
 
     def fits_master(self, index: int) -> bool:
-        """True if the unmatched master of param ``index`` rounds to the param as it is now."""
+        """True if the unmatched master of param ``index`` rounds to the present param."""
         where, loaded = self.slice_of(index).local, self.unmatched_masters[index]
         param = self.params(where.start, where.stop).to(loaded.device)
         return bool(codecs.rounds_to(loaded, param).all())
 
     def keep_low_bits(self, index: int) -> None:
-        """Keeps of the unmatched master of param ``index`` the low bits beside the param as it is now."""
+        """Stores the low bits of the unmatched master of param ``index``, which complete the present param."""
         self.write("master", index, self.slice_of(index).start, self.unmatched_masters[index])
 
     def refresh_masters(self, indices: Iterable[int], is_rounded: IsRounded) -> None:
         """Makes the masters of these params follow them: where the master rounds to the param, it stays.
 
-        A master in halves becomes the param: its upper half is the param, so nothing tells what the master was.
+        A master in halves becomes the param: its upper half is the param, so the earlier master is unknown.
 
         Args:
             is_rounded: takes fp32 masters and their params, both 1D; True for each param that is the master rounded.
@@ -280,8 +280,8 @@ class Shard:
 
     @property
     def has_whole_masters(self) -> bool:
-        """True if a master holds the full value, and not the low bits beside its param."""
-        return self.kept.master is FP32
+        """True if a master holds the full value, and not only the low bits that complete its param."""
+        return self.formats.master is FP32
 
     def _refresh(self, name: str, start: int, stop: int, slices: Sequence[slice], is_rounded: IsRounded) -> None:
         masters = self.home.read(name, start, stop)
@@ -339,8 +339,8 @@ class Shard:
     def write_chunk(self, name: str, start: int, values: torch.Tensor) -> None:
         """Writes 1D ``values`` of any dtype: whole blocks of a param, but for its last block.
 
-        Of a master in halves the low bits beside the param as it is now are kept. Values are encoded a piece at a time,
-        so that no temporary is as long as the shard.
+        A master in halves is stored as the low bits that complete the present param. Values are encoded a piece at a
+        time, so that no temporary is as long as the shard.
         """
         if name == "param":
             if self.param is None:

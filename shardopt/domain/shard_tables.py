@@ -78,10 +78,10 @@ class ShardTables:
         return self.gradients({row: (total[piece.shard_start :], piece.start) for row, piece in rows})
 
     def noise(self, counters: Mapping[int, tuple[int, int, int]]) -> torch.Tensor:
-        """Returns the table of noise (:func:`noise_from` tells its columns), in host memory.
+        """Returns the table of noise (:func:`noise_from` has its columns), in host memory.
 
         Args:
-            counters: row of the piece -> (key, key, phase), on which the noise of a row depends beside the element.
+            counters: row of the piece -> (key, key, phase); the noise of a row depends on these and on the element.
         """
         rows = np.zeros((self.num_rows, 4), dtype=np.int64)
         for row, (key, other_key, phase) in counters.items():

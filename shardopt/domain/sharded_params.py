@@ -14,7 +14,6 @@ import torch
 from ..errors import OffloadError
 from ..partition.unit import Unit
 from ..tensors.part import Part
-from ..tensors.strides import flattened
 from ..tensors.unsharded_guard import mark_sharded, mark_whole
 from .dtensors import local_tensor, placed_as, shown_as
 from .shard import Shard
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
     from ..partition.comm.all_gather import Window
     from ..partition.comm.transport import Transport
     from ..partition.gatherer import Gatherer
-    from ..partition.unit import GatheredBucket, Slice
+    from ..partition.unit import GatheredBucket, ParamShard
     from .units import UnitPlan
 
 Gather = Callable[[Shard, str], torch.Tensor]
@@ -59,32 +58,27 @@ class ShardedParams:
         self.where: dict[torch.nn.Parameter, GatheredBucket] = {}  # of params as the model has them
         self._places: dict[torch.nn.Parameter, tuple[Shard, int]] = {}
         self.frozen: list[Shard] = []  # of params that do not train
-        # Gathers a resharded param for a call that no module has announced; see :class:`SliceKeeper`.
-        self.gather_for_call: Callable[[torch.nn.Parameter, bool], bool] = lambda *_: False
+        # Gathers a resharded param for an operation in the model's own code; see :class:`SliceKeeper`.
+        self.gather_for: Callable[[torch.nn.Parameter, bool], bool] = lambda *_: False
         self._gather, self._fetcher, self.name_of = gather, fetcher, name_of
-
-    @property
-    def shown(self) -> int:
-        """The number of ``unsharded()`` contexts that are open."""
-        return self.gatherer.shown
 
     @property
     def units(self) -> list[Unit]:
         return [unit for unit in self.gatherer.units.values() if unit.transport is self.transport]
 
-    def window(self, bucket: Bucket, own: Slice) -> Window:
+    def window(self, bucket: Bucket, own: ParamShard) -> Window:
         """Collective: opens a window on a bucket; ``own`` holds this rank's slice."""
         if own.memory is None:
             return self.transport.open(bucket.flat, bucket.layout.shard_numel)
         return self.transport.open_detached(bucket.flat, own.memory)
 
     def shard_params(
-        self, shard: Shard, own: Slice, window: Window, unit: tuple[int, UnitPlan], is_frozen: bool
+        self, shard: Shard, own: ParamShard, window: Window, unit: tuple[int, UnitPlan], is_frozen: bool
     ) -> None:
         """Keeps this rank's slice of the shard's params in ``own``, and frees the rest."""
         number, plan = unit
         new = Unit(plan.name, number, self.transport, plan.is_spread, called=plan.called)
-        gathered = shard.part_with_params(self.gatherer, own, window, new)
+        gathered = shard.release_params(self.gatherer, own, window, new)
         if is_frozen:
             self.frozen.append(shard)
         for index, param in enumerate(shard.bucket.outers):
@@ -113,13 +107,9 @@ class ShardedParams:
         shard, index = self._places[param]
         own = shard.bucket.params[index]
         cast = local_tensor(placed_as(param, whole.detach())).to(shard.device, shard.bucket.dtype)
-        values = flattened(shard.ordered(index, cast.expand(own.size())))
+        values = shard.in_order(index, cast.expand(own.size()))
         self.gatherer.write_slice(self.where[param].unit, lambda: shard.write("param", index, 0, values))
         torch.autograd.graph.increment_version([own])
-
-    def gather_for(self, param: torch.nn.Parameter, is_read: bool) -> bool:
-        """Gathers a param for a call that no module has announced, else returns False."""
-        return self.gather_for_call(param, is_read)
 
     # -- of all ---------------------------------------------------------------------------------------------------
 
@@ -145,11 +135,11 @@ class ShardedParams:
         gatherer, units = self.gatherer, self.units
         gatherer.need_all(units)
         before = [_holders(each) for each in units]
-        gatherer.shown += 1
+        gatherer.unsharded_contexts += 1
         try:
             yield
         finally:
-            gatherer.shown -= 1
+            gatherer.unsharded_contexts -= 1
             problem: Exception | None = None
             for each, holders in zip(units, before, strict=True):
                 try:
@@ -160,8 +150,8 @@ class ShardedParams:
                     gatherer.done_but_viewed(each)
                 else:
                     gatherer.done(each, reshard=True)
-            gatherer.writes.complete()
-            if any(each.slice.memory is None for unit in units for each in unit.buckets):
+            gatherer.writes.after_writes()
+            if any(each.param_shard.memory is None for unit in units for each in unit.buckets):
                 gatherer.writes.confirm(problem)
 
     def give_back(self) -> None:

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from ..config import Offload, Tuning
     from ..offload.store import Store
 
-# Seconds that one transfer of a disk may take, where Tuning.timeout is not set.
+# Seconds that one transfer of a disk may take, where Tuning.timeout is not set. Without a limit a disk that hangs would
+# hang all ranks.
 _DISK_SECONDS = 300.0
 
 

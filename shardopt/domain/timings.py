@@ -55,7 +55,7 @@ class Clock:
         self._first: dict[str, float] | None = None  # the step in which kernels are compiled, apart from the others
         self._events: deque[Event] = deque(maxlen=EVENTS)
         self._ended = 0  # steps
-        self._epoch = time.time() - time.perf_counter()  # so that traces of several ranks lie beside one another
+        self._epoch = time.time() - time.perf_counter()  # so that traces of several ranks share one clock
 
     def phase(self, name: str, of: str = "") -> "Clock":
         """Begins a phase, which the end of the ``with`` that this call stands in ends.
@@ -123,7 +123,7 @@ class Timings(Mapping[str, float]):
             events: the last phases of this rank, for :meth:`trace`.
         """
         self._seconds = dict(seconds)
-        # The events as they are: who reads seconds after each step makes nothing of thousands of them.
+        # Not converted yet: a script that reads the seconds after each step needs none of the thousands of events.
         self.note, self.first, self._events, self._rank = note, first, list(events), rank
 
     @staticmethod

@@ -20,6 +20,7 @@ Of a ``ModuleList`` of pipeline stages each stage has units of its own, as the m
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,13 +32,12 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import BindingError
-from ..partition.schedule import budget_of
+from ..partition.schedule import Budget
 from .called import called_modules
 from .param_names import without_wrappers
 
 if TYPE_CHECKING:
     from ..config import Tuning
-    from ..partition.schedule import Budget
 
 REST = "(rest)"
 # A module outside of blocks shares a unit with its like if it has fewer bytes than both: each unit costs a message.
@@ -71,8 +71,22 @@ class UnitPlan:
 
 
 def gathering_budget(tuning: Tuning, travels: bool) -> Budget:
-    """Returns what these options allow to be gathered at once; ``travels``: see :func:`budget_of`."""
-    return budget_of(travels, tuning.live_bytes, tuning.reshard_after_forward, tuning.prefetch)
+    """Returns what these options allow to be gathered at once.
+
+    Args:
+        travels: True if params travel between ranks; False if a gather reads the other ranks' memory.
+    """
+    prefetch, resharded = tuning.prefetch, tuning.reshard_after_forward
+    units = math.inf if tuning.live_bytes is not None else 3 if travels else 1
+    if travels and isinstance(prefetch, int):
+        units = prefetch + 1
+    return Budget(
+        math.inf if tuning.live_bytes is None else tuning.live_bytes,
+        units,
+        travels,
+        resharded if isinstance(resharded, bool) else tuple(resharded),
+        prefetch if isinstance(prefetch, Mapping) else None,
+    )
 
 
 def check_names(units: Sequence[UnitPlan], tuning: Tuning) -> None:

@@ -70,9 +70,9 @@ def check_weights(domains: Sequence[Domain], call: str) -> None:
         )
 
 
-def check_gathered_by_nobody(domains: Sequence[Domain]) -> None:
+def check_not_unsharded(domains: Sequence[Domain]) -> None:
     """Raises ShardoptError inside of ``unsharded()``, where a step would be undone."""
-    if any(domain.sharded is not None and domain.sharded.shown for domain in domains):
+    if any(domain.sharded is not None and domain.sharded.gatherer.unsharded_contexts for domain in domains):
         raise ShardoptError(
             "leave `with optimizer.unsharded():` before step() at stage 3: the end of the context writes the whole "
             "params back, over the update."

@@ -4,8 +4,8 @@ A round is one backward that reduces gradients; with gradient accumulation, the 
 gradient of the module's output, or else the first gradient of a param, opens the round. Autograd accumulates gradients,
 and each one goes to the reducer at once. When autograd is done, the reducer sends the remaining buckets, and
 ``param.grad`` becomes a part (:mod:`shardopt.module.round_gradients`). A gradient may arrive after its bucket was sent
-(reentrant activation checkpointing): that bucket is reduced once more, and a second all-reduce tells the norms of the
-new sums.
+(reentrant activation checkpointing): that bucket is reduced once more, and a second all-reduce reports the norms of
+the new sums.
 
 Experts have backwards of their own, whose rounds open, end and are lost with those of the main domain::
 
@@ -14,7 +14,7 @@ Experts have backwards of their own, whose rounds open, end and are lost with th
 
 A gradient of any domain opens the rounds of all: a rank whose experts got no token takes part with zeros. All ranks end
 the rounds in one order, the main domain's last, so that groups of ranks that overlap do not wait for each other. The
-main domain has all ranks: its report tells them what failed on the ranks of one expert.
+main domain has all ranks: its report shows them what failed on the ranks of one expert.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from ..domain.param import ParamRecord
 
 
-class Round(Enum):
+class RoundState(Enum):
     """State of the round of a module that was taken over.
 
     A gradient under ``no_sync()``, or before any forward, changes no state. An error of the user's own in backward (in
@@ -97,7 +97,7 @@ class Backward(RoundGradients):
     def __init__(self, domain: Domain, num_batches: int | None = None):
         super().__init__(domain, num_batches)
         self.followers: list[Backward] = []
-        self._lead: weakref.ref[Backward] | None = None
+        self._lead: weakref.ref[Backward] | None = None  # weak: a cycle would outlive the optimizer
         self._hooks: list[Any] = []
         self.is_syncing = self.is_in_forward = False
         self._lost: str | None = None  # why the gradients are lost; None unless the round is LOST
@@ -114,9 +114,9 @@ class Backward(RoundGradients):
             self.entries.append(entry)
             self._attach_slice(entry)
             if entry.outer is entry.param:
-                hook = call_while_alive(lambda me, entry, _: me.take_gradient(entry), self, entry)
+                hook = call_while_alive(lambda me, entry, _: me.reduce_gradient(entry), self, entry)
             else:
-                hook = call_while_alive(lambda me, entry, _: me.take_placed_gradient(entry), self, entry)
+                hook = call_while_alive(lambda me, entry, _: me.reduce_dtensor_gradient(entry), self, entry)
             self._hooks.append(entry.outer.register_post_accumulate_grad_hook(hook))
         self._number({entry.shard: None for entry in entries})
 
@@ -129,11 +129,11 @@ class Backward(RoundGradients):
         )
 
         def gather(_: torch.Tensor) -> torch.Tensor:
-            return shard.as_param(domain.gather_slices(shard, shard.reduced.total, "gradients"), index).clone()
+            return shard.as_param(domain.gather_slices(shard, shard.gradient_sum.total, "gradients"), index).clone()
 
         shared = domain.mesh.shard.size > 1
         entry.gradient_slice = GradientSlice(
-            shard.reduced.total[where.local], where.start, receive, gather if shared else None
+            shard.gradient_sum.total[where.local], where.start, receive, gather if shared else None
         )
 
     def detach(self) -> None:
@@ -152,11 +152,11 @@ class Backward(RoundGradients):
     # -- a round ---------------------------------------------------------------------------------------------------
 
     @property
-    def state(self) -> Round:
+    def state(self) -> RoundState:
         """The state of the round. The reducer knows if one is open; ``abandon()`` stores why one is lost."""
         if self.is_open:
-            return Round.OPEN
-        return Round.CLOSED if self._lost is None else Round.LOST
+            return RoundState.OPEN
+        return RoundState.CLOSED if self._lost is None else RoundState.LOST
 
     @property
     def is_open(self) -> bool:
@@ -169,7 +169,7 @@ class Backward(RoundGradients):
         return self._domain.reducer is not None
 
     def check_reduced(self) -> None:
-        """Raises ShardoptError if a round was broken off."""
+        """Raises ShardoptError if a round was abandoned."""
         for each in self.followers:
             each.check_reduced()
         if self.is_open:
@@ -195,7 +195,7 @@ class Backward(RoundGradients):
             )
 
     def abandon(self, reason: str) -> None:
-        """Abandons the open round, which is LOST then. The other ranks hear of it if the transport can tell them."""
+        """Abandons the open round, which is LOST then. The other ranks notice it if the transport can notify them."""
         for each in self._bound_followers:
             if each.is_open:
                 each.abandon(reason)
@@ -226,22 +226,22 @@ class Backward(RoundGradients):
         """Number of rounds that all ranks finished."""
         return self._reducer.rounds if self.is_bound else 0
 
-    def fail(self, error: Exception, rounds: int) -> bool:
-        """Tells ranks that wait in a round that this rank's closure raised. See :mod:`shardopt.module.closure`.
+    def fail_closure(self, error: Exception, rounds: int) -> bool:
+        """Notifies ranks that wait in a round that this rank's closure raised. See :mod:`shardopt.module.closure`.
 
         Args:
             rounds: how many rounds were finished when the closure began.
 
         Returns:
-            True if all ranks will meet at the beginning of the step.
+            True if all ranks will raise together at the beginning of the step.
         """
         reducer = self._domain.reducer
         if reducer is None:
             return True
-        if reducer.tells:
-            reducer.fail(self.closure.number)
+        if reducer.notifies_peers:
+            reducer.fail_closure(self.closure.number)
             for each in self.followers:
-                each.fail(error, each.rounds)
+                each.fail_closure(error, each.rounds)
             if self.is_open:
                 self.abandon(f"{type(error).__name__}: {error}")
             return True
@@ -255,9 +255,9 @@ class Backward(RoundGradients):
                 pass
             finally:
                 self._failed = False
-        # In a join() they meet before each forward and backward.
-        meets = self.before_round is not None or not self._gathers_by_messages
-        return meets or reducer.rounds > rounds
+        # In a join() all ranks exchange what they do before each forward and backward.
+        raises_together = self.before_round is not None or not self._gathers_by_messages
+        return raises_together or reducer.rounds > rounds
 
     @property
     def _gathers_by_messages(self) -> bool:
@@ -271,18 +271,18 @@ class Backward(RoundGradients):
         if self.is_bound:
             self._reducer.catch_up()
 
-    def open(self) -> None:
+    def open_round(self) -> None:
         """Opens a round; it ends with the outermost of the graphs that autograd is running."""
-        self._divisor, told = self._num_batches, None
+        self._divisor, divisor = self._num_batches, None
         if self.before_round is not None:
-            told = self.before_round(
+            divisor = self.before_round(
                 [number for number, entry in enumerate(self.entries) if shown_slice(entry) is not None]
             )
-            self._divisor = told or self._divisor
-        if told is None and self.closure.is_on and not self._reducer.tells:
-            with self.closure.meeting():
+            self._divisor = divisor or self._divisor
+        if divisor is None and self.closure.is_on and not self._reducer.notifies_peers:
+            with self.closure.raising_together():
                 agree_on("round", self._domain.mesh.world)
-        self._reducer.watch(self.closure.number if self.closure.is_on else 0)
+        self._reducer.set_closure(self.closure.number if self.closure.is_on else 0)
         torch.autograd.Variable._execution_engine.queue_callback(self.finish)
         self._begin_round()
         self._open_followers()
@@ -293,7 +293,7 @@ class Backward(RoundGradients):
         lead = None if self._lead is None else self._lead()
         return self if lead is None else lead
 
-    def follow(self, lead: Backward) -> None:
+    def follow_rounds_of(self, lead: Backward) -> None:
         """Rounds of this domain open and end with those of the main domain, from now on."""
         self._lead, self.closure = weakref.ref(lead), lead.closure
         lead.followers.append(self)
@@ -307,18 +307,18 @@ class Backward(RoundGradients):
             each.join_round()
 
     def _finish_followers(self) -> None:
-        """Collective: ends all open rounds of experts, and keeps what the other ranks are still to be told."""
-        self._beside = None
+        """Collective: ends all open rounds of experts, and keeps an error that the report must still carry."""
+        self._follower_error = None
         for each in self._bound_followers:
             try:
                 each.finish()
             except Exception as error:  # the ranks of the next expert, and those of the main domain, wait for this one
-                self._beside = self._beside or error
-        self._is_spoilt_beside = any(each.found_nonfinite for each in self._bound_followers)
+                self._follower_error = self._follower_error or error
+        self._is_spoilt_by_followers = any(each.found_nonfinite for each in self._bound_followers)
 
     def join_round(self) -> None:
-        """Opens a round beside that of the main domain."""
-        self._reducer.watch(self.closure.number if self.closure.is_on else 0)
+        """Opens the round of a follower, after that of the main domain."""
+        self._reducer.set_closure(self.closure.number if self.closure.is_on else 0)
         self._begin_round()
 
     def begin_graph(self, syncs: bool, stage: int = 0) -> None:
@@ -333,25 +333,25 @@ class Backward(RoundGradients):
         if not self.is_open:
             # The ranks that run out in a join() follow rounds of all buckets.
             self._stage = stage if self.has_stages and self.before_round is None else None
-        self.open_early()
+        self.open_round_early()
 
-    def open_early(self) -> None:
+    def open_round_early(self) -> None:
         """Opens a round ahead of the first gradient of a param, if the backward that runs will have one."""
         # False inside of torch.autograd.grad(), which accumulates nothing; backward(inputs=...) may, later.
         accumulates = torch.autograd.Variable._execution_engine.is_checkpoint_valid()
         if self.is_syncing and not self.is_open and accumulates:
-            self.open()
+            self.open_round()
 
     def reduce_now(self) -> None:
         """Collective, outside of a backward: a round of the gradients that were accumulated under ``no_sync()``."""
-        self._reducer.watch(0)
+        self._reducer.set_closure(0)
         self._divisor, self._stage = self._num_batches, None
         self._begin_round()
         self._open_followers()
         self.finish()
 
     def run_round_of_zeros(self, held: Collection[int], divisor: int) -> None:
-        """Runs a round to which this rank adds zeros: it has run out of batches.
+        """Runs a round to which this rank adds zeros, as it has run out of batches.
 
         Args:
             held: numbers of the params that hold a gradient of an earlier round on the other ranks.
@@ -376,7 +376,7 @@ class Backward(RoundGradients):
         """Awaits no more gradients from units that this backward is past: ranks may differ in the params they use."""
         entries = self._domain.entries
         if units:  # before any gradient, if a skipped unit ends the model: the first gather may wait for a reduction
-            self.open_early()
+            self.open_round_early()
         for each in self.followers:
             each.pass_over(units)
         if not self.is_open:
@@ -393,11 +393,11 @@ class Backward(RoundGradients):
         if gradient_slice.pending is not None:
             gradient_slice.pending.add_(grad.detach())
         else:
-            # Autograd may pass the same tensor to another param. A round reads it at once; under no_sync() it is kept
-            # until a later backward, and a write to the other param's gradient would change it.
+            # Autograd may pass the same tensor to another param. A round reads it at once. Under no_sync() it is kept
+            # until a later backward: without a copy, a write to the other param's gradient would change it.
             gradient_slice.pending = grad.detach() if self.lead.is_syncing else grad.detach().clone()
 
-    def take_placed_gradient(self, entry: ParamRecord) -> None:
+    def reduce_dtensor_gradient(self, entry: ParamRecord) -> None:
         """Takes the gradient of a DTensor param: its local tensor, placed as the param, is reduced."""
         try:
             entry.place_gradient()
@@ -405,16 +405,16 @@ class Backward(RoundGradients):
             if self.lead.is_open:
                 self.lead.abandon(f"{type(error).__name__}: {error}")
             raise
-        self.take_gradient(entry)
+        self.reduce_gradient(entry)
 
-    def take_gradient(self, entry: ParamRecord) -> None:
+    def reduce_gradient(self, entry: ParamRecord) -> None:
         """Takes the gradient of a param that autograd has just accumulated."""
         lead = self.lead
         if not lead.is_syncing:
             return
         try:
             if not self.is_open:
-                lead.open()
+                lead.open_round()
             self._deliver(entry)
         except BaseException as error:
             if lead.is_open:
@@ -441,12 +441,12 @@ class Backward(RoundGradients):
 
     def _finish_round(self) -> None:
         with self._domain.clock.phase("reduce"):
-            arrivals = self._reduce_rest()
-            report = self._report(arrivals)
+            flags = self._reduce_rest()
+            report = self._report(flags)
             if report.late.any():
                 late = {entry for entry, is_late in zip(self.entries, report.late, strict=True) if is_late}
                 self._reduce_late({entry.shard.number for entry in late})
-                report = self._report(arrivals)  # finish_late() changed the sums
+                report = self._report(flags)  # finish_late() changed the sums
             self._reducer.end_round()
             self._show_gradients(report)
             if self.followers:

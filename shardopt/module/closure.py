@@ -1,15 +1,15 @@
-"""The closure of a step: if it raises on one rank, the other ranks must hear of it, though they may wait in a backward.
+"""The closure of a step: if it raises on one rank, the other ranks must notice, though they may wait in a backward.
 
 A closure runs forward and backward, and backward waits for all ranks. One rank's closure may fail before its backward,
-or in the middle of it. How the other ranks hear of that depends on the transport:
+or in the middle of it. How the other ranks notice depends on the transport:
 
 * Ranks that read each other's memory see on the failed rank's board that it abandoned the round.
-* Otherwise all ranks meet before each round of a closure (as they do before they bind), in the same exchange as at the
+* Otherwise all ranks take part in an exchange before each round of a closure (as before they bind), the same as at the
   beginning of a step; the rank that failed joins that exchange. In the middle of a round it adds zeros to the remaining
-  buckets, and tells of the failure at the end of the round: in the report of norms, or, with a backend's own
+  buckets, and reports the failure at the end of the round: in the report of norms, or, with a backend's own
   collectives (NCCL), which need not be waited for, in the roll call.
-* Outside of a ``join()``, forwards at stage 3 whose gathers wait for other ranks have no way. The failed rank then
-  raises the error at once, and the others notice at the end of their backward, or when its process ends.
+* Outside of a ``join()``, a forward at stage 3 whose gathers wait for other ranks has no such exchange. The failed rank
+  then raises the error at once, and the others notice at the end of their backward, or when its process ends.
 """
 
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ from contextlib import contextmanager
 
 
 class RaiseNow(Exception):
-    """All ranks know of ``error``, or none can be told: it is raised as it is, without a meeting of the ranks."""
+    """All ranks know of ``error``, or none can be notified: it is raised as it is, without an exchange."""
 
     def __init__(self, error: Exception):
         super().__init__(str(error))
@@ -38,8 +38,8 @@ class ClosureState:
         self.shared_error: Exception | None = None
 
     @contextmanager
-    def meeting(self) -> Iterator[None]:
-        """A call in which all ranks meet: an error that is raised inside is raised on all ranks."""
+    def raising_together(self) -> Iterator[None]:
+        """A context of a collective that all ranks call: an error inside is raised on all of them."""
         try:
             yield
         except Exception as error:

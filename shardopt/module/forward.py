@@ -22,7 +22,7 @@ A param may be read outside of a call of its own unit: by the forward of a modul
 self.embed.weight)``, or by another method. The guard sees that a resharded param is read, and asks
 :meth:`Forward.read`. A call that runs then needs the unit as well, from there to its end and in its backward: whatever
 it made of the param, views included, finds the values. Without a call that runs, the unit stays until the next step: no
-hook tells in which backward the param is needed, and there may be several.
+hook says in which backward the param is needed, and there may be several.
 """
 
 from __future__ import annotations
@@ -83,9 +83,9 @@ class Forward:
         self._units: dict[nn.Module, tuple[Unit, ...]] = {}
         self._frozen: set[Unit] = set()  # units that hold frozen params
         self._owners: dict[nn.Module, tuple[Unit, ...]] = {}  # the units of the params that a module owns itself
-        self._running: list[_Call] = []  # calls in forward, from the outermost
+        self._running: list[_ModuleCall] = []  # calls in forward, from the outermost
         self._using: Counter[Unit] = Counter()  # number of calls in backward that need a unit
-        self._open: list[_Call] = []  # calls in backward
+        self._open: list[_ModuleCall] = []  # calls in backward
         self._moments = itertools.count()  # beginnings and ends of calls in forward
         self.backwards = 0
         self.params: dict[str, tuple[nn.Parameter, ...]] = {}
@@ -102,7 +102,7 @@ class Forward:
 
     @property
     def _sharded(self) -> list[ShardedParams]:
-        """Of the domains that are bound."""
+        """The sharded params of the domains that are bound."""
         return [domain.sharded for domain in self._domains if domain.sharded is not None]
 
     def attach(self) -> None:
@@ -127,7 +127,7 @@ class Forward:
         }
         self._owners = {module: units for module, units in owned.items() if units}
         for each in every:
-            each.gather_for_call = call_while_alive(Forward.read, self, otherwise=False)
+            each.gather_for = call_while_alive(Forward.read, self, otherwise=False)
         self._gatherer.on_demand = call_while_alive(Forward._announce, self)
         self._gatherer.on_drop = call_while_alive(Forward._forget_calls, self)
         for module in dict.fromkeys((*self._called, *self._units)):
@@ -181,7 +181,8 @@ class Forward:
             return None
         if _in_backward():  # activation checkpointing
             self._begin_backward()
-        # The gradient of a frozen param would tell that it was read too late. It has none; its call's inputs have.
+        # A hook on the gradient of a param would notice a read that comes too late. A frozen param has no gradient, the
+        # inputs of its call have.
         checks = module not in self._called and torch.is_grad_enabled() and not self._frozen.isdisjoint(units)
         own: set[Any] = set()  # nodes that no other call shares
         if checks:
@@ -189,7 +190,7 @@ class Forward:
             keywords = {name: with_own_nodes(each, own) for name, each in keywords.items()}
         inputs = tensors_within((arguments, keywords) if keywords else arguments, 0) if torch.is_grad_enabled() else ()
         starts = {tensor.grad_fn for tensor in inputs if tensor.grad_fn is not None}
-        call = _Call(self, module, starts, own)
+        call = _ModuleCall(self, module, starts, own)
         self._running.append(call)
         for unit in units:
             self._need(call, unit)
@@ -203,7 +204,7 @@ class Forward:
         if self.before_gathers is not None:
             self.before_gathers(gathers)
 
-    def _need(self, call: _Call, unit: Unit) -> None:
+    def _need(self, call: _ModuleCall, unit: Unit) -> None:
         self._gatherer.use(unit)
         call.units = (*call.units, unit)
         call.versions += [version for each in unit.buckets for version in each.bucket.versions()]
@@ -218,7 +219,7 @@ class Forward:
             output = torch.utils._pytree.tree_map_only(torch.Tensor, torch.clone, output)
             tensors = tensors_within(output)
         if call.units and torch.is_grad_enabled():
-            call.watch(tensors)
+            call.register_hooks(tensors)
         written = next((param for param, version in call.versions if param._version != version), None)
         call.versions = []
         try:
@@ -228,7 +229,7 @@ class Forward:
             for unit in call.units:
                 self._gatherer.done(unit)
             if module in self._called and not self._running and not _in_backward():
-                # After an error there is no output. In a join() the other ranks go on until they hear of it.
+                # After an error there is no output. In a join() the other ranks go on until they notice it.
                 self._gatherer.end_pass(completed=output is not None or self.before_gathers is not None)
         return output
 
@@ -239,7 +240,7 @@ class Forward:
             ReleasedError: other ranks have slices of the param, and may write something else.
         """
         sharded = next((each for each in self._sharded if param in each.where), None)
-        if sharded is None or sharded.shown:  # unsharded() writes all params back when it ends
+        if sharded is None or sharded.gatherer.unsharded_contexts:  # unsharded() writes all params back when it ends
             return
         if not self._gatherer.writes.is_alone:
             name = sharded.name_of(param)
@@ -267,8 +268,8 @@ class Forward:
             self._using[unit] += 1
         elif is_read and (self._is_in_a_method() or is_called_by_pipeline()):
             self._gatherer.use(unit)
-            # No hook tells when a backward comes to what was made of the param; there may be several. Without autograd
-            # too: the next read, which autograd saves, finds the param shown and is not noticed.
+            # No hook says when a backward comes to what was made of the param; there may be several. The same without
+            # autograd: the guard would not notice the next read, which autograd saves, since the param is readable.
             self._gatherer.keep_shown(unit)
         else:
             return False
@@ -297,10 +298,10 @@ class Forward:
         """The backward of a forward of this called module begins."""
         self._runs = called
 
-    def pre_backward(self, call: _Call) -> None:
+    def pre_backward(self, call: _ModuleCall) -> None:
         """Gathers the units of a call whose backward begins."""
         for other in [each for each in self._open if each.is_over_before(call)]:
-            other.close()
+            other.end_backward()
         self._begin_backward()
         self._open.append(call)
         units = call.units
@@ -310,7 +311,7 @@ class Forward:
             if not torch.is_grad_enabled():
                 self._using[unit] += 1
 
-    def post_backward(self, call: _Call) -> None:
+    def post_backward(self, call: _ModuleCall) -> None:
         """Ends the use of the units of a call whose backward is complete."""
         if call in self._open:
             self._open.remove(call)
@@ -330,7 +331,7 @@ class Forward:
         self.backwards += 1
 
     def _forget_calls(self) -> None:
-        """Forgets calls whose end no hook tells: of ``torch.autograd.grad()``, or of a forward that was interrupted."""
+        """Forgets calls whose end no hook reports: of ``torch.autograd.grad()``, or of an interrupted forward."""
         self._running.clear()
         self._using.clear()
         self._open.clear()
@@ -346,15 +347,16 @@ def _lends_memory_to(units: Iterable[Unit], tensor: torch.Tensor) -> bool:
     return any(each.bucket.lends_memory_to(own) for unit in units for each in unit.buckets)
 
 
-class _Call:
+class _ModuleCall:
     """One call of a module."""
 
     def __init__(self, forward: Forward, module: nn.Module, starts: set[Any], own: Collection[Any]):
         """
         Args:
             starts: the nodes of its inputs.
-            own: those of them that no other call shares. They tell whether backward ran through this call.
+            own: those of them that no other call shares. They show whether backward ran through this call.
         """
+        # Weak: hooks of the graph hold this call, and a loss that the user keeps must not keep the optimizer.
         self._forward, self.module, self._own = weakref.ref(forward), module, own
         self.units: tuple[Unit, ...] = ()  # once they are gathered
         self.versions: list[tuple[nn.Parameter, int]] = []  # versions of the params when the forward began
@@ -365,7 +367,7 @@ class _Call:
         self._task = -1  # of autograd, that runs this backward
         self._began, self._ended = next(forward._moments), math.inf
 
-    def watch(self, outputs: Iterable[torch.Tensor]) -> None:
+    def register_hooks(self, outputs: Iterable[torch.Tensor]) -> None:
         """Puts hooks on the nodes of the call's inputs and outputs, at the end of the call."""
         nodes: list[Any] = [
             node for each in outputs for node in (each.grad_fn, None if each._base is None else each._base.grad_fn)
@@ -398,10 +400,10 @@ class _Call:
             self._task = torch._C._current_graph_task_id()
             forward.pre_backward(self)
 
-    def is_over_before(self, other: _Call) -> bool:
+    def is_over_before(self, other: _ModuleCall) -> bool:
         """True if no node of this call runs any more, now that the backward of another call begins.
 
-        A backward within a backward, and the thread of another device, go their own way.
+        The order says nothing about a backward within a backward, and about the thread of another device.
         """
         return self._began > other._ended and self._task == other._task and self._devices == other._devices
 
@@ -409,7 +411,7 @@ class _Call:
     def _devices(self) -> set[torch.device]:
         return {each.bucket.device for unit in self.units for each in unit.buckets}
 
-    def close(self) -> None:
+    def end_backward(self) -> None:
         """Ends the call's backward."""
         self._is_open, self._left = False, set()
         forward = self._forward()
@@ -434,4 +436,4 @@ class _Call:
         if forward is not None and self._is_open and self._backward == forward.backwards and self._left:
             self._left.discard(number)
             if not self._left:
-                self.close()
+                self.end_backward()

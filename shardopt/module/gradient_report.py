@@ -31,8 +31,8 @@ _MARKS = 2  # after a word for each rank: "updated", "spoilt"
 _NONFINITE, _PRESENT, _HELD, _LATE, _WORDS = range(LIMBS, LIMBS + 5)
 
 
-class Arrivals(NamedTuple):
-    """What happened to the gradient of each param on this rank: 1D [params] bool."""
+class GradientFlags(NamedTuple):
+    """Three facts of the gradient of each param on this rank: 1D [params] bool each."""
 
     present: Array  # a gradient arrived in this backward
     held: Array  # a gradient of an earlier backward was there when this one began
@@ -110,9 +110,9 @@ class Report:
         self._params[:, :LIMBS], self._params[:, _NONFINITE] = sums[:, :LIMBS], sums[:, NONFINITE]
         self._pieces[self._layout.own_pieces] = sums[self._layout.own_params, LARGEST]
 
-    def fill_arrivals(self, arrivals: Arrivals) -> None:
+    def fill_flags(self, flags: GradientFlags) -> None:
         """Fills in what happened to each gradient on this rank."""
-        self._params[:, _PRESENT], self._params[:, _HELD], self._params[:, _LATE] = arrivals
+        self._params[:, _PRESENT], self._params[:, _HELD], self._params[:, _LATE] = flags
 
     def mark_updated(self, vector: torch.Tensor, is_updated: torch.Tensor) -> None:
         """Says whether this backward has changed this rank's params or states.

@@ -29,7 +29,7 @@ def reduce_together(domain: Domain, backward: Backward | None) -> None:
 
     Raises:
         ShardoptError: gradients were reduced in part only.
-        DisagreementError: another rank met an error, or makes another call.
+        DisagreementError: another rank has an error, or makes another call.
     """
 
     def check() -> dict[str, str]:
@@ -53,11 +53,11 @@ def sum_tied(param: torch.nn.Parameter, ranks: Ranks) -> None:
     if grad is None:
         return
     if not isinstance(grad, GradientPart):
-        ranks.add_up(grad, _TIED)
+        ranks.all_reduce(grad, _TIED)
         return
     own = grad.whole_slice()
     own.show_mean()
     # Each stage has buckets of its own, which cut the weight at other places.
     whole = flattened(grad.shaped(own.total).clone() if own.gather is None else own.gather(own.total))
-    ranks.add_up(whole, _TIED)
+    ranks.all_reduce(whole, _TIED)
     own.replace(whole[own.start : own.start + own.total.numel()])

@@ -1,4 +1,4 @@
-"""Hooks that do not keep an optimizer alive: modules, params and graphs hold their hooks for as long as they live."""
+"""Hooks that do not keep an optimizer alive. Modules, params and graphs hold their hooks for as long as they live."""
 
 import weakref
 from collections.abc import Callable
@@ -44,7 +44,7 @@ class ModuleHook:
 
 
 class KeepingHook:
-    """A hook of a module that does nothing, and keeps an object for as long as the module lives; copies have it not."""
+    """A hook of a module that does nothing, and keeps an object alive as long as the module. Copies lack the object."""
 
     def __init__(self, kept: object):
         self._kept = kept

@@ -3,8 +3,8 @@
 A model too large for one rank is built under ``with torch.device("meta")``. At binding its params become views of
 buckets that have no memory yet. Then all ranks initialize every module that owns some of the params in turn, by the
 module's own ``reset_parameters()`` or by the user's ``init_fn`` with rank 0's random numbers, or from a state dict. At
-stage 3 each rank keeps its slice and frees the bucket's memory before the next bucket is needed. What an initializer
-leaves out is found: tensors hold NaN before it.
+stage 3 each rank keeps its slice and frees the bucket's memory before the next bucket is needed. An initializer
+that omits a tensor is noticed: tensors hold NaN before it.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _STATE_DICT = "bind(state_dict=)"
 
 
 @dataclass(frozen=True, eq=False)
-class Values:
-    """Where the values of what is on the meta device come from.
+class DeferredInit:
+    """The source of values for params and buffers on the meta device.
 
     Attributes:
         state_dict: whole tensors by name, of all params and of buffers that are saved; others may be in it.
@@ -43,7 +43,7 @@ class Values:
     init_fn: Callable[[nn.Module], object] | None = None
 
     def describe(self) -> dict[str, bool]:
-        """What must be the same on all ranks."""
+        """Returns what must be the same on all ranks."""
         return {"state_dict is given": self.state_dict is not None, "init_fn is given": self.init_fn is not None}
 
     def can_initialize(self, module: nn.Module) -> bool:
@@ -61,7 +61,7 @@ def meta_params(module: nn.Module) -> list[nn.Parameter]:
     return [param for param in module.parameters() if param.is_meta]
 
 
-def check_materializable(module: nn.Module, values: Values, fresh: Collection[torch.Tensor]) -> None:
+def check_materializable(module: nn.Module, init: DeferredInit, fresh: Collection[torch.Tensor]) -> None:
     """Raises BindingError if some module cannot be given values. Changes nothing.
 
     Args:
@@ -69,10 +69,10 @@ def check_materializable(module: nn.Module, values: Values, fresh: Collection[to
 
     Raises:
         TypeError: the state dict is not a mapping of names, or holds something other than tensors with values; the
-            initializer is no function.
+            initializer is not a function.
     """
-    if values.init_fn is not None and not callable(values.init_fn):
-        raise TypeError(f"bind(init_fn=) takes a function of a module, found {type(values.init_fn).__name__}.")
+    if init.init_fn is not None and not callable(init.init_fn):
+        raise TypeError(f"bind(init_fn=) takes a function of a module, found {type(init.init_fn).__name__}.")
     placed = next((name for name, param in module.named_parameters() if param.is_meta and is_dtensor(param)), None)
     if placed is not None:
         raise BindingError(
@@ -80,7 +80,7 @@ def check_materializable(module: nn.Module, values: Values, fresh: Collection[to
             f"module after its params have values: {placed} is a DTensor on the meta device, and only plain params get "
             "memory and values bucket by bucket."
         )
-    state_dict = values.state_dict
+    state_dict = init.state_dict
     if state_dict is not None:
         _check_names(module, by_name(state_dict, _STATE_DICT))
     for name, each in module.named_modules():
@@ -92,8 +92,8 @@ def check_materializable(module: nn.Module, values: Values, fresh: Collection[to
         if state_dict is not None:
             unsaved = {f"{name}.{key}" if name else key for key in each._non_persistent_buffers_set}
             unnamed = [key for key in on_meta if key not in state_dict and key in unsaved]
-            _check_values(each, {key: tensors[key] for key in on_meta}, state_dict, unsaved, values)
-        if unnamed and not values.can_initialize(each):
+            _check_values(each, {key: tensors[key] for key in on_meta}, state_dict, unsaved, init)
+        if unnamed and not init.can_initialize(each):
             raise BindingError(
                 "define reset_parameters(), or give the values in optimizer.bind(state_dict=...) or "
                 f"bind(init_fn=...) before the first forward: {unnamed} are on the meta device and "
@@ -106,7 +106,7 @@ def _check_values(
     on_meta: Mapping[str, torch.Tensor],
     state_dict: Mapping[str, torch.Tensor],
     unsaved: Collection[str],
-    values: Values,
+    init: DeferredInit,
 ) -> None:
     """Raises an error unless the state dict has what ``on_meta`` needs.
 
@@ -114,7 +114,7 @@ def _check_values(
         unsaved: names of buffers that a state dict of the module lacks.
     """
     lacking = [key for key in on_meta if key not in state_dict]
-    if values.can_initialize(module):
+    if init.can_initialize(module):
         lacking = [key for key in lacking if key not in unsaved]
     given = [key for key in on_meta if key in state_dict]
     for key in given:
@@ -133,15 +133,15 @@ def _check_values(
         )
 
 
-def check_unused(values: Values) -> None:
-    """Raises BindingError if there are values, but nothing on the meta device: they would be dropped."""
-    if values.init_fn is not None:
+def check_unused(init: DeferredInit) -> None:
+    """Raises BindingError if values are given and nothing is on the meta device: they would be dropped."""
+    if init.init_fn is not None:
         raise BindingError(
             "call module.apply(...) with the function, before bind(): init_fn= gives values to params and buffers on "
             "the meta device, and none is on it, so that the function would never be called."
         )
-    if values.state_dict is not None:
-        by_name(values.state_dict, _STATE_DICT)
+    if init.state_dict is not None:
+        by_name(init.state_dict, _STATE_DICT)
         raise BindingError(
             "call module.load_state_dict(...), before or after bind(): state_dict= gives values to params and buffers "
             "on the meta device, and none is on it, so that these values would be dropped."
@@ -219,7 +219,7 @@ def device_to_train_on(world: Ranks) -> torch.device:
 
 
 @torch.no_grad()
-def give_values(module: nn.Module, fresh: list[torch.Tensor], domain: Domain, values: Values) -> None:
+def give_values(module: nn.Module, fresh: list[torch.Tensor], domain: Domain, init: DeferredInit) -> None:
     """Collective: initializes the modules that own ``fresh`` tensors, one by one, on all ranks or none.
 
     A module follows the modules that it holds, as in constructors. After an error all tensors are still fresh.
@@ -240,7 +240,7 @@ def give_values(module: nn.Module, fresh: list[torch.Tensor], domain: Domain, va
                 domain.gatherer.need_all(units)
             try:
                 if problem is None:
-                    _initialize(each, prefix, own, waiting, values)
+                    _initialize(each, prefix, own, waiting, init)
             except Exception as error:  # raised below: the other ranks go on gathering, and need this rank
                 problem = error
             for unit in units:
@@ -248,7 +248,7 @@ def give_values(module: nn.Module, fresh: list[torch.Tensor], domain: Domain, va
                 domain.gatherer.done(unit, reshard=True)
             waiting -= set(own)
         if where:
-            domain.gatherer.writes.complete()
+            domain.gatherer.writes.after_writes()
         agree_on("values", domain.mesh.world, problem)
     for shard in domain.shards:
         if any(param in without for param in shard.bucket.params):
@@ -265,28 +265,28 @@ def _inside_out(module: nn.Module, prefix: str, seen: set[nn.Module]) -> Iterato
 
 
 def _initialize(
-    module: nn.Module, prefix: str, own: list[torch.Tensor], waiting: set[torch.Tensor], values: Values
+    module: nn.Module, prefix: str, own: list[torch.Tensor], waiting: set[torch.Tensor], init: DeferredInit
 ) -> None:
     named = {
         **dict(module.named_parameters(prefix, recurse=False)),
         **dict(module.named_buffers(prefix, recurse=False)),
     }
-    state_dict = {} if values.state_dict is None else values.state_dict
+    state_dict = {} if init.state_dict is None else init.state_dict
     # Without a state dict it is called for each, that random numbers are drawn as when the model is built.
-    if values.state_dict is None or any(tensor in waiting and n not in state_dict for n, tensor in named.items()):
+    if init.state_dict is None or any(tensor in waiting and n not in state_dict for n, tensor in named.items()):
         # Tensors that have values keep them: they are tied to another module's, or were never on the meta device.
         kept = [(tensor, tensor.clone()) for tensor in own if tensor not in waiting]
         for tensor in own:
             if tensor in waiting:
                 _poison(tensor)
-        values.initialize(module)
+        init.initialize(module)
         for tensor, value in kept:
             tensor.copy_(value)
         # An initializer may assign a buffer anew, but a param lies in its bucket.
         now = {**named, **dict(module.named_buffers(prefix, recurse=False))}
         left = [n for n, tensor in named.items() if tensor in waiting and n not in state_dict and _is_poisoned(now[n])]
         if left:
-            how = "reset_parameters()" if values.init_fn is None else "init_fn"
+            how = "reset_parameters()" if init.init_fn is None else "init_fn"
             raise BindingError(
                 f"fill {left} of {type(module).__name__} in place in {how}, or give them in bind(state_dict=...): they "
                 f"were on the meta device, and {how} left them without values, so that training would start from NaN."

@@ -24,7 +24,7 @@ def tensors_within(values: Any, depth: int = 3) -> Iterable[torch.Tensor]:
 
 
 def with_own_nodes(given: Any, own: set[Any]) -> Any:
-    """Returns the arguments of a call, tensors among them behind nodes of their own, which are added to ``own``.
+    """Returns the arguments of a call. Tensors among them get autograd nodes of their own, which are added to ``own``.
 
     What the call may write to (a list, a cache) stays what it is, with the tensors that it holds.
     """

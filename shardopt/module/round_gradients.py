@@ -1,7 +1,7 @@
 """The gradients of a domain's params in one round: from the params to the reducer, and back as parts of the sums.
 
 A round is begun with the sums that params show. Gradients are delivered as they come, or at the end (those that were
-accumulated before). What remains is reduced, one all-reduce (:mod:`shardopt.module.gradient_report`) tells all ranks
+accumulated before). What remains is reduced, one all-reduce (:mod:`shardopt.module.gradient_report`) gives all ranks
 each param's norms, and ``param.grad`` becomes a part. When rounds begin and end is for
 :class:`shardopt.module.backward.Backward`.
 """
@@ -22,7 +22,7 @@ from ..partition.streams import last_used
 from ..tensors.gradient import GradientPart
 from ..tensors.gradient_slice import GradientSlice, Norms
 from ..tensors.unsharded_guard import keep_pattern
-from .gradient_report import Arrivals, Report, ReportLayout
+from .gradient_report import GradientFlags, Report, ReportLayout
 from .gradient_totals import GradientTotals
 from .hooks import call_while_alive
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from ..domain.shard import Shard
     from ..partition.reducer import Reducer
 
-_TELLING = "telling norms of gradients"
+_REPORTING = "telling norms of gradients"
 
 
 def _left(report: Report) -> CommunicationError:
@@ -70,10 +70,10 @@ class RoundGradients:
         self._num_batches = domain.mesh.world.size if num_batches is None else num_batches
         self._divisor = self._num_batches  # of this round's sums
         self._stage: int | None = None  # the pipeline stage whose backward runs; None: of all
-        self._also: frozenset[int] = frozenset()  # the buckets that got late gradients in this round
-        self._unused: Exception | None = None  # why this rank could not use its sums of this round
-        self._beside: Exception | None = None  # why this rank could not end a round of its experts
-        self._is_spoilt_beside = False  # a gradient of an expert holds an Inf or NaN
+        self._late_buckets: frozenset[int] = frozenset()  # the buckets that got late gradients in this round
+        self._sum_error: Exception | None = None  # why this rank could not use its sums of this round
+        self._follower_error: Exception | None = None  # why this rank could not end a round of its experts
+        self._is_spoilt_by_followers = False  # a gradient of an expert holds an Inf or NaN
         self.has_stages = self.found_nonfinite = False
         self._failed = False  # this rank's closure raised: it sends zeros for the rest of the round, and reports it
 
@@ -94,22 +94,22 @@ class RoundGradients:
         for shard in shards:
             numbers = {entry.index: number for number, entry in enumerate(self.entries) if entry.shard is shard}
             # 1D [pieces]: the number of each piece's entry.
-            self._watch_sums(shard, np.array([numbers[piece.param] for piece in shard.pieces], dtype=np.int64))
+            self._measure_sums_of(shard, np.array([numbers[piece.param] for piece in shard.pieces], dtype=np.int64))
         mesh = self._domain.mesh
         where = [(entry.shard.bucket.layout, entry.index) for entry in self.entries]
         self._layout = ReportLayout(where, mesh.shard.rank, mesh.world.size)
 
-    def _watch_sums(self, shard: Shard, params: np.ndarray[Any, Any]) -> None:
-        self._totals.watch(shard, params, is_early=isinstance(shard.reduced, HostSum))
-        if isinstance(shard.reduced, HostSum):
-            shard.reduced.on_sum = call_while_alive(RoundGradients.look_early, self, shard)
+    def _measure_sums_of(self, shard: Shard, params: np.ndarray[Any, Any]) -> None:
+        self._totals.add(shard, params, is_early=isinstance(shard.gradient_sum, HostSum))
+        if isinstance(shard.gradient_sum, HostSum):
+            shard.gradient_sum.on_sum = call_while_alive(RoundGradients.measure_early, self, shard)
 
-    def look_early(self, shard: Shard, total: torch.Tensor) -> None:
-        """Takes the totals of a sum, 1D on the device, before it is copied to host memory."""
+    def measure_early(self, shard: Shard, total: torch.Tensor) -> None:
+        """Measures a sum, 1D on the device, before it is copied to host memory."""
         where = shard, total.data_ptr()
         if where not in self._staged:
             self._staged[where] = shard.tables.gradients_in(total).there()
-        self._totals.look(shard, shard.kept.gradient, self._staged[where], self._divisor)
+        self._totals.measure(shard, shard.formats.gradient, self._staged[where], self._divisor)
 
     # -- to the reducer --------------------------------------------------------------------------------------------
 
@@ -132,9 +132,9 @@ class RoundGradients:
             if read is not None:
                 last_used(read)  # the stream of the first hook is not the one that allocated it
         self._reducer.start_round(held, absent, self._stage)
-        self._also = frozenset()
+        self._late_buckets = frozenset()
 
-    def _takes(self, entry: ParamRecord) -> bool:
+    def _is_reduced(self, entry: ParamRecord) -> bool:
         """True if this round reduces the gradient of a param."""
         return self._reducer.reduces(entry.shard.number, self._stage)
 
@@ -165,22 +165,22 @@ class RoundGradients:
         if not all(self._reducer.reduces(number, self._stage) for number in numbers):
             # A graph ran through several stages, as all ranks know now: from here on each round reduces all buckets.
             self.has_stages = False
-        self._also = frozenset(numbers)
+        self._late_buckets = frozenset(numbers)
         self._reducer.finish_late(sorted(numbers))
 
-    def _reduce_rest(self) -> Arrivals:
+    def _reduce_rest(self) -> GradientFlags:
         """Reduces the remaining buckets, until every rank's sums are complete."""
         reducer = self._reducer
-        held, self._unused, self._beside = self._deliver_rest(), self._beside, None
+        held, self._sum_error, self._follower_error = self._deliver_rest(), self._follower_error, None
         try:
             reducer.finish()
         except Exception as error:
             if not reducer.is_reduced:
                 raise
-            self._unused = error  # the other ranks have their sums, and wait for this rank's report
+            self._sum_error = error  # the other ranks have their sums, and wait for this rank's report
         where = [(entry.shard.number, entry.index) for entry in self.entries]
         present = np.array([reducer.has_arrived(*each) for each in where], dtype=bool)
-        return Arrivals(present, held, late=np.array([reducer.is_late(*each) for each in where], dtype=bool))
+        return GradientFlags(present, held, late=np.array([reducer.is_late(*each) for each in where], dtype=bool))
 
     def _deliver_rest(self) -> np.ndarray[Any, Any]:
         """Delivers the gradients of no_sync() that this backward did not touch.
@@ -193,7 +193,7 @@ class RoundGradients:
             gradient_slice = entry.gradient_slice
             held[number] = shown_slice(entry) is not None
             is_pending = gradient_slice is not None and gradient_slice.pending is not None
-            if (is_pending or (entry.outer.grad is not None and not held[number])) and self._takes(entry):
+            if (is_pending or (entry.outer.grad is not None and not held[number])) and self._is_reduced(entry):
                 if entry.outer is not entry.param:  # a zero-bubble schedule assigns what no hook has placed
                     entry.place_gradient()
                 self._deliver(entry)
@@ -201,14 +201,14 @@ class RoundGradients:
 
     # -- what every rank knows -------------------------------------------------------------------------------------
 
-    def _report(self, arrivals: Arrivals) -> Report:
+    def _report(self, flags: GradientFlags) -> Report:
         """Collective: returns what all ranks together know of every gradient.
 
         Raises:
             CommunicationError: a rank died, is late, or failed in this backward; on every rank but that one.
             DisagreementError: some ranks added to an earlier gradient and others did not; on every rank.
         """
-        report, error = self._add_reports(arrivals)
+        report, error = self._add_reports(flags)
         if error is not None:
             raise error
         if report.failed:
@@ -221,15 +221,15 @@ class RoundGradients:
             )
         return report
 
-    def _add_reports(self, arrivals: Arrivals) -> tuple[Report, Exception | None]:
+    def _add_reports(self, flags: GradientFlags) -> tuple[Report, Exception | None]:
         """Collective: returns the reports of all ranks added up.
 
-        Also the error that made this rank's own sums impossible; the report tells all ranks that there was one.
+        Also the error that made this rank's own sums impossible; the report shows all ranks that there was one.
         """
         mesh, device, report = self._domain.mesh, self._domain.device, self._layout.blank()
-        unused, self._unused = self._unused, None  # its traceback refers to this object
-        report.fill_arrivals(arrivals)
-        if self._is_spoilt_beside:
+        unused, self._sum_error = self._sum_error, None  # its traceback refers to this object
+        report.fill_flags(flags)
+        if self._is_spoilt_by_followers:
             report.mark_spoilt()
         if self._failed:
             report.mark_failed(mesh.world.rank)
@@ -245,9 +245,9 @@ class RoundGradients:
             error = raised
             report.mark_failed(mesh.world.rank)
             vector = sent(report.vector, device) if stays else report.vector
-        mesh.world.add_up(vector, _TELLING)
+        mesh.world.all_reduce(vector, _REPORTING)
         if stays:
-            report.vector.copy_(mesh.world.read(vector, _TELLING))  # the one wait of a backward
+            report.vector.copy_(mesh.world.read(vector, _REPORTING))  # the one wait of a backward
         return report, error
 
     def _fill_sums(self, report: Report, vector: torch.Tensor, counts: bool) -> None:
@@ -264,7 +264,7 @@ class RoundGradients:
             self._totals.add_to(vector, self._layout, self._divisor)
 
     def mark_spoilt(self, is_spoilt: bool) -> None:
-        """Says whether gradients of any rank's experts hold an Inf or NaN: GradScalers of all ranks hear."""
+        """Records whether gradients of any rank's experts hold an Inf or NaN, for the GradScalers of all ranks."""
         for each in self._slices:
             each.is_spoilt_elsewhere = is_spoilt
 
@@ -278,7 +278,7 @@ class RoundGradients:
             if gradient_slice is None or not (present[number] or held[number]):
                 continue
             gradient_slice.divisor, gradient_slice.is_used = self._divisor, False
-            if self._stage is None or self._takes(entry) or entry.shard.number in self._also:
+            if self._stage is None or self._is_reduced(entry) or entry.shard.number in self._late_buckets:
                 gradient_slice.norms = Norms(two[number], gradient_slice.rounded(largest[number]), counts[number])
             if not held[number]:
                 entry.show_gradient(GradientPart(gradient_slice, entry.param))

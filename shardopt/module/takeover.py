@@ -1,4 +1,4 @@
-"""Taking over a module: its forward tells when to bind, and whether the backward that follows reduces gradients.
+"""Taking over a module: its forward decides when to bind, and whether the backward that follows reduces gradients.
 
 A module that is wrapped in DistributedDataParallel loses DDP's reducer; see :mod:`shardopt.module.ddp`.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,6 @@ from ..domain.dtensors import local_tensor
 from ..domain.members import tensors_of
 from ..errors import BindingError
 from ..tensors.unsharded_guard import is_sharded
-from .arrivals import ArrivalHooks
 from .backward import Backward
 from .closure import ClosureState, RaiseNow
 from .ddp import active_wrapper, check_same_ranks, has_reducer, restore_reducer, retire_reducer
@@ -29,13 +28,14 @@ from .forward import Forward
 from .hooks import ModuleHook, call_while_alive
 from .materialize import give_devices, give_values
 from .nested import tensors_within
+from .overlap_hooks import OverlapHooks
 from .tree import ModuleTree
 
 if TYPE_CHECKING:
     from ..domain.domain import Domain
     from ..domain.param import Candidate, ParamRecord
     from ..partition.comm.group import Ranks
-    from .materialize import Values
+    from .materialize import DeferredInit
 
 
 class ModuleTakeover:
@@ -50,7 +50,7 @@ class ModuleTakeover:
         fresh: params and buffers that were on the meta device and have no values yet.
         backward: takes the gradients, from :meth:`use_domain` on.
         forward: gathers the params at stage 3, from :meth:`use_domain` on.
-        arrivals: waits for params that a step left under way, from :meth:`use_domain` on; below stage 3.
+        overlap_hooks: waits for params that the last step did not wait for, from :meth:`use_domain` on; below stage 3.
     """
 
     def __init__(
@@ -75,12 +75,13 @@ class ModuleTakeover:
         self.closure = ClosureState()
         self.backward: Backward | None = None
         self.forward: Forward | None = None
-        self.arrivals: ArrivalHooks | None = None
+        self.overlap_hooks: OverlapHooks | None = None
         self._domain: Domain | None = None
         self._experts: dict[Domain, Backward] = {}  # those of experts
         self.fresh: frozenset[torch.Tensor] = frozenset()
         self._tree: ModuleTree | None = None  # of the last binding or check_covered()
-        self._covered_by: frozenset[weakref.ref[ModuleTakeover]] = frozenset()  # the sharers at the same time
+        # The sharers at the same time. Weak: one optimizer must not keep another one of the same module.
+        self._covered_by: frozenset[weakref.ref[ModuleTakeover]] = frozenset()
         self.groups, self._takeovers = groups, takeovers
         self._always_syncs, self._before_forward = always_syncs, before_forward
         self._called = {each.module: each for each in self.called}
@@ -105,7 +106,7 @@ class ModuleTakeover:
         """
         return [each for each in self._takeovers() if each.module is self.module]
 
-    def leave_out_experts(self) -> None:
+    def exclude_experts(self) -> None:
         """Says that experts in param groups of other optimizers are not shared by all ranks either."""
         assert self._domain is not None
         others = (group for each in self._sharers() if each is not self for group in each.groups())
@@ -116,7 +117,7 @@ class ModuleTakeover:
     def check_covers(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Raises BindingError if an unbound param of these groups is not the module's."""
         domains = [*(() if self._domain is None else (self._domain,)), *self._experts]
-        own = {*self.module.parameters(), *(param for domain in domains for param in _outers(domain.entries))}
+        own = {*self.module.parameters(), *(entry.outer for domain in domains for entry in domain.entries.values())}
         for number, group in enumerate(groups):
             for index, param in enumerate(group["params"]):
                 if param not in own:
@@ -175,13 +176,13 @@ class ModuleTakeover:
             self.forward = Forward(domain, self.module, self.called)
             backward.on_end, backward.units = self.forward.end_backward, self.forward.params
         elif domain.options.tuning.overlap_gather and self.module in self._called:
-            self.arrivals = ArrivalHooks(domain, self.module)
-            domain.on_leave = call_while_alive(ArrivalHooks.leave, self.arrivals, otherwise=False)
+            self.overlap_hooks = OverlapHooks(domain, self.module)
+            domain.on_overlap = call_while_alive(OverlapHooks.start, self.overlap_hooks, otherwise=False)
 
     def add_domain(self, domain: Domain, backward: Backward) -> None:
         """Says that experts are bound to a domain of their own; after :meth:`use_domain`."""
         assert self.backward is not None
-        backward.follow(self.backward)
+        backward.follow_rounds_of(self.backward)
         self._experts[domain] = backward
         if self.forward is not None:
             self.forward.add_domain(domain)
@@ -195,8 +196,8 @@ class ModuleTakeover:
         if self.forward is not None and self._domain is not None:
             self.forward.attach()
             self._domain.gatherer.on_past = call_while_alive(Backward.pass_over, self.backward)
-        if self.arrivals is not None:
-            self.arrivals.attach()
+        if self.overlap_hooks is not None:
+            self.overlap_hooks.attach()
 
     # -- values of params and buffers on the meta device -----------------------------------------------------------
 
@@ -204,10 +205,10 @@ class ModuleTakeover:
         """Moves params and buffers from the meta device to the training device; they are fresh from now on."""
         self.fresh |= frozenset(give_devices(self.module, ranks))
 
-    def give_values(self, values: Values) -> None:
+    def give_values(self, init: DeferredInit) -> None:
         """Collective: gives fresh tensors their values, on all ranks or none. See :func:`materialize.give_values`."""
         assert self._domain is not None
-        give_values(self.module, list(self.fresh), self._domain, values)
+        give_values(self.module, list(self.fresh), self._domain, init)
         self.fresh = frozenset()
 
     def describe(self) -> dict[str, Any]:
@@ -235,8 +236,8 @@ class ModuleTakeover:
         called = self._called.get(module)
         if called is None:  # a shallow copy shares hooks
             return
-        if self.arrivals is not None:
-            self.arrivals.pre_forward()
+        if self.overlap_hooks is not None:
+            self.overlap_hooks.pre_forward()
         self._prepare(called)
         if self.fresh:
             raise BindingError(
@@ -306,8 +307,8 @@ class ModuleTakeover:
         """Returns what the closure of a step returns; see :mod:`shardopt.module.closure`.
 
         Raises:
-            RaiseNow: the ranks need not, or must not, be told at the beginning of the step.
-            Exception: what the closure raised. The ranks will meet at the beginning of the step.
+            RaiseNow: the ranks need not, or cannot, raise together at the beginning of the step.
+            Exception: what the closure raised. The ranks will raise together at the beginning of the step.
         """
         state, rounds = self.closure, 0 if self.backward is None else self.backward.rounds
         state.is_on, state.number, state.shared_error = True, state.number + 1, None
@@ -317,7 +318,8 @@ class ModuleTakeover:
         except Exception as error:
             if state.shared_error is not None:
                 raise RaiseNow(state.shared_error) from error
-            if self.backward is not None and not self.backward.fail(error, rounds):  # the closure may have bound it
+            # Read only now: the closure may have bound the module.
+            if self.backward is not None and not self.backward.fail_closure(error, rounds):
                 raise RaiseNow(error) from error
             raise
         finally:
@@ -373,7 +375,3 @@ class ModuleTakeover:
         for called in self.called if not others else ():
             if called.ddp is not None and not has_reducer(called.ddp):
                 restore_reducer(called.ddp)
-
-
-def _outers(entries: Mapping[torch.nn.Parameter, ParamRecord]) -> Iterator[torch.nn.Parameter]:
-    return (entry.outer for entry in entries.values())

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ..domain.cut_matrices import cut_of
+from ..domain.matrix_placement import matrix_placement_of
 from ..errors import ShardoptError
 from ..rules.matrix import STACK, MatrixRule, matrices_of
 
@@ -52,7 +52,7 @@ def check_matrices(rule: Rule, group: Mapping[str, Any]) -> None:
             name, size = rule.of(group).name.capitalize(), param.size()
             raise ValueError(f"{name} only supports 2D parameters whereas we found a parameter with size: {size}")
         matrices_of(param.shape, matrices)
-        cut_of(param, is_stack=matrices == STACK)
+        matrix_placement_of(param, is_stack=matrices == STACK)
 
 
 # -- which params of a module are matrices of hidden layers ------------------------------------------------------------

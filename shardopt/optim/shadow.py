@@ -136,7 +136,7 @@ class Shadow(JoinHook):
 
         def before_round(held: list[int]) -> int | None:
             hook = me()
-            with closure.meeting():
+            with closure.raising_together():
                 announced = (
                     None if hook is None else hook.announce("round", lambda: {"held": held, **edits_of(backward)})
                 )
@@ -145,13 +145,13 @@ class Shadow(JoinHook):
         def before_gathers(gathers: Direction | Unit) -> None:
             hook = me()
             if hook is not None:
-                with closure.meeting():
+                with closure.raising_together():
                     hook.announce_gathers(gathers)
 
         def before_forward(*_: Any) -> None:
             hook = me()
             if hook is not None and hook._ddp is not None:
-                with closure.meeting():
+                with closure.raising_together():
                     is_on = hook.announce("forward") is not None
                 # It then takes buffers from a rank that has a batch, and not from rank 0.
                 hook._ddp._join_config = _JoinConfig(is_on, throw_on_early_termination=False, is_first_joinable=False)
@@ -213,13 +213,13 @@ class Shadow(JoinHook):
         """Collective where params travel: announces a forward, or a unit that is gathered outside of the schedule."""
         engine = self._engine()
         gatherer = None if engine is None else _gatherer(engine)
-        if gatherer is None or not gatherer.waits_for_others or gatherer.shown or self.shadows:
+        if gatherer is None or not gatherer.waits_for_others or gatherer.unsharded_contexts or self.shadows:
             return
         assert self._backward is not None
         if isinstance(gathers, Direction):
             facts = {}
             if gathers is Direction.BACKWARD:
-                self._backward.open_early()  # which announces a round
+                self._backward.open_round_early()  # which announces a round
                 if self._backward.is_open:
                     return
                 facts["written"] = "torch.autograd.grad() gathers params, which they could not join. Use backward()."
@@ -368,7 +368,7 @@ class Shadow(JoinHook):
             self._send_gradients(engine, announced)
         gatherer = _gatherer(engine)
         if gatherer is not None:
-            gatherer.orders.follow(*facts["orders"])
+            gatherer.orders.copy_from(*facts["orders"])
         scale, overflow = facts["scaling"]
         engine.take(Call(engine.defaults, facts["closure"], scale=scale, overflow=overflow))
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..tensors.arriving_guard import Arrival, mark_arriving
+from ..tensors.arriving_guard import GatherHandle, mark_arriving
 from ..tensors.strides import dense_strides, with_own_storage
 from ..tensors.unsharded_guard import released_class
 from .memory import Memory
@@ -32,22 +32,20 @@ class Bucket:
         self,
         params: Sequence[torch.nn.Parameter],
         layout: BucketLayout,
-        fresh: Collection[torch.Tensor] = (),
-        is_released: bool = False,
-        outers: Sequence[torch.nn.Parameter] | None = None,
+        fresh: Collection[torch.Tensor],
+        is_released: bool,
+        outers: Sequence[torch.nn.Parameter],
     ):
         """
         Args:
         fresh: params that have no values yet.
-        is_released: True if the bucket is freed between uses. If all of its params are fresh, it begins freed.
-        outers: the params as the model has them: DTensors where ``params`` are their local tensors; by default
-            ``params``.
+        is_released: True if the bucket is freed between uses. If all of its params are fresh, it starts freed.
+        outers: the params as the model has them: DTensors where ``params`` are their local tensors.
         """
-        self.params = tuple(params)
-        self.outers = self.params if outers is None else tuple(outers)
+        self.params, self.outers = tuple(params), tuple(outers)
         self._classes = [(type(outer), released_class(type(outer))) for outer in self.outers]
         self._present = list(range(len(self.params)))  # indices of params that were not removed
-        self._arrival = Arrival()
+        self._gather_handle = GatherHandle()
         self.layout = layout
         first = params[0]
         self.memory = Memory(layout.numel, first.dtype, first.device)
@@ -93,11 +91,11 @@ class Bucket:
         Args:
             keeps_pages: see :meth:`Memory.free`; ``memory`` is whose pages another bucket may take.
         """
-        self.hide()
+        self.guard()
         self.memory.free(keeps_pages)
 
-    def hide(self) -> None:
-        """Makes reading a param an error."""
+    def guard(self) -> None:
+        """Guards params: a read of one is an error."""
         for index in self._present:
             self.outers[index].__class__ = self._classes[index][1]
 
@@ -105,21 +103,21 @@ class Bucket:
         """Allocates the memory again, perhaps at another address; it holds anything. See :meth:`Memory.allocate`."""
         self.memory.allocate(freed)
 
-    def show(self) -> None:
-        """Lets params be read again: their values are whole."""
+    def unguard(self) -> None:
+        """Lets params be read: their values are whole."""
         for index in self._present:
             self.outers[index].__class__ = self._classes[index][0]
 
-    def expect(self, wait: Callable[[], None]) -> None:
-        """Params wait for values that are under way: the first call that needs some of them calls ``wait``."""
-        self._arrival.wait = wait
+    def start_arriving(self, wait: Callable[[], None]) -> None:
+        """Guards params whose values are under way: the first call that needs some of them calls ``wait``."""
+        self._gather_handle.wait = wait
         for index in self._present:
-            mark_arriving(self.outers[index], self._classes[index][0], self._arrival)
+            mark_arriving(self.outers[index], self._classes[index][0], self._gather_handle)
 
-    def arrived(self) -> None:
-        """Params hold their values, and nobody waits for them any more."""
-        self.show()
-        self._arrival.wait = None
+    def end_arriving(self) -> None:
+        """Lets params be read without a wait: their values have arrived."""
+        self.unguard()
+        self._gather_handle.wait = None
 
     @property
     def is_viewed(self) -> bool:
@@ -192,15 +190,15 @@ class Bucket:
     def release(self) -> None:
         """Gives every param a storage of its own again; params of a freed bucket have no values and keep none."""
         if not self.memory.is_allocated:
-            self.show()
-        if self._arrival.wait is not None:  # it will never arrive: another rank died
-            self.arrived()
+            self.unguard()
+        if self._gather_handle.wait is not None:  # it will never arrive: another rank died
+            self.end_arriving()
         for index in self._present:
             if self.holds(index) and self.memory.is_allocated:
                 self._give_storage(index)
 
 
-_ALONE = torch.empty(1)  # nobody else uses its storage
+_ALONE = torch.empty(1)  # no other tensor uses its storage
 
 
 def _uses(tensor: torch.Tensor) -> int:

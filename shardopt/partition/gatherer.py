@@ -4,8 +4,8 @@ Between uses a rank holds its own slice of each bucket and no memory for the res
 stays until another unit is used; then it is resharded, which frees its memory, unless the :class:`Schedule` keeps it.
 The first step shows the order of uses, from which the schedule is made; it begins with the order of the modules.
 
-A connection by which ranks read each other's memory needs nobody else for a gather. Over any other one a gather needs
-all ranks. There the schedule issues the gathers, in its order: a rank that did not use a unit joins its gather once it
+Where ranks read each other's memory, a gather needs no call of another rank. Over any other connection it needs all
+ranks. There the schedule issues the gathers, in its order: a rank that did not use a unit joins its gather once it
 uses a later one, or the pass ends. A use that the schedule does not have is gathered on demand, and the order is
 compared among ranks by the step, which adopts it.
 
@@ -29,7 +29,7 @@ from ..errors import CommunicationError
 from ..profiler import label
 from .slice_writes import SliceWrites
 from .unit import GatheredBucket, UnitState
-from .unit_orders import Direction, Pass, UnitOrders
+from .unit_orders import Direction, ModelPass, UnitOrders
 
 if TYPE_CHECKING:
     from .bucket import Bucket
@@ -37,16 +37,13 @@ if TYPE_CHECKING:
     from .comm.transport import Transport
     from .memory import Memory
     from .schedule import Budget, Use
-    from .unit import Slice, Unit
+    from .unit import ParamShard, Unit
     from .unit_orders import Order
 
-# How long a gather waits for a rank that does not join it, where the user set no deadline: half an hour, the process
-# group's own timeout, is long to wait for a rank that took another way.
-PATIENCE = timedelta(minutes=5)
-
-
-def _shown(unit: Unit) -> str:
-    return unit.name or "the params of the model itself"
+# How long a gather waits for a rank that does not join it, where the user set no deadline. The process group's own
+# timeout, half an hour, is long to wait for a rank whose control flow differs. Test:
+# test_a_gather_that_a_rank_never_joins in tests/partition/test_ranks_apart.py.
+GATHER_TIMEOUT = timedelta(minutes=5)
 
 
 class Gatherer:
@@ -69,14 +66,14 @@ class Gatherer:
         self.units: dict[str, Unit] = {}
         self.orders = UnitOrders(self.units, budget)
         self.on_past: Callable[[Sequence[str]], None] = lambda _: None  # is called with what was added to ``past``
-        # Is called before a use that the schedule does not have, or of which it does not know: by hand.
+        # Is called before a use that the schedule does not have: by hand, or in another order.
         self.on_demand: Callable[[Unit], None] = lambda _: None
         # The context of a wait for a unit of this name.
         self.waiting: Callable[[str], AbstractContextManager[object]] = lambda _: nullcontext()
         self.on_drop: Callable[[], None] = lambda: None  # is called when no unit has a user any more
-        self.shown = 0  # contexts that are open in which all units are gathered
+        self.unsharded_contexts = 0  # contexts that are open in which all units are gathered
         self._gathered: dict[Unit, None] = {}  # the least recently used first
-        self._pass: Pass | None = None
+        self._pass: ModelPass | None = None
         self._freed: list[Memory] = []  # by this use; the next gather takes their pages
 
     def connect(self, transport: Transport) -> None:
@@ -84,7 +81,7 @@ class Gatherer:
         self.writes.transports.append(transport)
         self.waits_for_others = self.waits_for_others or transport.overlaps
 
-    def add(self, bucket: Bucket, own: Slice, window: Window, unit: Unit) -> GatheredBucket:
+    def add(self, bucket: Bucket, own: ParamShard, window: Window, unit: Unit) -> GatheredBucket:
         """Adds a bucket to a unit, and frees the bucket's memory; ``own`` holds this rank's slice."""
         bucket.drop()
         unit = self.units.setdefault(unit.name, unit)
@@ -101,22 +98,22 @@ class Gatherer:
     # -- use -------------------------------------------------------------------------------------------------------
 
     def use(self, unit: Unit) -> None:
-        """Gathers a unit that a forward or a backward needs now, and what the schedule has beside it.
+        """Gathers a unit that a forward or a backward needs now, and the units that the schedule gathers ahead.
 
-        Its params may be read until ``done`` was called as often. After an error in ``use``, ``done`` must not be.
+        Its params may be read until ``done`` was called as often. After an error in ``use``, do not call ``done``.
         """
-        self._follow(unit)
+        self._advance_to(unit)
         self.need(unit)
         self._give_pages_back()
 
     def need(self, unit: Unit) -> None:
-        """Gathers a unit, in no order that ranks compare; else like ``use``."""
-        self.writes.complete()
-        self._ask(unit)
-        self._wait(unit)
+        """Gathers a unit like ``use``, outside of the order of uses that ranks compare."""
+        self.writes.after_writes()
+        self._unshard(unit)
+        self._wait_for_unshard(unit)
         if not unit.is_needed:
             for each in unit.buckets:
-                each.bucket.show()
+                each.bucket.unguard()
         unit.users += 1  # last: after an error the unit has no user
 
     def need_all(self, units: Iterable[Unit]) -> None:
@@ -142,19 +139,20 @@ class Gatherer:
         if unit.is_needed:
             return
         if not reshard:
-            self._follow(unit)  # a use that ends after those of other units is another use: the schedule holds the unit
+            # A use that ends after those of other units counts again: the schedule holds the unit.
+            self._advance_to(unit)
             self._give_pages_back()
         if reshard:
             self._reshard(unit)
         else:
-            # The unit may be resharded at any time: nobody may read its params, and above all nobody may write them.
+            # The unit may be resharded at any time. A param that is read then holds anything; a write to it is lost.
             for each in unit.buckets:
-                each.bucket.hide()
+                each.bucket.guard()
 
     def keep_shown(self, unit: Unit) -> None:
         """Ends a use, but lets params be read until ``reshard`` or the next step.
 
-        A backward does not end that: no hook tells which graphs saved the params, and there may be several.
+        A backward does not end that: no hook says which graphs saved the params, and there may be several.
         """
         unit.stays_shown = True
         unit.users -= 1
@@ -162,20 +160,20 @@ class Gatherer:
     def unshard(self, unit: Unit) -> None:
         """Starts to gather a unit, which stays until ``reshard`` or the next step."""
         self.on_demand(unit)
-        self.writes.complete()
-        self._ask(unit)
+        self.writes.after_writes()
+        self._unshard(unit)
         unit.is_pinned = True
 
     def reshard(self, unit: Unit) -> None:
-        """Reshards a unit that no call uses; one that is used is resharded as if it had not been unsharded before."""
+        """Reshards a unit that no call uses. If a call uses it, it is resharded after the call, as by default."""
         unit.stays_shown = unit.is_pinned = False
         if not unit.users:
             self._reshard(unit)
 
     def join(self, unit: Unit) -> None:
-        """Takes part in a gather of other ranks, for which the schedule has no use."""
+        """Takes part in a gather of other ranks that this rank's schedule does not have."""
         self._reshard(unit)
-        self._ask(unit)
+        self._unshard(unit)
         self._reshard(unit)
 
     def done_but_viewed(self, unit: Unit) -> None:
@@ -186,38 +184,39 @@ class Gatherer:
                 each.window = replace(each.window, flat=each.bucket.flat)
         self.done(unit, reshard=True)
 
-    def _ask(self, unit: Unit) -> None:
+    def _unshard(self, unit: Unit) -> None:
         """Starts to gather a unit."""
         self._gathered[unit] = self._gathered.pop(unit, None)  # now the most recently used
         unit.is_pinned |= self.keeps_until_step(unit)
         if unit.state is not UnitState.SHARDED:
             return
-        gathering = unit.transport.all_gather(f"gathering {_shown(unit)}", PATIENCE)
+        gathering = unit.transport.all_gather(f"gathering {unit.display_name}", GATHER_TIMEOUT)
         try:
             for each in unit.buckets:
                 each.bucket.allocate(self._pages_for(each.bucket))
-                each.slice.read(each.bucket.shard(unit.transport.ranks.rank))
+                each.param_shard.read(each.bucket.shard(unit.transport.ranks.rank))
         except BaseException:  # the slice is read from a disk
             for each in unit.buckets:
                 each.bucket.drop()
             self._gathered.pop(unit)
             raise
-        # Before it starts: after an error in the middle, memory is freed only once what was started has arrived.
+        # Set before the gather starts: after an error in the middle, memory is freed only once what was started has
+        # arrived.
         unit.gathering, unit.state = gathering, UnitState.UNSHARDING
-        with label("gather", _shown(unit)):
+        with label("gather", unit.display_name):
             for each in unit.buckets:
                 gathering.start(each.window)
                 unit.transport.traffic.params += each.window.nbytes_received
 
-    def _wait(self, unit: Unit) -> None:
+    def _wait_for_unshard(self, unit: Unit) -> None:
         if unit.state is not UnitState.UNSHARDING:
             return
         assert unit.gathering is not None
         try:
-            with self.waiting(_shown(unit)):
+            with self.waiting(unit.display_name):
                 unit.gathering.finish()
         except BaseException as error:
-            # Its memory is not freed: what other ranks have sent may still arrive there.
+            # The memory is not freed: what other ranks have sent may still arrive there.
             unit.gathering, unit.state = None, UnitState.SHARDED
             self._gathered.pop(unit)
             if isinstance(error, CommunicationError) and self.waits_for_others:
@@ -230,7 +229,7 @@ class Gatherer:
 
     def _pages_for(self, bucket: Bucket) -> Memory | None:
         """Takes what was freed for this use: the bucket's own pages, or if possible those of one of its size."""
-        if bucket.memory in self._freed:  # where it stayed, another bucket would take its pages while it is in use
+        if bucket.memory in self._freed:  # if it stayed in the list, another bucket would take pages that are in use
             self._freed.remove(bucket.memory)
             return bucket.memory
         alike = next((at for at, each in enumerate(self._freed) if each.nbytes == bucket.nbytes), 0)
@@ -242,7 +241,7 @@ class Gatherer:
         self._freed.clear()
 
     def _reshard(self, unit: Unit, keeps_pages: bool = False) -> None:
-        self._wait(unit)  # other ranks, or the backend, may write to the memory until then
+        self._wait_for_unshard(unit)  # other ranks, or the backend, may write to the memory until then
         if unit.state is UnitState.SHARDED:
             return
         unit.state = UnitState.SHARDED
@@ -253,14 +252,14 @@ class Gatherer:
                 self._freed.append(each.bucket.memory)
 
     def _reshard_all_but(self, names: Iterable[str], keeps_pages: bool = False) -> None:
-        """Reshards the units that nobody uses, but for those of these names."""
+        """Reshards the units that are not in use, but for those of these names."""
         stays = frozenset(names)
         for unit in list(self._gathered):
             if unit.may_go and unit.name not in stays:
                 self._reshard(unit, keeps_pages)
 
     def _reshard_over_budget(self, more: Unit | None, spared: Callable[[Unit], bool]) -> None:
-        """Reshards units that nobody uses, the least recently used first, until ``more`` fits into the budget."""
+        """Reshards units that are not in use, the least recently used first, until ``more`` fits into the budget."""
         for unit in list(self._gathered):
             here = [*self._gathered, *(() if more is None or more in self._gathered else (more,))]
             if self.budget.allows(len(here), sum(each.nbytes for each in here)):
@@ -280,20 +279,20 @@ class Gatherer:
         self.end_pass(completed=self.direction is Direction.BACKWARD)
         if direction is Direction.FORWARD:
             self.orders.begin_forward()
-        if self.shown or direction is Direction.EVALUATION:
-            self._pass = Pass(direction, is_traced=False)
+        if self.unsharded_contexts or direction is Direction.EVALUATION:
+            self._pass = ModelPass(direction, is_traced=False)
             return
         if self.waits_for_others:
             self.orders.guess()
         schedule, is_forward = self.orders.schedule_of(called), direction is Direction.FORWARD
-        self._pass = Pass(direction, schedule.forward if is_forward else schedule.backward, called=called)
+        self._pass = ModelPass(direction, schedule.forward if is_forward else schedule.backward, called=called)
 
     @property
     def direction(self) -> Direction | None:
-        """What runs now; None between passes."""
+        """The kind of the pass that runs now; None between passes."""
         return None if self._pass is None else self._pass.direction
 
-    def _follow(self, unit: Unit) -> None:
+    def _advance_to(self, unit: Unit) -> None:
         """Goes on to the next use: reshards, joins gathers and starts others as the schedule says."""
         now = self._pass
         if now is not None and now.order and now.order[-1] == unit.name:
@@ -314,24 +313,24 @@ class Gatherer:
             return
         if self.waits_for_others:
             if now.at:  # before this rank gathers for the next use, which waits for ranks that wait for sums
-                self._leave_behind(now, now.uses[now.at - 1].reshard)
-            self._forget_joined(now, now.uses[at], least=0)
+                self._mark_past(now, now.uses[now.at - 1].reshard)
+            self._release_joined(now, now.uses[at], least=0)
             self._join(now, at)
         self._run(now, now.uses[at])
         now.at = at + 1
 
-    def _join(self, now: Pass, until: int) -> None:
-        """Issues the gathers of uses that this rank omits: the units travel all the same, for the others."""
+    def _join(self, now: ModelPass, until: int) -> None:
+        """Issues the gathers of uses that this rank omits, because other ranks need the units."""
         for use in now.uses[now.at : until]:
             self._run(now, use)
             if use.unit not in now.order:
                 now.joined.append(use.unit)
-                self._forget_joined(now, use, least=1)
-                self._leave_behind(now, (use.unit,))
+                self._release_joined(now, use, least=1)
+                self._mark_past(now, (use.unit,))
         now.at = max(now.at, until)
 
-    def _leave_behind(self, now: Pass, names: Sequence[str]) -> None:
-        """Tells that units get no more gradients in a backward: a rank may miss some, of experts that had no input."""
+    def _mark_past(self, now: ModelPass, names: Sequence[str]) -> None:
+        """Reports that units get no more gradients in a backward: experts without input on this rank got none."""
         if now.direction is Direction.BACKWARD and names:
             now.past.extend(names)
             self.on_past(names)
@@ -357,11 +356,11 @@ class Gatherer:
         now = self._pass
         return now.past if now is not None and now.direction is Direction.BACKWARD else ()
 
-    def _run(self, now: Pass, use: Use) -> None:
+    def _run(self, now: ModelPass, use: Use) -> None:
         """Issues the gathers of a use, and reshards what it does not list."""
         self._reshard_all_but((*use.here, *now.joined), keeps_pages=True)
         for name in (use.unit, *use.ahead):
-            self._ask(self.units[name])
+            self._unshard(self.units[name])
 
     def keeps_until_step(self, unit: Unit) -> bool:
         """True if a unit, once it is gathered, stays until the step."""
@@ -373,10 +372,10 @@ class Gatherer:
             return unit.is_spread or self.budget.keeps(unit.name)
         return self.direction is Direction.EVALUATION and unit.is_spread
 
-    def _forget_joined(self, now: Pass, use: Use, least: int) -> None:
-        """Lets joined units go for which the budget has no room, but for ``least`` of them.
+    def _release_joined(self, now: ModelPass, use: Use, least: int) -> None:
+        """Lets joined units be resharded for which the budget has no room, but for ``least`` of them.
 
-        They stay that long because this rank may use them next. No other rank would take part in another gather.
+        They stay that long because this rank may use them next: no other rank would take part in a second gather.
         """
         while len(now.joined) > least:
             units = [self.units[name] for name in dict.fromkeys((*use.here, *now.joined))]
@@ -416,14 +415,14 @@ class Gatherer:
     def departures(self) -> Sequence[Order]:
         """The orders of this step that contradict the schedule, and must be the same on all ranks.
 
-        None where ranks read each other's memory: there a gather needs nobody else.
+        None where ranks read each other's memory: there a gather needs no call of another rank.
         """
         return self.orders.departures if self.waits_for_others else ()
 
     # -- writes of slices ------------------------------------------------------------------------------------------
 
     def drop_all(self) -> None:
-        """Reshards all units: their slices are about to change, or the pass was given up."""
+        """Reshards all units: their slices are about to change, or the pass was abandoned."""
         self._pass = None
         self.orders.forget()
         self.on_drop()
@@ -433,23 +432,23 @@ class Gatherer:
 
     def write_back(self, unit: Unit) -> None:
         """Collective: writes this rank's slices of a unit whose whole params were written on every rank."""
-        self.writes.begin(unit.transport)
+        self.writes.before_write(unit.transport)
         for each in unit.buckets:
-            each.slice.write(each.bucket.shard(unit.transport.ranks.rank))
+            each.param_shard.write(each.bucket.shard(unit.transport.ranks.rank))
 
     def write_slice(self, unit: Unit, write: Callable[[], None]) -> None:
-        """Collective: calls ``write``, which writes slices of a unit that nobody uses; every rank must write the same.
+        """Collective: calls ``write``, which writes slices of a unit that no call uses; every rank writes the same.
 
         It may be called in a forward, by a module that writes to a param of another one: other units stay.
         """
-        self.writes.begin(unit.transport)
+        self.writes.before_write(unit.transport)
         self.reshard(unit)  # the gathered values are out of date
         write()
 
     def before_writes(self) -> None:
         """Collective: reshards all units and waits until no rank gathers, before slices are written."""
         for each in self.writes.transports:
-            self.writes.begin(each)
+            self.writes.before_write(each)
         self.drop_all()
 
     def give_up(self, units: Iterable[Unit]) -> None:

@@ -18,6 +18,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
+# Elements of a block. An 8-bit state has one scale for each block. A param that began within a block would share a
+# scale with its neighbour, and its bits would depend on the mesh: so params and shards start on blocks. Test:
+# test_blocks_of_a_param_do_not_depend_on_ranks in tests/partition/test_layout.py.
 BLOCK = 256
 
 
@@ -98,14 +101,22 @@ class BucketLayout:
 def split_into_buckets(nbytes: Sequence[int], bucket_bytes: int) -> list[list[int]]:
     """Groups indices of params, in their order: a bucket holds at most ``bucket_bytes``, or a single param."""
     buckets: list[list[int]] = []
-    filled = 0
-    for index, size in enumerate(nbytes):
-        if not buckets or (filled and filled + size > bucket_bytes):
-            buckets.append([])
-            filled = 0
-        buckets[-1].append(index)
-        filled += size
+    first = 0
+    while first < len(nbytes):
+        end = end_of_bucket(nbytes, first, bucket_bytes)
+        buckets.append(list(range(first, end)))
+        first = end
     return buckets
+
+
+def end_of_bucket(nbytes: Sequence[int], first: int, bucket_bytes: int) -> int:
+    """Returns the end of the bucket that begins with param ``first``."""
+    filled = 0
+    for end in range(first, len(nbytes)):
+        if filled and filled + nbytes[end] > bucket_bytes:
+            return end
+        filled += nbytes[end]
+    return len(nbytes)
 
 
 def round_up(numel: int) -> int:

@@ -20,12 +20,14 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
-# How much more the busiest rank may compute so that matrices stay where they lie whole.
+# How much more the busiest rank may compute so that matrices stay where they lie whole: all ranks wait for the busiest
+# one, so a higher limit would cost more than the slices that do not travel. Test:
+# test_a_matrix_that_lies_whole_on_a_rank_stays_there_if_costs_are_about_even in tests/partition/test_matrix_plan.py.
 MOST_IMBALANCE = 1.05
 
 
-class Wanted(NamedTuple):
-    """A matrix that is to be made whole; of several of one shape if their rows do not lie one behind the other."""
+class PlannedMatrix(NamedTuple):
+    """A matrix that is to be made whole; or several of one shape, if their rows are not adjacent in memory."""
 
     bucket: int  # number of its bucket
     offset: int  # first element in the bucket
@@ -50,7 +52,7 @@ def cost_of(rows: int, columns: int, stacked: int = 1) -> int:
     return stacked * least * least * (2 * most + least)
 
 
-class Slice(NamedTuple):
+class MatrixSlice(NamedTuple):
     """The elements of one matrix that lie in one rank's shard of its bucket."""
 
     matrix: int  # its number in the plan
@@ -69,14 +71,14 @@ class Slice(NamedTuple):
 
 
 class MatrixPlan:
-    """Where each matrix is made whole. The same on every rank, and it changes only with what is wanted.
+    """The owner of each matrix, on which it is made whole. Equal on all ranks; it changes only with the matrices.
 
     Attributes:
-        matrices: in the order in which they were wanted.
+        matrices: in the order of the step.
         owners: the rank of each.
     """
 
-    def __init__(self, matrices: tuple[Wanted, ...], num_ranks: int):
+    def __init__(self, matrices: tuple[PlannedMatrix, ...], num_ranks: int):
         self.matrices, self.num_ranks = matrices, num_ranks
         free = [number for number, each in enumerate(matrices) if each.owner is None]
         held = [[_held(number, matrices[number], rank) for rank in range(num_ranks)] for number in free]
@@ -84,16 +86,16 @@ class MatrixPlan:
         self.owners = tuple(chosen.get(number, each.owner or 0) for number, each in enumerate(matrices))
 
     @cached_property
-    def _slices(self) -> dict[tuple[int, int], list[Slice]]:
-        found: dict[tuple[int, int], list[Slice]] = {}
+    def _slices(self) -> dict[tuple[int, int], list[MatrixSlice]]:
+        found: dict[tuple[int, int], list[MatrixSlice]] = {}
         for number, each in enumerate(self.matrices):
             for rank in range(self.num_ranks):
-                piece = _slice(number, each, rank)
+                piece = _slice_on(number, each, rank)
                 if piece is not None:
                     found.setdefault((rank, self.owners[number]), []).append(piece)
         return found
 
-    def slices(self, rank: int, owner: int) -> Sequence[Slice]:
+    def slices(self, rank: int, owner: int) -> Sequence[MatrixSlice]:
         """Returns what lies on ``rank`` of the matrices of ``owner``, in the order in which it travels."""
         return self._slices.get((rank, owner), ())
 
@@ -106,7 +108,7 @@ class MatrixPlan:
 
 
 @lru_cache(maxsize=32)
-def plan_matrices(matrices: tuple[Wanted, ...], num_ranks: int) -> MatrixPlan:
+def plan_matrices(matrices: tuple[PlannedMatrix, ...], num_ranks: int) -> MatrixPlan:
     """Returns the plan; the same object for what was planned before."""
     return MatrixPlan(matrices, num_ranks)
 
@@ -128,13 +130,13 @@ def owners_on_mesh(
     return tuple(divmod(owner, num_tensor) for owner in owners)
 
 
-def _slice(number: int, matrix: Wanted, rank: int) -> Slice | None:
+def _slice_on(number: int, matrix: PlannedMatrix, rank: int) -> MatrixSlice | None:
     first = rank * matrix.shard_numel
     start = max(matrix.offset, first)
     end = min(matrix.offset + matrix.numel, first + matrix.shard_numel)
     if start >= end:
         return None
-    return Slice(number, matrix.bucket, start - matrix.offset, end - start, start - first)
+    return MatrixSlice(number, matrix.bucket, start - matrix.offset, end - start, start - first)
 
 
 def _owners(costs: Sequence[int], held: Sequence[Sequence[int]], num_ranks: int) -> tuple[int, ...]:
@@ -178,6 +180,6 @@ def _balanced(
     return tuple(owners), limit
 
 
-def _held(number: int, matrix: Wanted, rank: int) -> int:
-    piece = _slice(number, matrix, rank)
+def _held(number: int, matrix: PlannedMatrix, rank: int) -> int:
+    piece = _slice_on(number, matrix, rank)
     return 0 if piece is None else piece.numel

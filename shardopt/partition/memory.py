@@ -23,7 +23,7 @@ def zeros(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
 
 
 def return_free_pages() -> None:
-    """Returns freed memory that the C library's heap keeps to the system, where the library can."""
+    """Returns memory that the C library's heap keeps after it was freed to the system, if the library can."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
@@ -77,7 +77,7 @@ class Memory:
             self._mapping.madvise(mmap.MADV_DONTNEED)
 
     def allocate(self, freed: "Memory | None" = None) -> None:
-        """Allocates the memory again; it holds anything.
+        """Allocates the memory again. Its content is undefined.
 
         Args:
             freed: memory whose pages were kept. They are taken over, so that the system need not zero others.

@@ -7,7 +7,7 @@ matrices of 2, 3, 2 and 1 blocks on two ranks (one character is a block of 256):
     cut      a a b b b c c d          two blocks of b lie on one rank, one on the other
     packed   b b b d a a c c
 
-With matrices of 2, 2 and 1 blocks there is no way but to pad the second shard with a block: a fifth of the bucket. That
+With matrices of 2, 2 and 1 blocks the second shard would have to be padded with a block: a fifth of the bucket. That
 is too much, so the bucket is cut. (These examples are tests.)
 
 Padding is reduced and gathered as params are, and takes memory. So a bucket is packed only if that adds at most
@@ -25,13 +25,14 @@ from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
-from .layout import BLOCK, BucketLayout, round_up
+from .layout import BLOCK, BucketLayout, end_of_bucket, round_up
 
-# Of a bucket's elements.
+# Of a bucket's elements. Padding takes memory and travels with every reduction and gather. Test:
+# test_padding_that_moves_more_than_slices_is_left_out in tests/partition/test_packing.py.
 MOST_PADDING = 0.05
 # A slice travels to the owner of its matrix and back, two bytes an element each way.
 _BYTES_OF_SLICES = 4
-# Lengths of a shard that are tried, from the shortest to that with most padding.
+# Lengths of a shard that are tried, from the shortest to the one with most padding: each try sorts all matrices.
 _LENGTHS = 6
 
 
@@ -74,7 +75,7 @@ class PackedLayout(BucketLayout):
 
 
 class Packable(NamedTuple):
-    """A param of one or several matrices, one behind the other."""
+    """A param of one or several matrices, one after the other."""
 
     numel: int
     matrices: int
@@ -126,9 +127,9 @@ class Packer:
             bucket_bytes: a bucket holds at most so many, or a single param. If it cannot be packed, it ends sooner, but
                 holds at least half of these params: each bucket costs a message to every rank. None: one bucket.
         """
-        first = 0
+        nbytes, first = [each.numel * each.itemsize for each in params], 0
         while first < len(params):
-            last = len(params) if bucket_bytes is None else _end_of_full(params, first, bucket_bytes)
+            last = len(params) if bucket_bytes is None else end_of_bucket(nbytes, first, bucket_bytes)
             least = last if bucket_bytes is None else first + -(-(last - first) // 2)
             packed = next(self._packed(params, first, range(last, least - 1, -1)), None)
             found = packed or Split(list(range(first, last)), self._cut(params[first:last]))
@@ -170,17 +171,6 @@ class Packer:
         least_busy = sorted(range(self._num_shards), key=lambda rank: self._busy[rank])
         shard_of = dict(zip(least_busy, dearest, strict=True))
         return [shard_of[rank] for rank in range(self._num_shards)]
-
-
-def _end_of_full(params: Sequence[Packable], first: int, bucket_bytes: int) -> int:
-    """Returns the end of the bucket that begins at ``first``, as :func:`split_into_buckets` finds it."""
-    filled = 0
-    for end in range(first, len(params)):
-        nbytes = params[end].numel * params[end].itemsize
-        if filled and filled + nbytes > bucket_bytes:
-            return end
-        filled += nbytes
-    return len(params)
 
 
 def _largest_slice(start: int, end: int, shard_numel: int) -> int:

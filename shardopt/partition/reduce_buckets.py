@@ -49,8 +49,8 @@ class Sink(Protocol):
         """Collective: opens a window on this sum for the ranks that replicate it. None: no rank reads it."""
         return None
 
-    def expect(self) -> None:
-        """Begins to load the sum to the device: the next round of this bucket adds to it."""
+    def prefetch(self) -> None:
+        """Starts to load the sum to the device: the next reduction of this bucket adds to it."""
         return
 
     def zero(self, part: slice) -> None:

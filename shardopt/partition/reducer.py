@@ -32,7 +32,7 @@ from ..tensors.strides import flattened
 from .comm.reduce_scatter import PHASE
 from .memory import return_free_pages, zeros
 from .reduce_buckets import DeviceSum
-from .streams import ReductionBuffer, Uses, last_used
+from .streams import ReductionBuffer, StreamUses, last_used
 
 if TYPE_CHECKING:
     from .comm.all_gather import Window
@@ -41,15 +41,17 @@ if TYPE_CHECKING:
     from .mesh import Mesh
     from .reduce_buckets import GradientBucket
 
-# Reductions that may be under way at once: enough that a rank need not wait for each bucket of another rank, little
-# beside a model. Two buckets in any case: one is reduced while the next is filled.
+# Reductions that may be under way at once. Without a limit a rank that is ahead would allocate a buffer for every
+# bucket. The limit lets ranks drift apart by some buckets, and is small compared with a model. Two buckets in any case:
+# one is reduced while the next is filled. Test: test_many_buckets_and_a_late_rank in tests/step/test_stages.py.
 BYTES_UNDER_WAY = 8 << 20
 BUCKETS_UNDER_WAY = 2
-# Seconds that a rank waits in mid-backward for memory that other ranks read. They come sooner, unless one of them waits
-# for this rank meanwhile, in a collective of the model's own. Then this rank allocates more memory than planned, which
-# is better than a deadlock.
+# Seconds that a rank waits in mid-backward for memory that other ranks read. They have read it sooner, unless one of
+# them waits for this rank meanwhile, in a collective of the model's own. Then this rank allocates more memory than
+# planned, which is better than a deadlock.
 PATIENCE = 2.0
 
+# Of all optimizers in this process, for :attr:`Reducer._may_wait`. Weak: an optimizer that was dropped has no round.
 _REDUCERS: weakref.WeakSet[Reducer] = weakref.WeakSet()
 
 
@@ -61,7 +63,7 @@ class _Filling:
     awaited: AbstractSet[int]  # params whose gradients the bucket waits for
     buffer: ReductionBuffer | None = None
     arrived: set[int] = field(default_factory=set)
-    passed_over: set[int] = field(default_factory=set)  # awaited in every round, in vain in this one
+    passed_over: set[int] = field(default_factory=set)  # awaited in other rounds, and not in this one
     started: bool = False
     late: dict[int, tuple[torch.Tensor, tuple[int, ...]]] = field(default_factory=dict)  # gradient, strides
 
@@ -91,7 +93,7 @@ class Reducer:
         self.is_open = self.is_reduced = False
         self._stages: list[int] = []  # of each bucket
         self._order: list[int] = []
-        self._turn: list[int] = []  # the buckets of this round, in their order
+        self._round_order: list[int] = []  # the buckets of this round, in their order
         self._stage: int | None = None  # whose buckets these are; None: all
         self._ordered: set[int | None] = set()  # the stages of which the ranks have agreed on the order
         self.rounds = 0  # rounds that all ranks finished
@@ -99,7 +101,7 @@ class Reducer:
         # Params that each bucket waits for: all, or those of which this rank ever had a gradient.
         self._seen: list[set[int]] = []
         self._filling: list[_Filling] = []
-        self._sums = Uses(torch.device("cpu"))  # by the stream that opened the round
+        self._sums = StreamUses(torch.device("cpu"))  # by the stream that opened the round
         self._started = self._started_across = 0
         self._completed: list[int] = []
         self._pool: dict[torch.dtype, list[ReductionBuffer]] = {}
@@ -124,9 +126,9 @@ class Reducer:
         return self._order[-1]
 
     @property
-    def tells(self) -> bool:
+    def notifies_peers(self) -> bool:
         """True if ranks that wait for a rank that abandons its round notice it at once."""
-        return all(each.tells for each in self._mechanisms)
+        return all(each.notifies_peers for each in self._mechanisms)
 
     @property
     def on_stream(self) -> bool:
@@ -162,7 +164,7 @@ class Reducer:
             absent: by bucket, params that get no gradient any more: they were frozen.
             stage: whose buckets are reduced; None: all. The same on all ranks.
         """
-        self._stage, self._turn = stage, [number for number in self._order if self.reduces(number, stage)]
+        self._stage, self._round_order = stage, [number for number in self._order if self.reduces(number, stage)]
         self._filling = [
             _Filling(sums, seen - frozen) for sums, seen, frozen in zip(held, self._seen, absent, strict=True)
         ]
@@ -178,9 +180,9 @@ class Reducer:
         for mechanism in self._mechanisms:
             mechanism.start_round(self.rounds)
         if self.buckets:
-            self._sums = Uses(self.buckets[0].device)
+            self._sums = StreamUses(self.buckets[0].device)
             self._sums.mark()  # this stream may have scaled them, and waited for an abandoned round
-        self._expect_next()
+        self._prefetch_next()
 
     def deliver(self, number: int, index: int, grad: torch.Tensor, strides: tuple[int, ...]) -> None:
         """Copies the local gradient of param ``index`` into bucket ``number``.
@@ -191,7 +193,7 @@ class Reducer:
         """
         filling, bucket = self._filling[number], self.buckets[number]
         if filling.started or index in filling.arrived:
-            # A backward inside another one (reentrant checkpointing): the param's gradient was already delivered.
+            # A backward inside another one (reentrant checkpointing) has delivered a gradient of this param before.
             sooner = filling.late.get(index)
             filling.late[index] = (grad if sooner is None else sooner[0] + grad, strides)
             return
@@ -201,11 +203,11 @@ class Reducer:
             filling.buffer.mark()
         else:
             if filling.buffer is None:
-                filling.buffer = self._take_buffer(bucket)
+                filling.buffer = self._acquire_buffer(bucket)
             _fill(filling.buffer, bucket.offsets[index], grad, strides, share)
         filling.arrived.add(index)
         if filling.arrived >= filling.awaited:
-            # It may wait for buckets before it while gradients arrive that never arrived before.
+            # A completed bucket may wait for earlier ones, and meanwhile get gradients that it never got before.
             if number not in self._completed:
                 self._completed.append(number)
             self.start_completed()
@@ -225,7 +227,7 @@ class Reducer:
             self._completed.append(number)
         return True
 
-    def _take_buffer(self, bucket: GradientBucket) -> ReductionBuffer:
+    def _acquire_buffer(self, bucket: GradientBucket) -> ReductionBuffer:
         pool = self._pool.setdefault(bucket.dtype, [])
         if not any(buffer.memory.numel() >= bucket.buffer_numel for buffer in pool):
             self._drain(BUCKETS_UNDER_WAY - 1)
@@ -278,8 +280,8 @@ class Reducer:
 
     def start_completed(self) -> None:
         """Starts the reductions of the buckets that await nothing, in their order."""
-        while self._started < len(self._turn):
-            number = self._turn[self._started]
+        while self._started < len(self._round_order):
+            number = self._round_order[self._started]
             if not self._filling[number].arrived >= self._filling[number].awaited:
                 break
             self._start(number)
@@ -288,7 +290,7 @@ class Reducer:
     def _start(self, number: int) -> None:
         """Starts the reduction of a bucket; gradients that did not arrive are zero."""
         bucket, filling = self.buckets[number], self._filling[number]
-        buffer = filling.buffer if filling.buffer is not None else self._take_buffer(bucket)
+        buffer = filling.buffer if filling.buffer is not None else self._acquire_buffer(bucket)
         buffer.join()  # several streams may have filled it; see [Note: Streams of a reduction]
         # The sums that this round adds to may just have been multiplied back from a mean that the user scaled, on the
         # stream of the round's first gradient. Test: test_a_sum_is_added_to_once_it_is_restored in test_rounds.py.
@@ -301,20 +303,20 @@ class Reducer:
         self._start_reduction(number, buffer, add=bool(filling.held))
         filling.buffer, filling.started = None, True
         self._started += 1
-        self._expect_next()
+        self._prefetch_next()
 
-    def _expect_next(self) -> None:
+    def _prefetch_next(self) -> None:
         """Begins to load the sum that the next bucket adds to, while that bucket is filled."""
-        if self._started < len(self._turn):
-            number = self._turn[self._started]
+        if self._started < len(self._round_order):
+            number = self._round_order[self._started]
             if self._filling[number].held:
-                self.buckets[number].sink.expect()
+                self.buckets[number].sink.prefetch()
 
     def _wait_for_copies(self) -> None:
         world, device = self._mesh.world, self.buckets[0].device if self.buckets else None
         if device is not None and device.type != "cpu" and any(each.sink.is_on_host for each in self.buckets):
-            # Sums are copied behind the collectives that make them: the wait for those has a deadline, that for the
-            # copies has none.
+            # Sums are copied after the collectives that make them. The wait for the collectives has a deadline, the
+            # wait for the copies has none: without the first wait a dead rank would hang this one for ever.
             world.wait_for_stream(device, PHASE)
         for bucket in self.buckets:
             bucket.sink.wait_for_copies()
@@ -325,16 +327,16 @@ class Reducer:
         Raises:
             CommunicationError: a rank died, is late, or abandoned the round.
         """
-        while self._started < len(self._turn):
-            self._start(self._turn[self._started])
+        while self._started < len(self._round_order):
+            self._start(self._round_order[self._started])
         ended = self._reduce_scatter.finish()
         spreads = self._mesh.replicate.size > 1 and any(window is not None for window in self._windows)
         self.is_reduced = not spreads  # else the other ranks wait for that first
         self._recycle(ended)
-        turn = sorted(self._turn)
-        self._sum_across(turn, [bool(self._filling[number].held) for number in turn])
+        numbers = sorted(self._round_order)
+        self._sum_across(numbers, [bool(self._filling[number].held) for number in numbers])
         self._wait_for_copies()
-        for number in turn:
+        for number in numbers:
             filling, seen = self._filling[number], self._seen[number]
             if not self.buckets[number].sink.accumulates:
                 continue
@@ -361,7 +363,7 @@ class Reducer:
             for index in range(bucket.num_params) if not self.reduces(number, self._stage) and add else ():
                 if index not in filling.held:
                     bucket.zero(index)
-            buffer = self._take_buffer(bucket)
+            buffer = self._acquire_buffer(bucket)
             buffer.join()
             buffer.memory.zero_()
             for index, (grad, strides) in filling.late.items():
@@ -393,14 +395,17 @@ class Reducer:
     def end_round(self) -> None:
         """Closes the round, which all ranks finished."""
         if self._stage not in self._ordered:
-            mine = [*self._completed, *(number for number in sorted(self._turn) if number not in self._completed)]
+            mine = [
+                *self._completed,
+                *(number for number in sorted(self._round_order) if number not in self._completed),
+            ]
             first = self._mesh.world.exchange(mine, "agreeing on the order of buckets")[0]
             self._order = [*(number for number in self._order if number not in first), *first]
             self._ordered.add(self._stage)
             # Without the order, buckets may have waited for each other and taken more buffers.
             for buffers in self._pool.values():
                 del buffers[BUCKETS_UNDER_WAY:]
-            # Only once: params have moved, DDP's buckets are gone, and no later round holds as many gradients.
+            # Once is enough: params have moved, DDP's buckets are gone, and no later round holds as many gradients.
             return_free_pages()
         self.rounds += 1
         self.is_open, self._filling = False, []
@@ -412,9 +417,9 @@ class Reducer:
             owes_more: the other ranks wait for collectives of this rank that are no reductions.
         """
         if not self.is_open:
-            self._started, self._started_across, self._turn = 0, 0, self._order
-        first, across = [self.buckets[number].blank for number in self._turn[self._started :]], []
-        for number in sorted(self._turn)[self._started_across :] if self._across is not None else ():
+            self._started, self._started_across, self._round_order = 0, 0, self._order
+        first, across = [self.buckets[number].blank for number in self._round_order[self._started :]], []
+        for number in sorted(self._round_order)[self._started_across :] if self._across is not None else ():
             sink = self.buckets[number].sink
             assert isinstance(sink, DeviceSum)
             across.append(sink.blank_across)
@@ -432,15 +437,15 @@ class Reducer:
         self._reducing.clear()
         self.is_open = False
 
-    def watch(self, closure: int) -> None:
-        """See :meth:`ReduceScatter.watch`."""
+    def set_closure(self, closure: int) -> None:
+        """See :meth:`ReduceScatter.set_closure`."""
         for mechanism in self._mechanisms:
-            mechanism.watch(closure)
+            mechanism.set_closure(closure)
 
-    def fail(self, closure: int) -> None:
-        """See :meth:`ReduceScatter.fail`."""
+    def fail_closure(self, closure: int) -> None:
+        """See :meth:`ReduceScatter.fail_closure`."""
         for mechanism in self._mechanisms:
-            mechanism.fail(closure)
+            mechanism.fail_closure(closure)
 
     def catch_up(self) -> None:
         """Joins the attempt of the other ranks, after an error that this rank may not have seen."""

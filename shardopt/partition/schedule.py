@@ -20,7 +20,7 @@ from fnmatch import fnmatchcase
 
 @dataclass(frozen=True)
 class Budget:
-    """What may be gathered at once: limits what is gathered ahead and what is kept, never the unit in use.
+    """The limits of what is gathered at once: ahead of its use, or kept after it. The unit in use has no limit.
 
     Attributes:
         nbytes: of all gathered units.
@@ -46,29 +46,6 @@ class Budget:
     def allows(self, units: int, nbytes: int) -> bool:
         """True if so many units of so many bytes may be gathered at once."""
         return units <= self.units and nbytes <= self.nbytes
-
-
-def budget_of(
-    travels: bool,
-    live_bytes: int | None = None,
-    resharded: bool | Sequence[str] = True,
-    prefetch: int | Mapping[str, Sequence[str]] | None = None,
-) -> Budget:
-    """Returns the budget for what ``Tuning`` says.
-
-    Args:
-        travels: True if params travel between ranks; False if a gather reads the other ranks' memory.
-    """
-    units = math.inf if live_bytes is not None else 3 if travels else 1
-    if travels and isinstance(prefetch, int):
-        units = prefetch + 1
-    return Budget(
-        math.inf if live_bytes is None else live_bytes,
-        units,
-        travels,
-        resharded if isinstance(resharded, bool) else tuple(resharded),
-        prefetch if isinstance(prefetch, Mapping) else None,
-    )
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,8 @@
 Where ranks read each other's memory, a rank waits before it writes until no rank gathers the old values, and before the
 next gather until all ranks have written::
 
-    rank 0   gather   begin   write             complete   gather          time ->
-    rank 1      gather   begin   write  write   complete   gather
+    rank 0   gather   before_write   write                 after_writes   gather          time ->
+    rank 1      gather   before_write   write   write      after_writes   gather
 
 Over other connections each rank sends its own slice, and these waits return at once.
 """
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class SliceWrites:
-    """Of the slices that are gathered by some transports.
+    """Orders the writes of slices that some transports gather.
 
     Attributes:
         transports: in one order on all ranks.
@@ -29,20 +29,20 @@ class SliceWrites:
 
     def __init__(self) -> None:
         self.transports: list[Transport] = []
-        self._written: set[Transport] = set()  # by which slices were written that are not complete
+        self._written: set[Transport] = set()  # of slices that some ranks may not have written yet
 
     @property
     def is_alone(self) -> bool:
         """True if no other rank reads this rank's slices, so that it may write them at any time."""
         return all(each.ranks.size == 1 for each in self.transports)
 
-    def begin(self, transport: Transport) -> None:
+    def before_write(self, transport: Transport) -> None:
         """Collective at the first of several writes: waits until no rank reads the old values."""
         if transport not in self._written:
             transport.barrier("waiting for ranks that still gather params")
             self._written.add(transport)
 
-    def complete(self) -> None:
+    def after_writes(self) -> None:
         """Collective if slices were written: waits until every rank has written its own."""
         if self._written:
             written, self._written = self._written, set()
@@ -51,7 +51,7 @@ class SliceWrites:
                     each.barrier("waiting for params that were written")
 
     def confirm(self, problem: Exception | None) -> None:
-        """Collective: tells all ranks if one could not write its slices.
+        """Collective: raises on all ranks if one could not write its slices.
 
         Raises:
             Exception: this rank's problem.

@@ -27,7 +27,7 @@ def current_stream(device: torch.device) -> "torch.cuda.Stream | None":
     return torch.cuda.current_stream(device) if device.type == "cuda" else None
 
 
-class Uses:
+class StreamUses:
     """The streams that have used some memory, and up to where."""
 
     def __init__(self, device: torch.device):
@@ -49,7 +49,7 @@ class Uses:
                     stream.wait_event(event)
 
 
-class ReductionBuffer(Uses):
+class ReductionBuffer(StreamUses):
     """Memory for a bucket's gradients while they are reduced: from a pool, or the gradient's own."""
 
     def __init__(self, memory: torch.Tensor, is_pooled: bool):

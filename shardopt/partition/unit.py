@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, eq=False)
-class Slice:
-    """This rank's slice of a bucket, in memory of its own or offloaded.
+class ParamShard:
+    """This rank's slice of a bucket's params, in memory of its own or offloaded.
 
     Attributes:
         memory: 1D [shard_numel]; None if the slice is offloaded.
@@ -36,9 +36,9 @@ class UnitState(Enum):
     ==========  =======  ==========
     from        event    to
     ==========  =======  ==========
-    SHARDED     ask      UNSHARDING
-    UNSHARDING  ask      UNSHARDING
-    UNSHARDED   ask      UNSHARDED
+    SHARDED     unshard  UNSHARDING
+    UNSHARDING  unshard  UNSHARDING
+    UNSHARDED   unshard  UNSHARDED
     UNSHARDING  wait     UNSHARDED
     UNSHARDED   wait     UNSHARDED
     UNSHARDING  reshard  SHARDED
@@ -51,7 +51,7 @@ class UnitState(Enum):
     """Buckets have no memory. This rank's slices lie elsewhere."""
 
     UNSHARDING = "unsharding"
-    """Buckets have memory, which other ranks or the backend may write to until the gather was waited for."""
+    """Buckets have memory, which other ranks or the backend may write to until the gather is waited for."""
 
     UNSHARDED = "unsharded"
     """Buckets hold whole values. Params may be read while the unit has users; else the guard sees a read."""
@@ -62,14 +62,14 @@ class GatheredBucket:
     """A bucket of a unit, and this rank's slice of it."""
 
     bucket: Bucket
-    slice: Slice
+    param_shard: ParamShard
     window: Window  # on the bucket's buffer; the ranks' own slices lie elsewhere
     unit: Unit
 
 
 @dataclass(eq=False)
 class Unit:
-    """What is gathered together: the buckets of one unit, one for each dtype and format.
+    """The buckets that are gathered together: one for each dtype and format.
 
     Attributes:
         name, number: of the unit in the model, see :mod:`shardopt.domain.units`.
@@ -94,6 +94,11 @@ class Unit:
     is_pinned: bool = False
     called: str = ""
     gathering: AllGather | None = None
+
+    @property
+    def display_name(self) -> str:
+        """The name for messages and profilers."""
+        return self.name or "the params of the model itself"
 
     @property
     def nbytes(self) -> int:

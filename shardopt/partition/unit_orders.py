@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Direction(Enum):
-    """What a pass is. Each kind has an order of its own."""
+    """The kind of a pass. Each kind has an order of its own."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -32,7 +32,7 @@ Order = tuple[str, Sequence[str]]  # the direction of a pass, and its uses
 
 
 @dataclass
-class Pass:
+class ModelPass:
     """A forward or a backward that runs."""
 
     direction: Direction
@@ -51,7 +51,7 @@ class Pass:
 
 
 class UnitOrders:
-    """Of the passes of one step.
+    """The orders of the passes of one step, and the schedules.
 
     Attributes:
         passes: the orders of uses in this step.
@@ -69,7 +69,7 @@ class UnitOrders:
 
     @property
     def schedule(self) -> Schedule:
-        """Of all modules that a script calls, in the order of the model."""
+        """The schedule of all modules that a script calls, in the order of the model."""
         schedules = list(self._schedules.values())
         return schedules[0] if len(schedules) == 1 else in_sequence(schedules)
 
@@ -100,15 +100,15 @@ class UnitOrders:
         uses = schedule.forward if direction is Direction.FORWARD else schedule.backward
         self._has_new |= all(use.unit != unit.name for use in uses)
 
-    def note_pass(self, ended: Pass) -> None:
+    def note_pass(self, ended: ModelPass) -> None:
         """Notes the order of a pass that counts."""
         if ended.is_traced:
             self.passes.append((ended.direction.value, tuple(ended.order)))
             if ended.departed and not self._is_guess:
                 self.departures.append(self.passes[-1])
 
-    def follow(self, passes: Sequence[Order], departures: Sequence[Order]) -> None:
-        """Makes the orders of this step those of another rank: this rank only joined its gathers."""
+    def copy_from(self, passes: Sequence[Order], departures: Sequence[Order]) -> None:
+        """Takes over the orders of another rank in this step: this rank only joined its gathers."""
         self.passes = [(direction, tuple(order)) for direction, order in passes]
         self.departures = [(direction, tuple(order)) for direction, order in departures]
 
@@ -117,7 +117,7 @@ class UnitOrders:
         self.passes, self.departures = [], []
 
     def refuse(self) -> None:
-        """Says that the ranks' orders differ: no step is taken until the next forward."""
+        """Records that the ranks' orders differ: no step is taken until the next forward."""
         self._is_refused = True
 
     def begin_forward(self) -> None:
@@ -126,7 +126,7 @@ class UnitOrders:
             self._is_refused = False
             self.forget()
 
-    # -- what all ranks make of it ---------------------------------------------------------------------------------
+    # -- what all ranks agree on -----------------------------------------------------------------------------------
 
     @property
     def proposes(self) -> bool:
@@ -147,7 +147,7 @@ class UnitOrders:
 
         for rank, passes in enumerate(everyones):
             for (direction, first), (other, order) in zip(everyones[0], passes, strict=False):
-                # A backward through two forwards may use a unit of either: its own order tells nothing.
+                # A backward through two forwards may use a unit of either: its own order says nothing.
                 is_forward = direction == other == Direction.FORWARD.value
                 pair = contradiction(once(first), once(order)) if is_forward else None
                 if pair is not None:
@@ -221,7 +221,7 @@ def contradiction(one: Sequence[str], other: Sequence[str]) -> tuple[str, str] |
 
 
 def merge_orders(orders: Sequence[Sequence[str]]) -> list[str]:
-    """Returns the longest of these orders of uses, with what the others have beside it, each after its predecessor."""
+    """Returns the longest of these orders of uses, plus the uses that only others have, each after its predecessor."""
     longest = max(range(len(orders)), key=lambda number: len(orders[number]))
     merged = list(orders[longest])
     for order in orders:

@@ -64,7 +64,7 @@ def _gathered(
     for shard, its_names in zip(domain.shards, names, strict=True):
         for name in its_names:
             own = domain.read_together(shard, name, domain.mesh.world).to(shard.device)
-            parts = domain.mesh.shard.collect(own, coordinate, f"consolidating {name}")
+            parts = domain.mesh.shard.gather(own, coordinate, f"consolidating {name}")
             whole = None if parts is None else torch.cat([part.cpu() for part in parts])
             for entry in members[shard]:
                 if whole is not None and name in states[entry.param].tensors:

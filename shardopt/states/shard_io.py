@@ -69,10 +69,10 @@ def put_state(domain: Domain, param: torch.nn.Parameter, state: ParamState, has_
             else:
                 entry.write_initial()
         entry.forget()
-        entry.await_weights()
+        entry.note_replaced()
         if has_state:
-            entry.take_counters(state)
-            entry.expect_weights(state)
+            entry.load_counters(state)
+            entry.note_loaded(state)
 
 
 def _shows(entry: ParamRecord, state: ParamState) -> bool:
@@ -116,5 +116,5 @@ def load_states(domain: Domain, loaded: Mapping[torch.nn.Parameter, ParamState])
         for param, entry in entries.items():
             entry.forget()
             if param in loaded:
-                entry.take_counters(loaded[param])
-                entry.expect_weights(loaded[param])
+                entry.load_counters(loaded[param])
+                entry.note_loaded(loaded[param])

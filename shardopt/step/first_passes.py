@@ -131,7 +131,7 @@ class FirstPasses:
         if problem is not None:
             reports[0].mark_failed(mesh.world.rank)
         joined = torch.cat([each.vector for each in reports])
-        mesh.world.add_up(joined, _ADDING_UP)
+        mesh.world.all_reduce(joined, _ADDING_UP)
         for report, vector in zip(reports, joined.split(len(reports[0].vector)), strict=True):
             report.vector.copy_(vector)
         failed = [f"rank {rank}" for rank in reports[0].failed]
@@ -167,7 +167,7 @@ class FirstPasses:
             largest[:, :, ranks.rank] = own[:, :, LARGEST]
             sent = np.concatenate([own, largest], axis=2)
             message = torch.from_numpy(np.append(sent.reshape(-1), failed))
-            ranks.add_up(message, _ADDING_UP)
+            ranks.all_reduce(message, _ADDING_UP)
             failed = bool(message[-1])
             found = message[:-1].numpy().reshape(sent.shape)
             found[:, :, LARGEST] = found[:, :, COLUMNS:].max(axis=2)

@@ -28,7 +28,7 @@ class Found(NamedTuple):
 
 
 def found_in(domain: Domain, entries: Sequence[ParamRecord], report: Report, whole: Sequence[Ranks]) -> Found:
-    """Collective where the model is composed.
+    """Collective where the model has several domains.
 
     Args:
         entries: the params of the report's rows.
@@ -36,7 +36,7 @@ def found_in(domain: Domain, entries: Sequence[ParamRecord], report: Report, who
         whole: see :func:`shardopt.step.step.run_step`.
 
     Raises:
-        DisagreementError: other ranks of the model met a problem in their backward.
+        DisagreementError: another rank of the model has an error in its backward.
     """
     if not whole:
         # fsum rounds once, so that the order of params cannot show.
@@ -47,11 +47,11 @@ def found_in(domain: Domain, entries: Sequence[ParamRecord], report: Report, who
     counted = [is_first and entry.param not in domain.counted_elsewhere for entry in entries]
     limbs = tuple(report.limbs[counted].sum(axis=0, dtype=object).tolist())
     nonfinite, updated = int(report.nonfinite[counted].sum()), int(report.updated)
-    told = agree_on_whole(StepDigest(_WHAT, dict, nonfinite=nonfinite, written=updated, limbs=limbs), whole)
-    return Found(told.nonfinite, math.sqrt(sum_of_squares(told.limbs)), told.written)
+    agreed = agree_on_whole(StepDigest(_WHAT, dict, nonfinite=nonfinite, written=updated, limbs=limbs), whole)
+    return Found(agreed.nonfinite, math.sqrt(sum_of_squares(agreed.limbs)), agreed.written)
 
 
-def tell_problem(problem: Exception, whole: Sequence[Ranks]) -> None:
-    """Collective where the model is composed, in place of :func:`found_in`: the ranks that wait there raise as well."""
+def raise_on_all_ranks(problem: Exception, whole: Sequence[Ranks]) -> None:
+    """Collective where the model has several domains, in place of :func:`found_in`, whose callers raise as well."""
     if whole:
         agree_on_whole(StepDigest(_WHAT, dict, problem), whole)

@@ -184,7 +184,7 @@ def launches_of(
         spec = accumulate_spec(shard, whole, format) if isinstance(whole, MatrixVariant) else shard.spec(whole, format)
         is_whole = not is_on_host and len(members) == len(shard.pieces)
         if is_whole and all(each.gradient_slice is not None for each in members.values()):
-            gradients = shard.sums  # of the reducer, which lie where they lay at every step
+            gradients = shard.sum_table  # of the reducer, which lie where they lay at every step
         else:
             grads = {row: (each.grad, each.start) for row, each in members.items()}
             gradients = shard.tables.gradients(grads, is_on_host)
@@ -322,7 +322,7 @@ def joined(shards: Sequence[Shard], launches: Sequence[Launch]) -> Iterator[Join
     for (spec, _), found in alike.items():
         like = next(iter(found))
         kept = [each for each in shards if (each.device, each.format) == (like.device, like.format)]
-        kept = [each for each in kept if each in found or each.kept == like.kept]
+        kept = [each for each in kept if each in found or each.formats == like.formats]
         members = [found.get(each) for each in kept]
         pairs = zip(kept, members, strict=True)
         tables = [shard.tables.gradients({}) if each is None else each.gradients for shard, each in pairs]

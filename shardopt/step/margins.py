@@ -112,7 +112,7 @@ def with_products(
         except Exception as error:
             problem = error
     message[-1] = problem is not None
-    mesh.world.add_up(message, _ADDING_UP)
+    mesh.world.all_reduce(message, _ADDING_UP)
     whole, failed = _joined(plan.domain, sums, bool(message[-1]))
     if problem is not None:
         raise problem
@@ -192,7 +192,7 @@ def _joined(domain: Domain, sums: Mapping[ParamRecord, _Sums], failed: bool) -> 
     for ranks, entries in domain.by_mesh(sums).items():
         arrays = [array for entry in entries for array in whole[entry][:2]]
         message = torch.from_numpy(np.concatenate([*(array.reshape(-1) for array in arrays), [float(failed)]]))
-        ranks.add_up(message, _ADDING_UP)
+        ranks.all_reduce(message, _ADDING_UP)
         failed = bool(message[-1])
         for array, found in zip(arrays, message[:-1].split([array.size for array in arrays]), strict=True):
             array[...] = found.numpy().reshape(array.shape)

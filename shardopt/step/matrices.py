@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from ..domain.cut_matrices import Cut, cut_of
+from ..domain.matrix_placement import MatrixPlacement, matrix_placement_of
 from ..errors import CommunicationError, DisagreementError, RuleError
 from ..kernels.tables import Factors
-from ..partition.matrix_plan import MatrixPlan, Slice, Wanted, cost_of, owners_on_mesh, plan_matrices
+from ..partition.matrix_plan import MatrixPlan, MatrixSlice, PlannedMatrix, cost_of, owners_on_mesh, plan_matrices
 from ..rules.choice import RuleChoice
 from ..rules.matrix import STACK, MatrixRule, MatrixVariant, matrices_of
-from .tensor_mates import CutMatrix, put_together
+from .tensor_mates import PlacedMatrix, put_together
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -34,15 +34,15 @@ if TYPE_CHECKING:
     from .launches import Launch, ParamUpdate, StepPlan
 
 # Runs launches over their shards. Where updates are given, 1D of each shard, they stand in place of the params.
-Pass = Callable[
+RunLaunches = Callable[
     [Mapping["Shard", Sequence["Launch"]], Factors, "Mapping[Shard, torch.Tensor] | None"],
     None,
 ]
 _OUT, _BACK = "sending slices of matrices to where they are made whole", "sending matrices back in slices"
 
 
-class Job(NamedTuple):
-    """What is done with one of the plan's matrices, on its owner."""
+class MatrixJob(NamedTuple):
+    """The work on one of the plan's matrices, on its owner."""
 
     name: str  # of the param
     param: int  # its number, counted through all groups
@@ -51,7 +51,7 @@ class Job(NamedTuple):
     strides: tuple[int, ...]
     stacked: int  # matrices, one below the other
     matrix: tuple[int, int]  # the shape of one
-    cut: Cut | None = None  # shape and strides are of this rank's slice
+    placement: MatrixPlacement | None = None  # shape and strides are of this rank's slice
 
 
 class MatrixUpdate:
@@ -62,14 +62,14 @@ class MatrixUpdate:
     """
 
     def __init__(self, plan: StepPlan, launches: Mapping[Shard, Sequence[Launch]], factors: Factors):
-        self.launches = launches
+        self.launches, self._shards = launches, list(launches)
         self._step, self._factors = plan, factors
         self._transport = plan.domain.transport
         self._ranks = self._transport.ranks
-        bucket_of = {shard: number for number, shard in enumerate(launches)}
+        bucket_of = {shard: number for number, shard in enumerate(self._shards)}
         jobs = [job for each in plan.updates if each.entry.shard in launches for job in _jobs(plan, each, bucket_of)]
         self._jobs = [job for _, job in jobs]
-        self._owners = _owners_of_cut(self._jobs, self._ranks.size)
+        self._owners = _owners_of_placed(self._jobs, self._ranks.size)
         wanted = [
             each._replace(owner=self._owners[number][0]) if number in self._owners else each
             for number, (each, _) in enumerate(jobs)
@@ -79,11 +79,11 @@ class MatrixUpdate:
         self._received: list[torch.Tensor] = []  # by rank: its slices of the matrices of this one
         self._arrive: Callable[[], None] | None = None
 
-    def send(self, run: Pass, problem: Exception | None = None) -> Exception | None:
-        """Collective: accumulates, and begins to send the updates. Returns what went wrong, on this rank or another.
+    def send(self, run: RunLaunches, problem: Exception | None = None) -> Exception | None:
+        """Collective: accumulates, and starts to send the updates. Returns the first error, of this rank or another.
 
         Args:
-            problem: what went wrong on this rank before.
+            problem: an earlier error of this rank.
         """
         own: list[torch.Tensor] = []
         if problem is None:
@@ -100,7 +100,7 @@ class MatrixUpdate:
             problem = problem or error
         return problem
 
-    def _accumulate(self, run: Pass) -> None:
+    def _accumulate(self, run: RunLaunches) -> None:
         # Where the kernel runs, which may be in host memory; the updates travel from where the params are.
         made = {
             shard: torch.empty(shard.numel, dtype=torch.bfloat16, device=shard.home.device) for shard in self.launches
@@ -108,11 +108,11 @@ class MatrixUpdate:
         run(self.launches, self._factors, made)
         self._updates = {shard: update.to(shard.device) for shard, update in made.items()}
 
-    def finish(self, run: Pass, problem: Exception | None) -> Exception | None:
-        """Collective: makes each matrix whole, sends it back, applies. Returns what went wrong.
+    def finish(self, run: RunLaunches, problem: Exception | None) -> Exception | None:
+        """Collective: makes each matrix whole, sends it back, applies. Returns the first error.
 
         Args:
-            problem: what went wrong on this rank since ``send``, or what ``send`` returned.
+            problem: an error of this rank since ``send``, or what ``send`` returned.
         """
         whole: dict[int, torch.Tensor] = {}
         try:
@@ -125,7 +125,7 @@ class MatrixUpdate:
         except Exception as error:
             problem = problem or error
         for group in self._groups:  # tensor mates, who wait for a rank with a problem too
-            problem = put_together(self._step.domain, group, self._cut(group, whole), self._call, problem)
+            problem = put_together(self._step.domain, group, self._placed(group, whole), self._call, problem)
         if self._arrive is None:  # no rank could send
             return problem
         own: list[torch.Tensor] = []
@@ -148,15 +148,11 @@ class MatrixUpdate:
 
     # -- slices --------------------------------------------------------------------------------------------------------
 
-    @property
-    def _shards(self) -> list[Shard]:
-        return list(self.launches)
-
-    def _update_of(self, piece: Slice) -> torch.Tensor:
+    def _update_of(self, piece: MatrixSlice) -> torch.Tensor:
         return self._updates[self._shards[piece.bucket]][piece.in_shard]
 
     def _packed_slices(self, owner: int) -> torch.Tensor:
-        """Returns this rank's slices of the matrices of ``owner``, one behind the other."""
+        """Returns this rank's slices of the matrices of ``owner``, one after the other."""
         return self._cat([self._update_of(piece) for piece in self._plan.slices(self._ranks.rank, owner)])
 
     def _cat(self, pieces: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -166,7 +162,7 @@ class MatrixUpdate:
         return torch.empty(numel, dtype=torch.bfloat16, device=self._step.domain.device)
 
     def _room(self, own: Sequence[torch.Tensor], numel: Callable[[int], int]) -> list[torch.Tensor]:
-        """Returns memory for what each rank sends; what this one has for itself stays where it is."""
+        """Returns memory for what each rank sends; this rank's own slices stay where they are."""
         rank = self._ranks.rank
         others = [own[rank] if peer == rank else self._empty(numel(peer)) for peer in range(self._ranks.size)]
         self._transport.traffic.matrices += sum(each.nbytes for peer, each in enumerate(others) if peer != rank)
@@ -191,7 +187,7 @@ class MatrixUpdate:
         self._received = []
         for number, flat in whole.items():
             job = self._jobs[number]
-            if job.cut is None:
+            if job.placement is None:
                 self._call(number, flat.as_strided(job.shape, job.strides))
         return whole
 
@@ -204,16 +200,16 @@ class MatrixUpdate:
 
     @property
     def _groups(self) -> list[dist.ProcessGroup]:
-        return list(dict.fromkeys(job.cut.group for job in self._jobs if job.cut is not None))
+        return list(dict.fromkeys(job.placement.group for job in self._jobs if job.placement is not None))
 
-    def _cut(self, group: dist.ProcessGroup, whole: Mapping[int, torch.Tensor]) -> dict[int, CutMatrix]:
+    def _placed(self, group: dist.ProcessGroup, whole: Mapping[int, torch.Tensor]) -> dict[int, PlacedMatrix]:
         """Returns the matrices that this rank and its tensor mates put together."""
-        found: dict[int, CutMatrix] = {}
+        found: dict[int, PlacedMatrix] = {}
         for number, flat in whole.items():
             job = self._jobs[number]
-            if job.cut is not None and job.cut.group == group:
+            if job.placement is not None and job.placement.group == group:
                 own = flat.as_strided(job.shape, job.strides)
-                found[number] = CutMatrix(job.param, job.cut, own, self._owners[number][1])
+                found[number] = PlacedMatrix(job.param, job.placement, own, self._owners[number][1])
         return found
 
     def _call(self, number: int, whole: torch.Tensor) -> None:
@@ -281,40 +277,42 @@ def split_matrices(
     return MatrixUpdate(plan, matrices, factors), {shard: its for shard, its in launches.items() if shard not in shards}
 
 
-def _owners_of_cut(jobs: Sequence[Job], num_data: int) -> dict[int, tuple[int, int]]:
+def _owners_of_placed(jobs: Sequence[MatrixJob], num_data: int) -> dict[int, tuple[int, int]]:
     """Returns the owner of each job that is cut: its numbers among the data-parallel and the tensor ranks."""
-    by_group: dict[dist.ProcessGroup, dict[int, Cut]] = {}
+    by_group: dict[dist.ProcessGroup, dict[int, MatrixPlacement]] = {}
     for number, job in enumerate(jobs):
-        if job.cut is not None:
-            by_group.setdefault(job.cut.group, {})[number] = job.cut
+        if job.placement is not None:
+            by_group.setdefault(job.placement.group, {})[number] = job.placement
     owners: dict[int, tuple[int, int]] = {}
-    for cuts in by_group.values():
-        costs = tuple(cost_of(*jobs[number].matrix, jobs[number].stacked) for number in cuts)
-        held = tuple(tuple(map(cut.numel, range(len(cut.sizes)))) for cut in cuts.values())
-        owners.update(zip(cuts, owners_on_mesh(costs, held, num_data), strict=True))
+    for placed in by_group.values():
+        costs = tuple(cost_of(*jobs[number].matrix, jobs[number].stacked) for number in placed)
+        held = tuple(tuple(map(each.numel, range(len(each.sizes)))) for each in placed.values())
+        owners.update(zip(placed, owners_on_mesh(costs, held, num_data), strict=True))
     return owners
 
 
-def _jobs(plan: StepPlan, update: ParamUpdate, bucket_of: Mapping[Shard, int]) -> Iterator[tuple[Wanted, Job]]:
+def _jobs(
+    plan: StepPlan, update: ParamUpdate, bucket_of: Mapping[Shard, int]
+) -> Iterator[tuple[PlannedMatrix, MatrixJob]]:
     """Yields the matrices of one param: each apart where its elements lie together, else all of them as one."""
     number = update.number % 2**32
     entry, matrices = update.entry, plan.numbers[update.group].get("matrices")
     shard, shape = entry.shard, tuple(entry.param.shape)
     layout, strides = shard.bucket.layout, shard.strides(entry.index)
     offset, bucket = layout.offsets[entry.index], bucket_of[shard]
-    cut = cut_of(entry.outer, is_stack=matrices == STACK)
-    if 0 in (shape if cut is None else cut.shape):
+    placement = matrix_placement_of(entry.outer, is_stack=matrices == STACK)
+    if 0 in (shape if placement is None else placement.shape):
         return
-    count, matrix = matrices_of(shape if cut is None else cut.shape, matrices)
-    if cut is not None:
-        own = Wanted(bucket, offset, shape[-2], shape[-1], layout.shard_numel, math.prod(shape[:-2]))
-        yield own, Job(entry.name, number, update.group, shape, strides, count, matrix, cut)
+    count, matrix = matrices_of(shape if placement is None else placement.shape, matrices)
+    if placement is not None:
+        own = PlannedMatrix(bucket, offset, shape[-2], shape[-1], layout.shard_numel, math.prod(shape[:-2]))
+        yield own, MatrixJob(entry.name, number, update.group, shape, strides, count, matrix, placement)
         return
     rows, columns = matrix
     if strides[-2:] != (columns, 1) or (len(shape) == 3 and strides[0] != rows * columns):
-        whole = Wanted(bucket, offset, rows, columns, layout.shard_numel, count)
-        yield whole, Job(entry.name, number, update.group, shape, strides, count, matrix)
+        whole = PlannedMatrix(bucket, offset, rows, columns, layout.shard_numel, count)
+        yield whole, MatrixJob(entry.name, number, update.group, shape, strides, count, matrix)
         return
     for index in range(count):
-        each = Wanted(bucket, offset + index * rows * columns, rows, columns, layout.shard_numel)
-        yield each, Job(entry.name, number, update.group, matrix, (columns, 1), 1, matrix)
+        each = PlannedMatrix(bucket, offset + index * rows * columns, rows, columns, layout.shard_numel)
+        yield each, MatrixJob(entry.name, number, update.group, matrix, (columns, 1), 1, matrix)

@@ -36,7 +36,7 @@ class Apply(NamedTuple):
 
 
 def shape_for(variant: Variant, group: Mapping[str, Any]) -> Callable[[Sequence[int]], tuple[int, int]] | None:
-    """Returns what tells the shape of the matrices of a param of a shape; None for a rule that does not ask."""
+    """Returns a function from the shape of a param to that of its matrices; None for a rule of no matrices."""
     if not isinstance(variant, MatrixVariant):
         return None
     return lambda shape: matrices_of(shape, group.get("matrices"))[1]
@@ -44,7 +44,7 @@ def shape_for(variant: Variant, group: Mapping[str, Any]) -> Callable[[Sequence[
 
 def accumulate_spec(shard: Shard, variant: MatrixVariant, grad: Format) -> StepSpec:
     """Returns the spec of the kernel that writes updates in bf16, of gradients of this format."""
-    states = tuple(shard.kept.states[name] for name in variant.accumulate.states)
+    states = tuple(shard.formats.states[name] for name in variant.accumulate.states)
     return StepSpec(variant.accumulate, BF16, grad, None, states)
 
 

@@ -56,7 +56,7 @@ class Call:
     Attributes:
         defaults: names the hyper-parameters that every group has.
         closure: true if a closure was given; must be equal on all ranks.
-        problem: an error that this rank met before, in its closure, to be raised on all ranks.
+        problem: an earlier error of this rank, in its closure, to be raised on all ranks.
         scale: the loss scale of a GradScaler that leaves it to the optimizer to unscale gradients.
         overflow: true if that GradScaler has found an Inf or NaN.
     """
@@ -68,7 +68,8 @@ class Call:
     overflow: bool = False
 
 
-# What a step did: whether it updated params, and the global 2-norm before clipping, where max_grad_norm asked for it.
+# The result of a step: whether it updated params, and the global 2-norm before clipping, where max_grad_norm asks for
+# it.
 Outcome = tuple[bool, float | None]
 NOTHING_DONE: Outcome = (False, None)
 
@@ -129,11 +130,11 @@ def _survey_and_agree(
             plan, consensus = _survey_and_agree_in(domain, groups, call, bind, is_part=bool(whole))
             overflow |= consensus.overflow
         except Exception as error:
-            # Where the main domain has all ranks, all of them raise here. One that failed in its closure may have met
-            # the others in a backward, which go to no other exchange.
+            # Where the main domain has all ranks, all of them raise here. If a rank failed in its closure, the
+            # others may have raised in their backward, and then take part in no other exchange.
             if not whole or (len(whole) == 1 and whole[0] is domain.mesh.world):
                 raise
-            plan, problem = StepPlan(domain), problem or error  # the rest of the model waits, and must hear of it
+            plan, problem = StepPlan(domain), problem or error  # the rest of the model waits, and must raise too
         plans.append(plan)
     if not whole:
         return plans, consensus
@@ -275,7 +276,7 @@ def _gradients(plans: Sequence[StepPlan]) -> Iterator[ParamUpdate]:
 
 
 def _holds_nan(plans: Sequence[StepPlan], whole: Sequence[Ranks]) -> bool:
-    """Collective: tells Inf from NaN in a step whose gradients are not all finite. True if any rank holds a NaN."""
+    """Collective, in a step whose gradients are not all finite: True if any rank holds a NaN, False if all are Inf."""
     main = plans[0].domain
     digest = StepDigest("NaN", dict, nonfinite=sum(bool(each.grad.isnan().any()) for each in _gradients(plans)))
     with main.clock.phase("agree"):
@@ -345,7 +346,7 @@ def _update(plans: Sequence[StepPlan], factors: Factors, whole: Sequence[Ranks])
         return update_and_gather(plans, factors, whole)
     except BaseException as error:
         for plan in plans:
-            plan.domain.break_off(f"{type(error).__name__}: {error}")
+            plan.domain.mark_broken(f"{type(error).__name__}: {error}")
         raise
 
 

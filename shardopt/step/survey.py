@@ -44,7 +44,7 @@ def survey(
     Args:
         numbers: the hyper-parameters of each group, as plain numbers.
         scale: the loss scale.
-        overflow: true if a GradScaler has found an Inf or NaN, so that nobody need look for one.
+        overflow: true if a GradScaler has found an Inf or NaN: the survey does not count any.
         is_part: true if other ranks have other gradients of the model: the norm is summed over all, exactly.
 
     Raises:
@@ -92,11 +92,11 @@ def placed_params(listed: ListedParams) -> Iterator[ParamUpdate]:
 def _with_gradients(domain: Domain, listed: ListedParams) -> Iterator[ParamUpdate]:
     """Yields every param that has a gradient, and the gradient."""
     updates = placed_params(listed)
-    for update, param, size, strides, device, _ in zip(updates, listed.params, *listed.looks, strict=True):
+    for update, param, size, strides, device, _ in zip(updates, listed.params, *listed.attributes, strict=True):
         grad = param.grad
         if grad is None:
             continue
-        # What nearly all gradients are of which nobody makes a part; all others are looked at with care.
+        # Nearly all gradients that are not parts are plain and dense. All others take the slow path with more checks.
         if (
             update.entry.gradient_slice is None
             and type(grad) is torch.Tensor
@@ -115,7 +115,7 @@ def _with_gradient(domain: Domain, update: ParamUpdate, grad: torch.Tensor) -> P
     entry = update.entry
     if isinstance(grad, GradientPart) and grad.gradient_slice is entry.gradient_slice:
         own = grad.whole_slice()
-        is_on_host = entry.shard.reduced.is_on_host
+        is_on_host = entry.shard.gradient_sum.is_on_host
         return ParamUpdate(entry, update.group, update.number, own.total, own.start, own, own.divisor, is_on_host)
     # Zeros are their own mean, if all ranks have them: one that has other values raises this on all of them. So torch's
     # get_state_dict() and set_state_dict() make states: they assign zeros and take a step.
@@ -173,12 +173,16 @@ def _stats_of(
     overflow: bool,
     needs_limbs: bool,
 ) -> GradientStats:
-    """``needs_limbs``: a norm that backward told is of no use: it is rounded, and only this domain's."""
+    """Returns what the gradients hold.
+
+    Args:
+        needs_limbs: the norm that backward reported does not do: it is rounded, and only this domain's.
+    """
     options = domain.options
     slices = [each.gradient_slice for each in updates]
     norms = [each.norms for each in slices if each is not None and each.norms is not None]
     if updates and len(norms) == len(updates) and not needs_limbs:
-        # The last backward told every rank. One rank reports the count: the agreement adds up what ranks report.
+        # Every rank knows them from the last backward. One rank reports the count: the agreement adds up the reports.
         reports = domain.mesh.world.rank == domain.mesh.one_copy[0]
         # fsum rounds once, so that the order of params cannot show.
         norm = math.sqrt(math.fsum(each.two * each.two for each in norms))

@@ -23,29 +23,29 @@ from ..partition.comm.transport import Transport
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-    from ..domain.cut_matrices import Cut
     from ..domain.domain import Domain
+    from ..domain.matrix_placement import MatrixPlacement
 
 _OUT, _BACK = "putting slices of matrices together", "sending slices of matrices to their tensor ranks"
 
 
-class CutMatrix(NamedTuple):
+class PlacedMatrix(NamedTuple):
     """A param of which this rank and its tensor mates hold a slice each, whole."""
 
     param: int  # its number, counted through all groups
-    cut: Cut
+    placement: MatrixPlacement
     slice: torch.Tensor  # this rank's, bf16, with the shape of the local param
     owner: int  # a tensor rank
 
 
-# Puts the function's results in place of the elements of a whole param, which is told by its number.
+# Takes the number of a whole param and its elements, and puts the function's results in place of these.
 Make = Callable[[int, torch.Tensor], None]
 
 
 def put_together(
     domain: Domain,
     group: dist.ProcessGroup,
-    matrices: Mapping[int, CutMatrix],
+    matrices: Mapping[int, PlacedMatrix],
     make: Make,
     problem: Exception | None,
 ) -> Exception | None:
@@ -53,10 +53,10 @@ def put_together(
 
     Args:
         matrices: by number; none if this rank has a problem. Results take the place of their slices.
-        problem: what went wrong on this rank before.
+        problem: an earlier error of this rank.
 
     Returns:
-        What went wrong, on this rank or a mate.
+        The first error of this rank or a mate.
     """
     own: list[torch.Tensor] = []
     others: list[torch.Tensor] = []
@@ -99,7 +99,7 @@ def _transport_to(domain: Domain, group: dist.ProcessGroup) -> Transport:
     Raises:
         BindingError: the mates are not those of the same number in their data-parallel groups; on all of them.
     """
-    if group not in domain.to_mates:
+    if group not in domain.mate_transports:
         ranks, shard = Ranks(group, domain.options.tuning.deadline), domain.mesh.shard
         found = ranks.exchange([shard.rank, shard.size], "comparing data-parallel groups of tensor mates")
         if any(each != found[0] for each in found):
@@ -108,8 +108,8 @@ def _transport_to(domain: Domain, group: dist.ProcessGroup) -> Transport:
                 f"{[rank for rank, _ in found]} in their data-parallel groups, of {[size for _, size in found]} ranks. "
                 "Slices of matrices could not be put together on one rank."
             )
-        domain.to_mates[group] = Transport.of(ranks, domain.device, domain.options.tuning.neighbours)
-    return domain.to_mates[group]
+        domain.mate_transports[group] = Transport.of(ranks, domain.device, domain.options.tuning.neighbours)
+    return domain.mate_transports[group]
 
 
 def _travel(
@@ -127,27 +127,29 @@ def _travel(
         transport.all_to_all(phase).start(own, others, phase, failed=problem is not None, key=key)()
 
 
-def _packed(domain: Domain, matrices: Mapping[int, CutMatrix]) -> torch.Tensor:
-    """Returns this rank's slices, one behind the other, the elements of each in the order of its rows."""
+def _packed(domain: Domain, matrices: Mapping[int, PlacedMatrix]) -> torch.Tensor:
+    """Returns this rank's slices, one after the other, the elements of each in the order of its rows."""
     slices = [each.slice.reshape(-1) for each in matrices.values()]
     return torch.cat(slices) if slices else torch.empty(0, dtype=torch.bfloat16, device=domain.device)
 
 
-def _room(own: Sequence[torch.Tensor], owned: Mapping[int, CutMatrix], rank: int) -> list[torch.Tensor]:
+def _room(own: Sequence[torch.Tensor], owned: Mapping[int, PlacedMatrix], rank: int) -> list[torch.Tensor]:
     """Returns memory for the slices of the matrices that this rank owns, by rank; its own stay where they are."""
     return [
-        packed if peer == rank else packed.new_empty(sum(each.cut.numel(peer) for each in owned.values()))
+        packed if peer == rank else packed.new_empty(sum(each.placement.numel(peer) for each in owned.values()))
         for peer, packed in enumerate(own)
     ]
 
 
-def _make_whole(owned: Mapping[int, CutMatrix], slices: Sequence[torch.Tensor], make: Make) -> None:
+def _make_whole(owned: Mapping[int, PlacedMatrix], slices: Sequence[torch.Tensor], make: Make) -> None:
     """Puts the results in place of the slices of all ranks."""
-    by_rank = [packed.split([each.cut.numel(peer) for each in owned.values()]) for peer, packed in enumerate(slices)]
+    by_rank = [
+        packed.split([each.placement.numel(peer) for each in owned.values()]) for peer, packed in enumerate(slices)
+    ]
     for (number, each), parts in zip(owned.items(), zip(*by_rank, strict=True), strict=True):
-        cut = each.cut
-        whole = torch.empty_strided(cut.shape, cut.strides, dtype=parts[0].dtype, device=parts[0].device)
-        places = whole.split(list(cut.sizes), cut.dim)
+        placed = each.placement
+        whole = torch.empty_strided(placed.shape, placed.strides, dtype=parts[0].dtype, device=parts[0].device)
+        places = whole.split(list(placed.sizes), placed.dim)
         for place, part in zip(places, parts, strict=True):
             place.copy_(part.view(place.shape))
         make(number, whole)

@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from ..domain.domain import Domain
     from ..kernels.spec import StepSpec
     from ..offload.store import Chunk, Fetched
+    from ..partition.comm.async_gather import AsyncGather
     from ..partition.comm.group import Ranks
-    from ..partition.comm.late_gather import LateGather
     from ..partition.comm.transport import Gather
     from .matrices import MatrixUpdate
 
@@ -280,7 +280,7 @@ def _update_in_memory_and_gather(plan: StepPlan, launches: LaunchesByShard, fact
         except Exception as error:
             error.add_note(_HALF_WAY)
             raise
-    late = domain.transport.late_gather(_GATHERING) if domain.overlaps_gather else None
+    late = domain.transport.async_gather(_GATHERING) if domain.overlaps_gather else None
     gather = domain.transport.gather(_GATHERING) if late is None else late
     problem: Exception | None = None
     chunks: dict[Shard, list[ChunkUpdate]] = {}
@@ -311,7 +311,8 @@ def _update_in_memory_and_gather(plan: StepPlan, launches: LaunchesByShard, fact
     except Exception as error:
         problem = problem or error
     domain.transport.traffic.params += gather.received
-    if late is None or problem is not None or not domain.leave(late, [shard for shard in ordered if shard in updated]):
+    arriving = [shard for shard in ordered if shard in updated]
+    if late is None or problem is not None or not domain.overlap_gather(late, arriving):
         _finish(domain, gather, problem)
 
 
@@ -379,7 +380,7 @@ def _run_first_passes(
     return passes.last()
 
 
-def _finish(domain: Domain, gather: Gather | LateGather, problem: Exception | None) -> None:
+def _finish(domain: Domain, gather: Gather | AsyncGather, problem: Exception | None) -> None:
     try:
         with domain.clock.phase("gather"):
             gather.finish(failed=problem is not None)

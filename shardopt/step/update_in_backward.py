@@ -4,17 +4,17 @@
 
     backward   fill 0   fill 1   fill 2     end
     reducer             sum 0    sum 1      sum 2
-    update               |  0     |  1       |  2   tell, agree, gather, commit
+    update               |  0     |  1       |  2   report, agree, gather, commit
     live       [0]      [0 1]    [1 2]      [2]     no gradient is left
 
 Whatever a step decides with all gradients at hand (clipping, loss scaling, a second backward) cannot be decided here,
 and is refused. When backward returns, all ranks have taken the step; ``step()`` returns its outcome and lets the next
-one begin. An error in the midst of a backward leaves some buckets updated and others not, on each rank others: the
-domain is broken then.
+one begin. An error in the middle of a backward leaves some buckets updated and others not, and other ones on each
+rank: the domain is broken then.
 
 An update writes to params while backward goes on. Autograd accumulates the gradient of a param after all that used the
-param has run backward, so nobody reads it any more. A graph that was given ``param.detach()`` reads it all the same: it
-meets a version that moved on, and autograd's own error. An activation checkpoint is not caught: it runs its forward
+param has run backward, so no node reads it any more. A graph that was given ``param.detach()`` still reads it: it
+finds a later version, which is autograd's own error. An activation checkpoint is not caught: it runs its forward
 again in backward, with what the param is by then.
 """
 
@@ -42,7 +42,7 @@ from ..module.hooks import call_while_alive
 from ..partition.comm.group import Ranks
 from ..tensors.gradient_slice import divide_
 from ..tensors.released_gradient import ReleasedGradient, second_backward
-from .found_in_backward import found_in, tell_problem
+from .found_in_backward import found_in, raise_on_all_ranks
 from .launches import GradientStats, Launch, ParamUpdate, StepPlan, launches_of, scalars_of
 from .step import NOTHING_DONE, Call, Outcome, check_unbroken, commit, digest_of, skip
 from .survey import placed_params, states_of_shards, written_params
@@ -56,8 +56,8 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class _Round:
-    """One backward: what it updates with, as of its beginning, and how far it has come."""
+class _OpenStep:
+    """The step that a backward takes: what it updates with, as of its beginning, and the updates that it has made."""
 
     numbers: list[dict[str, Any]]  # hyper-parameters of each group
     variants: Variants
@@ -68,8 +68,8 @@ class _Round:
     bits: dict[str, int]  # sums of the bits of these weights, to be compared between ranks
     # Sums of buckets for which not all gradients came on this rank: other ranks may have had the rest.
     waiting: dict[Shard, torch.Tensor] = field(default_factory=dict)
-    # Of each bucket that was updated: whether its sum held an Inf or NaN, 0D bool on its device. The launch passed over
-    # it then. No host decides that: it would wait for the device in mid-backward.
+    # For each bucket that was updated: whether its sum held an Inf or NaN, 0D bool on its device. The launch then left
+    # the bucket unchanged. The host does not decide that: it would wait for the device in mid-backward.
     spoilt: list[torch.Tensor] = field(default_factory=list)
 
 
@@ -96,7 +96,7 @@ class UpdateInBackward(Backward):
             )
         super().__init__(domain)
         self._begin = begin
-        self._round: _Round | None = None
+        self._round: _OpenStep | None = None
         self._outcome: Outcome | None = None  # of a backward that no step() has followed yet
 
     # -- params ----------------------------------------------------------------------------------------------------
@@ -104,13 +104,13 @@ class UpdateInBackward(Backward):
     def _attach_slice(self, entry: ParamRecord) -> None:
         """Does nothing: no gradient is ever shown."""
 
-    def _watch_sums(self, shard: Shard, params: np.ndarray[Any, Any]) -> None:
-        self._totals.watch(shard, params, is_early=True)
-        shard.passing.on_sum = call_while_alive(UpdateInBackward._use, self, shard)
+    def _measure_sums_of(self, shard: Shard, params: np.ndarray[Any, Any]) -> None:
+        self._totals.add(shard, params, is_early=True)
+        shard.passing_sum.on_sum = call_while_alive(UpdateInBackward._use, self, shard)
 
     # -- a round ---------------------------------------------------------------------------------------------------
 
-    def close(self, params: Sequence[torch.nn.Parameter]) -> Outcome:
+    def finish_step(self, params: Sequence[torch.nn.Parameter]) -> Outcome:
         """Returns what the last backward did, once.
 
         Args:
@@ -136,18 +136,18 @@ class UpdateInBackward(Backward):
         # A bucket was updated on any rank only if all ranks had sent theirs.
         if self._reducer.has_started:
             why = f"in a backward with release_gradients=True that had updated some buckets: {reason}"
-            self._domain.break_off(why)
+            self._domain.mark_broken(why)
 
-    def take_gradient(self, entry: ParamRecord) -> None:
+    def reduce_gradient(self, entry: ParamRecord) -> None:
         if not self.is_syncing:
             raise ShardoptError(
                 "with release_gradients=True run the module's own forward (or call optimizer.bind() before), and call "
                 f"backward() outside of no_sync(), once a step: {entry.name} got a gradient under no_sync(), or after "
                 "no forward of the module that was handed over, which would have to be kept for a later backward."
             )
-        super().take_gradient(entry)
+        super().reduce_gradient(entry)
 
-    def open(self) -> None:
+    def open_round(self) -> None:
         if self._outcome is not None and not any(entry.param.requires_grad for entry in self.entries):
             return  # the backward runs through a frozen module, and adds nothing to the gradients that were used
         try:
@@ -158,9 +158,9 @@ class UpdateInBackward(Backward):
         except BaseException:
             self._reducer.abandon_round()  # the other ranks need not wait for this one
             raise
-        super().open()
+        super().open_round()
 
-    def _prepare(self) -> _Round:
+    def _prepare(self) -> _OpenStep:
         domain, (groups, defaults, whole) = self._domain, self._begin()
         is_streaming = domain.device.type != "cpu" and domain.store.tier != "device"
         if not domain.store.is_final or is_streaming:
@@ -183,7 +183,7 @@ class UpdateInBackward(Backward):
             bits = {f"weights (sum of bits) of {entry.name}": checksum(entry.param) for entry in written}
         variants = Variants(domain.rule, numbers)
         states = states_of_shards(domain, listed, numbers)
-        return _Round(numbers, variants, updates, states, whole, written, bits)
+        return _OpenStep(numbers, variants, updates, states, whole, written, bits)
 
     def _use(self, shard: Shard, total: torch.Tensor, arrived: AbstractSet[int]) -> None:
         """Updates with the sum of a bucket, once it is reduced.
@@ -195,7 +195,7 @@ class UpdateInBackward(Backward):
         current, domain = self._round, self._domain
         assert current is not None
         with torch.no_grad(), domain.clock.phase("update"):
-            is_spoilt = self._look(shard, total)
+            is_spoilt = self._measure(shard, total)
             if domain.mesh.world.size > 1 and len(arrived) < len(shard.bucket.params):
                 current.waiting[shard] = total
                 return
@@ -204,16 +204,17 @@ class UpdateInBackward(Backward):
                 current.spoilt.append(is_spoilt)
             masked = [replace(each, gradients=each.gradients.unless(is_spoilt)) for each in launches]
             self._update_shard(shard, masked)
-            # Also of params of which other ranks hold all: whoever still needs one meets the same error on all ranks.
+            # Also of params of which other ranks hold all: a graph that still needs one then raises the same error on
+            # all ranks.
             params = [shard.bucket.params[index] for index in arrived]
             torch.autograd.graph.increment_version(
                 [param for param in params if domain.entries[param] in current.updates]
             )
 
-    def _look(self, shard: Shard, total: torch.Tensor) -> torch.Tensor:
-        """Notes the norms of a sum. Returns whether it holds an Inf or NaN that must not reach params: 0D bool."""
+    def _measure(self, shard: Shard, total: torch.Tensor) -> torch.Tensor:
+        """Measures a sum. Returns whether it holds an Inf or NaN that must not reach params: 0D bool."""
         grad, world = format_of(total.dtype, "a gradient"), self._domain.mesh.world
-        totals = self._totals.look(shard, grad, shard.tables.gradients_in(total), world.size)
+        totals = self._totals.measure(shard, grad, shard.tables.gradients_in(total), world.size)
         if totals is None or self._domain.options.tuning.nonfinite == "propagate":
             return torch.zeros((), dtype=torch.bool, device=total.device)
         return totals[:, NONFINITE].any()
@@ -261,7 +262,7 @@ class UpdateInBackward(Backward):
                 report = self._report(self._reduce_rest())
             self._check_in_time(report)
         except Exception as error:
-            tell_problem(error, current.whole)
+            raise_on_all_ranks(error, current.whole)
             raise
         found = found_in(self._domain, self.entries, report, current.whole)
         present = [entry for entry, is_there in zip(self.entries, report.present, strict=True) if is_there]
@@ -279,7 +280,7 @@ class UpdateInBackward(Backward):
                 "any were updated before, so some params took the step and others did not."
             )
         if not is_skipped:
-            self._close(current, present, norm)
+            self._finish_step(current, present, norm)
         reducer.end_round()
         self._round = None
         for entry in present:
@@ -289,8 +290,8 @@ class UpdateInBackward(Backward):
             skip(self._domain.options.tuning.nonfinite, nonfinite, self._where(report))
         self._outcome = not is_skipped, norm
 
-    def _keep_versions(self, current: _Round) -> None:
-        """Takes back that versions moved: no update was made. The next backward finds written params again."""
+    def _keep_versions(self, current: _OpenStep) -> None:
+        """Records the present versions, as no update was made. The next backward finds written params again."""
         for entry in self.entries:
             if entry not in current.written:
                 entry.follow_param()
@@ -308,7 +309,7 @@ class UpdateInBackward(Backward):
         found = report.nonfinite > 0  # the element may be another tensor-parallel rank's
         return f" (first in {self.entries[int(found.argmax())].name})" if found.any() else ""
 
-    def _close(self, current: _Round, present: Sequence[ParamRecord], norm: float) -> None:
+    def _finish_step(self, current: _OpenStep, present: Sequence[ParamRecord], norm: float) -> None:
         """Collective: the rest of the step."""
         domain, launches = self._domain, []
         indices = {shard: {entry.index for entry in present if entry.shard is shard} for shard in current.waiting}

@@ -1,13 +1,13 @@
 """Params whose updated values are still under way: whatever reads or writes one waits for its values first.
 
-A step may leave its gather behind (``Tuning(overlap_gather=True)``). Until a bucket has arrived, the class of its
-params is :class:`ArrivingParameter`, as that of a resharded param is ``ReleasedParameter``. Shape, dtype and gradient
-are there; the first call that needs values waits, and params are plain again. So a wait costs one call of each bucket,
-and nothing afterwards.
+A step may return before its gather has ended (``Tuning(overlap_gather=True)``). Until a bucket has arrived, its params
+are of class :class:`ArrivingParameter`, as resharded ones are of ``ReleasedParameter``. Shape, dtype and gradient are
+there; the first call that needs values waits, and params are plain again. So a wait costs one call of each bucket, and
+nothing afterwards.
 
-PyTorch tells Python of every call but those that C++ code makes without it: ``torch.func.grad(f)(param)``, a scripted
+PyTorch shows Python every call but those that C++ code makes without it: ``torch.func.grad(f)(param)``, a scripted
 function, an extension. Such a call finds NaN in what has not arrived, never older values, see
-:class:`shardopt.partition.comm.late_gather.LateGather`.
+:class:`shardopt.partition.comm.async_gather.AsyncGather`.
 """
 
 import copy
@@ -21,18 +21,20 @@ from torch._compile import _disable_dynamo
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
-from .guard_class import guard_class
-from .unsharded_guard import READS_NO_VALUES
+from .unsharded_guard import READS_NO_VALUES, guard_class
 
 _Tensor = torch.Tensor
-# Of these, what hands out the memory itself.
+# These hand out the memory itself, so they wait although they read no values.
 _SHOWS_MEMORY = {_Tensor.data_ptr, _Tensor.untyped_storage, _Tensor.is_shared}
 _ALLOWED = READS_NO_VALUES - _SHOWS_MEMORY
 
 
 @dataclass(eq=False)
-class Arrival:
-    """What the params of one bucket wait for.
+class GatherHandle:
+    """The gather that the params of one bucket wait for.
+
+    The table below refers to a handle and not to the bucket: the table is weak in its keys alone, and a bucket, which
+    holds the params, would keep them alive for as long as the process lives.
 
     Attributes:
         wait: returns once the params of the bucket hold their values and have their own classes; None between gathers.
@@ -41,14 +43,14 @@ class Arrival:
     wait: Callable[[], None] | None = None
 
 
-# A table of the process, as that of sharded params is: an attribute of the param would travel with copies and files.
-_ARRIVALS: WeakIdKeyDictionary = WeakIdKeyDictionary()
+# A table of the process, like that of sharded params: an attribute of the param would travel with copies and files.
+_HANDLES: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
-def mark_arriving(param: torch.nn.Parameter, own: type, arrival: Arrival) -> None:
-    """Says that calls that need the values of ``param``, of class ``own``, call ``arrival.wait`` first."""
-    if _ARRIVALS.get(param) is not arrival:
-        _ARRIVALS[param] = arrival
+def mark_arriving(param: torch.nn.Parameter, own: type, handle: GatherHandle) -> None:
+    """Says that calls that need the values of ``param``, of class ``own``, call ``handle.wait`` first."""
+    if _HANDLES.get(param) is not handle:
+        _HANDLES[param] = handle
     param.__class__ = arriving_class(own)
 
 
@@ -57,7 +59,7 @@ def arriving_class(own: type) -> type:
     """Returns the class of an arriving param of class ``own``: a subclass of it and of :class:`ArrivingParameter`."""
     if own is torch.nn.Parameter:
         return ArrivingParameter
-    return guard_class(ArrivingParameter, own, f"Arriving{own.__name__}")
+    return guard_class(ArrivingParameter, own, f"OverlappedGather{own.__name__}")
 
 
 class ArrivingParameter(torch.nn.Parameter):
@@ -76,26 +78,26 @@ class ArrivingParameter(torch.nn.Parameter):
             with torch._C.DisableTorchFunctionSubclass():
                 return function(*args, **(kwargs or {}))
         for each in tree_leaves((args, kwargs)):
-            _arrive(each)
+            _wait_for_values(each)
         return function(*args, **(kwargs or {}))  # they are plain params now
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        _arrive(self)
+        _wait_for_values(self)
         return copy.deepcopy(self, memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        _arrive(self)
+        _wait_for_values(self)
         return self.__reduce_ex__(protocol)
 
     def __format__(self, spec: str) -> str:
-        _arrive(self)
+        _wait_for_values(self)
         return format(self, spec)
 
 
-def _arrive(value: Any) -> None:
-    """Waits for a param, if the value is one that has not arrived."""
+def _wait_for_values(value: Any) -> None:
+    """Waits for the values of a param that has not arrived; does nothing for any other value."""
     if not isinstance(value, ArrivingParameter):
         return
-    wait = _ARRIVALS[value].wait
+    wait = _HANDLES[value].wait
     if wait is not None:  # another thread may have waited meanwhile
         wait()

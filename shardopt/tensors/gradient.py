@@ -54,7 +54,7 @@ class GradientPart(Part):
     # dtype of every param.
     __slots__ = ("_origin", "_param_dtype", "device", "dtype", "gradient_slice", "whole_numel")
     is_sparse = False
-    # Part's method would fetch the whole. torch.compile calls it only to tell tensors apart
+    # Part's method would fetch the whole. torch.compile calls it only to distinguish tensors
     # (test_compiled_model_accumulates).
     untyped_storage = Tensor.untyped_storage
 
@@ -184,7 +184,9 @@ class GradientPart(Part):
 # -- in place ----------------------------------------------------------------------------------------------------------
 
 
-# One-element tensor -> its version when it was read, its number, and for which slices that was taken.
+# One-element tensor -> its version when it was read, its number, and the slices that were multiplied by it. Without the
+# slices a collective's write, which changes no version, would go unnoticed. Tests: test_clipping_reads_its_factor_once
+# and test_a_factor_that_changes_is_read_again in tests/tensors/test_gradient.py.
 _READ: MutableMapping[Tensor, tuple[int, Any, set[int]]] = WeakIdKeyDictionary()
 
 

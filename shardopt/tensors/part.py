@@ -5,7 +5,7 @@ slice or its description is enough. A function that reads the rest (saving, abov
 from them, in the background and without a call of theirs. A function that would write is refused by name.
 ``full_tensor()`` gathers faster, but every rank must call it.
 
-A part is no ``DTensor``: slices are ranges of elements, of uneven length, which no placement of a DTensor describes.
+A part is not a ``DTensor``: slices are ranges of elements, of uneven length, which no placement of a DTensor describes.
 """
 
 import weakref

@@ -4,6 +4,7 @@ A read of freed memory would crash the process or, worse, train on stale numbers
 the param's class is :class:`ReleasedParameter`. A change of class costs a tenth of a microsecond.
 """
 
+import types
 import weakref
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -14,11 +15,10 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..errors import ReleasedError
-from .guard_class import guard_class
 
 
 class SliceKeeper(Protocol):
-    """What keeps this rank's slices of sharded params."""
+    """The keeper of this rank's slices of sharded params; a protocol, since domains lie above this folder."""
 
     def read(self, param: torch.nn.Parameter) -> torch.Tensor:
         """Answers ``detach()`` of the released param: returns this rank's slice as a part."""
@@ -37,7 +37,7 @@ class SliceKeeper(Protocol):
         """Returns the param's name in the module."""
 
 
-# Of all sharded params, who keeps their slices. This is a table of the process because an attribute of the param would
+# Sharded param -> keeper of its slices. This is a table of the process because an attribute of the param would
 # travel: torch.save() and copies of a module take a param's attributes with them. The keeper holds the param; a strong
 # reference would keep both for as long as the process lives (test_taken_over_and_given_back).
 _SHARDED: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -79,7 +79,7 @@ _METHODS = """
     register_hook register_post_accumulate_grad_hook requires_grad_ __hash__ is_shared is_signed ndimension
     get_device data_ptr untyped_storage new_empty new_full new_ones new_tensor new_zeros
 """
-# What a guarded param may be asked without a look at its values.
+# The functions that a guarded param answers: none of them reads values.
 READS_NO_VALUES = {
     *(getattr(getattr(_Tensor, name, None), "__get__", None) for name in _PROPERTIES.split()),
     *(getattr(getattr(_Tensor, name, None), "__set__", None) for name in ("grad", "requires_grad", "grad_dtype")),
@@ -100,6 +100,16 @@ READS_NO_VALUES = {
 
 
 _DETACHES = {_Tensor.detach, torch.detach, _Tensor.data.__get__}  # type: ignore[attr-defined]
+
+
+def guard_class(guard: type, own: type, name: str) -> type:
+    """Returns a class ``name`` with the methods of ``guard`` ahead of those of ``own``, for ``param.__class__``.
+
+    A param keeps its own class as a base, so ``isinstance`` answers as before.
+    """
+    # Without __slots__ the layout would differ, and Python would refuse the assignment to __class__.
+    body: dict[str, Any] = {"__slots__": ()}
+    return types.new_class(name, (guard, own), {}, lambda space: space.update(body))
 
 
 @cache

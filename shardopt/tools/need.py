@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ..domain.bucket_plan import MatricesLaid
+    from ..domain.bucket_plan import MatrixStats
     from .cut import Cut
     from .ways import Way
 
@@ -39,7 +39,7 @@ class Need:
     wire: dict[str, int]
     numel: int
     cut: Cut
-    matrices: MatricesLaid
+    matrices: MatrixStats
 
     def on(self, tier: str) -> int:
         """Returns the bytes of all kinds on a tier."""

@@ -17,8 +17,8 @@ from torch import nn
 
 from ..arguments import whole
 from ..config import Options
-from ..domain.bucket_plan import NO_MATRICES, MatricesLaid, PlannedBucket, matrices_laid, plan_buckets
-from ..domain.formats import kept_for
+from ..domain.bucket_plan import NO_MATRICES, MatrixStats, PlannedBucket, matrix_stats, plan_buckets
+from ..domain.formats import formats_for
 from ..domain.param_names import matching
 from ..domain.units import gathering_budget, units_of
 from ..kernels.formats import BlockFormat
@@ -27,9 +27,9 @@ from ..offload.disk.file_io import PAGE, padded
 from ..offload.disk.pipeline import SLOTS
 from ..optim.like import recipe
 from ..partition.layout import BLOCK, BucketLayout
-from ..partition.placement import Placement, Placements
 from ..partition.reducer import BUCKETS_UNDER_WAY, BYTES_UNDER_WAY
 from ..partition.schedule import assumed_orders, plan_schedule
+from ..partition.zero_stage import ZeroStage
 from ..rules.matrix import MatrixVariant
 from ..rules.rule import EMA
 from .cut import Cut, parts_of
@@ -105,7 +105,7 @@ class _Group:
 
     ranks: int
     numel: int
-    matrices: MatricesLaid
+    matrices: MatrixStats
     alike: _Alike
     gathered: int
 
@@ -219,23 +219,23 @@ class Planner:
 
         for group in laid.groups.values():
             ranks, alike = group.ranks, group.alike
-            copies = 1 if Placements.of_stage(way.stage).state is Placement.SHARD else ranks
+            copies = 1 if ZeroStage(way.stage).shards_states else ranks
             is_lone = sum(count for _, count in alike) == 1
             for bucket, count in alike:
                 shard = bucket.layout.shard_numel
                 held = shard if bucket.is_released else bucket.layout.numel
                 add("param", "device", count * held * way.dtype.itemsize)
-                add("master", way.tier, count * int(shard * _itemsize(bucket.kept.master)))
+                add("master", way.tier, count * int(shard * _itemsize(bucket.formats.master)))
                 add(
                     "state",
                     way.tier,
-                    count * sum(int(shard * _itemsize(bucket.kept.states[each])) for each in bucket.states),
+                    count * sum(int(shard * _itemsize(bucket.formats.states[each])) for each in bucket.states),
                 )
                 # The row of each block: of a shard, and of shards that one launch takes.
                 add("buffer", "device", count * shard // BLOCK * 4 * (1 if is_lone else 2))
                 if way.has_module:
                     # Copies of one shard sum its gradients in equal parts.
-                    sums = BucketLayout((shard,), copies).numel * bucket.kept.gradient.itemsize
+                    sums = BucketLayout((shard,), copies).numel * bucket.formats.gradient.itemsize
                     add("gradient", _sums_tier(way), 0 if way.release_gradients else count * sums)
             if way.has_module:
                 slots = _slots(alike, reduced, ranks) if way.sums_rest else 0
@@ -279,14 +279,14 @@ class Planner:
                 if unit is not None:
                     units[unit] += bucket.layout.numel * way.dtype.itemsize
                     numels[name][unit] += sum(bucket.layout.numels)
-                found = matrices_laid(rule, bucket.members, bucket.layout)
+                found = matrix_stats(rule, bucket.members, bucket.layout)
                 if found is not NO_MATRICES:  # a trillion params have ten thousand buckets
                     matrices[name] += found
-                key = bucket.layout, bucket.states, bucket.kept.key, bucket.is_released
+                key = bucket.layout, bucket.states, bucket.formats.key, bucket.is_released
                 _, count = alike[name].get(key, (bucket, 0))
                 alike[name][key] = bucket, count + 1
         part = self._parts[stage]
-        kept = kept_for(rule, asked, way.dtype, tuning.compress_from)
+        kept = formats_for(rule, asked, way.dtype, tuning.compress_from)
         states = Counter[str]()  # state -> elements that have it
         margins = 0
         for param, piece in part.items():
@@ -323,7 +323,7 @@ class Planner:
             unit_of = {mine: self._unit_of[theirs] for theirs, (_, mine, _) in candidates.items()}
         of_experts = name == "experts"
         own = [candidates[param] for param, piece in self._parts[stage].items() if piece.is_expert == of_experts]
-        shards = ranks if Placements.of_stage(way.stage).state is Placement.SHARD else 1
+        shards = ranks if ZeroStage(way.stage).shards_states else 1
 
         def bucket_bytes(_: torch.device) -> int:
             return tuning.bucket_bytes_of(self._device, way.has_module)
@@ -407,7 +407,7 @@ def _slots(alike: _Alike, dtype: torch.dtype, ranks: int) -> int:
     """Returns the most bytes of slots in which offloaded sums are made; one more slot is being copied."""
     buckets = [bucket for bucket, _ in alike]
     least = min((bucket.layout.over(ranks).numel * dtype.itemsize for bucket in buckets), default=0)
-    largest = max((bucket.layout.shard_numel * bucket.kept.gradient.itemsize for bucket in buckets), default=0)
+    largest = max((bucket.layout.shard_numel * bucket.formats.gradient.itemsize for bucket in buckets), default=0)
     number = sum(count for _, count in alike)
     return max(landing.SLOTS, min(number, _most_under_way(least) + 1)) * largest
 
@@ -419,7 +419,7 @@ def _staging(alike: _Alike, way: Way, tuning: Tuning) -> int:
     for bucket, count in alike:
         shard = bucket.layout.shard_numel
         elements = min(chunk_bytes // _FP32, shard)
-        streams = [bucket.kept.master, *(bucket.kept.states[name] for name in bucket.states)]
+        streams = [bucket.formats.master, *(bucket.formats.states[name] for name in bucket.states)]
         planes = [nbytes for format in streams if format is not None for nbytes in _plane_bytes(format, elements)]
         slot = max(slot, sum(map(padded, planes)))
         turns += count * -(-shard // max(elements, 1)) * bool(planes)
@@ -438,21 +438,19 @@ def _formula(way: Way, kept: StreamFormats, shares: Mapping[str, float]) -> str:
     Args:
         shares: of all elements, those that have each state.
     """
-    placed = Placements.of_stage(way.stage)
-    gradient = (
-        0 if way.release_gradients else kept.gradient.itemsize,
-        Placement.SHARD if way.stage else Placement.REPLICATE,
-    )
+    stage = ZeroStage(way.stage)
+    gradient = 0 if way.release_gradients else kept.gradient.itemsize, way.stage > 0
     if not way.has_module:
-        gradient = (2 * way.dtype.itemsize, Placement.REPLICATE)  # and DDP's buckets
-    sizes: list[tuple[str, float, Placement]] = [("device", way.dtype.itemsize, placed.param)]
+        gradient = 2 * way.dtype.itemsize, False  # and DDP's buckets
+    # Tier, bytes a param, whether they are sharded.
+    sizes: list[tuple[str, float, bool]] = [("device", way.dtype.itemsize, stage.shards_params)]
     sizes += [(_sums_tier(way), *gradient)]
-    sizes += [(way.tier, _itemsize(kept.master), placed.state)]
-    sizes += [(way.tier, shares[name] * _itemsize(format), placed.state) for name, format in kept.states.items()]
+    sizes += [(way.tier, _itemsize(kept.master), stage.shards_states)]
+    sizes += [(way.tier, shares[name] * _itemsize(format), stage.shards_states) for name, format in kept.states.items()]
 
     def of(tier: str) -> str:
-        whole = sum(size for where, size, placement in sizes if (where, placement) == (tier, Placement.REPLICATE))
-        parts = sum(size for where, size, placement in sizes if (where, placement) == (tier, Placement.SHARD))
+        whole = sum(size for where, size, is_sharded in sizes if where == tier and not is_sharded)
+        parts = sum(size for where, size, is_sharded in sizes if where == tier and is_sharded)
         return " + ".join([f"{round(whole, 2):g}"] * bool(whole) + [f"{round(parts, 2):g}/N"] * bool(parts))
 
     others = [tier for tier in TIERS[1:] if tier == way.tier or (way.sums_rest and tier == "host")]
@@ -488,5 +486,5 @@ def _in_slices(group: _Group, way: Way) -> int:
     Each matrix that does not lie whole on one rank travels to its owner and back in bf16, but for what the owner has of
     it: the Nth part, or more.
     """
-    is_sharded = Placements.of_stage(way.stage).state is Placement.SHARD
+    is_sharded = ZeroStage(way.stage).shards_states
     return 2 * _BF16 * group.matrices.sliced * (group.ranks - 1) // group.ranks**2 if is_sharded else 0

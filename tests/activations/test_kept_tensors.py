@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import shardopt
 from shardopt.activations.checksum import checksum, sum_of_products
-from shardopt.activations.geometry import Geometry
+from shardopt.activations.tensor_meta import TensorMeta
 from tests.support.live_bytes import LiveBytes
 from tests.support.ranks import Pool
 
@@ -242,13 +242,13 @@ def test_a_tensor_is_laid_out_as_it_was() -> None:
         shape = tuple(int(each) for each in drawn.integers(1, 5, ndim))
         stride = tuple(int(each) for each in drawn.choice([0, 1, 2, 3, 4, 5, 12, 20, 60], ndim))
         given = base.as_strided(shape, stride, int(drawn.integers(0, 200)))
-        geometry = Geometry.of(given)
-        if geometry is None:
+        meta = TensorMeta.of(given)
+        if meta is None:
             continue
         count += 1
-        values = geometry.bytes_of(given)
-        assert values.numel() == geometry.nbytes == geometry.numel * 4
-        memory = torch.full((geometry.lead_bytes + geometry.nbytes + 7,), 255, dtype=torch.uint8)
-        memory[geometry.lead_bytes : geometry.lead_bytes + geometry.nbytes] = values
-        same_bits(geometry.laid_out(memory), given)
+        values = meta.bytes_of(given)
+        assert values.numel() == meta.nbytes == meta.numel * 4
+        memory = torch.full((meta.lead_bytes + meta.nbytes + 7,), 255, dtype=torch.uint8)
+        memory[meta.lead_bytes : meta.lead_bytes + meta.nbytes] = values
+        same_bits(meta.restore(memory), given)
     assert count > 100

@@ -315,17 +315,17 @@ def test_states_of_rows_and_columns_are_handed_on(ranks: Pool) -> None:
 
 def with_a_fault(fault: str, kind: str) -> list[str]:
     """Returns the params that differ from those of one process."""
-    add_up, calls = Ranks.add_up, [0]
+    all_reduce, calls = Ranks.all_reduce, [0]
 
     def faulty(self: Ranks, vector: Tensor, phase: str) -> None:
         is_tensor_mesh = self.size == 4
         calls[0] += is_tensor_mesh
         mine = vector.clone()
-        add_up(self, vector, phase)
+        all_reduce(self, vector, phase)
         if is_tensor_mesh and phase in (first_passes._ADDING_UP, margins._ADDING_UP):
             vector.copy_(mine if fault == "own" else vector + mine * (dist.get_rank() == 1))
 
-    with patch.object(Ranks, "add_up", faulty):
+    with patch.object(Ranks, "all_reduce", faulty):
         ((_, found),) = trains([((1, 4), 1, kind)])
     assert calls[0]
     expected = bits_of(alone(kind))

@@ -61,7 +61,7 @@ def moves() -> None:
         gathers.finish()
         assert flat.mul(2).eq(8).all()
     told = torch.arange(NUMEL, device="cuda")
-    ranks.add_up(told, "telling")
+    ranks.all_reduce(told, "telling")
     assert ranks.read(told, "telling").tolist() == list(range(NUMEL))
 
 

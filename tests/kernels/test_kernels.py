@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardopt.config import Options
-from shardopt.domain.formats import kept_for
+from shardopt.domain.formats import formats_for
 from shardopt.kernels import native_backend, native_step, pool, triton_backend, triton_step
 from shardopt.kernels.formats import (
     BF16,
@@ -171,7 +171,7 @@ def test_every_rule_in_the_formats_it_is_given(case: Case, is_averaged: bool) ->
     of = case.rule.averaging(0.9) if is_averaged or case.name == "AdamW" else case.rule
     group, (master, states_in) = group_of(case, case.keywords[-1]), KEPT_IN[case]
     options = Options(master=master, state_format=states_in)  # type: ignore[arg-type]
-    kept = kept_for(of, options, torch.bfloat16, 10**6)
+    kept = formats_for(of, options, torch.bfloat16, 10**6)
     states = tuple(kept.states[name] for name in of.variant(group).states)
     for seed, grads in enumerate(("heavy_tailed", "special")):
         shape = dataclasses.replace(NASTY, grads=grads, seed=seed)

@@ -20,7 +20,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from shardopt.config import Options
-from shardopt.domain.formats import kept_for
+from shardopt.domain.formats import formats_for
 from shardopt.kernels import triton_reductions, triton_step
 from shardopt.kernels.formats import (
     BF16,
@@ -76,7 +76,7 @@ def in_rows(given_rows: list[Row], all_gradients: bool = False) -> set[str]:
         of = case.rule.averaging(0.9) if named["variant"] == "averaged" else case.rule
         group = group_of(case, case.keywords[0 if named["variant"] == "plain" else -1])
         dtype = DTYPES[named["dtype"]]
-        kept = kept_for(of, Options(master=named["master"], state_format=named["states"]), dtype, 10**6)
+        kept = formats_for(of, Options(master=named["master"], state_format=named["states"]), dtype, 10**6)
         variant = of.variant(group)
         param = BF16_RANDOM if dtype is torch.bfloat16 and kept.master is None else format_of(dtype, "the param")
         grad = format_of(DTYPES[named["grad"]], "the gradient")

@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 import shardopt
 from shardopt import CommunicationError, ShardedSGD, ShardoptError, Tuning
 from shardopt.partition.comm.all_gather import FIRST_TAG
-from shardopt.partition.comm.late_gather import LateGather
+from shardopt.partition.comm.async_gather import AsyncGather
 from shardopt.step import update
 from shardopt.tensors.arriving_guard import ArrivingParameter
 from tests.support.compiled import nothing_compiled
@@ -296,13 +296,13 @@ def read_under_way(moments: Moments, read: Read, folder: Path) -> str:
     for each in ((twin, of_twin), (model, optimizer)):
         backward(*each)
     of_twin.step()
-    wait = LateGather._wait
+    wait = AsyncGather._wait
 
-    def waited(gather: LateGather, number: int) -> None:
+    def waited(gather: AsyncGather, number: int) -> None:
         moments.say(f"rank {dist.get_rank()} waits")
         wait(gather, number)
 
-    with holding(lambda _: is_sender) as held, patch.object(LateGather, "_wait", waited):
+    with holding(lambda _: is_sender) as held, patch.object(AsyncGather, "_wait", waited):
         optimizer.step()
         under_way = arriving(model)
         if is_sender:

@@ -1,4 +1,4 @@
-"""The states of a round: each row of the table in the docstring of ``Round`` happens, and the reducer agrees."""
+"""The states of a round: each row of the table in the docstring of ``RoundState`` happens, and the reducer agrees."""
 
 import re
 from collections.abc import Callable
@@ -8,15 +8,15 @@ import torch
 from torch import Tensor, nn
 
 from shardopt import ShardedSGD, ShardoptError
-from shardopt.module.backward import Round
+from shardopt.module.backward import RoundState
 from tests.support.ranks import Pool
 from tests.support.training import raises
 
 ROW = re.compile(r"^ *(CLOSED|OPEN|LOST) +(\S.*?)  +(CLOSED|OPEN|LOST)$", re.MULTILINE)
 
 
-def rows() -> list[tuple[Round, str, Round]]:
-    return [(Round[start], event, Round[end]) for start, event, end in ROW.findall(Round.__doc__ or "")]
+def rows() -> list[tuple[RoundState, str, RoundState]]:
+    return [(RoundState[start], event, RoundState[end]) for start, event, end in ROW.findall(RoundState.__doc__ or "")]
 
 
 class Net(nn.Module):
@@ -41,15 +41,15 @@ class Walk:
         self.model = Net()
         self.opt = ShardedSGD(self.model, lr=0.1, stage=stage)
         self.opt.bind()
-        self.seen: list[Round] = []
+        self.seen: list[RoundState] = []
 
     @property
-    def state(self) -> Round:
+    def state(self) -> RoundState:
         handover: Any = self.opt.engine.takeover
         reducer = self.opt.engine.domain.reducer if self.opt.engine.domain is not None else None
-        state: Round = handover.backward.state
-        assert (state is Round.OPEN) == (reducer is not None and reducer.is_open)
-        assert (handover.backward._lost is not None) == (state is Round.LOST)
+        state: RoundState = handover.backward.state
+        assert (state is RoundState.OPEN) == (reducer is not None and reducer.is_open)
+        assert (handover.backward._lost is not None) == (state is RoundState.LOST)
         return state
 
     def loss(self) -> Tensor:
@@ -70,22 +70,22 @@ class Walk:
     def own_error(self) -> None:
         raise ValueError("of the user's own")
 
-    def go_to(self, state: Round) -> None:
-        if state is not Round.CLOSED:
+    def go_to(self, state: RoundState) -> None:
+        if state is not RoundState.CLOSED:
             with raises(ValueError):
                 self.backward(self.own_error)
-        if state is Round.LOST:
+        if state is RoundState.LOST:
             self.loss()
         assert self.state is state
 
-    def happen(self, event: str, start: Round) -> Round:
+    def happen(self, event: str, start: RoundState) -> RoundState:
         """The state after the event."""
         if event == "zero_grad()":
             self.opt.zero_grad()
         elif event == "forward":
             self.loss()
         elif event == "step()":
-            if start is Round.CLOSED:
+            if start is RoundState.CLOSED:
                 self.opt.step()
             else:
                 with raises(ShardoptError, "of a part of a backward only", "zero_grad()"):
@@ -124,7 +124,7 @@ def each_row_happens(stage: int) -> None:
         walk.opt.zero_grad()
         with walk.opt.no_sync():
             walk.backward(walk.note)
-        assert walk.seen.pop() is Round.CLOSED is walk.state
+        assert walk.seen.pop() is RoundState.CLOSED is walk.state
     walk.opt.close()
 
 
@@ -139,5 +139,5 @@ def test_the_table_is_whole() -> None:
     found = {(start, event): end for start, event, end in rows()}
     assert len(found) == len(rows()) == 14
     for event in ("zero_grad()", "forward", "step()"):
-        assert {start for start, name in found if name == event} == set(Round)
-    assert {end for _, _, end in rows()} == set(Round)
+        assert {start for start, name in found if name == event} == set(RoundState)
+    assert {end for _, _, end in rows()} == set(RoundState)

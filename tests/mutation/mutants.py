@@ -55,7 +55,7 @@ _WAITS = {
     "drain",
     "wait_idle",
     "wait_for_copies",
-    "complete",
+    "after_writes",
     "wait_loaded",
     "settle",
     "flush",

@@ -29,12 +29,12 @@ MODULES = (
     *(f"partition.{name}" for name in ("streams", "reducer", "gatherer", "reduce_buckets")),
     *(
         f"partition.comm.{name}"
-        for name in ("all_gather", "late_gather", "reduce_scatter_collective", "transport", "group")
+        for name in ("all_gather", "async_gather", "reduce_scatter_collective", "transport", "group")
     ),
     *(f"offload.{name}" for name in ("streams", "ring", "cpu_step", "gradients", "host")),
     *(
-        "domain.arriving",
-        "module.arrivals",
+        "domain.overlapped_gather",
+        "module.overlap_hooks",
         "domain.host_sum",
         "domain.remote_states",
         "module.backward",
@@ -60,8 +60,8 @@ _CALLS = {
         "finish",
         "end",
         "wait_for",
-        "settle",
         "_wait",
+        "_wait_for_unshard",
         "_wait_for_copies",
         "_drop_staged",
         "wait_if_alive",
@@ -211,9 +211,9 @@ _USE = {
     "gradients": ("at rest",),
     "host_sum": ("at rest",),
     "remote_states": ("served",),
-    "late_gather": ("arrive",),
-    "arriving": ("arrive",),
-    "arrivals": ("arrive",),
+    "async_gather": ("arrive",),
+    "overlapped_gather": ("arrive",),
+    "overlap_hooks": ("arrive",),
     "step.update": ("stage 1, memory", "at rest"),
     "partition.reduce": ("memory", "at rest"),
 }

@@ -14,23 +14,23 @@ _REASONS = {
         ("Reducer.finish_late", "self._wait_for_copies()"): "no scenario has late gradients that are at rest",
         ("Reducer._sum_across", "self._across.finish()"): "no scenario has a mesh of two dimensions",
     },
-    "partition.comm.late_gather": {
-        ("LateGather.finish", "self._ranks.wait(self._told)"): "for messages: no stream carries them",
+    "partition.comm.async_gather": {
+        ("AsyncGather.finish", "self._ranks.wait(self._status_messages)"): "for messages: no stream carries them",
     },
-    "domain.arriving": {
+    "domain.overlapped_gather": {
         (
-            "Arriving._read",
+            "OverlappedGather._wait_for_read",
             "self.wait_for((bucket,))",
         ): "the modules of all scenarios read params behind their own hooks",
-        ("Arriving.settle", "self._gather.finish()"): "for what ranks tell each other by messages",
-        ("_settle_all", "each.settle()"): "no scenario ends or forks its process",
+        ("OverlappedGather.finish", "self._gather.finish()"): "for what ranks tell each other by messages",
+        ("_finish_all", "each.finish()"): "no scenario ends or forks its process",
     },
-    "module.arrivals": {
-        ("ArrivalHooks.pre_forward", "self._arriving.wait_for(self._needs.get(self._root, ()))"): _GUARDED,
-        ("ArrivalHooks.pre_forward", "self._arriving.settle()"): "no scenario evaluates",
-        ("ArrivalHooks._post_forward", "self._arriving.settle()"): "the forward of all scenarios reads every param",
-        ("ArrivalHooks._pre_module", "self._arriving.wait_for(self._needs.get(module, ()))"): _GUARDED,
-        ("ArrivalHooks._pre_module", "self._arriving.settle()"): "no scenario calls a block by itself",
+    "module.overlap_hooks": {
+        ("OverlapHooks.pre_forward", "self._gather.wait_for(self._needs.get(self._root, ()))"): _GUARDED,
+        ("OverlapHooks.pre_forward", "self._gather.finish()"): "no scenario evaluates",
+        ("OverlapHooks._post_forward", "self._gather.finish()"): "the forward of all scenarios reads every param",
+        ("OverlapHooks._pre_module", "self._gather.wait_for(self._needs.get(module, ()))"): _GUARDED,
+        ("OverlapHooks._pre_module", "self._gather.finish()"): "no scenario calls a block by itself",
     },
     "partition.comm.group": {
         ("Ranks.wait", "work.wait(deadline)"): "no scenario sets a timeout",
@@ -64,7 +64,7 @@ _REASONS = {
     },
     "domain.host_sum": {("HostSum.abandon", "self._landing.wait_for_copies()"): _FAILS},
     "module.backward": {
-        ("Backward.fail", "self.finish()"): _FAILS,
+        ("Backward.fail_closure", "self.finish()"): _FAILS,
         ("Backward.reduce_now", "self.finish()"): "no scenario calls reduce_gradients()",
         ("Backward._finish_followers", "each.finish()"): "no scenario has experts",
         ("Backward.run_round_of_zeros", "self.finish()"): "no scenario has a join() that a rank runs out in",

@@ -30,9 +30,9 @@ def tells() -> None:
     others = [torch.zeros(1) for _ in range(2)]
     assert ranks.exchange([rank], "a test") == [[0], [1]]
     assert ranks.exchange_json({"rank": rank}, "a test") == [{"rank": 0}, {"rank": 1}]
-    ranks.add_up(vector, "a test")
+    ranks.all_reduce(vector, "a test")
     ranks.broadcast(shared, "a test", root=1)
-    parts = ranks.collect(torch.full((2,), rank), 0, "a test")
+    parts = ranks.gather(torch.full((2,), rank), 0, "a test")
     ranks.wait(ranks.exchange_slices([vector[:1]] * 2, others, 1, "a test"))
     assert vector.tolist() == [2.0] * 3 and shared[0].tolist() == [1.0, 1.0] and float(others[1 - rank]) == 2.0
     assert (parts is None) == (rank == 1) and (parts is None or [each.tolist() for each in parts] == [[0, 0], [1, 1]])

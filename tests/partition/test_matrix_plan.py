@@ -3,16 +3,16 @@
 import torch
 
 from shardopt.partition.layout import BLOCK, BucketLayout
-from shardopt.partition.matrix_plan import Wanted, cost_of, owners_on_mesh, plan_matrices
+from shardopt.partition.matrix_plan import PlannedMatrix, cost_of, owners_on_mesh, plan_matrices
 
 GPT = [(3072, 1024), (1024, 1024), (4096, 1024), (1024, 4096)] * 6
 
 
-def wanted(shapes: list[tuple[int, int]], num_ranks: int) -> tuple[Wanted, ...]:
+def wanted(shapes: list[tuple[int, int]], num_ranks: int) -> tuple[PlannedMatrix, ...]:
     """Matrices that share one bucket."""
     layout = BucketLayout(tuple(rows * columns for rows, columns in shapes), num_ranks)
     return tuple(
-        Wanted(0, layout.offsets[index], rows, columns, layout.shard_numel)
+        PlannedMatrix(0, layout.offsets[index], rows, columns, layout.shard_numel)
         for index, (rows, columns) in enumerate(shapes)
     )
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from shardopt.partition import packing
 from shardopt.partition.layout import BLOCK, BucketLayout
-from shardopt.partition.matrix_plan import Wanted, cost_of, plan_matrices
+from shardopt.partition.matrix_plan import PlannedMatrix, cost_of, plan_matrices
 from shardopt.partition.packing import MOST_PADDING, Packable, PackedLayout, Packer, Split
 
 MIB = 1 << 20
@@ -99,7 +99,7 @@ def test_a_gpt_of_12_layers(width: int, num_shards: int) -> None:
     params = [Packable(rows * columns, 1, cost_of(rows, columns), 4) for rows, columns in shapes]
     splits = split(params, num_shards, 32 * MIB)
     wanted = [
-        Wanted(bucket, offset, *shapes[index], layout.shard_numel)
+        PlannedMatrix(bucket, offset, *shapes[index], layout.shard_numel)
         for bucket, (indices, layout) in enumerate(splits)
         for index, offset in zip(indices, layout.offsets, strict=False)
     ]

@@ -96,8 +96,10 @@ def test_states_of_a_unit(row: tuple[str, str, str]) -> None:
     opt.bind()
     gatherer: Gatherer = opt.engine.domain.gatherer
     (unit,) = gatherer.units.values()
-    events = {"ask": gatherer._ask, "wait": gatherer._wait, "reshard": gatherer._reshard}
-    for each in {UnitState.SHARDED: (), UnitState.UNSHARDING: ("ask",), UnitState.UNSHARDED: ("ask", "wait")}[start]:
+    events = {"unshard": gatherer._unshard, "wait": gatherer._wait_for_unshard, "reshard": gatherer._reshard}
+    for each in {UnitState.SHARDED: (), UnitState.UNSHARDING: ("unshard",), UnitState.UNSHARDED: ("unshard", "wait")}[
+        start
+    ]:
         events[each](unit)
     assert unit.state is start
     events[event](unit)

@@ -19,7 +19,8 @@ import torch
 from shardopt.domain import listener, serve
 from shardopt.domain.epoch import Moment
 from shardopt.domain.listener import Listener, reclaim
-from shardopt.domain.serve import Peers, Shelf, StateServer
+from shardopt.domain.peers import Peers, _connect
+from shardopt.domain.serve import ServedSlices, StateServer
 from shardopt.errors import StateError
 from tests.support.moments import until
 
@@ -45,22 +46,22 @@ def stranger(server: StateServer, data: bytes = b"") -> socket.socket:
     return there
 
 
-def read(server: StateServer, shelf: Shelf) -> None:
-    into, peers = torch.empty(5), Peers(server, shelf, [None, server.address], 0, 60.0)
+def read(server: StateServer, slices: ServedSlices) -> None:
+    into, peers = torch.empty(5), Peers(server, slices, [None, server.address], 0, 60.0)
     peers.read(1, Moment(3), 0, "exp_avg", 2, into)
     assert into.tolist() == [2, 3, 4, 5, 6]
     peers.disconnect()
 
 
 def test_strangers_hold_nothing_for_long() -> None:
-    server, shelf = StateServer("AF_UNIX"), Shelf("token", KEY, numbers, 2)
-    server.show(shelf)
+    server, slices = StateServer("AF_UNIX"), ServedSlices("token", KEY, numbers, 2)
+    server.register(slices)
     before, most = answering(), serve.STRANGERS + 4
     # Silent ones, behind nothing, a byte, a length that does not come, a proof that does not come.
     greeting = json.dumps({"token": "token", "challenge": "x"}).encode()
     kinds = (b"", b"\0", b"\0\0\1\0", len(greeting).to_bytes(4, "big") + greeting)
     silent = [stranger(server, kinds[index % 4]) for index in range(3 * most)]
-    read(server, shelf)  # it came after them: all of them are in
+    read(server, slices)  # it came after them: all of them are in
     until(lambda: answering() - before <= most, "the oldest strangers to be dropped")
     with patch.object(serve, "HANDSHAKE", 0.01):
         late = [stranger(server, kind) for kind in kinds]
@@ -99,33 +100,33 @@ def test_all_ranks_come_at_once() -> None:
         each.connect(there.address)  # an error where the backlog is full
     for each in callers:
         each.close()
-    server, shelf = StateServer("AF_UNIX"), Shelf("token", KEY, numbers, 300)
-    server.show(shelf)
+    server, slices = StateServer("AF_UNIX"), ServedSlices("token", KEY, numbers, 300)
+    server.register(slices)
     before, leaving = answering(), list[Any]()
     for rank in range(300):
-        peer = serve._connect(server.address, shelf)
+        peer = _connect(server.address, slices)
         peer.send_bytes(json.dumps({"farewell": rank}).encode())
         leaving.append(peer)
     until(lambda: answering() <= before, "threads to end")
     assert not connection.wait(leaving, 0)
-    read(server, shelf)  # it answers until it leaves itself
-    shelf.retire()
+    read(server, slices)  # it answers until it leaves itself
+    slices.retire()
     for peer in leaving:
-        assert peer.recv_bytes() == serve._OK
+        assert peer.recv_bytes() == serve.OK
         peer.close()
 
 
 def test_ranks_leave_in_any_order() -> None:
     world = 12
     servers = [StateServer("AF_UNIX") for _ in range(world)]
-    shelves = [Shelf("token", KEY, numbers, world) for _ in range(world)]
-    for server, shelf in zip(servers, shelves, strict=True):
-        server.show(shelf)
+    served = [ServedSlices("token", KEY, numbers, world) for _ in range(world)]
+    for server, slices in zip(servers, served, strict=True):
+        server.register(slices)
     addresses = [server.address for server in servers]
 
     def leave(rank: int) -> None:
-        shelves[rank].retire()
-        Peers(servers[rank], shelves[rank], addresses, rank, 60.0).farewell()
+        served[rank].retire()
+        Peers(servers[rank], served[rank], addresses, rank, 60.0).farewell()
 
     threads = [threading.Thread(target=leave, args=(rank,)) for rank in range(world)]
     for thread in threads[1:]:

@@ -135,9 +135,9 @@ def test_the_device_is_no_host() -> None:
 
 # ``python -m tests.mutation.waits`` takes away all of them, one at a time.
 EXAMPLES = (
-    ("Uses.join", "stream.wait_event(event)", Scenario(2)),
+    ("StreamUses.join", "stream.wait_event(event)", Scenario(2)),
     ("Reducer._start", "self._sums.join()", REORDERED),
-    ("CollectiveReduceScatter._give_back", "self._ranks.wait_on_stream(pending)", Scenario(1)),
+    ("CollectiveReduceScatter._finish_first", "self._ranks.wait_on_stream(pending)", Scenario(1)),
     ("AllGather.finish", "end()", Scenario(3)),
     ("RingStore.fetch", "self._streams.wait(slot.mark)", Scenario(2, "ring")),
     ("CpuStepStore.fetch", "self._streams.synchronize(slot.mark)", Scenario(2, "CPU step")),

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardopt import ShardedAdamW, ShardedSGD, ShardoptError, StateError, Tuning
+from shardopt.domain import peers as peers_module
 from shardopt.domain import serve
 from tests.support.moments import DEADLINE, until
 from tests.support.ranks import Pool
@@ -130,7 +131,7 @@ def closed_and_strange(most: tuple[int, ...] = ()) -> int:
             assert stranger.poll(DEADLINE) and _hung_up(stranger)
     # Knowing the token is not enough.
     with connection.Client(server.address) as stranger:
-        stranger.send_bytes(json.dumps({"token": peers._shelf.token, "challenge": "y"}).encode())
+        stranger.send_bytes(json.dumps({"token": peers._slices.token, "challenge": "y"}).encode())
         json.loads(stranger.recv_bytes())
         stranger.send_bytes(json.dumps({"proof": "0" * 64}).encode())
         assert stranger.poll(DEADLINE) and _hung_up(stranger)
@@ -139,7 +140,7 @@ def closed_and_strange(most: tuple[int, ...] = ()) -> int:
         saved(opt.state_dict())
     dist.barrier()
     if rank == 1:
-        with patch.object(serve, "SILENCE", 0.5):
+        with patch.object(peers_module, "SILENCE", 0.5):
             opt.close()
     dist.barrier()
     if rank == 0:
@@ -149,7 +150,7 @@ def closed_and_strange(most: tuple[int, ...] = ()) -> int:
     until(
         lambda: not any(thread.name == "shardopt-farewell" for thread in threading.enumerate()), "the farewell to end"
     )
-    assert peers not in serve._PEERS
+    assert peers not in peers_module._PEERS
     if most:
         until(lambda: answering() <= most[rank], "threads that answered to end")
     return answering()
@@ -177,7 +178,7 @@ SCRIPT = """
 import os, signal, sys, time
 import torch, torch.distributed as dist
 from shardopt import ShardedAdamW, Tuning
-from shardopt.domain import serve
+from shardopt.domain import peers
 
 rank, folder, ending = int(sys.argv[1]), sys.argv[2], sys.argv[3]
 dist.init_process_group("gloo", store=dist.FileStore(folder + "/store", 2), rank=rank, world_size=2)
@@ -193,7 +194,7 @@ def live_on():
         opt = ShardedAdamW(model, stage=2)
         opt.bind()
         LIVING.append((model, opt))
-    serve._PEERS = Ordered(sorted(serve._PEERS, key=lambda each: each._shelf.token, reverse=bool(rank)))
+    peers._PEERS = Ordered(sorted(peers._PEERS, key=lambda each: each._slices.token, reverse=bool(rank)))
 
 LIVING = []
 

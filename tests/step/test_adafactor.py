@@ -246,15 +246,15 @@ def test_the_same_bits_in_every_combination(ranks: Pool, tmp_path: Path) -> None
 
 def with_own_sums() -> list[bytes]:
     """A rank takes the sums of its shard for those of all."""
-    add_up = Ranks.add_up
+    all_reduce = Ranks.all_reduce
 
     def faulty(self: Ranks, vector: Tensor, phase: str) -> None:
         mine = vector.clone()
-        add_up(self, vector, phase)
+        all_reduce(self, vector, phase)
         if phase == margins._ADDING_UP:
             vector.copy_(mine)
 
-    with patch.object(Ranks, "add_up", faulty):
+    with patch.object(Ranks, "all_reduce", faulty):
         return train("fp32", stage=1)
 
 

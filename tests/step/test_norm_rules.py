@@ -245,15 +245,15 @@ def test_the_same_bits_in_every_combination(ranks: Pool, tmp_path: Path) -> None
 
 def with_own_norms(fault: str) -> bytes:
     """A rank takes what it measured of its shard for the whole, or adds up what another one measured twice."""
-    add_up = Ranks.add_up
+    all_reduce = Ranks.all_reduce
 
     def faulty(self: Ranks, vector: Tensor, phase: str) -> None:
         mine = vector.clone()
-        add_up(self, vector, phase)
+        all_reduce(self, vector, phase)
         if phase == first_passes._ADDING_UP and (fault == "own" or dist.get_rank() == 1):
             vector.copy_(mine if fault == "own" else vector + mine)
 
-    with patch.object(Ranks, "add_up", faulty):
+    with patch.object(Ranks, "all_reduce", faulty):
         return train("LAMB", stage=1)
 
 

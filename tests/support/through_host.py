@@ -52,7 +52,7 @@ def by_copies(ranks: Ranks, phase: str) -> AllGather:
 class StagedReduceScatter:
     """Sums copies in host memory."""
 
-    tells = on_stream = False
+    notifies_peers = on_stream = False
 
     def __init__(self, ranks: Ranks, traffic: Traffic, number: int):
         self._messages = P2PReduceScatter(ranks, traffic, number)
@@ -87,10 +87,10 @@ class StagedReduceScatter:
             ended.append(reduction)
         return ended
 
-    def watch(self, closure: int) -> None:
+    def set_closure(self, closure: int) -> None:
         pass
 
-    def fail(self, closure: int) -> None:
+    def fail_closure(self, closure: int) -> None:
         pass
 
     def abandon_round(self, round_number: int, rest: Any) -> None:

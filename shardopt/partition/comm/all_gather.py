@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from .group import Ranks
     from .peer_memory import PeerMemory
 
-# First tag of messages that carry shards: above the tags of messages that carry gradients.
+# First tag of messages that carry shards, above the tags of messages that carry gradients: gloo matches by tag alone,
+# and a shard could arrive in the buffer of a gradient.
 FIRST_TAG = 1 << 30
 
 

@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,16 +23,16 @@ if TYPE_CHECKING:
     from .group import Ranks
     from .peer_memory import PeerMemory
 
-# Begins to fill each tensor of the second list from its rank with what that rank has for this one, by rank; the rows
-# are what the ranks told at the start. Returns the call that ends with all of them filled.
+# Takes the tensors to send and those to fill, both by rank, and the addresses that each rank has sent, by rank. Starts
+# the exchange, and returns the call that waits for its end.
 Begin = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor], Sequence[Sequence[int]]], Callable[[], None]]
 
 
 class AllToAll:
     """Exchanges tensors with all other ranks; one of the functions below makes it. One exchange at a time."""
 
-    def __init__(self, ranks: Ranks, begin: Begin, tells_addresses: bool = False):
-        self._ranks, self._begin, self._tells_addresses = ranks, begin, tells_addresses
+    def __init__(self, ranks: Ranks, begin: Begin, sends_addresses: bool = False):
+        self._ranks, self._begin, self._sends_addresses = ranks, begin, sends_addresses
 
     def start(
         self,
@@ -41,12 +42,12 @@ class AllToAll:
         failed: bool = False,
         key: int = 0,
     ) -> Callable[[], None]:
-        """Collective: begins to send ``own[r]`` to each rank r, and to fill ``others[r]`` from it.
+        """Collective: starts to send ``own[r]`` to each rank r, and to fill ``others[r]`` from it.
 
         Args:
-            own: 1D, by rank; nobody writes to them until what this returns has been called.
+            own: 1D, by rank; not to be written until the returned call has ended.
             others: 1D of the same dtype, by rank, as long as what that rank sends.
-            failed: True if this rank has nothing to send after all: every rank raises.
+            failed: True if this rank met an error and sends nothing: every rank raises.
             key: what must be equal on all ranks, in 63 bits.
 
         Returns:
@@ -57,7 +58,7 @@ class AllToAll:
             CommunicationError: a rank died or is late.
         """
         ranks = self._ranks
-        addresses = [each.data_ptr() for each in own] if self._tells_addresses and not failed else [0] * ranks.size
+        addresses = [each.data_ptr() for each in own] if self._sends_addresses and not failed else [0] * ranks.size
         rows = ranks.exchange([int(failed), key, *addresses], phase)
         _check([row[0] for row in rows], phase)
         if any(row[1] != key for row in rows):
@@ -66,23 +67,27 @@ class AllToAll:
                 "Slices of different matrices would have been put together."
             )
         end = self._begin(own, others, [row[2:] for row in rows])
-        kept = list(own)  # other ranks read it until all have met again: its memory must not be given to another tensor
+        return partial(self._finish, end, list(own), phase)
 
-        def finish() -> None:
-            problem: CommunicationError | None = None
-            try:
-                end()
-            except CommunicationError as error:
-                problem = error
-            try:
-                reports = ranks.exchange([int(problem is not None)], f"{phase} (waiting for every rank)")
-            finally:
-                if problem is not None:
-                    raise problem
-            kept.clear()
-            _check([failed for (failed,) in reports], phase)
+    def _finish(self, end: Callable[[], None], kept: list[torch.Tensor], phase: str) -> None:
+        """Collective: waits until everything has arrived on every rank.
 
-        return finish
+        Args:
+            kept: the tensors that this rank sends. Other ranks read them until the exchange below. Without a reference
+                the allocator could give their memory to another tensor, and peers would read that one's values.
+        """
+        problem: CommunicationError | None = None
+        try:
+            end()
+        except CommunicationError as error:
+            problem = error
+        try:
+            reports = self._ranks.exchange([int(problem is not None)], f"{phase} (waiting for every rank)")
+        finally:
+            if problem is not None:
+                raise problem
+        kept.clear()
+        _check([failed for (failed,) in reports], phase)
 
 
 def _check(reports: Sequence[int], phase: str) -> None:
@@ -95,45 +100,31 @@ def _check(reports: Sequence[int], phase: str) -> None:
 
 def to_itself(ranks: Ranks) -> AllToAll:
     """One rank, which has everything already."""
-    return AllToAll(ranks, lambda own, others, rows: lambda: None)
+    return AllToAll(ranks, lambda own, others, _: lambda: None)
 
 
 def by_messages(ranks: Ranks, tag: int, phase: str) -> AllToAll:
     """Sends straight to every rank, while this rank computes."""
-
-    def begin(
-        own: Sequence[torch.Tensor], others: Sequence[torch.Tensor], rows: Sequence[Sequence[int]]
-    ) -> Callable[[], None]:
-        pending = ranks.exchange_slices(own, others, tag, phase)
-        return lambda: ranks.wait(pending)
-
-    return AllToAll(ranks, begin)
+    return AllToAll(ranks, lambda own, others, _: partial(ranks.wait, ranks.exchange_slices(own, others, tag, phase)))
 
 
 def by_reading(ranks: Ranks, memory: PeerMemory, pids: Sequence[int]) -> AllToAll:
     """Reads what each rank has for this one from its memory."""
 
-    def begin(
-        own: Sequence[torch.Tensor], others: Sequence[torch.Tensor], rows: Sequence[Sequence[int]]
-    ) -> Callable[[], None]:
-        def end() -> None:
-            for step in range(1, ranks.size):  # every rank starts with another peer
-                peer = (ranks.rank + step) % ranks.size
-                memory.read(pids[peer], rows[peer][ranks.rank], others[peer])
+    def end(others: Sequence[torch.Tensor], addresses: Sequence[Sequence[int]]) -> None:
+        for step in range(1, ranks.size):  # every rank starts with another peer
+            peer = (ranks.rank + step) % ranks.size
+            memory.read(pids[peer], addresses[peer][ranks.rank], others[peer])
 
-        return end
-
-    return AllToAll(ranks, begin, tells_addresses=True)
+    return AllToAll(ranks, lambda _, others, addresses: partial(end, others, addresses), sends_addresses=True)
 
 
 def by_collectives(ranks: Ranks, phase: str) -> AllToAll:
     """The backend's all-to-all. NCCL runs it on its own stream, and the current stream waits for it."""
 
-    def begin(
-        own: Sequence[torch.Tensor], others: Sequence[torch.Tensor], rows: Sequence[Sequence[int]]
-    ) -> Callable[[], None]:
+    def begin(own: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> Callable[[], None]:
         with ranks.naming(phase):
             work = dist.all_to_all(list(others), list(own), group=ranks.group, async_op=True)
-        return lambda: ranks.wait_on_stream(Pending(phase, (work,)))
+        return partial(ranks.wait_on_stream, Pending(phase, (work,)))
 
-    return AllToAll(ranks, begin)
+    return AllToAll(ranks, lambda own, others, _: begin(own, others))

@@ -25,11 +25,12 @@ from .host_group import backend_of, host_group, timeout_of
 # before memory is allocated for it.
 MAX_MESSAGE_BYTES = 256 << 20
 
-# Some messages of backends end with a mark, and some do not.
+# The messages of some backends end with one of these: removed, as more text follows.
 _MARKS = ".! \n"
 
-# Seconds between two looks at a collective of the device, while a host waits for it.
-_NAP = 50e-6
+# Seconds between two queries of a CUDA event, while the host waits for it. Without a pause the host would hold the core
+# that NCCL's proxy thread or another rank needs.
+_PAUSE = 50e-6
 
 # Groups in which an exchange did not finish, with its phase. A backend may match the messages of that exchange with
 # later ones.
@@ -46,7 +47,7 @@ class Pending(NamedTuple):
 
 @dataclass
 class Traffic:
-    """Bytes that this rank received from others, by kind; the few bytes of agreements are not counted."""
+    """Bytes that this rank received from others, by kind. The few bytes of agreements do not count."""
 
     params: int = 0
     gradients: int = 0
@@ -97,8 +98,8 @@ class Ranks:
         backend = None if self.group is None else backend_of(self.group, device)
         return None if backend is None else str(backend.name()).lower()
 
-    def _way(self, device: torch.device) -> tuple[dist.ProcessGroup, torch.device]:
-        """Returns the group by which tensors of this device travel, and the device that they must be on."""
+    def _route(self, device: torch.device) -> tuple[dist.ProcessGroup, torch.device]:
+        """Returns the group that carries tensors of this device, and the device that they must be on."""
         assert self.group is not None
         if device.type != "cpu" and self.carries(device):
             return self.group, device
@@ -137,10 +138,10 @@ class Ranks:
                 work.wait()
 
     def read(self, vector: torch.Tensor, phase: str) -> torch.Tensor:
-        """Returns what collectives left on a GPU, in host memory. Every rank has issued them, see :mod:`.roll_call`.
+        """Returns what collectives left on a GPU, in host memory. Every rank has issued them: see :mod:`.roll_call`.
 
         Raises:
-            CommunicationError: they do not end, as a rank died in the midst of them.
+            CommunicationError: they do not end, as a rank died in the middle of them.
         """
         # Pinned: a copy to other memory is a wait of its own, without a deadline.
         host = torch.empty_like(vector, device="cpu", pin_memory=True)
@@ -149,7 +150,7 @@ class Ranks:
         return host
 
     def wait_for_stream(self, device: torch.device, phase: str) -> None:
-        """Waits until the current stream of a GPU has ended what it was given, collectives of all ranks included.
+        """Waits until the current stream of a GPU has ended all work that was queued, collectives included.
 
         Raises:
             CommunicationError: they do not end.
@@ -159,7 +160,7 @@ class Ranks:
         self.wait_for_device(reached.query, phase)
 
     def wait_for_device(self, is_done: Callable[[], bool], phase: str) -> None:
-        """Waits until ``is_done()``, which says that a device has ended collectives.
+        """Waits until ``is_done()``, which is true once a device has ended collectives.
 
         Raises:
             CommunicationError: they do not end, or failed.
@@ -176,14 +177,14 @@ class Ranks:
                     f"issued did not end within {self.seconds:g} s, {self.at(phase)}. A rank died meanwhile, or its "
                     "connection broke."
                 )
-            time.sleep(_NAP)
+            time.sleep(_PAUSE)
 
     def _finish(
         self, phase: str, collective: Callable[..., Any], tensor: Any, *arguments: Any, **keywords: Any
     ) -> None:
-        """Runs a collective of a tensor, or of a list of tensors, on the device of which it travels."""
+        """Runs a collective of a tensor, or of a list of tensors, over the group that carries it."""
         with self.naming(phase):
-            group, _ = self._way((tensor[0] if isinstance(tensor, list) else tensor).device)
+            group, _ = self._route((tensor[0] if isinstance(tensor, list) else tensor).device)
             self.wait(Pending(phase, (collective(tensor, *arguments, **keywords, group=group, async_op=True),)))
 
     def exchange(self, row: Sequence[int], phase: str) -> list[list[int]]:
@@ -221,11 +222,11 @@ class Ranks:
         self._finish(phase, dist.all_gather, others, padded)
         return [json.loads(bytes(other[:length].numpy())) for other, length in zip(others, lengths, strict=True)]
 
-    def add_up(self, vector: torch.Tensor, phase: str) -> None:
+    def all_reduce(self, vector: torch.Tensor, phase: str) -> None:
         """Collective: sums every rank's tensor over the ranks, in place."""
         if self.size == 1:
             return
-        message = vector.to(self._way(vector.device)[1])
+        message = vector.to(self._route(vector.device)[1])
         self._finish(phase, dist.all_reduce, message)
         if message is not vector:
             vector.copy_(message)
@@ -237,7 +238,7 @@ class Ranks:
         peers = [(self.rank + step) % self.size for step in range(1, self.size)]
         works = []
         with self.naming(phase):
-            group, _ = self._way(own[0].device)
+            group, _ = self._route(own[0].device)
         for peer in peers:
             with self.naming(phase, peer):
                 works.append(dist.irecv(others[peer], group_src=peer, group=group, tag=tag))
@@ -251,16 +252,16 @@ class Ranks:
         if self.size == 1:
             return
         for tensor in tensors:
-            message = tensor.detach().to(self._way(tensor.device)[1]).contiguous()
+            message = tensor.detach().to(self._route(tensor.device)[1]).contiguous()
             self._finish(phase, dist.broadcast, message, group_src=root)
             if message.data_ptr() != tensor.data_ptr():
                 tensor.detach().copy_(message)
 
-    def collect(self, own: torch.Tensor, to: int, phase: str) -> list[torch.Tensor] | None:
+    def gather(self, own: torch.Tensor, to: int, phase: str) -> list[torch.Tensor] | None:
         """Collective: returns every rank's tensor (same shape and dtype), by rank, on rank ``to``; None elsewhere."""
         if self.size == 1:
             return [own]
-        own = own.to(self._way(own.device)[1]).contiguous()
+        own = own.to(self._route(own.device)[1]).contiguous()
         parts = [torch.empty_like(own) for _ in range(self.size)] if self.rank == to else None
         # Not by messages: NCCL makes a communicator, and keeps its buffers, for each pair of ranks that sends one.
         # Test: test_consolidating_sends_no_messages in tests/states/test_state_dict.py.

@@ -1,8 +1,8 @@
-"""The process group through which ranks tell each other what lies in host memory: beside the device and its queue.
+"""The process group that carries what lies in host memory: beside the device and its queue.
 
-NCCL carries tensors of a GPU alone. What ranks agree on would be copied there, wait behind all that the device has to
-do, and be copied back; and a rank that leaves could tell nobody, as the others wait for its collectives. So a group
-without a backend for host memory gets a gloo group beside it, of the same ranks::
+NCCL carries tensors of a GPU alone. What ranks agree on would be copied there, wait until the device has done all
+queued work, and be copied back. And a rank that leaves could notify no other one: these wait for its collectives. So a
+group without a backend for host memory gets a gloo group beside it, of the same ranks::
 
     init_process_group("nccl")                  a gloo group of our own, made at the first message
     init_process_group("cpu:gloo,cuda:nccl")    the group itself
@@ -24,9 +24,10 @@ if TYPE_CHECKING:
     from datetime import timedelta
 
 _CPU = torch.device("cpu")
-# One for all optimizers of a process group; it goes with the group.
+# Process group -> its gloo group, one for all optimizers. Weak: it goes with the process group. Test:
+# test_one_group_beside_goes_with_its_group in tests/partition/test_host_group.py.
 _BESIDE: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
-_MAKING = threading.Lock()
+_MAKING = threading.Lock()  # two threads at once would each make a group, and ranks could connect unlike ones
 
 
 def host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
@@ -63,7 +64,7 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta:
 
 def _gloo_beside(group: dist.ProcessGroup) -> dist.ProcessGroup:
     # Not dist.new_group(): all ranks of the default group must call it, who may not all have this optimizer; and with
-    # use_local_synchronization=True ranks that are in unequal numbers of groups wait for each other in vain.
+    # use_local_synchronization=True ranks that are in unequal numbers of groups wait for each other for ever.
     # Test: test_ranks_in_unequal_numbers_of_groups in tests/partition/test_host_group.py.
     store = PrefixStore("shardopt", group.get_group_store())
     found = dist.ProcessGroup(store, group.rank(), group.size())

@@ -3,7 +3,7 @@
 Waiting for a peer is then reading its board (a microsecond), without a message. A board names the round of reduction of
 its rank, and the attempt at that round. A rank that abandons an attempt after an exception goes to the next attempt.
 Peers that wait for the rank in the earlier attempt notice that and abandon it too; peers at the next attempt wait for
-the rank there. So nobody adds this attempt's gradients to sums of the attempt before.
+the rank there. So no rank adds this attempt's gradients to sums of the attempt before.
 """
 
 from __future__ import annotations
@@ -23,30 +23,35 @@ if TYPE_CHECKING:
     from .group import Ranks
     from .peer_memory import PeerMemory
 
-MAX_ADDRESSES = 64  # addresses that a board holds; more buffers are never under way at once
+# Addresses that a board holds. A rank with more buffers under way publishes the rest later. Test:
+# test_many_buckets_and_a_late_rank in tests/step/test_stages.py.
+MAX_ADDRESSES = 64
 # Peers read in this order: memory is copied from lower to higher addresses.
-_AT, _MISSED, _FAILED, _FILLED, _TAKEN, _FIRST_ADDRESS = range(6)
-_ATTEMPTS = 1 << 20  # at most of one round. Round and attempt are one number, so that both change at once.
-# Reading a board takes a microsecond, a wait for a rank that computes takes milliseconds: after some looks this rank
-# sleeps between two, which leaves the core to the other rank.
-_EAGER_LOOKS = 20
-_NAP = 50e-6  # seconds
-_LOOKS_A_ROLL_CALL = 500  # looks at one rank between two looks at all ranks: naps take far longer than looks
+_AT, _MISSED, _FAILED, _FILLED, _CONSUMED, _FIRST_ADDRESS = range(6)
+# Attempts at one round, at most. Round and attempt are one number: a peer that reads while both change would see the
+# new round with the old attempt.
+_ATTEMPTS = 1 << 20
+# Reading a board takes a microsecond, a wait for a rank that computes takes milliseconds. After some reads this rank
+# sleeps between two of them, which leaves the core to the other rank.
+_READS_WITHOUT_PAUSE = 20
+_PAUSE = 50e-6  # seconds
+# Reads of one board between two reads of all boards. 500 pauses are 25 ms, so that reading all of them costs little.
+_READS_BEFORE_ALL = 500
 
 
-class Nap:
-    """The pauses between two looks at a board."""
+class Backoff:
+    """The pauses between two reads of a board: none at first, then short ones, until a deadline."""
 
     def __init__(self, seconds: float):
         """``seconds``: until the wait is given up."""
-        self.looks, self._end = 0, time.monotonic() + seconds
+        self.reads, self._end = 0, time.monotonic() + seconds
 
     def again(self) -> bool:
-        """Sleeps if there were many looks; True if the caller should look again."""
-        self.looks += 1
-        if self.looks <= _EAGER_LOOKS:
+        """Sleeps after many reads. Returns True if the caller should read again, False after the deadline."""
+        self.reads += 1
+        if self.reads <= _READS_WITHOUT_PAUSE:
             return True
-        time.sleep(_NAP)
+        time.sleep(_PAUSE)
         return time.monotonic() < self._end
 
 
@@ -59,7 +64,7 @@ class Notice(NamedTuple):
     missed: int
     failed: int  # the last closure of a step that raised on this rank, counted from 1
     filled: int  # buffers of this attempt that may be read
-    taken: int  # buffers of every other rank that this rank has read in this attempt
+    consumed: int  # buffers of every other rank that this rank has read in this attempt
     addresses: tuple[int, ...]
 
 
@@ -83,14 +88,14 @@ class PeerBoard:
         self._go_to(max(round_number * _ATTEMPTS, int(self._own[_AT])))
 
     def abandon_round(self, round_number: int) -> None:
-        """Tells the peers that this rank abandons its attempt at the round."""
+        """Shows the peers that this rank abandons its attempt at the round."""
         self._go_to(max(round_number * _ATTEMPTS, int(self._own[_AT])) + 1)
 
-    def fail(self, closure: int) -> None:
-        """Tells the peers that this closure raised here: who waits for this rank in it, at any attempt, gives up.
+    def fail_closure(self, closure: int) -> None:
+        """Shows the peers that this closure raised here. A peer that waits for this rank in it, at any attempt, raises.
 
-        A number of the attempt would not do: a rank that begins the closure later would catch up with the attempt, and
-        wait.
+        The number of the attempt would not do: a rank that begins the closure later would catch up with the attempt,
+        and wait.
         """
         self._publish(_FAILED, closure)
 
@@ -98,21 +103,21 @@ class PeerBoard:
         """Goes to the attempt of the peers: they abandoned one that this rank perhaps had not begun."""
         for rank in range(self._ranks.size):
             with suppress(CommunicationError):  # the wait for a dead rank reports it
-                at = self._look(rank, "beginning anew").at
+                at = self._read_notice(rank, "beginning anew").at
                 if at // _ATTEMPTS == round_number and at > max(round_number * _ATTEMPTS, int(self._own[_AT])):
                     self._go_to(at)
 
     def _go_to(self, at: int) -> None:
-        self._own[_FILLED] = self._own[_TAKEN] = 0
+        self._own[_FILLED] = self._own[_CONSUMED] = 0
         self._publish(_AT, at)
 
     def mark_filled(self, position: int, address: int) -> None:
-        """Lets peers read the buffer of this position, at ``address``, until all ranks have taken it."""
+        """Lets peers read the buffer of this position, at ``address``, until all ranks have read it."""
         self._own[_FIRST_ADDRESS + position % MAX_ADDRESSES] = address
         self._publish(_FILLED, position + 1)
 
-    def mark_taken(self, position: int) -> None:
-        self._publish(_TAKEN, position + 1)
+    def mark_consumed(self, position: int) -> None:
+        self._publish(_CONSUMED, position + 1)
 
     def _publish(self, where: int, value: int) -> None:
         # A release fence: no earlier store may become visible after this one. The release of a lock keeps earlier
@@ -135,10 +140,10 @@ class PeerBoard:
             self._own[_MISSED] = rank + 1
             raise CommunicationError(f"{error} It is rank {rank}; others were {phase}.") from error
 
-    def _look(self, rank: int, phase: str) -> Notice:
+    def _read_notice(self, rank: int, phase: str) -> Notice:
         self.read(rank, self._addresses[rank], self._seen, phase)
-        at, missed, failed, filled, taken, *addresses = self._seen.tolist()
-        return Notice(at, missed, failed, filled, taken, tuple(addresses))
+        at, missed, failed, filled, consumed, *addresses = self._seen.tolist()
+        return Notice(at, missed, failed, filled, consumed, tuple(addresses))
 
     def ready(self, rank: int, reached: Callable[[Notice], bool], phase: str) -> Notice | None:
         """Returns the rank's notice if it has reached the point; None if it is still on the way.
@@ -146,7 +151,7 @@ class PeerBoard:
         Raises:
             CommunicationError: the rank died, or abandoned this round.
         """
-        notice = self._look(rank, phase)
+        notice = self._read_notice(rank, phase)
         own = int(self._own[_AT])
         if self.closure and notice.failed == self.closure:
             self._own[_MISSED] = rank + 1
@@ -172,14 +177,15 @@ class PeerBoard:
         Raises:
             CommunicationError: as ``ready``, or the rank is late, or any rank died.
         """
-        nap = Nap(self._ranks.seconds)
+        backoff = Backoff(self._ranks.seconds)
         while (notice := self.ready(rank, reached, phase)) is None:
-            if nap.looks % _LOOKS_A_ROLL_CALL == _EAGER_LOOKS:
+            if backoff.reads % _READS_BEFORE_ALL == _READS_WITHOUT_PAUSE:
                 # The awaited rank may have abandoned its attempt because another rank died, and then never comes to the
-                # attempt of this rank. No rank ends a round without all others, so look at all of them.
+                # attempt of this rank. No rank ends a round without all others, so all boards are read: that of a dead
+                # rank raises.
                 for each in range(self._ranks.size):
-                    self._look(each, phase)
-            if not nap.again():
+                    self._read_notice(each, phase)
+            if not backoff.again():
                 self._own[_MISSED] = rank + 1
                 raise CommunicationError(
                     "call zero_grad() on every rank and go on together: params and states are unchanged. Every rank "

@@ -18,7 +18,7 @@ import torch
 from ...errors import CommunicationError
 
 _TOKEN_BYTES = 16
-# The kernel moves at most 2 GiB a call.
+# The kernel moves at most 2 GiB a call, and fewer bytes than asked for are no error.
 _BYTES_PER_CALL = 1 << 30
 
 
@@ -26,7 +26,7 @@ _Vector = ctypes.c_size_t * 2  # struct iovec: address and bytes
 
 
 class PeerMemory:
-    """Tells whether a peer's memory can be read, and reads it."""
+    """Finds out whether a peer's memory can be read, and reads it."""
 
     def __init__(self) -> None:
         # A peer that finds this token at our address knows that it reads us, and not a process of the same number

@@ -18,8 +18,8 @@ from typing import NamedTuple, Protocol
 import torch
 
 PHASE = "reducing gradients"
-# Elements summed at a time: a chunk that was read from a peer is still in the cache when it is added, and a target in a
-# smaller format needs no more fp32 memory than this.
+# Elements summed at a time, 512 KiB in fp32: a chunk that was read from a peer is still in the cache when it is added,
+# and a target in a smaller format needs no more fp32 memory than this.
 CHUNK = 1 << 17
 
 
@@ -28,7 +28,7 @@ class Reduction:
     """One bucket to be summed: each rank sums its slice, or all of it if the target is as long as the buffer.
 
     Sums of the whole bucket take (size - 1) times the buffer from the wire: at 4 ranks twice as much as slices that are
-    gathered afterwards. But they need no second meeting of the ranks, for which no rank could wait in mid-backward.
+    gathered afterwards. But they need no second exchange, for which no rank could wait in mid-backward.
     """
 
     buffer: torch.Tensor  # 1D [size * slice_numel], or [slice_numel]: this rank's gradients, any float dtype
@@ -62,11 +62,11 @@ class ReduceScatter(Protocol):
     """Rounds of reductions: every rank starts the same reductions in the same order.
 
     Attributes:
-        tells: True if ranks that wait for a rank that abandons the round notice it at once.
+        notifies_peers: True if ranks that wait for a rank that abandons the round notice it at once.
         on_stream: True if the current stream waits for the sums and the host does not.
     """
 
-    tells: bool = False
+    notifies_peers: bool = False
     on_stream: bool = False
 
     def share(self, dtype: torch.dtype) -> float:
@@ -98,16 +98,16 @@ class ReduceScatter(Protocol):
             CommunicationError: a rank died, is late, or abandoned the round.
         """
 
-    def watch(self, closure: int) -> None:
+    def set_closure(self, closure: int) -> None:
         """Notes that a closure of a step begins, counted from 1 on all ranks; 0: it ended."""
         return
 
-    def fail(self, closure: int) -> None:
-        """Tells ranks that wait for this rank in the closure that the closure raised, where that is possible."""
+    def fail_closure(self, closure: int) -> None:
+        """Notifies ranks that wait for this rank that its closure raised, where that is possible."""
         return
 
     def abandon_round(self, round_number: int, rest: Sequence[Blank] | None) -> None:
-        """Abandons the round after an error on this rank; tells the other ranks where that is possible.
+        """Abandons the round after an error on this rank; notifies the other ranks where that is possible.
 
         Args:
             rest: the reductions that this rank did not start; None if the other ranks wait for more than those.
@@ -122,7 +122,7 @@ class ReduceScatter(Protocol):
 class NoReduceScatter(ReduceScatter):
     """For one rank, which owns everything."""
 
-    tells = True
+    notifies_peers = True
 
     def __init__(self) -> None:
         self._done: list[Reduction] = []

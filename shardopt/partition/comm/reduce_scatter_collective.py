@@ -14,7 +14,7 @@ from ...errors import CommunicationError
 from ..streams import last_used
 from .group import Pending
 from .reduce_scatter import PHASE, ReduceScatter, Reduction, accumulate
-from .roll_call import Answer, RollCall
+from .roll_call import RankStatus, RollCall
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -38,20 +38,22 @@ class CollectiveReduceScatter(ReduceScatter):
         self._reductions: deque[tuple[Reduction, torch.Tensor, Pending]] = deque()
         self._abandoned: list[tuple[Reduction, torch.Tensor, Pending]] = []
         self._roll_call = RollCall(ranks, PHASE)
-        self._owes_answer = False  # the other ranks wait for this rank's answer, or will
+        self._owes_status = False  # the other ranks wait for this rank's status, or will
 
     def share(self, dtype: torch.dtype) -> float:
         # Test: test_sums_in_fp16_overflow_no_sooner_than_their_mean in tests/partition/test_collective_sums.py.
         return 1.0 / (1 << (self._ranks.size - 1).bit_length()) if dtype is torch.float16 else 1.0
 
     def start_round(self, round_number: int) -> None:
-        # What this rank abandoned may still write to sums of this round, and read buffers that are freed now.
+        # Abandoned collectives may still write to sums of this round, and read buffers that are freed now. So the
+        # stream waits for them, and the allocator keeps the memory until then. Test: the scenario "left" of
+        # tests/mutation/waits.py.
         for reduction, result, pending in self._abandoned:
             self._ranks.wait_on_stream(pending)
             last_used(reduction.buffer)
             last_used(result)
         self._abandoned.clear()
-        self._owes_answer = True
+        self._owes_status = True
 
     def start(self, reduction: Reduction) -> None:
         buffer, target = reduction.buffer.dtype, reduction.target.dtype
@@ -66,34 +68,34 @@ class CollectiveReduceScatter(ReduceScatter):
         return _reduce_scatter_single()(result, reduction.buffer, group=self._ranks.group, async_op=True)
 
     def drain(self, limit: int, patience: float) -> list[Reduction]:
-        return [self._give_back() for _ in range(len(self._reductions) - limit)]
+        return [self._finish_first() for _ in range(len(self._reductions) - limit)]
 
     def finish(self) -> list[Reduction]:
-        self._owes_answer = False
-        self._roll_call.answer(Answer.ISSUED)
-        self._roll_call.hear()
+        self._owes_status = False
+        self._roll_call.send(RankStatus.ISSUED)
+        self._roll_call.wait_for_all()
         return self.drain(0, math.inf)
 
     def abandon_round(self, round_number: int, rest: Sequence[Blank] | None) -> None:
         self._abandoned += self._reductions
         self._reductions.clear()
-        if not self._owes_answer:
+        if not self._owes_status:
             return
-        self._owes_answer = False
-        answer = Answer.STUCK
+        self._owes_status = False
+        status = RankStatus.STUCK
         try:
             if rest is not None:
                 self._issue(rest)
-                answer = Answer.LEFT
-        except RuntimeError:  # no memory for zeros, say: the error that broke off the round says more
+                status = RankStatus.LEFT
+        except RuntimeError:  # no memory for zeros, say: the error that ended the round says more
             pass
         with suppress(CommunicationError):  # another rank is gone
-            self._roll_call.answer(answer)
-            if answer is Answer.STUCK:
+            self._roll_call.send(status)
+            if status is RankStatus.STUCK:
                 self._ranks.give_up("this rank left its collectives to the other ranks")
 
     def _issue(self, rest: Sequence[Blank]) -> None:
-        """Issues reductions of zeros, whose sums nobody uses: all of them in the same memory."""
+        """Issues reductions of zeros, whose sums are not used: all of them in the same memory."""
         if not rest:
             return
         most = max(max(each.buffer_numel, each.target_numel) * each.dtype.itemsize for each in rest)
@@ -104,7 +106,7 @@ class CollectiveReduceScatter(ReduceScatter):
             reduction = Reduction(buffer, target, add=False)
             self._abandoned.append((reduction, target, Pending(PHASE, (self._sum(reduction, target),))))
 
-    def _give_back(self) -> Reduction:
+    def _finish_first(self) -> Reduction:
         reduction, result, pending = self._reductions.popleft()
         self._ranks.wait_on_stream(pending)
         if result is not reduction.target:

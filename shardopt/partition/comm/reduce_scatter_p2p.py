@@ -28,9 +28,9 @@ class P2PReduceScatter(ReduceScatter):
         self._round = self._attempt = self._position = 0
 
     def start_round(self, round_number: int) -> None:
-        # Messages of an abandoned round may be under way: they write to memory that must not be freed. This rank does
-        # not wait for them, as the other ranks may have abandoned the round earlier. Tags keep them from matching
-        # messages of this round.
+        # Messages of an abandoned round may be under way and write to memory, which therefore must not be freed: the
+        # list keeps it. This rank does not wait for them, as the other ranks may have abandoned the round before they
+        # sent anything. Tags keep these messages from matching messages of this round.
         self._abandoned += self._reductions
         self._reductions.clear()
         self._attempt = self._attempt + 1 if round_number == self._round else 0

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .peer_board import MAX_ADDRESSES, Nap
+from .peer_board import MAX_ADDRESSES, Backoff
 from .reduce_scatter import CHUNK, PHASE, ReduceScatter, chunks, sum_into
 
 if TYPE_CHECKING:
@@ -20,37 +20,39 @@ if TYPE_CHECKING:
 class PeerReduceScatter(ReduceScatter):
     """Reads this rank's slice of every other rank's buffer as soon as that buffer is full."""
 
-    tells = True
+    notifies_peers = True
 
     def __init__(self, ranks: Ranks, board: PeerBoard, traffic: Traffic):
         self._ranks, self._board, self._traffic = ranks, board, traffic
         self._others = [(ranks.rank + step) % ranks.size for step in range(1, ranks.size)]
         self._reductions: deque[Reduction] = deque()  # the oldest first, whose buffer may still be read
         self._first = 0  # position of the oldest one
-        self._summed = self._shown = 0  # of this round: reductions that this rank has summed; that the others may read
+        self._summed = self._published = (
+            0  # of this round: reductions that this rank has summed; that the others may read
+        )
         self._scratch: dict[torch.dtype, torch.Tensor] = {}
 
     def start_round(self, round_number: int) -> None:
         self._reductions.clear()
-        self._first = self._summed = self._shown = 0
+        self._first = self._summed = self._published = 0
         self._board.start_round(round_number)
 
     def start(self, reduction: Reduction) -> None:
         self._reductions.append(reduction)
-        self._show()
+        self._publish()
 
-    def _show(self) -> None:
+    def _publish(self) -> None:
         """Lets the other ranks read as many buffers as the board has room for."""
-        while self._shown < self._first + len(self._reductions) and self._shown < self._first + MAX_ADDRESSES:
-            self._board.mark_filled(self._shown, self._reductions[self._shown - self._first].buffer.data_ptr())
-            self._shown += 1
+        while self._published < self._first + len(self._reductions) and self._published < self._first + MAX_ADDRESSES:
+            self._board.mark_filled(self._published, self._reductions[self._published - self._first].buffer.data_ptr())
+            self._published += 1
 
     def progress(self) -> list[Reduction]:
         return self._advance(0)
 
     def drain(self, limit: int, patience: float) -> list[Reduction]:
-        ended, nap = self.progress(), Nap(patience)
-        while len(self._reductions) > limit and nap.again():
+        ended, backoff = self.progress(), Backoff(patience)
+        while len(self._reductions) > limit and backoff.again():
             ended += self.progress()
         return ended
 
@@ -61,17 +63,17 @@ class PeerReduceScatter(ReduceScatter):
 
     def _barrier(self) -> None:
         """Waits until every rank is here: what follows goes by messages, which cannot be taken back."""
-        self._board.mark_taken(self._first)  # counts as one more reduction
+        self._board.mark_consumed(self._first)  # counts as one more reduction
         for rank in self._others:
-            self._board.wait(rank, lambda notice: notice.taken > self._first, PHASE)
+            self._board.wait(rank, lambda notice: notice.consumed > self._first, PHASE)
         self._first += 1
-        self._summed = self._shown = self._first
+        self._summed = self._published = self._first
 
-    def watch(self, closure: int) -> None:
+    def set_closure(self, closure: int) -> None:
         self._board.closure = closure
 
-    def fail(self, closure: int) -> None:
-        self._board.fail(closure)
+    def fail_closure(self, closure: int) -> None:
+        self._board.fail_closure(closure)
 
     def abandon_round(self, round_number: int, rest: Sequence[Blank] | None) -> None:
         self._board.abandon_round(round_number)
@@ -80,10 +82,11 @@ class PeerReduceScatter(ReduceScatter):
         self._board.catch_up(round_number)
 
     def _advance(self, must: int) -> list[Reduction]:
-        """Sums reductions and ends them, in order; waits for the first ``must``, looks once for the rest.
+        """Sums reductions and ends them, in order; waits for the first ``must``, reads the boards once for the rest.
 
-        A rank whose board is full frees its oldest buffer before it waits for the sum behind the board's last one.
-        Else two ranks with full boards would wait for each other: neither shows that buffer while it waits. Test:
+        A rank whose board is full frees its oldest buffer before it waits for a sum that comes after the
+        board's last one.
+        Else two ranks with full boards would wait for each other: neither publishes that buffer while it waits. Test:
         test_many_buckets_and_a_late_rank in test_stages.py.
         """
         ended: list[Reduction] = []
@@ -91,22 +94,23 @@ class PeerReduceScatter(ReduceScatter):
         while self._reductions:
             while ready and self._summed < self._first + min(len(self._reductions), MAX_ADDRESSES):
                 ready = self._sum(self._summed, self._board.wait if self._summed < end else self._board.ready)
-            position, see = self._first, self._board.wait if self._first < end else self._board.ready
+            position, read = self._first, self._board.wait if self._first < end else self._board.ready
             # A reduction has ended once every rank has read its slice of the buffer.
             if self._summed <= position or not all(
-                see(rank, lambda notice: notice.taken > position, PHASE)  # noqa: B023
+                read(rank, lambda notice: notice.consumed > position, PHASE)  # noqa: B023
                 for rank in self._others
             ):
                 break
             ended.append(self._reductions.popleft())
             self._first += 1
-            self._show()
+            self._publish()
         return ended
 
-    def _sum(self, position: int, look: Callable[..., Any]) -> bool:
+    def _sum(self, position: int, read: Callable[..., Any]) -> bool:
+        """Sums a reduction; returns False if ``read``, a method of the board, finds that a buffer is not filled yet."""
         addresses = {}
         for rank in self._others:
-            notice = look(rank, lambda notice: notice.filled > position, PHASE)
+            notice = read(rank, lambda notice: notice.filled > position, PHASE)
             if notice is None:
                 return False
             addresses[rank] = notice.addresses[position % MAX_ADDRESSES]
@@ -129,7 +133,7 @@ class PeerReduceScatter(ReduceScatter):
             sum_into(reduction.target[part], terms(), reduction.add)
         self._traffic.gradients += (self._ranks.size - 1) * numel * itemsize
         self._summed += 1
-        self._board.mark_taken(position)
+        self._board.mark_consumed(position)
         return True
 
     def _scratch_of(self, dtype: torch.dtype) -> torch.Tensor:

@@ -12,8 +12,8 @@ CUDA, gloo                refused: it has neither collectives nor messages for t
 ========================  ==================================================================================
 
 An :class:`AllGather` moves shards that are already final (stage 3 gathers params so). A :class:`Gather` follows an
-update: every rank first waits until the other ranks' shards are written, and last until nobody reads its own. A
-:class:`.late_gather.LateGather` follows an update too, and its caller goes on meanwhile.
+update: every rank first waits until the other ranks' shards are written, and last until no rank reads its own. A
+:class:`.async_gather.AsyncGather` follows an update too, and its caller goes on meanwhile.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ import torch.distributed as dist
 from ...errors import BindingError, CommunicationError
 from . import all_to_all
 from .all_gather import FIRST_TAG, Window, by_collectives, by_messages, by_reading
+from .async_gather import AsyncGather
 from .group import Traffic
-from .late_gather import LateGather
 from .peer_board import PeerBoard
 from .peer_memory import PeerMemory
 from .reduce_scatter import NoReduceScatter
@@ -43,9 +43,11 @@ if TYPE_CHECKING:
     from .group import Ranks
     from .reduce_scatter import ReduceScatter
 
-_WINDOWS = 1 << 20  # how many windows one transport may number
+# Numbers of windows that one transport has; 512 transports of a group have numbers of their own. Tags are made of these
+# numbers: with equal tags a message of one optimizer could be taken for one of another.
+_WINDOWS = 1 << 20
 
-# Transports that each group has had.
+# Process group -> the number of transports that it has had.
 _TRANSPORTS: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
 
@@ -61,7 +63,6 @@ class Transport:
     ):
         self.ranks, self._device = ranks, device
         self._memory, self._cards = memory, cards
-        # Messages of several optimizers in one group must not match each other.
         self._number = 0 if ranks.group is None else _TRANSPORTS.get(ranks.group, 0)
         if ranks.group is not None:
             _TRANSPORTS[ranks.group] = self._number + 1
@@ -142,13 +143,13 @@ class Transport:
         """Returns a gather for shards that are being written."""
         return Gather(self.ranks, self.all_gather(phase), phase)
 
-    def late_gather(self, phase: str) -> LateGather:
+    def async_gather(self, phase: str) -> AsyncGather:
         """Returns a gather for shards that are being written, which need not be waited for as a whole.
 
         Where ranks read each other's memory there is none (``overlaps``): nothing would travel meanwhile.
         """
         assert self._memory is None
-        return LateGather(self.ranks, self.all_gather(phase), phase, self._first)
+        return AsyncGather(self.ranks, self.all_gather(phase), phase, self._first)
 
     def all_to_all(self, phase: str) -> AllToAll:
         """Collective at its first call: returns the mechanism by which each rank sends each other one tensors."""
@@ -197,10 +198,10 @@ class Gather:
         self.received += window.nbytes_received
 
     def finish(self, failed: bool = False) -> None:
-        """Waits until every started window holds every rank's shard, and no rank needs ours any more.
+        """Waits until every started window holds every rank's shard, and no rank reads this rank's shard any more.
 
         Args:
-            failed: True if this rank could not make its shards; the other ranks are told, and need not time out.
+            failed: True if this rank could not make its shards; the other ranks then raise without a timeout.
 
         Raises:
             CommunicationError: a rank failed, died or is late.
@@ -214,7 +215,8 @@ class Gather:
             self._all_gather.finish()
         except CommunicationError as error:
             problem = error
-        # No rank may write or free its params before all have read them, and all must know if one could not read.
+        # A rank that wrote or freed its params before all have read them would give them other values. All must know
+        # as well if one could not read.
         try:
             barrier(self._ranks, failed or problem is not None, f"{self._phase} (waiting for every rank's copy)")
         finally:

@@ -5,19 +5,17 @@ from dataclasses import dataclass
 
 import torch
 
-from ..domain.dtensors import Spec, with_spec
 from ..errors import DisagreementError
 from .channel import Act, Channel, Row
-from .checksum import Sums
-from .geometry import Geometry
+from .tensor_meta import TensorMeta
 
 
-class Whole:
+class WholeActivation:
     """The tensor itself. As without hooks, backward refuses it once it was written to.
 
     Attributes:
         nbytes: of memory, on this rank.
-        tier: where it rests: "device", which is a CPU for a tensor of a CPU, or "host".
+        tier: where it lies: "device", which is a CPU for a tensor of a CPU, or "host".
     """
 
     tier = "device"
@@ -42,38 +40,30 @@ class Whole:
 
 
 @dataclass(frozen=True, eq=False)
-class Name:
-    """By which ranks know that they gather the same tensor."""
+class Fingerprint:
+    """The facts by which ranks know that they gather the same tensor."""
 
     position: int
+    meta: TensorMeta
     options: int  # digest
-    sums: Sums
-    sum_index: int  # of the tensor's checksum
+    checksum: Callable[[], int]  # waits for it, where a device computes it
 
-    def row(self, act: Act, geometry: Geometry) -> Row:
-        """Waits for the checksum, where a device computes it."""
-        return Row(act, self.position, geometry.numel, geometry.nbytes, self.sums.read(self.sum_index), self.options)
+    def row(self, act: Act) -> Row:
+        return Row(act, self.position, self.meta.numel, self.meta.nbytes, self.checksum(), self.options)
 
 
-class Sharded:
+class PartitionedActivation:
     """This rank's slice. All ranks unpack in the same order: that of backward."""
 
     def __init__(
-        self,
-        channel: Channel,
-        name: Name,
-        geometry: Geometry,
-        spec: Spec | None,
-        shard: torch.Tensor,
-        differed: Callable[[], None],
+        self, channel: Channel, fingerprint: Fingerprint, shard: torch.Tensor, on_difference: Callable[[], None]
     ):
         """
         Args:
-            spec: of the DTensor whose local tensor it is, if it is one's.
-            differed: is called on all ranks if the slices turn out to be of tensors that are not the same.
+            on_difference: is called on all ranks if the slices turn out to be of tensors that are not the same.
         """
-        self._channel, self._name, self._geometry, self._spec = channel, name, geometry, spec
-        self._shard, self._differed = shard, differed
+        self._channel, self._fingerprint = channel, fingerprint
+        self._shard, self._on_difference = shard, on_difference
 
     @property
     def nbytes(self) -> int:
@@ -81,7 +71,7 @@ class Sharded:
 
     @property
     def tier(self) -> str:
-        return "device" if self._shard.device == self._geometry.device else "host"
+        return "device" if self._shard.device == self._fingerprint.meta.device else "host"
 
     @torch.no_grad()
     def unpack(self) -> torch.Tensor:
@@ -91,26 +81,28 @@ class Sharded:
             DisagreementError: the ranks gather different tensors, or kept slices of different values.
             CommunicationError: a rank died, or does not run this backward.
         """
-        geometry = self._geometry
-        rows = self._channel.meet(self._name.row(Act.GATHER, geometry))
+        meta = self._fingerprint.meta
+        rows = self._channel.exchange_rows(self._fingerprint.row(Act.GATHER))
         if len({row.checksum for row in rows}) > 1:
-            self._differed()
+            self._on_difference()
             raise self._are_different(rows)
         size = self._shard.numel() * self._channel.ranks.size
-        memory = torch.empty(geometry.lead_bytes + size, dtype=torch.uint8, device=geometry.device)
-        self._channel.gather(self._shard, memory[geometry.lead_bytes :])
-        tensor = geometry.laid_out(memory)
-        return tensor if self._spec is None else with_spec(tensor, self._spec)
+        memory = torch.empty(meta.lead_bytes + size, dtype=torch.uint8, device=meta.device)
+        self._channel.gather(self._shard, memory[meta.lead_bytes :])
+        return meta.restore(memory)
 
     def _are_different(self, rows: list[Row]) -> DisagreementError:
-        others = [rank for rank, row in enumerate(rows) if row.checksum != rows[0].checksum]
+        meta, others = (
+            self._fingerprint.meta,
+            [rank for rank, row in enumerate(rows) if row.checksum != rows[0].checksum],
+        )
         return DisagreementError(
             "call zero_grad() and take this step again: the tensor stays whole from now on. Or give "
             "partition_activations(check=True), which compares each tensor before it is partitioned. "
-            f"Tensor {self._name.position} that the `with` kept, {self._geometry.dtype} of {self._geometry.shape}, was "
+            f"Tensor {self._fingerprint.position} that the `with` kept, {meta.dtype} of {meta.shape}, was "
             f"the same on all ranks when they compared it, and now differs between rank 0 and rank {others[0]}: "
             "backward would have used a mixture."
         )
 
 
-Kept = Whole | Sharded  # what autograd holds in place of a tensor
+PackedActivation = WholeActivation | PartitionedActivation  # what autograd holds in place of a tensor

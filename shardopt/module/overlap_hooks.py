@@ -1,12 +1,12 @@
-"""Hooks by which a module waits for its own params, where a step left its gather behind.
+"""Hooks by which a module waits for its own params, where a step did not wait for its gather.
 
 They are on modules only while params arrive: from the end of a step to the end of the next forward. A module waits for
-the buckets of the params that its code may read: a block for all of its params, any other module for its own. What code
-reads beyond that, the guard of the param sees. All params are waited for at once before a forward without gradients
-(``nn.TransformerEncoderLayer`` takes other kernels for params that are guarded), and at the end of every forward.
+the buckets of the params that its code may read: a block for all of its params, any other module for its own. If code
+reads another param, the guard of that param waits. A forward without gradients waits for all params at its beginning
+(``nn.TransformerEncoderLayer`` takes other kernels for params that are guarded), and so does the end of every forward.
 
-Once torch.compile has compiled anything, no step leaves its gather behind: no guard sees what compiled code reads, and
-torch compiles again for params of another class.
+Once torch.compile has compiled anything, every step waits for its gather: no guard notices what compiled code reads,
+and torch compiles again for params of another class.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from ..domain.arriving import Arriving
     from ..domain.domain import Domain
+    from ..domain.overlapped_gather import OverlappedGather
     from ..partition.bucket import Bucket
 
 
-class ArrivalHooks:
+class OverlapHooks:
     """The hooks on one module, for one domain."""
 
     def __init__(self, domain: Domain, root: nn.Module):
         self._domain, self._root = domain, root
         self._needs: dict[nn.Module, tuple[Bucket, ...]] = {}
         self._handles: list[Any] = []
-        self._arriving: Arriving | None = None
+        self._gather: OverlappedGather | None = None
 
     def attach(self) -> None:
-        """Looks up which buckets each module needs: params were bound."""
+        """Looks up which buckets each module needs. Called after each binding."""
         entries = self._domain.entries
         self._needs = {}
         for module, params in params_by_module(self._root, self._domain.options.tuning.units).items():
@@ -49,54 +49,57 @@ class ArrivalHooks:
             if buckets:
                 self._needs[module] = tuple(buckets)
 
-    def leave(self, begin: Callable[[], Arriving]) -> bool:
-        """Lets params arrive from now on, or returns False if the step must wait for them."""
+    def start(self, start_gather: Callable[[], OverlappedGather]) -> bool:
+        """Puts hooks on the modules and starts the gather, or returns False if the step must wait for it."""
         if _has_compiled():
             return False
-        self._arriving = begin()
-        self._arriving.on_end = self._remove
+        self._gather = start_gather()
+        self._gather.on_end = self._remove
         for module in self._needs:
             if module is not self._root:  # ModuleTakeover calls pre_forward() for the root
                 self._handles.append(module.register_forward_pre_hook(ModuleHook(self._pre_module), prepend=True))
-        # always_call: after an exception too, nobody else would hear of a rank that failed.
+        # always_call: after an exception no other call would notice that a rank failed.
         end = ModuleHook(self._post_forward)
         self._handles.append(self._root.register_forward_hook(end, always_call=True))
         return True
 
     def pre_forward(self) -> None:
         """The forward of the whole module begins."""
-        if self._arriving is None:
+        if self._gather is None:
             return
         if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
-            self._arriving.is_in_forward = True
-            self._arriving.wait_for(self._needs.get(self._root, ()))
+            self._gather.is_in_forward = True
+            self._gather.wait_for(self._needs.get(self._root, ()))
         else:
-            self._arriving.settle()
+            self._gather.finish()
 
     def _pre_module(self, module: nn.Module, _: Any) -> None:
         """The forward of a module inside begins."""
-        if self._arriving is None:
+        if self._gather is None:
             return
-        if self._arriving.is_in_forward:
-            self._arriving.wait_for(self._needs.get(module, ()))  # a shallow copy of a module has its hooks
+        if self._gather.is_in_forward:
+            self._gather.wait_for(self._needs.get(module, ()))  # a shallow copy of a module has its hooks
         else:
-            self._arriving.settle()
+            self._gather.finish()
 
     def _post_forward(self, _: nn.Module, __: Any, output: Any) -> None:
-        if self._arriving is None:
+        if self._gather is None:
             return
-        # After an exception torch would warn of another one; whoever reads a param will be told.
+        # After an exception torch would warn of a second one. The next read of a param raises it.
         has_failed = output is None and sys.exc_info()[0] is not None
         with suppress(*((CommunicationError,) if has_failed else ())):
-            self._arriving.settle()
+            self._gather.finish()
 
     def _remove(self) -> None:
         for handle in self._handles:
             handle.remove()
-        self._handles, self._arriving = [], None
+        self._handles, self._gather = [], None
 
 
 def _has_compiled() -> bool:
-    """True if torch.compile has compiled code in this process."""
+    """True if torch.compile has compiled code in this process.
+
+    Test: test_a_step_waits_where_compiled_code_reads_params in tests/module/test_arriving.py.
+    """
     frames = sys.modules.get("torch._dynamo.convert_frame")
     return frames is not None and getattr(frames, "FRAME_COUNTER", 1) > 0

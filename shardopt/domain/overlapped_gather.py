@@ -1,9 +1,9 @@
-"""What a step left behind: buckets whose updated params are under way, each waited for when it is needed.
+"""The gather that a step did not wait for: the updated params of a bucket are waited for when they are needed.
 
-While the module's forward runs, a bucket is waited for by itself: by the hooks of :mod:`shardopt.module.arrivals`
+While the module's forward runs, a bucket is waited for by itself: by the hooks of :mod:`shardopt.module.overlap_hooks`
 before a module that needs it, or by the guard of the param that is read. Anything else that reads or writes a param
-(the script, a checkpoint, an evaluation, the next step) waits for all of them, and so does the end of the forward:
-there, and not in the midst of other code, a rank hears that another one could not make its shards.
+(the script, a checkpoint, an evaluation, the next step) waits for all of them, and so does the end of the forward.
+There, and not in the middle of other code, a rank learns that another one could not make its shards.
 """
 
 from __future__ import annotations
@@ -22,55 +22,55 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from ..partition.bucket import Bucket
-    from ..partition.comm.late_gather import LateGather
+    from ..partition.comm.async_gather import AsyncGather
     from .shard import Shard
     from .timings import Clock
 
 _HALF_WAY = "Params are those of a part of the last step: do not go on training from here; restart from a checkpoint."
 
 
-class Arriving:
-    """The buckets of one gather that have not arrived.
+class OverlappedGather:
+    """One gather, and its buckets that have not arrived.
 
     Attributes:
         is_in_forward: True while the module's forward runs, which waits for one bucket at a time.
         is_over: all of them are here.
     """
 
-    def __init__(self, gather: LateGather, shards: Sequence[Shard], clock: Clock, on_error: Callable[[str], None]):
+    def __init__(self, gather: AsyncGather, shards: Sequence[Shard], clock: Clock, on_error: Callable[[str], None]):
         """
         Args:
             shards: whose buckets are gathered.
-            on_error: is called with what kept a bucket from arriving.
+            on_error: is called with the error of a gather that failed.
         """
         self._gather, self._clock, self._on_error = gather, clock, on_error
         self._left: dict[Bucket, Shard] = {shard.bucket: shard for shard in shards}
-        self._lock = threading.RLock()  # whoever reads a param, in whatever thread
+        self._lock = threading.RLock()  # several threads may read params
         self.is_in_forward = self.is_over = False
         self.on_end: Callable[[], None] = lambda: None
         for bucket in self._left:
-            bucket.expect(partial(self._read, bucket))
-        _watch(self)
+            bucket.start_arriving(partial(self._wait_for_read, bucket))
+        _finish_at_exit(self)
 
-    def _read(self, bucket: Bucket) -> None:
-        """A param of the bucket is read or written."""
+    def _wait_for_read(self, bucket: Bucket) -> None:
+        """Waits because a param of the bucket is read or written."""
         if self.is_in_forward:
             self.wait_for((bucket,))
         else:
-            self.settle()
+            self.finish()
 
     def wait_for(self, buckets: Sequence[Bucket]) -> None:
         """Waits until these buckets have arrived."""
         with self._lock:
             for bucket in buckets:
                 if bucket in self._left:
-                    with self._clock.phase("gather"), self._told():
+                    with self._clock.phase("gather"), self._recording_errors():
                         self._gather.wait(self._left[bucket].window)
                     del self._left[bucket]
-                    bucket.arrived()
+                    bucket.end_arriving()
 
-    def settle(self) -> None:
-        """Waits until all is here, and every rank has said that it could make its shards.
+    def finish(self) -> None:
+        """Waits until all buckets have arrived, and every rank has sent that it could make its shards.
 
         Raises:
             CommunicationError: a rank failed, died or is late; also whenever it is called again.
@@ -79,13 +79,13 @@ class Arriving:
             if self.is_over:
                 return
             self.wait_for(tuple(self._left))
-            with self._told():
+            with self._recording_errors():
                 self._gather.finish()
             self.is_over, self.is_in_forward = True, False
             self.on_end()
 
     @contextmanager
-    def _told(self) -> Iterator[None]:
+    def _recording_errors(self) -> Iterator[None]:
         try:
             yield
         except CommunicationError as error:
@@ -95,23 +95,25 @@ class Arriving:
 
 # -- the process -------------------------------------------------------------------------------------------------------
 
-# What is under way in this process. Shards of this rank's travel too: it must not end before they are sent.
-_LIVE: weakref.WeakSet[Arriving] = weakref.WeakSet()
-_watching: set[int] = set()  # processes that settle before they end
+# The gathers under way in this process. They also send this rank's shards: the process must not end before.
+_LIVE: weakref.WeakSet[OverlappedGather] = weakref.WeakSet()
+_registered: set[int] = set()  # processes that finish their gathers before they end
 
 
-def _watch(arriving: Arriving) -> None:
-    _LIVE.add(arriving)
-    if os.getpid() not in _watching:  # a forked process forgets what its parent's end was to call
-        _watching.add(os.getpid())
-        util.Finalize(None, _settle_all, exitpriority=100)  # unlike atexit, also in processes of multiprocessing
+def _finish_at_exit(gather: OverlappedGather) -> None:
+    _LIVE.add(gather)
+    if os.getpid() not in _registered:  # a forked process forgets the finalizers of its parent
+        _registered.add(os.getpid())
+        # Unlike atexit, it also runs in processes of multiprocessing. Test: test_a_rank_that_ends_has_sent_its_shards
+        # in tests/module/test_arriving.py.
+        util.Finalize(None, _finish_all, exitpriority=100)
 
 
-def _settle_all() -> None:
+def _finish_all() -> None:
     for each in list(_LIVE):
         with suppress(CommunicationError):  # raised where a param is read
-            each.settle()
+            each.finish()
 
 
 # A forked process (a worker of a DataLoader) has a copy of the memory in which nothing arrives any more.
-os.register_at_fork(before=_settle_all)
+os.register_at_fork(before=_finish_all)

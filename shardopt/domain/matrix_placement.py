@@ -1,4 +1,4 @@
-"""Matrices of DTensors that are cut: the ranks of a tensor mesh hold slices of one, along one of its dimensions.
+"""How the matrices of a DTensor are placed: the ranks of a tensor mesh hold slices of one, along one dimension.
 
 ::
 
@@ -20,11 +20,11 @@ import torch.distributed as dist
 
 from ..errors import ShardoptError
 from ..tensors.strides import dense_strides
-from .dtensors import is_dtensor
+from .dtensors import chunk_of, is_dtensor
 
 
-class Cut(NamedTuple):
-    """How a matrix, or a stack of them, is cut."""
+class MatrixPlacement(NamedTuple):
+    """How a matrix, or a stack of them, is cut over the ranks of a tensor mesh."""
 
     group: dist.ProcessGroup  # the tensor mates: the ranks that hold the other slices
     dim: int
@@ -37,8 +37,8 @@ class Cut(NamedTuple):
         return math.prod(self.shape) // self.shape[self.dim] * self.sizes[rank]
 
 
-def cut_of(param: Any, is_stack: bool) -> Cut | None:
-    """Returns how a param is cut; None if every rank of its mesh holds whole matrices.
+def matrix_placement_of(param: Any, is_stack: bool) -> MatrixPlacement | None:
+    """Returns the placement of a param; None if every rank of its mesh holds whole matrices.
 
     Args:
         param: as the model has it.
@@ -70,8 +70,7 @@ def cut_of(param: Any, is_stack: bool) -> Cut | None:
     dim, count = placement.dim % len(shape), mesh.size(mesh_dim)
     if is_stack:
         shape[0] = local[0]
-    step = -(-shape[dim] // count)  # as torch.chunk divides
-    sizes = tuple(max(0, min(step, shape[dim] - rank * step)) for rank in range(count))
+    sizes = tuple(chunk_of(shape[dim], count, rank)[1] for rank in range(count))
     expected = [*shape[:dim], sizes[mesh.get_local_rank(mesh_dim)], *shape[dim + 1 :]]
     if local != expected:
         raise ShardoptError(
@@ -80,4 +79,4 @@ def cut_of(param: Any, is_stack: bool) -> Cut | None:
             "cannot be told which rows or columns of a matrix these are."
         )
     strides = dense_strides(torch.empty_strided(shape, param.stride(), device="meta"))
-    return Cut(mesh.get_group(mesh_dim), dim, sizes, tuple(shape), strides)
+    return MatrixPlacement(mesh.get_group(mesh_dim), dim, sizes, tuple(shape), strides)
