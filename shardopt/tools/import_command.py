@@ -69,7 +69,7 @@ def _import(options: argparse.Namespace) -> Answer:
     foreign = _read(options)
     every = {name: recipe(named(name)) for name in names()}
     plan = plan_import(foreign, *recognise(foreign, every, options.optimizer))
-    total = sum(piece.nbytes for piece in plan.pieces)
+    total = sum(item.nbytes for item in plan.items)
     with progress(f"writing {options.output}", total) as advance:
         path = write_import(plan, options.output, advance)
     return Answer(

@@ -476,7 +476,7 @@ def saves_with_strangers(folder: Path) -> None:
     assert bits_of(params) == expected
     with torch.no_grad():
         params[0].add_(rank // 2)  # other values under one name, which no mesh says are of one param
-    with pytest.raises(CheckpointError, match=r"names={module.*'0.norm.weight' has other values on ranks \[0, 1\]"):
+    with pytest.raises(CheckpointError, match=r"names={module.*'0.norm.weight' differs between ranks \[0, 1\]"):
         save_checkpoint(folder, model, optimizer)
     assert find(folder) == path
 
