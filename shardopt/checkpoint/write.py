@@ -188,9 +188,9 @@ class RankWriter:
                 last, since = there, time.monotonic()
             if time.monotonic() - since > self._seconds:
                 raise CheckpointError(
-                    f"look for a rank that died or sees another file system: a rank has not ended {what}, and no file "
-                    f"has grown in {self.target.saving} for {self._seconds:.0f} s. This checkpoint was abandoned; the "
-                    "last one is whole."
+                    f"look for a rank that died or sees another file system: a rank has not ended {what}, and "
+                    f"nothing has grown in {self.target.saving} for {self._seconds:.0f} s. This checkpoint was "
+                    "abandoned; the last one is whole."
                 )
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST)

@@ -6,7 +6,7 @@ Made from the parser, so that it knows every command and option; a shell that re
 import argparse
 from typing import Any
 
-from .terminal import Answer
+from .terminal import CommandResult
 
 _BASH = """_shardopt() {{
     local current=${{COMP_WORDS[COMP_CWORD]}} before=${{COMP_WORDS[COMP_CWORD-1]}} command=${{COMP_WORDS[1]}} words=""
@@ -45,7 +45,7 @@ def add_completion(commands: Any, parser: argparse.ArgumentParser) -> None:
     )
     completion.add_argument("shell", choices=("bash", "zsh", "fish"))
 
-    def complete(options: argparse.Namespace) -> Answer:
+    def complete(options: argparse.Namespace) -> CommandResult:
         known = {name: _options_of(each) for name, each in commands.choices.items()}
         helps = {each.dest: each.help or "" for each in commands._choices_actions}
         top = [each for each in _options_of(parser) if each.option_strings]
@@ -53,7 +53,7 @@ def add_completion(commands: Any, parser: argparse.ArgumentParser) -> None:
             script = _fish(known, helps, top)
         else:
             script = _ZSH * (options.shell == "zsh") + _bash(known, top)
-        return Answer({"shell": options.shell, "script": script}, script)
+        return CommandResult({"shell": options.shell, "script": script}, script)
 
     completion.set_defaults(run=complete)
 

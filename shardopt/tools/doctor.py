@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .terminal import Answer
+from .terminal import CommandResult
 
 _PACKAGES = ("shardopt", "torch", "triton", "numba", "numpy", "transformers", "accelerate", "lightning")
 
@@ -34,10 +34,10 @@ def add_doctor(commands: Any) -> None:
     doctor.set_defaults(run=_doctor)
 
 
-def _doctor(options: argparse.Namespace) -> Answer:
+def _doctor(options: argparse.Namespace) -> CommandResult:
     facts = facts_of(options.path)
     problem = f"{options.path} is not a directory, so direct I/O was not tried" * (not options.path.is_dir())
-    return Answer(facts, report(facts), problem=problem)
+    return CommandResult(facts, report(facts), problem=problem)
 
 
 def report(facts: Mapping[str, str]) -> str:

@@ -17,7 +17,7 @@ from ..errors import CheckpointError
 from ..optim.like import recipe
 from .optimizers import named, names
 from .progress import progress
-from .terminal import Answer
+from .terminal import CommandResult
 
 if TYPE_CHECKING:
     from ..checkpoint.foreign.source import Foreign
@@ -64,7 +64,7 @@ def add_import(commands: Any) -> None:
     command.set_defaults(run=_import)
 
 
-def _import(options: argparse.Namespace) -> Answer:
+def _import(options: argparse.Namespace) -> CommandResult:
     """Raises CheckpointError: nothing was written."""
     foreign = _read(options)
     every = {name: recipe(named(name)) for name in names()}
@@ -72,7 +72,7 @@ def _import(options: argparse.Namespace) -> Answer:
     total = sum(item.nbytes for item in plan.items)
     with progress(f"writing {options.output}", total) as advance:
         path = write_import(plan, options.output, advance)
-    return Answer(
+    return CommandResult(
         {"path": str(path), "bytes": total, "from": str(foreign.origin)}, f"{path}: {size(total)} from {foreign.origin}"
     )
 

@@ -13,7 +13,7 @@ from ..config import Options
 from ..errors import ShardoptError, UnsupportedVersionError
 from ..option import choices_of, planned
 from .optimizers import named, names
-from .terminal import Answer
+from .terminal import CommandResult
 from .values import chart_file, memory, params, positive
 
 # The fields of Cut.
@@ -96,7 +96,7 @@ def _model(options: argparse.Namespace) -> tuple[nn.Module, str]:
     return model, f"{type(model).__name__}, "
 
 
-def _plan(options: argparse.Namespace) -> Answer:
+def _plan(options: argparse.Namespace) -> CommandResult:
     from ..optim.like import recipe
     from .cut import Cut
     from .plan import Planner, groups_for
@@ -134,7 +134,7 @@ def _plan(options: argparse.Namespace) -> Answer:
     data |= {"params on a rank": planner.numel}
     data |= {"ways": [as_data(need, options.optimizer, *limits) for need in shown]}
     if options.device_memory is None:
-        return Answer(data, text)
+        return CommandResult(data, text)
     best = found(every, *limits)
     data |= {"found": {title: as_data(need, options.optimizer, *limits) for title, need in best.items()}}
-    return Answer(data, f"{text}\n\n{in_words(best, every, options.optimizer, limits[0])}", is_yes=bool(best))
+    return CommandResult(data, f"{text}\n\n{in_words(best, every, options.optimizer, limits[0])}", is_yes=bool(best))

@@ -4,13 +4,14 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from ..checkpoint.inspect import size
 from ..errors import ShardoptError
-from .terminal import Answer, console
+from .terminal import CommandResult, console
+from .text_table import aligned
 
 _EVERY = 1.0  # seconds
 
@@ -28,13 +29,13 @@ def add_top(commands: Any) -> None:
     top.set_defaults(run=_top)
 
 
-def _top(options: argparse.Namespace) -> Answer:
+def _top(options: argparse.Namespace) -> CommandResult:
     found = read(options.path)
     # FORCE_COLOR, which many machines of CI set, is about colours: into a file the live view would never end.
     is_live = sys.stdout.isatty() and not options.once and not options.json
     screen = console(sys.stdout) if is_live else None
     if screen is None:
-        return Answer({"ranks": found}, table(found))
+        return CommandResult({"ranks": found}, table(found))
     from rich.live import Live
 
     try:
@@ -43,7 +44,7 @@ def _top(options: argparse.Namespace) -> Answer:
                 time.sleep(_EVERY)
                 live.update(table(read(options.path)), refresh=True)
     except KeyboardInterrupt:  # which is how it ends
-        return Answer({}, "")
+        return CommandResult({}, "")
 
 
 def read(directory: Path) -> list[dict[str, Any]]:
@@ -81,14 +82,7 @@ def table(found: list[dict[str, Any]]) -> str:
     rows = [["", *(f"rank {each['rank']}" for each in found)]]
     rows += [[name, *(_cell(name, each["facts"]) for each in found)] for name in names]
     rows.append(["written", *(f"{max(time.time() - each['time'], 0):.0f} s ago" for each in found)])
-    return "\n".join(_aligned(rows))
-
-
-def _aligned(rows: list[list[str]]) -> Iterator[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for first, *others in rows:
-        cells = (cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True))
-        yield "  ".join([first.ljust(widths[0]), *cells])
+    return aligned(rows)
 
 
 def _cell(name: str, facts: Mapping[str, float]) -> str:
