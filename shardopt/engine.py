@@ -407,8 +407,8 @@ class Engine(Bindings):
         others = [] if self.takeover is None else list(self.takeover.module.parameters())
         params = dict.fromkeys(map(self.local_params.of, [*grouped, *others]))
         grads = [local_gradient(param) for param in dict.fromkeys([*grouped, *others])]
-        rests = self.options.rests
-        return memory_of(self.domains, params, grads, rests, tier_of(rests if self._away is None else self._away))
+        offload = self.options.offload_options
+        return memory_of(self.domains, params, grads, offload, tier_of(offload if self._away is None else self._away))
 
     def describe(self) -> str:
         """For ``repr``: the stage, what else differs from the defaults, and what it costs on this rank."""

@@ -423,7 +423,9 @@ def refuses() -> None:
         steps(model, plain, norm_group=alone)
     with pytest.raises(BindingError, match="share states or params with this one and are not in norm_group"):
         steps(model, params, process_group=alone, norm_group=alone)
-    with pytest.raises(ValueError, match="a step is taken in each backward, and a pipeline has one for each micro-"):
+    with pytest.raises(
+        ValueError, match="A step is taken in each backward, and a pipeline has one for each micro-batch"
+    ):
         shardopt.ShardedAdamW(blocks(), release_gradients=True, norm_group=dist.group.WORLD)
     with pytest.raises(TypeError, match="process_group of a param group takes a ProcessGroup"):
         shardopt.ShardedAdamW([{"params": plain, "process_group": -100}])
