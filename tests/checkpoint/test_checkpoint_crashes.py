@@ -286,7 +286,7 @@ CAUSES = {
     errno.ENOSPC: "free space",
     errno.EROFS: "not mounted read-only",
     errno.EMFILE: "ulimit -n",
-    errno.ENXIO: "mend",
+    errno.ENXIO: "fix the cause",
 }
 
 
