@@ -58,7 +58,9 @@ def _inspect(options: argparse.Namespace) -> CommandResult:
 def _verify(options: argparse.Namespace) -> CommandResult:
     paths = published(options.directory) if options.all else [find(options.directory)]
     if not paths:
-        raise CheckpointError(f"{options.directory} holds no checkpoint")
+        raise CheckpointError(
+            f"give the directory that save_checkpoint() was given: {options.directory} holds no checkpoint."
+        )
     lines, read = [], []
     for path in paths:
         total = sum(each.stat().st_size for each in path.glob("*.safetensors"))

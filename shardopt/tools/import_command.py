@@ -65,7 +65,7 @@ def add_import(commands: Any) -> None:
 
 
 def _import(options: argparse.Namespace) -> CommandResult:
-    """Raises CheckpointError: nothing was written."""
+    """Raises CheckpointError if the source cannot be imported; nothing was written."""
     foreign = _read(options)
     every = {name: recipe(named(name)) for name in names()}
     plan = plan_import(foreign, *recognise(foreign, every, options.optimizer))

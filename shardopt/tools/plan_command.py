@@ -1,4 +1,4 @@
-"""``shardopt plan``: what a training would need."""
+"""``shardopt plan``: prints what a training would need."""
 
 import argparse
 import importlib.util
@@ -85,7 +85,7 @@ def _flag(field: str) -> str:
 
 
 def _model(options: argparse.Namespace) -> tuple[nn.Module, str]:
-    """The model to plan for, on the meta device, and its name."""
+    """Returns the model to plan for, on the meta device, and its name."""
     if options.config is None:
         from .decoder import transformer
 
@@ -112,13 +112,13 @@ def _plan(options: argparse.Namespace) -> CommandResult:
     try:
         cut = Cut(**{field: getattr(options, field) for field in _CUT}, at_once=options.reduce_at_once)
         planner = Planner(model, recipe(kind)[0], groups_for(model, kind), options.ranks, cut=cut)
-    except ValueError as error:  # these numbers divide no model, or not this one
+    except ValueError as error:  # these numbers cannot divide this model
         raise ShardoptError(str(error)) from None
     ways = [way for way in WAYS if options.dtype is None or way.dtype is DTYPES[options.dtype]]
     given: dict[str, Any] = {field.name: getattr(options, field.name) for field, _ in planned(Options)}
     tier: Tier = "device" if options.offload is None else "host" if options.offload == "cpu" else "disk"
     asked = [possible(replace(way, **given, tier=tier, sums_rest=options.offload_gradients)) for way in ways]
-    # Formats and tiers are searched; what else was asked for is kept.
+    # Formats and tiers are searched; other options are kept as given.
     kept = {field.name: given[field.name] for field, _ in planned(Options) if not choices_of(field.type)}
     ways = [replace(way, **kept) for way in ways]
     is_searched = options.all or options.device_memory is not None

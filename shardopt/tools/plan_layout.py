@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from .cut import Cut, StageParams
     from .ways import Way
 
-# Buckets with one layout, the same states and formats, and their number: layers are alike, and so are their buckets.
+# Buckets with equal layouts, states and formats, as those of equal layers, with their number.
 EqualBuckets = Sequence[tuple[PlannedBucket, int]]
 
 

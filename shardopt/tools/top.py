@@ -1,4 +1,4 @@
-"""``shardopt top``: what ``opt.monitor(path)`` writes, on every rank, beside one another."""
+"""``shardopt top``: shows what ``opt.monitor(path)`` writes, with a column for each rank."""
 
 import argparse
 import json
@@ -31,7 +31,7 @@ def add_top(commands: Any) -> None:
 
 def _top(options: argparse.Namespace) -> CommandResult:
     found = read(options.path)
-    # FORCE_COLOR, which many machines of CI set, is about colours: into a file the live view would never end.
+    # FORCE_COLOR, which many CI machines set, is only about colours: a live view into a file would never end.
     is_live = sys.stdout.isatty() and not options.once and not options.json
     screen = console(sys.stdout) if is_live else None
     if screen is None:
@@ -43,7 +43,7 @@ def _top(options: argparse.Namespace) -> CommandResult:
             while True:
                 time.sleep(_EVERY)
                 live.update(table(read(options.path)), refresh=True)
-    except KeyboardInterrupt:  # which is how it ends
+    except KeyboardInterrupt:  # the user ends the live view
         return CommandResult({}, "")
 
 
@@ -51,7 +51,7 @@ def read(directory: Path) -> list[dict[str, Any]]:
     """Returns what each rank of the latest training has written, in the order of ranks.
 
     Raises:
-        ShardoptError: nothing was written there, or something else.
+        ShardoptError: the directory has no such files, or other ones.
     """
     files = sorted(directory.glob("rank*.json"))
     try:
@@ -60,10 +60,10 @@ def read(directory: Path) -> list[dict[str, Any]]:
         raise ShardoptError(f"{directory} holds files that opt.monitor() did not write ({error!r}).") from None
     if not found:
         raise ShardoptError(
-            f"{directory} holds nothing that opt.monitor() wrote. Call opt.monitor({str(directory)!r}) in the "
-            "training: the first step writes."
+            f"call opt.monitor({str(directory)!r}) in the training, whose first step writes: {directory} holds nothing "
+            "that opt.monitor() wrote."
         )
-    # An earlier training of more ranks may have left files there.
+    # An earlier training with more ranks may have left files.
     ranks = max(found, key=lambda each: each["time"])["ranks"]
     return sorted((each for each in found if each["rank"] < ranks), key=lambda each: each["rank"])
 
@@ -77,7 +77,7 @@ def _checked(found: Any) -> dict[str, Any]:
 
 
 def table(found: list[dict[str, Any]]) -> str:
-    """Returns a row a fact and a column a rank."""
+    """Returns a table with a row for each fact and a column for each rank."""
     names = list(dict.fromkeys(name for each in found for name in each["facts"]))
     rows = [["", *(f"rank {each['rank']}" for each in found)]]
     rows += [[name, *(_cell(name, each["facts"]) for each in found)] for name in names]

@@ -1,4 +1,4 @@
-"""``shardopt twins``: whether the two kernels of a rule agree on this machine."""
+"""``shardopt twins``: compares the two kernels of a rule on this machine."""
 
 import argparse
 import time
