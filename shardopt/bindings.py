@@ -63,7 +63,7 @@ class Bindings:
         self.takeover: ModuleTakeover | None = None
         self.joining: Callable[[str, Call | None], None] | None = None
         self.is_closed = False
-        self._composition: Domains | None = None  # from the first forward or step on
+        self._domains: Domains | None = None  # from the first forward or step on
         self._retire: list[weakref.finalize[Any, Any]] = []
 
     # -- what the optimizer holds --------------------------------------------------------------------------------------
@@ -108,37 +108,37 @@ class Bindings:
     @property
     def domain(self) -> Domain | None:
         """The main domain; None before the first forward or step."""
-        return None if self._composition is None else self._composition.main
+        return None if self._domains is None else self._domains.main
 
     @property
     def domains(self) -> list[Domain]:
         """All domains; empty before the first forward or step."""
-        return [] if self._composition is None else self._composition.domains
+        return [] if self._domains is None else self._domains.domains
 
-    def compose(self) -> Domains:
+    def ensure_domains(self) -> Domains:
         """Returns the domains; the first call makes the main one."""
-        if self._composition is None:
+        if self._domains is None:
             main = self._make_domain(self._process_group())
             backward = self._make_backward(main)
-            self._composition = self.states.domains_of_model = Domains(main, self.options, self.local_params)
+            self._domains = self.states.domains_of_model = Domains(main, self.options, self.local_params)
             if self.takeover is not None:
                 self.takeover.use_domain(main, backward)
-        return self._composition
+        return self._domains
 
     def groups_by_domain(self) -> list[tuple[Domain, Sequence[Group]]]:
         """Returns each domain that has params, with its groups, in the same order on all ranks of a domain."""
-        return self.compose().groups_by_domain(self.groups, self._make_expert_domain)
+        return self.ensure_domains().groups_by_domain(self.groups, self._make_expert_domain)
 
     def _handed_over(self) -> list[tuple[Domain, Sequence[Group]]]:
         """Returns the domains of the module that was handed over, with their groups; without experts, the main one."""
         if any(group.get("process_group") is not None for group in self.groups):
             return self.groups_by_domain()
-        return [(self.compose().main, self.local_groups())]
+        return [(self.ensure_domains().main, self.local_groups())]
 
     def ranks(self) -> Ranks:
         """Returns the ranks that make every call together. A new DDP module may change them before the first step."""
-        if self._composition is not None:
-            return self._composition.main.mesh.world
+        if self._domains is not None:
+            return self._domains.main.mesh.world
         group = self._process_group()
         found = None if group is None else everyone_of(group)
         return Ranks(found, self.options.tuning.deadline)
@@ -170,7 +170,7 @@ class Bindings:
     def _make_expert_domain(self, group: dist.ProcessGroup | DeviceMesh) -> Domain:
         domain = self._make_domain(group)
         if self.takeover is not None:
-            self.takeover.add_domain(domain, Backward(domain, self.compose().main.mesh.world.size))
+            self.takeover.add_domain(domain, Backward(domain, self.ensure_domains().main.mesh.world.size))
         return domain
 
     def _make_backward(self, domain: Domain) -> Backward:
@@ -232,16 +232,16 @@ class Bindings:
     ) -> None:
         self.settle()
         self._announce("bind")
-        composition = self.compose()
+        domains = self.ensure_domains()
         takeover.leave_out_experts()
-        with composition.told("bind() begins"):
+        with domains.told("bind() begins"):
             numbers = self._check_together(takeover, candidates, values)
         try:
-            with composition.told("values are shared"):
+            with domains.told("values are shared"):
                 is_shared = self._share_values(takeover, by_domain)
             if is_shared:
-                composition.compare_experts(self.groups)
-            with composition.told("bind() ends"):
+                domains.compare_experts(self.groups)
+            with domains.told("bind() ends"):
                 self._bind_module(takeover, by_domain, values, numbers)
         finally:
             self.local_params.show()
@@ -250,7 +250,7 @@ class Bindings:
         """Collective: gives ranks that hold the same params the same values. Returns False if they need not be shared:
         they are bound, or still to be made."""
         if meta_params(takeover.module):
-            takeover.give_devices(self.compose().main.mesh.world)
+            takeover.give_devices(self.ensure_domains().main.mesh.world)
         elif not any(domain.entries for domain, _ in by_domain) and not takeover.fresh:
             takeover.share_values()
             return True
@@ -263,7 +263,7 @@ class Bindings:
         values: Values,
         numbers: Sequence[dict[str, Any]],
     ) -> None:
-        main = self.compose().main
+        main = self.ensure_domains().main
         problem: Exception | None = None
         for domain, groups in by_domain:
             try:
@@ -305,9 +305,9 @@ class Bindings:
         """Collective: checks all that may be wrong on one rank, and raises it on all before a rank waits for values."""
         problem: Exception | None = None
         numbers: list[dict[str, Any]] = []
-        domain = self.compose().main
+        domain = self.ensure_domains().main
         try:
-            self.compose().look(self.groups)  # first: it finds the ranks that a problem is sent to
+            self.ensure_domains().look(self.groups)  # first: it finds the ranks that a problem is sent to
             takeover.check_covers(self.groups)
             takeover.check_covered()
             assert takeover.backward is not None

@@ -148,7 +148,7 @@ class Engine(Bindings):
         if Placements.of_stage(self.options.stage).grad is Placement.SHARD or self.options.release_gradients:
             return  # every backward has reduced them
         self.bind()
-        reduce_together(self.compose().main, self.takeover.backward)
+        reduce_together(self.ensure_domains().main, self.takeover.backward)
 
     @torch.no_grad()
     def sum_tied(self, param: torch.nn.Parameter, group: dist.ProcessGroup | DeviceMesh) -> None:
@@ -165,7 +165,7 @@ class Engine(Bindings):
         ranks = Ranks(everyone_of(group), self.options.tuning.deadline)
         if ranks.rank and self.options.norm_group is not None:  # only the first rank counts it in the model's norm
             local = self.local_params.of(param)
-            (self.compose().domain_of(local) or self.compose().main).note_slice(local, False, None)
+            (self.ensure_domains().domain_of(local) or self.ensure_domains().main).note_slice(local, False, None)
         sum_tied(param, ranks)
 
     @contextmanager
@@ -197,7 +197,7 @@ class Engine(Bindings):
             assert engine is not None  # hooks live as long as the engine
             engine.check_weights("a backward with release_gradients=True")
             engine.states.consolidated = None
-            return engine.local_groups(), engine.defaults, engine.compose().whole
+            return engine.local_groups(), engine.defaults, engine.ensure_domains().whole
 
         self._release = UpdateInBackward(domain, begin)
         return self._release
@@ -275,20 +275,20 @@ class Engine(Bindings):
         return NOTHING_DONE
 
     def _run(self, call: Call) -> Outcome:
-        by_domain, composition = self.groups_by_domain(), self.compose()
-        composition.compare_norm_groups(call.problem)
+        by_domain, domains = self.groups_by_domain(), self.ensure_domains()
+        domains.compare_norm_groups(call.problem)
         try:
-            composition.look(self.groups)
+            domains.look(self.groups)
             self.local_params.prepare_gradients()
         except Exception as error:  # perhaps of this rank alone: its tensor ranks wait in the exchange that follows
             call = dataclasses.replace(call, problem=call.problem or error)
         try:
-            composition.agree_on_gradients(self.groups, call.problem)
-            self.local_params.take_gradients(composition.sum_over)
+            domains.agree_on_gradients(self.groups, call.problem)
+            self.local_params.take_gradients(domains.sum_over)
         except Exception as error:
             call = dataclasses.replace(call, problem=error)
         try:
-            return run_step(by_domain, composition.whole, call, self._bind_params)
+            return run_step(by_domain, domains.whole, call, self._bind_params)
         finally:
             self.local_params.drop_gradients()
             self.local_params.show()
@@ -440,5 +440,5 @@ class Engine(Bindings):
         for domain in self.domains:
             domain.release()
         self.local_params.show()
-        self._composition, self._away, self.is_closed = None, None, True
+        self._domains, self._away, self.is_closed = None, None, True
         self.states = StateTable(self.rule, self.local_params)

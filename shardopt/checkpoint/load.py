@@ -286,7 +286,7 @@ class Loading:
 
 def _before_writing(engine: Engine) -> None:
     """Collective: waits until no rank gathers params that will be overwritten, and frees gathered params."""
-    for domain in engine.compose().domains:
+    for domain in engine.ensure_domains().domains:
         if domain.sharded is not None:
             domain.gatherer.before_writes()
 

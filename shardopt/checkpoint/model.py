@@ -111,9 +111,9 @@ class Model:
     ) -> ModelParam:
         """Returns a param with what engine ``number``, which trains it, knows of it."""
         param, engine = member.param, self.engines[number]
-        composition, local = engine.compose(), engine.local_params.of(param)
-        domain = composition.domain_of(local)
-        member = replace(member, optimizer=number, holders=composition.world_of(group))
+        domains, local = engine.ensure_domains(), engine.local_params.of(param)
+        domain = domains.domain_of(local)
+        member = replace(member, optimizer=number, holders=domains.world_of(group))
         if domain is not None:
             entry = domain.entries[local]
             member = replace(member, param=local, domain=domain, shard=entry.shard, index=entry.index, entry=entry)
@@ -125,7 +125,7 @@ class Model:
         if own is None:
             return member
         # Ranks outside of the group hold other experts, unless the param is a DTensor over these ranks.
-        return replace(member, experts=list(composition.others).index(own), mesh=mesh_of(param))
+        return replace(member, experts=list(domains.others).index(own), mesh=mesh_of(param))
 
     @staticmethod
     def _frozen(member: ModelParam, sharded: Mapping[int, tuple[Domain, Shard, int]]) -> ModelParam:

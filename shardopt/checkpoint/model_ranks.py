@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 def data_ranks_of(engines: Sequence[Engine]) -> Ranks:
     """Returns the ranks that hold the same, but for experts: all that an optimizer's own process group has."""
-    worlds = [engine.compose().main.mesh.world for engine in engines]
+    worlds = [engine.ensure_domains().main.mesh.world for engine in engines]
     if not worlds:
         return Ranks(None, None)
     if any((world.size, world.rank) != (worlds[0].size, worlds[0].rank) for world in worlds):
@@ -46,9 +46,9 @@ def _crossing(engines: Sequence[Engine]) -> list[Ranks]:
     found: dict[Holder, Ranks] = {}
     for engine in engines:
         engine.groups_by_domain()
-        composition = engine.compose()
-        composition.look(engine.groups)
-        for ranks in composition.whole or (composition.main.mesh.world,):
+        domains = engine.ensure_domains()
+        domains.look(engine.groups)
+        for ranks in domains.whole or (domains.main.mesh.world,):
             found.setdefault(tuple(sorted(numbers_of(ranks))), ranks)
     several = {numbers: ranks for numbers, ranks in found.items() if ranks.size > 1}
     return [ranks for numbers, ranks in several.items() if not any(set(numbers) < set(other) for other in several)]

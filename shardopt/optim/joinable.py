@@ -128,7 +128,7 @@ class JoinableOptimizer(Joinable):
     @property
     def join_process_group(self) -> Any:
         """The ranks that share the states."""
-        return self.engine.compose().main.mesh.world.group
+        return self.engine.ensure_domains().main.mesh.world.group
 
 
 def take_along() -> None:

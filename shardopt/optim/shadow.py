@@ -61,7 +61,7 @@ class Shadow(JoinHook):
         """
         self._engine, self._by_all, self._number = weakref.ref(engine), by_all, number
         self.shadows = False  # True while this rank makes a call that another rank announced
-        self._ranks: Ranks = engine.compose().main.mesh.world
+        self._ranks: Ranks = engine.ensure_domains().main.mesh.world
         self._is_complete = True  # True if no rank had run out at the last announcement
         self._backward: Backward | None = None
         self._ddp: DistributedDataParallel | None = None

@@ -240,7 +240,7 @@ def saves_by_hand(root: Path) -> None:
     load_checkpoint(path, again, other, names={again: f"stages.{rank}", again[1]: f"norms.{rank}"})
     assert all(torch.equal(value, again.state_dict()[name]) for name, value in expected.items())
     assert torch.equal(other.state[again[0].weight]["momentum_buffer"], torch.full((3, 3), 1.0 + rank))
-    with raises(ValueError, "a Linear is not in it"):
+    with raises(ValueError, "a Linear is not one"):
         save_checkpoint(root, stage, optimizer, names={nn.Linear(1, 1): "x"})
     with raises(CheckpointError, "names= calls two tensors of this module 'a.weight'"):
         save_checkpoint(root, stage, optimizer, names={stage[0]: "a", stage[1]: "a"})

@@ -252,7 +252,7 @@ def test_files_that_are_no_configs_are_named(tmp_path: Path) -> None:
     for content, words in (
         ('{"a": 1,}', ("is not JSON", "line 1 column")),
         ("", ("is not JSON",)),
-        ('{"optimizer": {}, "optimizer": {}}', ("'optimizer' is there twice",)),
+        ('{"optimizer": {}, "optimizer": {}}', ("'optimizer' occurs twice",)),
         ("[1]", ("a JSON object", "list")),
         ("[" * 100_000, ("is not JSON",)),
     ):
