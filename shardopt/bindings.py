@@ -150,11 +150,8 @@ class Bindings:
     @property
     def device(self) -> torch.device:
         """The device of collectives: that of the params, or that which they will get, if all are on the meta device."""
-        found = self._device_of_params()
+        found = next((param.device for param in self.params if not param.is_meta), None)
         return device_to_train_on(self.ranks()) if found is None else found
-
-    def _device_of_params(self) -> torch.device | None:
-        return next((param.device for param in self.params if not param.is_meta), None)
 
     def _process_group(self) -> dist.ProcessGroup | DeviceMesh | None:
         group = self.options.process_group
@@ -295,7 +292,8 @@ class Bindings:
         takeover, waiting = self.takeover, self.states.waiting
         fresh = frozenset[torch.Tensor]() if takeover is None else takeover.fresh
         entries = bind(domain, groups, numbers, candidates, waiting, frozen=frozen, fresh=fresh, closure=closure)
-        self.states.forget_waiting(entry.param for entry in entries)
+        for entry in entries:
+            self.states.waiting.pop(entry.param, None)
         if takeover is not None:
             takeover.attach(domain, entries)
 

@@ -346,9 +346,8 @@ class Engine(Bindings):
         Args:
             copied: maps this optimizer's param, or another object, to the other optimizer's copy.
         """
-        to.states.wait(
-            {to.local_params.of(copied(param)): state.copy() for param, state in self.states.all(self.groups).items()}
-        )
+        present = self.states.all(self.groups)
+        to.states.waiting = {to.local_params.of(copied(param)): state.copy() for param, state in present.items()}
         to.states.own = copied(self.states.own)
         to.is_closed, to.grad_norm, to.updates = self.is_closed, self.grad_norm, self.updates
 

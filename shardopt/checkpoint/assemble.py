@@ -95,21 +95,21 @@ class Assembly:
         flat = torch.empty(stop - start, dtype=self._dtype)
         for chunk, shared in self._overlaps(start, stop):
             values, source = checkpoint.values(chunk), self._sources[chunk.key]
-            for span in shared:
-                self._strided.view(flat, start, span).copy_(source.view(values, chunk.start, span))
+            for corners in shared:
+                self._strided.view(flat, start, corners).copy_(source.view(values, chunk.start, corners))
         return flat
 
     def _overlaps(self, start: int, stop: int) -> Iterator[tuple[FileChunk, list[Corners]]]:
         """Yields each chunk that holds any of the elements, with their boxes."""
-        wanted = self._strided.spans(start, stop)
+        wanted = self._strided.corners(start, stop)
         for key, strided in self._sources.items():
-            shared = list(common(strided.spans(0, strided.numel), wanted))
+            shared = list(common(strided.corners(0, strided.numel), wanted))
             if not shared:
                 continue
-            first = min(strided.number(low) for low, _ in shared)
-            last = max(strided.number([each - 1 for each in high]) for _, high in shared)
+            first = min(strided.flat_index(low) for low, _ in shared)
+            last = max(strided.flat_index([each - 1 for each in high]) for _, high in shared)
             for chunk in file_chunks(key, self._manifest.tensors[key], first, last + 1):
-                here = list(common(strided.spans(chunk.start, chunk.stop), shared))
+                here = list(common(strided.corners(chunk.start, chunk.stop), shared))
                 if here:
                     yield chunk, here
 

@@ -1,4 +1,4 @@
-"""Saving in the background: the handle, and the thread that writes while training goes on."""
+"""Saving in the background: the handle, and the thread that writes during training."""
 
 from __future__ import annotations
 

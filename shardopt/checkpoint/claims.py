@@ -2,7 +2,7 @@
 
 ::
 
-    ranks     name             box         mesh
+    ranks     name             box           mesh
     0, 2      0.up.weight      [0:7, 0:6]    0, 1      tensor parallel: two boxes of one param
     1, 3      0.up.weight      [7:13, 0:6]   0, 1
     0, 2      0.norm.weight    whole         0, 1      copies: one set of ranks writes
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 ADVICE = (
     'give names={module: "its name in the whole model"} to save_checkpoint() and to load_checkpoint(), on the ranks '
-    "whose modules number their layers anew"
+    "whose modules number their layers from 0"
 )
 
 

@@ -63,7 +63,7 @@ class Collectives:
         for ranks in (self.world, *self._other_parts):
             try:
                 _raise_problem_of_any(ranks, problem, phase)
-            except Exception as error:  # the next group of ranks is told too
+            except Exception as error:  # is sent to the next group of ranks too
                 problem = error
         if problem is not None:
             raise problem

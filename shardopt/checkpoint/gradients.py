@@ -9,37 +9,10 @@ import torch
 
 from ..tensors.gradient import GradientPart
 from ..tensors.gradient_slice import Norms
-from .elements import own_part, reader_of
-from .records import TensorInfo, TensorKey
 
 if TYPE_CHECKING:
     from ..domain.param import ParamRecord
     from ..tensors.gradient_slice import GradientSlice
-    from .model_param import ModelParam
-    from .plan_save import SavePlan
-
-
-def plan_gradient(plan: SavePlan, member: ModelParam) -> dict[str, Any] | None:
-    """Plans the gradient that was accumulated since the last step. Returns what :func:`describe` returns of its sum."""
-    slot, grad = (None, None) if member.entry is None else (member.entry.gradient_slice, member.entry.grad)
-    about = None
-    if slot is None or grad is None or member.shard is None:
-        return None
-    own: torch.Tensor | None = grad
-    if slot.shows_in(grad):
-        own = slot.pending
-        if not slot.is_used:
-            about = describe(slot)
-            tensor = TensorInfo(tuple(member.param.shape), member.shard.strides(member.index), slot.total.dtype, ())
-            key, where = TensorKey("gradients", member.box_name, "reduced"), member.shard.slice_of(member.index)
-            assert member.domain is not None
-            first, last = own_part(slot.total.numel(), member.domain.mesh)
-            read = reader_of(slot.summed()[0][first:last])
-            if member.is_planned:
-                plan.add(key, tensor, where.start + first, where.start + last, read)
-    if own is not None:  # accumulated under no_sync()
-        plan.add_of_one(TensorKey("gradients", member.box_name, str(plan.world.rank)), own, True)
-    return about
 
 
 def describe(gradient_slice: GradientSlice) -> dict[str, Any]:

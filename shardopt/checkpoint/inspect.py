@@ -142,7 +142,7 @@ def data_bytes(manifest: Manifest) -> int:
 
 
 def size(nbytes: float) -> str:
-    """Returns a number of bytes in words."""
+    """Returns a number of bytes as text, with its unit."""
     for unit in ("B", "KiB", "MiB"):
         if nbytes < 1024:
             return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"

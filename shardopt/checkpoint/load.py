@@ -40,9 +40,9 @@ class Loaded(dict[str, Any]):
     Attributes:
         path: of the checkpoint that was loaded.
         step: that it was saved with.
-        mismatches: with ``strict=False``, what was left out, in words; empty where all was loaded.
-        losses: masters and states that are kept in shorter formats here than they were saved in, in words; empty where
-            every bit is that which was saved.
+        mismatches: with ``strict=False``, what does not fit and was not loaded, in words; empty if all was loaded.
+        losses: masters and states whose format here is shorter than the saved one, in words; empty if every bit was
+            restored.
     """
 
     def __init__(self, extra: dict[str, Any], path: Path, step: int, mismatches: Sequence[str], losses: Sequence[str]):
@@ -252,7 +252,7 @@ class Loading:
         for number, engine in enumerate(model.engines):
             engine.states.consolidated = None
             owned = {param for group in engine.local_groups() for param in group["params"]}
-            engine.states.wait({p: state for p, state in self.plan.waiting.items() if p in owned})
+            engine.states.waiting = {p: state for p, state in self.plan.waiting.items() if p in owned}
             for index, group in enumerate(engine.groups):
                 if (number, index) in match.groups:
                     _update_group(group, values.decode(match.groups[number, index], self._find))

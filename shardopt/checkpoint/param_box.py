@@ -12,9 +12,9 @@ that held it. A rank that loads may hold other boxes: what two boxes have in com
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -52,9 +52,14 @@ class ParamBox:
         return f"{param}[{', '.join(spans)}]"
 
 
-def make_up(shape: Sequence[int], boxes: Iterable[ParamBox]) -> bool:
-    """True if boxes without elements in common are all of a param: each dimension is cut at the same places."""
-    given = list(boxes)
+def boxes_of(about: Mapping[str, Any]) -> list[ParamBox]:
+    """Returns the boxes that a param's record in the manifest lists."""
+    return [ParamBox(tuple(about.get("shape", ())), tuple(at), tuple(sizes)) for at, sizes in about["blocks"]]
+
+
+def make_up(shape: Sequence[int], parts: Iterable[ParamBox]) -> bool:
+    """True if the boxes are all of a param, each element once. All cut a dimension at the same places."""
+    given = list(parts)
     if any(box.shape != tuple(shape) or len(box.offsets) != len(box.sizes) for box in given):
         return False
     spans: list[set[tuple[int, int]]] = [set() for _ in shape]
@@ -93,7 +98,7 @@ class StridedBox(NamedTuple):
         moving = (dim for dim, size in enumerate(self.sizes) if size > 1)
         return tuple(sorted(moving, key=lambda dim: -self.strides[dim]))
 
-    def spans(self, start: int, stop: int) -> list[Corners]:
+    def corners(self, start: int, stop: int) -> list[Corners]:
         """Returns the boxes of the param that elements ``[start, stop)`` make up, at most ``2 d - 1``."""
         order, found = self.order, []
         for box in boxes(tuple(self.sizes[dim] for dim in order), start, stop):
@@ -104,15 +109,15 @@ class StridedBox(NamedTuple):
             found.append((tuple(low), tuple(high)))
         return found if self.numel else []
 
-    def number(self, index: Sequence[int]) -> int:
-        """Returns the number of the element with this index in the param."""
+    def flat_index(self, index: Sequence[int]) -> int:
+        """Returns the number of the element that has this index in the param."""
         moved = zip(index, self.offsets, self.strides, strict=True)
         return sum((each - first) * stride for each, first, stride in moved)
 
-    def view(self, flat: torch.Tensor, start: int, span: Corners) -> torch.Tensor:
-        """Returns the elements of a box, of those that ``flat`` holds, 1D, from number ``start`` on."""
-        sizes = [high - low for low, high in zip(*span, strict=True)]
-        return flat.as_strided(sizes, self.strides, flat.storage_offset() + self.number(span[0]) - start)
+    def view(self, flat: torch.Tensor, start: int, corners: Corners) -> torch.Tensor:
+        """Returns a view of the elements of a box; ``flat`` is 1D, and begins with element number ``start``."""
+        sizes = [high - low for low, high in zip(*corners, strict=True)]
+        return flat.as_strided(sizes, self.strides, flat.storage_offset() + self.flat_index(corners[0]) - start)
 
 
 def common(some: Iterable[Corners], others: Sequence[Corners]) -> Iterator[Corners]:

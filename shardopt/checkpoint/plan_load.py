@@ -210,7 +210,7 @@ def _box_writer(to: torch.Tensor, strided: StridedBox) -> Write:
     """Writes elements of a tensor with gaps, which has no 1D view of all elements."""
 
     def write(start: int, values: torch.Tensor) -> None:
-        for low, high in strided.spans(start, start + values.numel()):
+        for low, high in strided.corners(start, start + values.numel()):
             spans = zip(strided.offsets, low, high, strict=True)
             box = to.detach()[tuple(slice(first - offset, last - offset) for offset, first, last in spans)]
             box.copy_(strided.view(values, start, (low, high)))

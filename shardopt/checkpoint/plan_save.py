@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -101,17 +102,16 @@ class SavePlan:
     def _add(self, key: TensorKey, tensor: torch.Tensor, first: int, last: int) -> None:
         self.add(key, _described(key, tensor), first, last, reader_of(flat_of(tensor)[first:last]))
 
-    def keep(self, tensor: torch.Tensor) -> str:
-        """Plans a tensor of the user's, which rank 0 writes. Returns its name in the checkpoint."""
-        return self._keep(tensor, "", self.world.rank == 0)
+    def keep(self, tensor: torch.Tensor, is_own: bool = False) -> str:
+        """Plans a tensor among encoded values. Returns its name in the checkpoint.
 
-    def keep_own(self, tensor: torch.Tensor) -> str:
-        """Plans a tensor of a module's extra state, which this rank writes. Returns its name in the checkpoint."""
-        return self._keep(tensor, f"{self.world.rank}." if self.world.rank else "", True)
-
-    def _keep(self, tensor: torch.Tensor, prefix: str, is_this: bool) -> str:
-        name = f"{prefix}{sum(key.section == 'extra' for key in self.tensors)}"
-        self.add_of_one(TensorKey("extra", name, "value"), tensor.detach().clone(), is_this)
+        Args:
+            is_own: True if this rank writes it (a module's extra state), False if rank 0 does.
+        """
+        rank = self.world.rank
+        number = sum(key.section == "extra" for key in self.tensors)
+        name = f"{rank}.{number}" if is_own and rank else f"{number}"
+        self.add_of_one(TensorKey("extra", name, "value"), tensor.detach().clone(), is_own or rank == 0)
         return name
 
 
@@ -141,7 +141,7 @@ def plan_save(model: Model, world: AnyRanks, arguments: SaveArguments) -> SavePl
     reduced = {
         member.box_name: about
         for member in model.params.values()
-        if (about := gradients.plan_gradient(plan, member)) is not None
+        if (about := _plan_gradient(plan, member)) is not None
     }
     step = arguments.step
     if step is None:
@@ -152,7 +152,7 @@ def plan_save(model: Model, world: AnyRanks, arguments: SaveArguments) -> SavePl
     plan.own = {
         "gradients": reduced,
         "extra": extra,
-        "module_extra": values.encode(states, plan.keep_own, "get_extra_state()"),
+        "module_extra": values.encode(states, partial(plan.keep, is_own=True), "get_extra_state()"),
     }
     for kind, state in rng.states(model.device).items():
         plan.add_of_one(TensorKey("rng", str(world.rank), kind), state, True)
@@ -191,15 +191,7 @@ def _plan_param(
     """Plans a param with its master and states. Returns its record in the manifest. ``widens``: writes them in fp32."""
     if member.param.is_meta:
         raise CheckpointError(f"call bind() first: {member.name!r} is on the meta device and has no values to save.")
-    state = ParamState()
-    has_state = False
-    if member.entry is not None and member.shard is not None:
-        state = ParamState(member.entry.step, member.entry.carried, margins=member.entry.margins)
-        has_state = member.entry.has_state
-    elif member.optimizer is not None:
-        loaded = model.engines[member.optimizer].states.waiting.get(member.param)
-        if loaded is not None:
-            state, has_state = loaded, True
+    state, has_state = _state_of(model, member)
     if not member.is_planned:
         pass  # other ranks that hold the same box write it
     elif member.shard is None:
@@ -231,12 +223,46 @@ def _plan_param(
     }
 
 
+def _state_of(model: Model, member: ModelParam) -> tuple[ParamState, bool]:
+    """Returns counters and margins of a bound param, or the state that waits to be bound; and True if it has one."""
+    if member.entry is not None and member.shard is not None:
+        state = ParamState(member.entry.step, member.entry.carried, margins=member.entry.margins)
+        return state, member.entry.has_state
+    waiting = None
+    if member.optimizer is not None:
+        waiting = model.engines[member.optimizer].states.waiting.get(member.param)
+    return waiting or ParamState(), waiting is not None
+
+
 def _plans_margins(model: Model, member: ModelParam) -> bool:
     """True if the holders of this box write the margins, which all ranks hold: holders of the first box do."""
     boxes = model.claims.boxes.get(member.name)
     if boxes is None:
         return member.is_planned
     return member.box == boxes[0] and model.claims.writers[member.box_name] == tuple(numbers_of(member.holders))
+
+
+def _plan_gradient(plan: SavePlan, member: ModelParam) -> dict[str, Any] | None:
+    """Plans the gradient that was accumulated since the last step. Returns what is known of its sum."""
+    slot, grad = (None, None) if member.entry is None else (member.entry.gradient_slice, member.entry.grad)
+    about = None
+    if slot is None or grad is None or member.shard is None:
+        return None
+    own: torch.Tensor | None = grad
+    if slot.shows_in(grad):
+        own = slot.pending
+        if not slot.is_used:
+            about = gradients.describe(slot)
+            tensor = TensorInfo(tuple(member.param.shape), member.shard.strides(member.index), slot.total.dtype, ())
+            key, where = TensorKey("gradients", member.box_name, "reduced"), member.shard.slice_of(member.index)
+            assert member.domain is not None
+            first, last = own_part(slot.total.numel(), member.domain.mesh)
+            read = reader_of(slot.summed()[0][first:last])
+            if member.is_planned:
+                plan.add(key, tensor, where.start + first, where.start + last, read)
+    if own is not None:  # accumulated under no_sync()
+        plan.add_of_one(TensorKey("gradients", member.box_name, str(plan.world.rank)), own, True)
+    return about
 
 
 def _plan_slice(plan: SavePlan, member: ModelParam, shard: Shard, kind: str, widens: bool) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from ..errors import CheckpointError
 from ..kernels.formats import FORMATS
-from .param_box import ParamBox
+from .param_box import ParamBox, boxes_of
 
 # Elements are read, verified and written in chunks of this size; larger reads gained nothing on two kinds of disk.
 CHUNK_BYTES = 4 << 20
@@ -186,8 +186,7 @@ class Manifest:
                 shape = self.tensors[TensorKey("params", name, "param")].shape
                 found[name] = {name: ParamBox.whole(shape)}
                 continue
-            boxes = [ParamBox(tuple(about["shape"]), tuple(at), tuple(sizes)) for at, sizes in about["blocks"]]
-            found[name] = {box.name_in(name): box for box in boxes}
+            found[name] = {box.name_in(name): box for box in boxes_of(about)}
         return found
 
     @cached_property

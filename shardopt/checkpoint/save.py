@@ -1,4 +1,4 @@
-"""Saving: a plan, then every rank writes its own ranges, then rank 0 publishes what all have written."""
+"""Saving: all ranks plan together, each rank writes its own ranges, then rank 0 publishes the checkpoint."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from .collectives import Collectives, Result
 
 _PLANNING = "planning a checkpoint"
-# Each module's own thread and staging memory, which a later save waits for. Goes with the module.
+# By module: its thread and staging memory, for which a later save waits. Freed with the module.
 _BACKGROUNDS: weakref.WeakKeyDictionary[nn.Module, Background] = weakref.WeakKeyDictionary()
 
 
@@ -46,35 +46,35 @@ def save_checkpoint(
 ) -> Saving:
     """Saves params, buffers, optimizer states, param groups and random numbers as a new checkpoint. Collective.
 
-    Each rank writes what it holds; nothing is gathered. All ranks of a model make one checkpoint, whatever cut it:
-    data, tensor, pipeline or expert parallelism. It loads at any number of ranks, any stage, and in any other cut. It
-    is there whole or not at all, whenever the machine stops.
+    Each rank writes what it holds; nothing is gathered. All ranks of a model make one checkpoint, for any mix of data,
+    tensor, pipeline and expert parallelism. It loads at any number of ranks, any stage, and any other mix. Whenever the
+    machine stops, the checkpoint exists whole or not at all.
 
     Args:
-        directory: of all checkpoints of this training, on a file system that all ranks see. It is made if missing. One
-            save at a time writes there. All ranks of the model give the same.
-        module: whose names the checkpoint goes by; plain, DDP or compiled. Buffers that are not persistent are left
-            out, as in ``module.state_dict()``.
+        directory: for all checkpoints of this training, on a file system that all ranks see. It is made if missing.
+            One save at a time writes there. All ranks of the model give the same directory.
+        module: plain, DDP or compiled; the checkpoint has its names. Buffers that are not persistent are omitted, as
+            in ``module.state_dict()``.
         optimizer: one or a list of several, or None for the module alone (an empty list is refused).
-        extra: what else is to be found again: tensors, numbers, strings, None, lists, tuples, dicts with string keys
-            (a scheduler's or scaler's ``state_dict()``, say). That of rank 0 is saved.
-        step: for the checkpoint's name; None: the most steps that a param has taken.
-        keep: remove all but this many of the newest checkpoints once this one was read back and proven. None: none.
+        extra: other values to save: tensors, numbers, strings, None, lists, tuples, dicts with string keys (a
+            scheduler's or scaler's ``state_dict()``, say). Those of rank 0 are saved.
+        step: for the checkpoint's name; None: the largest step count of any param.
+        keep: number of checkpoints to keep: older ones are removed once this one was read back and verified. None: all.
         allow_nonfinite: save although a param, master or state holds an Inf or a NaN. False: an error.
-        full_precision: save masters and states in fp32 where they are kept in shorter formats: larger, and readable by
-            whatever reads safetensors. False: as they are kept. Either loads into any format.
-        asynchronous: return as soon as the values of now are copied to host memory, and write in the background.
-        names: what modules are called in the whole model, where ``module`` is a part of it and numbers its layers anew:
-            ``{module: "layers.3"}`` saves its ``"weight"`` as ``"layers.3.weight"``. Modules within it may have names
-            of their own; the innermost one counts. Loading takes the same argument.
+        full_precision: save masters and states of shorter formats in fp32: larger, and readable by all that reads
+            safetensors. False: as they are kept. Both load into any format.
+        asynchronous: return as soon as the present values are copied to host memory, and write in the background.
+        names: the names of modules in the whole model, where ``module`` is a part of it and numbers its layers from 0:
+            ``{module: "layers.3"}`` saves its ``"weight"`` as ``"layers.3.weight"``. Submodules may have names of their
+            own; the innermost name counts. Loading takes the same argument.
 
     Returns:
-        A handle: ``wait()`` gives the checkpoint's path, or raises what went wrong. Unless ``asynchronous``, all is
-        done by then.
+        A handle: ``wait()`` returns the checkpoint's path, or raises the error. Unless ``asynchronous``, the checkpoint
+        is already published.
 
     Raises:
-        CheckpointError: on every rank; no checkpoint was published, those before it are whole.
-        TypeError, ValueError: an argument is of another type or out of range, by its name.
+        CheckpointError: on every rank; no checkpoint was published, and earlier ones are whole.
+        TypeError, ValueError: an argument has another type or is out of range; the message names it.
     """
     check_module(module)
     engines = engines_of(optimizer)

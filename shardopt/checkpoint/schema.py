@@ -16,7 +16,7 @@ import torch
 from ..errors import CheckpointError
 from ..kernels.formats import FORMATS, SPLIT, SPLIT24, BlockFormat
 from ..kernels.tables import BLOCK
-from .param_box import ParamBox, make_up
+from .param_box import boxes_of, make_up
 from .records import SECTIONS, is_count
 from .values import MOST_LEVELS
 
@@ -221,8 +221,7 @@ def _check_params(manifest: Manifest) -> None:
 def _check_boxes(manifest: Manifest, name: str, kinds_of: Mapping[str, Mapping[str, TensorInfo]]) -> None:
     """Checks that the boxes make up the param, and that each box has the same masters and states."""
     about, where = manifest.params[name], f"params.{name}.blocks"
-    shape = about.get("shape", ())
-    boxes = [ParamBox(tuple(shape), tuple(at), tuple(sizes)) for at, sizes in about["blocks"]]
+    shape, boxes = about.get("shape", ()), boxes_of(about)
     _demand(len(boxes) > 1 and make_up(shape, boxes), where, about["blocks"], f"boxes of a param of shape {shape}")
     names = [box.name_in(name) for box in boxes]
     first = kinds_of.get(names[0], {})
@@ -294,7 +293,7 @@ def _items(manifest: Manifest, value: Mapping[str, Any], where: str) -> list[Any
         _demand(known, where, value, "the name of a tensor in extra")
         return []
     if key == "$float":
-        _demand(_parses(float, content), where, value, "a number in words")
+        _demand(_parses(float, content), where, value, "a number as text")
         return []
     if key == "$tuple":
         _demand(isinstance(content, list), where, value, "a list")

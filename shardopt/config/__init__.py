@@ -3,17 +3,10 @@
 Every option is checked when it is given, and frozen from then on.
 """
 
+from .formats import GradientFormat, Master, Stage, StateFormat
 from .keywords import OptionKeywords
 from .offload import Offload
-from .options import (
-    GradientFormat,
-    Master,
-    Options,
-    Stage,
-    StateFormat,
-    check_norm_group,
-    check_process_group,
-)
+from .options import Options, check_norm_group, check_process_group
 from .tuning import MIB, Tuning
 
 __all__ = [

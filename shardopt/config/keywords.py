@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from .formats import GradientFormat, StateFormat
 from .offload import Offload
-from .options import GradientFormat, StateFormat
 from .tuning import Tuning
 
 

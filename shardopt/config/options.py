@@ -4,7 +4,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
@@ -13,13 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..arguments import flag, number, whole, word
 from ..option import Flag, check_fields, option
+from .formats import GradientFormat, Master, Stage, StateFormat
 from .offload import Offload
 from .tuning import Tuning
-
-Stage = Literal[0, 1, 2, 3]
-Master = Literal["fp32", "split", "split24", "none"]
-StateFormat = Literal["fp32", "bf16", "int8"]  # from exact to coarse
-GradientFormat = Literal["fp32", "bf16"]
 
 
 def _module(value: object, what: str) -> object:

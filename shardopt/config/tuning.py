@@ -83,7 +83,7 @@ class Tuning:
             warning (nothing changes, step counts included), ``"raise"`` on all ranks before anything changed, or
             ``"propagate"`` as torch does (and save the reading of the gradients that looking for it takes). Where
             gradients are released, buckets may be updated before it is met in another one: then the first two are an
-            error on all ranks, after which the training goes on from a checkpoint.
+            error on all ranks, after which the training restarts from a checkpoint.
         compress_from: elements of a param (all of it, not of a shard) from which on ``state_format`` holds; smaller
             ones keep their states in fp32: biases and norms weigh little and matter much.
         seed: of stochastic rounding.

@@ -75,7 +75,9 @@ class JoinableOptimizer(Joinable):
                 "leave `with optimizer.join():` before entering it again: inside of it ranks that have run out follow "
                 "the outer context, and would never come to this one."
             )
-        self._meet("join()", lambda: {name: flag(value, f"join({name}=)") for name, value in given.items()})
+        self.engine.agree_on_call(
+            "join()", lambda: {name: flag(value, f"join({name}=)") for name, value in given.items()}
+        )
         if not enable or not dist.is_initialized():
             yield
             return
@@ -108,17 +110,13 @@ class JoinableOptimizer(Joinable):
             check_can_join(self.engine)
             return {name: flag(divide_by_initial_world_size, f"join({name}=)")}
 
-        by_all = self._meet("join()", read)[name]
+        by_all = self.engine.agree_on_call("join()", read)[name]
         (number,), *_ = self.engine.ranks().exchange([next(_NUMBERS)], "entering join()")
         if self._shadow is not None:
             self._shadow.leave()
         self._shadow = Shadow(self.engine, by_all, number)
         self.engine.joining = self._shadow.announce_call
         return self._shadow
-
-    def _meet(self, call: str, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Collective: returns the arguments that all ranks give to a call, or raises the same error on all."""
-        return self.engine.agree_on_call(call, read)
 
     @property
     def join_device(self) -> torch.device:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ..config import Options
     from ..rules import Rule
 
-# What the last layer of a model is called, where no embedding tells its size.
+# Names of the last layer of a model, for models without an embedding of the same size.
 _HEADS = ("lm_head", "head", "output", "out", "classifier", "score", "unembed", "fc_out")
 
 

@@ -40,6 +40,7 @@ from .announcement import SPARSE, Announcement, dtype_of, edits_of, follow_edits
 
 if TYPE_CHECKING:
     from ..engine import Engine
+    from ..module.takeover import ModuleTakeover
     from ..partition.comm.group import Ranks
     from ..partition.gatherer import Gatherer
     from ..partition.unit import Unit
@@ -66,11 +67,13 @@ class Shadow(JoinHook):
         self._backward: Backward | None = None
         self._ddp: DistributedDataParallel | None = None
         self._ddp_hook: Any = None
-        handover, me = engine.takeover, weakref.ref(self)
-        if handover is None:
-            return
-        self._backward = backward = cast(Backward, handover.backward)
-        closure = handover.closure
+        if engine.takeover is not None:
+            self._put_hooks(engine.takeover)
+
+    def _put_hooks(self, takeover: ModuleTakeover) -> None:
+        """Lets the module that was taken over announce its rounds, gathers and forwards."""
+        self._backward = backward = cast(Backward, takeover.backward)
+        me, closure = weakref.ref(self), takeover.closure
 
         def before_round(held: list[int]) -> int | None:
             hook = me()
@@ -95,10 +98,10 @@ class Shadow(JoinHook):
                 hook._ddp._join_config = _JoinConfig(is_on, throw_on_early_termination=False, is_first_joinable=False)
 
         backward.before_round = before_round
-        if handover.forward is not None:
-            handover.forward.before_gathers = before_gathers
-        handover.retire_reducer()
-        self._ddp = handover.ddp
+        if takeover.forward is not None:
+            takeover.forward.before_gathers = before_gathers
+        takeover.retire_reducer()
+        self._ddp = takeover.ddp
         if self._ddp is not None:
             self._ddp_hook = self._ddp.register_forward_pre_hook(before_forward, prepend=True)
 

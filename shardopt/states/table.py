@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -129,17 +129,8 @@ class StateTable:
         with torch.no_grad():
             for domain in self.domains:
                 load_states(domain, states)
-        self.wait(waiting)
+        self.waiting = waiting
         self.consolidated = None
-
-    def wait(self, states: States) -> None:
-        """Keeps these states, in place of other waiting ones, until their params are bound."""
-        self.waiting = states
-
-    def forget_waiting(self, locals_: Iterable[torch.nn.Parameter]) -> None:
-        """Drops the waiting states of these params, which are bound now."""
-        for local in locals_:
-            self.waiting.pop(local, None)
 
     # -- the param group of a param --------------------------------------------------------------------------------
 

@@ -53,13 +53,13 @@ def add_import(commands: Any) -> None:
     command.add_argument(
         "--names", metavar="FILE", type=Path, help="names of the optimizer's params, in its order, one a line"
     )
-    for option, told in (
+    for option, words in (
         ("--frozen", "tensors of the model that are params without an optimizer"),
         ("--buffers", "tensors of the model that are buffers"),
         ("--drop", "tensors of the model to leave out: second names of tied params"),
     ):
         command.add_argument(
-            option, metavar="PATTERN", action="append", default=[], help=f"{told}: a name or 'layer.*'"
+            option, metavar="PATTERN", action="append", default=[], help=f"{words}: a name or 'layer.*'"
         )
     command.set_defaults(run=_import)
 

@@ -55,15 +55,15 @@ def add_plan(commands: Any) -> None:
     plan.add_argument("--host-memory", type=memory, help="for one rank, such as 200G (default: any)")
     plan.add_argument("--optimizer", default="AdamW", choices=names(), help="default: %(default)s")
     plan.add_argument("--dtype", choices=("fp32", "bf16"), help="of params (default: both)")
-    for field, told in planned(Options):
+    for field, flag in planned(Options):
         choices, default = choices_of(field.type), field.default
         if choices:
             plan.add_argument(
-                _flag(field.name), choices=choices, default=default, help=f"{told.help} (default: %(default)s)"
+                _flag(field.name), choices=choices, default=default, help=f"{flag.help} (default: %(default)s)"
             )
         else:
             plan.add_argument(
-                _flag(field.name), action="store_const", const=told.value, default=default, help=told.help
+                _flag(field.name), action="store_const", const=flag.value, default=default, help=flag.help
             )
     plan.add_argument(
         "--offload", choices=("cpu", "disk"), help="where masters and states are kept (default: the device)"

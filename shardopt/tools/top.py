@@ -21,7 +21,7 @@ def add_top(commands: Any) -> None:
     top = commands.add_parser(
         "top",
         help="show a training that runs: memory, timings, norm, skipped steps, traffic",
-        description="Shows what opt.monitor(PATH) writes: a column a rank. On a terminal with Rich it is shown anew "
+        description="Shows what opt.monitor(PATH) writes: a column a rank. On a terminal with Rich it is updated "
         "every second until it is interrupted; elsewhere, and with --once or --json, it is shown once.",
     )
     top.add_argument("path", metavar="PATH", type=Path, help="the directory that opt.monitor() was given")

@@ -204,7 +204,7 @@ def test_strided_boxes_number_elements_as_tensors_do() -> None:
             numel = strided.numel
             flat = torch.arange(numel)
             for start, stop in itertools.combinations(range(numel + 1), 2):
-                views = [strided.view(flat[start:stop], start, span) for span in strided.spans(start, stop)]
+                views = [strided.view(flat[start:stop], start, corners) for corners in strided.corners(start, stop)]
                 assert torch.cat([view.reshape(-1) for view in views]).sort()[0].tolist() == list(range(start, stop))
 
 

@@ -313,7 +313,7 @@ def test_optimizers_that_cannot_be_taken_over_are_refused() -> None:
         (torch.optim.LBFGS(params), None, ("LBFGS",)),
         (ShardedAdamW(params), None, ("give the class",)),
         (lambda given: ShardedAdamW(given), None, ("ShardedAdamW", "an optimizer of torch.optim")),
-        (adamw(params), params, ("without params=", "of its own")),
+        (adamw(params), params, ("without params=", "already has params")),
         ("AdamW", None, ("'AdamW'", "its class")),
         (lambda given: None, None, ("NoneType",)),
         (None, None, ("no optimizer section", "optimizer=torch.optim.AdamW(")),

@@ -69,8 +69,8 @@ _ALWAYS: dict[str, tuple[Kind, Any, str]] = {
     "gradient_predivide_factor": (number, 1, "gradients are summed in fp32 and divided once"),
     "fp16.auto_cast": (flag, False, "give the model its inputs in fp16"),
     "wall_clock_breakdown": (flag, False, "print(optimizer.timings()) shows it at any time"),
-    "memory_breakdown": (flag, False, "optimizer.memory() tells it"),
-    "dump_state": (flag, False, "print(optimizer) tells it"),
+    "memory_breakdown": (flag, False, "optimizer.memory() returns it"),
+    "dump_state": (flag, False, "print(optimizer) shows it"),
     "dataloader_drop_last": (flag, False, "the DataLoader is the script's own"),
 }
 
